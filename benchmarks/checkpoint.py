@@ -67,7 +67,9 @@ def peak() -> int:
     except FileNotFoundError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
     return 1024 * next(
-        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")
+        int(line.split()[1])
+        for line in status.splitlines()
+        if line.startswith("VmHWM:")
     )
 
 
@@ -98,7 +100,11 @@ def run_ours(
             starts.append(time.perf_counter())
 
     starts: list[float] = []
-    keepers = [tk.callbacks.ModelCheckpoint(directory, every_n_train_steps=every)] if every else []
+    keepers = (
+        [tk.callbacks.ModelCheckpoint(directory, every_n_train_steps=every)]
+        if every
+        else []
+    )
     trainer = tk.Trainer(
         max_steps=steps + 1,
         accelerator="cpu",
@@ -138,7 +144,9 @@ def torch_save(directory: Path) -> Callable[[Any, Any, int], None]:
         import torch
 
         work = directory / "work"
-        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, work)
+        torch.save(
+            {"model": net.state_dict(), "optimizer": optimizer.state_dict()}, work
+        )
         with open(work, "rb") as file:
             os.fsync(file.fileno())
         work.rename(directory / f"step-{step}.pt")
@@ -168,7 +176,8 @@ def torch_async(directory: Path) -> Callable[[Any, Any, int], None]:
         weights, moments = get_state_dict(net, optimizer)
         under_way.append(
             dcp.async_save(
-                {"model": weights, "optimizer": moments}, checkpoint_id=directory / str(step)
+                {"model": weights, "optimizer": moments},
+                checkpoint_id=directory / str(step),
             )
         )
         for old in directory.iterdir():
@@ -178,7 +187,9 @@ def torch_async(directory: Path) -> Callable[[Any, Any, int], None]:
     return save
 
 
-def measure(case: str, layers: int, steps: int, every: int, directory: Path) -> dict[str, float]:
+def measure(
+    case: str, layers: int, steps: int, every: int, directory: Path
+) -> dict[str, float]:
     """Seconds of steps without a save, with one, and beside one; and memory."""
     import torch
 
@@ -195,12 +206,18 @@ def measure(case: str, layers: int, steps: int, every: int, directory: Path) -> 
     # The first save is counted by itself: its memory is new.
     first = times[every - 1]
     with_save = [
-        seconds for step, seconds in enumerate(times, 1) if step % every == 0 and step > every
+        seconds
+        for step, seconds in enumerate(times, 1)
+        if step % every == 0 and step > every
     ]
     beside = [
-        seconds for step, seconds in enumerate(times, 1) if step % every == 1 and step > every
+        seconds
+        for step, seconds in enumerate(times, 1)
+        if step % every == 1 and step > every
     ]
-    without = [seconds for step, seconds in enumerate(times, 1) if step > 2 and step < every]
+    without = [
+        seconds for step, seconds in enumerate(times, 1) if step > 2 and step < every
+    ]
     step = statistics.median(without)
     return {
         "step": step,
@@ -226,10 +243,19 @@ def measure_memory(layers: int, directory: Path) -> dict[str, float]:
     for case in ("none", "ours"):
         with tempfile.TemporaryDirectory(dir=directory) as place:
             peaks.append(
-                in_process("peak", str(layers), case, place, MALLOC_MMAP_THRESHOLD_=str(1 << 20))
+                in_process(
+                    "peak",
+                    str(layers),
+                    case,
+                    place,
+                    MALLOC_MMAP_THRESHOLD_=str(1 << 20),
+                )
             )
     without, with_saves = peaks
-    return {"without_gb": without / 1e9, "copies": (with_saves - without) / state_size(layers)}
+    return {
+        "without_gb": without / 1e9,
+        "copies": (with_saves - without) / state_size(layers),
+    }
 
 
 def measure_copy(layers: int) -> float:
@@ -252,7 +278,11 @@ def measure_reading(layers: int, directory: Path) -> dict[str, float]:
     """Saving, verifying and loading by themselves; and `torch`'s."""
     import torch
 
-    from trainer_kit.checkpoint import read_checkpoint, verify_checkpoint, write_checkpoint
+    from trainer_kit.checkpoint import (
+        read_checkpoint,
+        verify_checkpoint,
+        write_checkpoint,
+    )
 
     torch.set_num_threads(1)
     net = model(layers)
@@ -303,7 +333,11 @@ def in_process(*arguments: str, **environment: str) -> Any:
     """One measurement in a fresh process."""
     command = [sys.executable, __file__, "--only", *arguments]
     ran = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
     )
     if ran.returncode:
         sys.exit(f"{' '.join(arguments)} failed:\n{ran.stdout}{ran.stderr}")
@@ -377,7 +411,10 @@ def main() -> None:
         "--case", action="append", choices=CASES, help="one of them; may be repeated"
     )
     parser.add_argument(
-        "--layers", type=int, default=12, help="of 8 M parameters, 96 MB of state each (12)"
+        "--layers",
+        type=int,
+        default=12,
+        help="of 8 M parameters, 96 MB of state each (12)",
     )
     parser.add_argument("--steps", type=int, default=62, help="of training (62)")
     parser.add_argument(
@@ -386,7 +423,9 @@ def main() -> None:
         default=20,
         help="steps from save to save (20); a save that is not through by then is waited for",
     )
-    parser.add_argument("--directory", help="to save in (/dev/shm, else the temporary directory)")
+    parser.add_argument(
+        "--directory", help="to save in (/dev/shm, else the temporary directory)"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

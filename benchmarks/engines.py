@@ -80,13 +80,16 @@ def measure(engine: str, loop: str, sizes: dict[str, int], out: Path) -> None:
     model = LOOPS[loop](work)
     peak = memory_peak() - before
     # Whole, on every rank; only then may rank 0 go on alone.
-    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    weights = [
+        p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()
+    ]
     rank = int(os.environ["RANK"])
     if rank == 0:
         torch.save([weight.detach().clone() for weight in weights], out / "weights.pt")
-    steps = [after - start for start, after in zip(work.starts, work.starts[1:], strict=False)][
-        WARM:
-    ]
+    steps = [
+        after - start
+        for start, after in zip(work.starts, work.starts[1:], strict=False)
+    ][WARM:]
     (out / f"rank-{rank}.json").write_text(
         json.dumps({"ms": 1e3 * statistics.median(steps), "mb": peak / 1e6})
     )
@@ -94,7 +97,9 @@ def measure(engine: str, loop: str, sizes: dict[str, int], out: Path) -> None:
     os._exit(0)
 
 
-def spawn(engine: str, loop: str, sizes: dict[str, int]) -> tuple[dict[str, float], Any]:
+def spawn(
+    engine: str, loop: str, sizes: dict[str, int]
+) -> tuple[dict[str, float], Any]:
     """One measurement: its numbers and final weights; raises RuntimeError with what the ranks said if one fails."""
     import torch
 
@@ -107,7 +112,9 @@ def spawn(engine: str, loop: str, sizes: dict[str, int]) -> tuple[dict[str, floa
             loop,
             directory,
         ]
-        command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        command += [
+            word for name, value in sizes.items() for word in (f"--{name}", str(value))
+        ]
         port = free_port()
         logs = [open(Path(directory) / f"{rank}.log", "w+b") for rank in range(WORLD)]  # noqa: SIM115
         processes = [
@@ -121,22 +128,29 @@ def spawn(engine: str, loop: str, sizes: dict[str, int]) -> tuple[dict[str, floa
             for rank in range(WORLD)
         ]
         codes = [process.wait() for process in processes]
-        said = [log.seek(0) or log.read().decode(errors="replace").strip() for log in logs]
+        said = [
+            log.seek(0) or log.read().decode(errors="replace").strip() for log in logs
+        ]
         for log in logs:
             log.close()
         if any(codes):
             raise RuntimeError(
-                next(text for text, code in zip(said, codes, strict=True) if code)[-3000:]
+                next(text for text, code in zip(said, codes, strict=True) if code)[
+                    -3000:
+                ]
                 or str(codes)
             )
         ranks = [
-            json.loads((Path(directory) / f"rank-{rank}.json").read_text()) for rank in range(WORLD)
+            json.loads((Path(directory) / f"rank-{rank}.json").read_text())
+            for rank in range(WORLD)
         ]
         weights = torch.load(Path(directory) / "weights.pt", weights_only=True)
         return {key: max(rank[key] for rank in ranks) for key in ranks[0]}, weights
 
 
-def run_engine(engine: str, loops: list[str], rounds: int, sizes: dict[str, int]) -> list[Result]:
+def run_engine(
+    engine: str, loops: list[str], rounds: int, sizes: dict[str, int]
+) -> list[Result]:
     """All rounds of an engine, the loops in turn."""
     results = [Result(engine, loop) for loop in ENGINES[engine] if loop in loops]
     for index in range(rounds):
@@ -160,7 +174,9 @@ def run_engine(engine: str, loops: list[str], rounds: int, sizes: dict[str, int]
                 else ", ".join(f"{key} {value:.3g}" for key, value in numbers.items())
             )
             print(
-                f"{engine} {index + 1}/{rounds} {result.loop}: {shown}", file=sys.stderr, flush=True
+                f"{engine} {index + 1}/{rounds} {result.loop}: {shown}",
+                file=sys.stderr,
+                flush=True,
             )
     return results
 
@@ -171,7 +187,12 @@ def check(ours: list[Any], theirs: list[Any]) -> None:
 
     # Not Python's max, which passes a NaN by.
     furthest = (
-        torch.stack([(mine - other).abs().max() for mine, other in zip(ours, theirs, strict=True)])
+        torch.stack(
+            [
+                (mine - other).abs().max()
+                for mine, other in zip(ours, theirs, strict=True)
+            ]
+        )
         .max()
         .item()
     )
@@ -209,27 +230,46 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--engine", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="default: all"
+        "--engine",
+        nargs="+",
+        choices=list(ENGINES),
+        default=list(ENGINES),
+        help="default: all",
     )
     parser.add_argument(
         "--loops", nargs="+", choices=everyone, help="default: those that are installed"
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="fresh processes for each number (default: 5)"
+        "--rounds",
+        type=int,
+        default=5,
+        help="fresh processes for each number (default: 5)",
     )
-    for name, value in {"width": 256, "layers": 4, "length": 64, "batch": 8, "steps": 40}.items():
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
+    for name, value in {
+        "width": 256,
+        "layers": 4,
+        "length": 64,
+        "batch": 8,
+        "steps": 40,
+    }.items():
+        parser.add_argument(
+            f"--{name}", type=int, default=value, help=f"default: {value}"
+        )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write every measurement here"
     )
     parser.add_argument(
-        "--measure", nargs=3, metavar=("ENGINE", "LOOP", "DIRECTORY"), help=argparse.SUPPRESS
+        "--measure",
+        nargs=3,
+        metavar=("ENGINE", "LOOP", "DIRECTORY"),
+        help=argparse.SUPPRESS,
     )
     options = parser.parse_args()
     if options.steps < WARM + 2 or options.width % 32:
         parser.error(f"--steps: at least {WARM + 2}; --width: a multiple of 32")
     sizes = {
-        name: getattr(options, name) for name in ("width", "layers", "length", "batch", "steps")
+        name: getattr(options, name)
+        for name in ("width", "layers", "length", "batch", "steps")
     }
     if options.measure:
         measure(*options.measure[:2], sizes, Path(options.measure[2]))
@@ -240,22 +280,37 @@ def main() -> int:
         for e in options.engine
         if e != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
     ]
-    absent = [name for name in (*everyone, *options.engine) if name not in (*loops, *engines)]
+    absent = [
+        name for name in (*everyone, *options.engine) if name not in (*loops, *engines)
+    ]
     print(
-        f"measuring: {', '.join(loops)}" + (f"; left out: {', '.join(absent)}" if absent else ""),
+        f"measuring: {', '.join(loops)}"
+        + (f"; left out: {', '.join(absent)}" if absent else ""),
         flush=True,
     )
-    results = [result for e in engines for result in _measured(e, loops, options.rounds, sizes)]
+    results = [
+        result for e in engines for result in _measured(e, loops, options.rounds, sizes)
+    ]
     if options.json:
-        options.json.write_text(json.dumps([vars(result) for result in results], indent=1))
+        options.json.write_text(
+            json.dumps([vars(result) for result in results], indent=1)
+        )
     for result in results:
         if result.refused is not None:
-            print(f"\n{result.engine} {result.loop}:\n{result.refused}", file=sys.stderr)
+            print(
+                f"\n{result.engine} {result.loop}:\n{result.refused}", file=sys.stderr
+            )
     ours = ("by hand", "trainer_kit", "raw")
-    return 1 if any(result.refused is not None and result.loop in ours for result in results) else 0
+    return (
+        1
+        if any(result.refused is not None and result.loop in ours for result in results)
+        else 0
+    )
 
 
-def _measured(engine: str, loops: list[str], rounds: int, sizes: dict[str, int]) -> list[Result]:
+def _measured(
+    engine: str, loops: list[str], rounds: int, sizes: dict[str, int]
+) -> list[Result]:
     results = run_engine(engine, loops, rounds, sizes)
     show(engine, results)
     return results

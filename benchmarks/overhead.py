@@ -101,7 +101,9 @@ class Result:
         return f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else ""
 
     def budget(self) -> tuple[str, float] | None:
-        return {"trainer_kit": BUDGETS, "raw": RAW_BUDGETS}.get(self.library, {}).get(self.case)
+        return {"trainer_kit": BUDGETS, "raw": RAW_BUDGETS}.get(self.library, {}).get(
+            self.case
+        )
 
     def over_budget(self) -> bool:
         found = self.budget()
@@ -146,7 +148,9 @@ def measure(case: str, library: str, steps: int, count: bool) -> dict[str, Any]:
             )
         with tempfile.TemporaryDirectory() as directory:
             work = Work(case, batches, clock, directory, **extra)
-            finals.append(([p.detach().clone() for p in loop(work).parameters()], work.losses))
+            finals.append(
+                ([p.detach().clone() for p in loop(work).parameters()], work.losses)
+            )
         return (clock.calls if counting else clock.seconds * 1e6) / length
 
     plain, loop = hand_written.run, peers.PEERS[library]
@@ -165,7 +169,10 @@ def measure(case: str, library: str, steps: int, count: bool) -> dict[str, Any]:
     if extra:
         result["extra_us"] = ours - one(loop)
     if count:
-        result["calls"], result["plain_calls"] = one(loop, True, **extra), one(plain, True)
+        result["calls"], result["plain_calls"] = (
+            one(loop, True, **extra),
+            one(plain, True),
+        )
         if extra:
             result["extra_calls"] = result["calls"] - one(loop, True)
     if world > 1 and torch.distributed.is_initialized():
@@ -186,7 +193,9 @@ def _check(finals: list[Any]) -> None:
                 )
         for name, value in plain_losses.items():
             if abs(losses[name] - value) > 1e-5:
-                raise SystemExit(f"the mean of {name} is {losses[name]}, by hand {value}")
+                raise SystemExit(
+                    f"the mean of {name} is {losses[name]}, by hand {value}"
+                )
 
 
 def _measure_import(package: str, names: list[str]) -> dict[str, Any]:
@@ -194,9 +203,14 @@ def _measure_import(package: str, names: list[str]) -> dict[str, Any]:
 
     began, modules = time.thread_time(), len(sys.modules)
     found = importlib.import_module(package)
-    for name in names:  # some packages import nothing until they are asked for something
+    for (
+        name
+    ) in names:  # some packages import nothing until they are asked for something
         getattr(found, name)
-    return {"seconds": time.thread_time() - began, "modules": len(sys.modules) - modules}
+    return {
+        "seconds": time.thread_time() - began,
+        "modules": len(sys.modules) - modules,
+    }
 
 
 def spawn(case: str, library: str, steps: int, count: bool) -> dict[str, Any]:
@@ -263,7 +277,9 @@ def run_case(case: str, libraries: list[str], rounds: int, steps: int) -> list[R
             if result.refused is not None:
                 continue
             try:
-                result.rounds.append(spawn(case, result.library, steps, count=index == 0))
+                result.rounds.append(
+                    spawn(case, result.library, steps, count=index == 0)
+                )
             except RuntimeError as error:
                 result.refused = str(error)
             shown = "failed" if result.refused else _numbers(result.rounds[-1])
@@ -276,29 +292,51 @@ def run_case(case: str, libraries: list[str], rounds: int, steps: int) -> list[R
 
 
 def _numbers(measured: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value:.3g}" for key, value in measured.items() if value is not None)
+    return ", ".join(
+        f"{key} {value:.3g}" for key, value in measured.items() if value is not None
+    )
 
 
 def show(case: str, results: list[Result]) -> None:
     """The table of one case."""
     columns = ["over bare", "µs", "by hand", "extra µs", "calls", "by hand", "extra"]
-    keys = ["over_bare", "us", "plain_us", "extra_us", "calls", "plain_calls", "extra_calls"]
+    keys = [
+        "over_bare",
+        "us",
+        "plain_us",
+        "extra_us",
+        "calls",
+        "plain_calls",
+        "extra_calls",
+    ]
     if case == "import":
         columns, keys = ["seconds", "modules"], ["seconds", "modules"]
     present = [
-        index for index, key in enumerate(keys) if any(r.median(key) is not None for r in results)
+        index
+        for index, key in enumerate(keys)
+        if any(r.median(key) is not None for r in results)
     ]
     header = "" if case == "import" else f"{'ratio':>7} {'range':>11}"
-    print(f"\n{case:<13}{header}" + "".join(f"{columns[index]:>10}" for index in present))
+    print(
+        f"\n{case:<13}{header}" + "".join(f"{columns[index]:>10}" for index in present)
+    )
     for result in results:
         if result.refused is not None:
-            print(f"{result.library:<13}not reported: {result.refused.splitlines()[-1]}")
+            print(
+                f"{result.library:<13}not reported: {result.refused.splitlines()[-1]}"
+            )
             continue
         ratio = result.median("ratio")
         cells = [] if ratio is None else [f"{ratio:>7.2f} {result.spread():>11}"]
         for index in present:
             value = result.median(keys[index])
-            digits = 3 if keys[index] == "seconds" else 2 if keys[index] == "over_bare" else 1
+            digits = (
+                3
+                if keys[index] == "seconds"
+                else 2
+                if keys[index] == "over_bare"
+                else 1
+            )
             cells.append(" " * 10 if value is None else f"{value:>10.{digits}f}")
         note = ""
         if (budget := result.budget()) is not None:
@@ -318,13 +356,23 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: all"
+        "--case",
+        nargs="+",
+        choices=list(CASES),
+        default=list(CASES),
+        help="default: all",
     )
     parser.add_argument(
-        "--frameworks", nargs="+", choices=EVERY_LIBRARY, help="default: those that are installed"
+        "--frameworks",
+        nargs="+",
+        choices=EVERY_LIBRARY,
+        help="default: those that are installed",
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, help="fresh processes for each number (default: 5)"
+        "--rounds",
+        type=int,
+        default=5,
+        help="fresh processes for each number (default: 5)",
     )
     parser.add_argument(
         "--steps", type=int, default=2000, help="steps that are timed (default: 2000)"
@@ -332,7 +380,9 @@ def main() -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write every measurement here"
     )
-    parser.add_argument("--measure", nargs=2, metavar=("CASE", "LIBRARY"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--measure", nargs=2, metavar=("CASE", "LIBRARY"), help=argparse.SUPPRESS
+    )
     parser.add_argument("--count", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 100 or options.steps % 20:
@@ -344,7 +394,9 @@ def main() -> int:
         if os.environ.get("RANK", "0") == "0":
             options.json.write_text(json.dumps(measured))
         return 0
-    libraries = options.frameworks or [name for name in EVERY_LIBRARY if _installed(name)]
+    libraries = options.frameworks or [
+        name for name in EVERY_LIBRARY if _installed(name)
+    ]
     absent = [name for name in EVERY_LIBRARY if name not in libraries]
     print(
         f"measuring: {', '.join(libraries)}"
@@ -357,10 +409,14 @@ def main() -> int:
         show(case, results)
         everything += results
     if options.json:
-        options.json.write_text(json.dumps([vars(result) for result in everything], indent=1))
+        options.json.write_text(
+            json.dumps([vars(result) for result in everything], indent=1)
+        )
     for result in everything:
         if result.refused is not None:
-            print(f"\n{result.case} {result.library}:\n{result.refused}", file=sys.stderr)
+            print(
+                f"\n{result.case} {result.library}:\n{result.refused}", file=sys.stderr
+            )
     return 1 if any(result.refused is not None for result in everything) else 0
 
 

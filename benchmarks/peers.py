@@ -32,10 +32,16 @@ def lightning(work: Work) -> nn.Module:
 
 
 def _devices(work: Work) -> dict[str, Any]:
-    return {"strategy": "ddp", "devices": 2} if work.case.startswith("ddp2") else {"devices": 1}
+    return (
+        {"strategy": "ddp", "devices": 2}
+        if work.case.startswith("ddp2")
+        else {"devices": 1}
+    )
 
 
-def _trainer(work: Work, base: type[Any], library: Any, kwargs: dict[str, Any]) -> nn.Module:
+def _trainer(
+    work: Work, base: type[Any], library: Any, kwargs: dict[str, Any]
+) -> nn.Module:
     """Lightning and trainer_kit read the same script."""
     clock, logs, mean = work.clock, work.logs, work.mean
     usual = work.case == "usual"
@@ -89,9 +95,17 @@ def _trainer(work: Work, base: type[Any], library: Any, kwargs: dict[str, Any]) 
     module = Logging() if usual or logs else Module()
     if usual:
         logger = library.loggers.TensorBoardLogger(work.directory)
-        kwargs |= {"logger": logger, "log_every_n_steps": LOG_EVERY, "enable_model_summary": False}
+        kwargs |= {
+            "logger": logger,
+            "log_every_n_steps": LOG_EVERY,
+            "enable_model_summary": False,
+        }
     elif work.case in ("log5", "eval_metric", "idle50"):
-        kwargs |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        kwargs |= {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        }
         kwargs |= {
             "enable_model_summary": False,
             "callbacks": [Idle(index) for index in range(work.idle)],
@@ -182,7 +196,11 @@ def _accelerated(work: Work, kind: Any) -> nn.Module:
     else:
         path = os.path.join(work.directory, "accelerate")
         _train(
-            work, model, optimizer, accelerator.backward, save=lambda: accelerator.save_state(path)
+            work,
+            model,
+            optimizer,
+            accelerator.backward,
+            save=lambda: accelerator.save_state(path),
         )
     work.clock.stop()
     return net
@@ -274,7 +292,9 @@ def ignite(work: Work) -> nn.Module:
     if work.mean:
         from ignite.metrics import Average
 
-        Average().attach(engine, "loss")  # batches are of one size here, so this is the mean
+        Average().attach(
+            engine, "loss"
+        )  # batches are of one size here, so this is the mean
     if work.case == "usual":
         _ignite_extras(work, engine, net, optimizer, Events)
     if evaluating:
@@ -286,7 +306,9 @@ def ignite(work: Work) -> nn.Module:
     return net
 
 
-def _ignite_extras(work: Work, engine: Any, net: nn.Module, optimizer: Any, events: Any) -> None:
+def _ignite_extras(
+    work: Work, engine: Any, net: nn.Module, optimizer: Any, events: Any
+) -> None:
     from ignite.handlers import Checkpoint, DiskSaver, ProgressBar, TensorboardLogger
 
     logger = TensorboardLogger(log_dir=work.directory)
@@ -299,7 +321,8 @@ def _ignite_extras(work: Work, engine: Any, net: nn.Module, optimizer: Any, even
     )
     saver = DiskSaver(os.path.join(work.directory, "ignite"), create_dir=True)
     engine.add_event_handler(
-        events.EPOCH_COMPLETED, Checkpoint({"model": net, "optimizer": optimizer}, saver, n_saved=1)
+        events.EPOCH_COMPLETED,
+        Checkpoint({"model": net, "optimizer": optimizer}, saver, n_saved=1),
     )
     engine.add_event_handler(events.COMPLETED, lambda: logger.close())
 

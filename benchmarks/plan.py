@@ -20,7 +20,9 @@ from tests.planning.workloads import GPT, LanguageModel
 def main() -> None:
     """Print the time of each measurement, and of the whole plan."""
     with torch.device("meta"):
-        module = LanguageModel(GPT(width=4096, depth=20, vocabulary=40_000, heads=32, tied=False))
+        module = LanguageModel(
+            GPT(width=4096, depth=20, vocabulary=40_000, heads=32, tied=False)
+        )
     loader = [torch.zeros(4, 513, dtype=torch.long)]
     trainer = tk.Trainer(strategy="fsdp", accelerator="cpu", devices=1, logger=False)
     began = time.monotonic()

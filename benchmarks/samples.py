@@ -72,22 +72,46 @@ def draws(count: int) -> Iterator[Any]:
 
 def lines(
     samples: int,
-) -> dict[str, tuple[str, int, Callable[[], Iterable[Any]], Callable[[], Iterable[Any]]]]:
+) -> dict[
+    str, tuple[str, int, Callable[[], Iterable[Any]], Callable[[], Iterable[Any]]]
+]:
     """Of each line: per what, how many of them, the reading without it and the one with it."""
     indices = list(range(samples))
     batches = samples // BATCH
 
     def indexed(reproducible: bool) -> Iterator[Any]:
-        return Feed(DataLoader(range(samples), BATCH), reproducible=reproducible).epoch(0)
+        return Feed(DataLoader(range(samples), BATCH), reproducible=reproducible).epoch(
+            0
+        )
 
     def stream(kind: type[Numbers]) -> Iterator[Any]:
         return Feed(DataLoader(kind(samples), BATCH)).epoch(0)
 
     return {
-        "seeded sample": ("sample", samples, lambda: indices, lambda: SeededIndices(indices, 1, 0)),
-        "seeded sample, here": ("sample", samples, lambda: indexed(False), lambda: indexed(True)),
-        "sample that draws": ("sample", samples, lambda: indices, lambda: draws(samples)),
-        "stream with a state": ("batch", batches, lambda: stream(Numbers), lambda: stream(Placed)),
+        "seeded sample": (
+            "sample",
+            samples,
+            lambda: indices,
+            lambda: SeededIndices(indices, 1, 0),
+        ),
+        "seeded sample, here": (
+            "sample",
+            samples,
+            lambda: indexed(False),
+            lambda: indexed(True),
+        ),
+        "sample that draws": (
+            "sample",
+            samples,
+            lambda: indices,
+            lambda: draws(samples),
+        ),
+        "stream with a state": (
+            "batch",
+            batches,
+            lambda: stream(Numbers),
+            lambda: stream(Placed),
+        ),
     }
 
 
@@ -116,7 +140,9 @@ def main() -> int:
     found = measure(options.samples, options.rounds)
     print(f"{'':22}{'by itself':>12}{'extra':>12}")
     for name, line in found.items():
-        print(f"{name:22}{line['by itself']:9.2f} us{line['extra']:9.2f} us  a {line['per']}")
+        print(
+            f"{name:22}{line['by itself']:9.2f} us{line['extra']:9.2f} us  a {line['per']}"
+        )
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0

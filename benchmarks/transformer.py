@@ -30,9 +30,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, -1, 32)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_1(x)).unflatten(-1, (3, -1, 32)).permute(2, 0, 3, 1, 4)
+        )
         x = x + self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
         )
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
@@ -93,14 +97,18 @@ class Work:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         count = self.steps * world
         texts = TensorDataset(
-            torch.randint(LETTERS, (count * self.batch, self.length + 1), generator=generator)
+            torch.randint(
+                LETTERS, (count * self.batch, self.length + 1), generator=generator
+            )
         )
         if not mine:
             return DataLoader(texts, batch_size=self.batch)
         numbers = range(rank, count, world)
         return DataLoader(
             texts,
-            batch_sampler=[list(range(n * self.batch, (n + 1) * self.batch)) for n in numbers],
+            batch_sampler=[
+                list(range(n * self.batch, (n + 1) * self.batch)) for n in numbers
+            ],
         )
 
 
@@ -111,7 +119,9 @@ def by_hand(work: Work) -> nn.Module:
         return _by_hand_deepspeed(work, model)
     if work.engine == "ddp":
         return _train(
-            work, model, nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            work,
+            model,
+            nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True),
         )
     for block in model.blocks:
         fully_shard(block)
@@ -174,10 +184,14 @@ def lightning(work: Work) -> nn.Module:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     strategy = "deepspeed_stage_2" if work.engine == "deepspeed" else work.engine
-    return _trainer(work, lightning.pytorch, lightning.pytorch.LightningModule, strategy, mine=True)
+    return _trainer(
+        work, lightning.pytorch, lightning.pytorch.LightningModule, strategy, mine=True
+    )
 
 
-def _trainer(work: Work, library: Any, base: type[Any], strategy: str, mine: bool) -> nn.Module:
+def _trainer(
+    work: Work, library: Any, base: type[Any], strategy: str, mine: bool
+) -> nn.Module:
     """Lightning and trainer_kit read the same script."""
 
     class Module(base):  # type: ignore[misc]

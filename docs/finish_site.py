@@ -29,7 +29,9 @@ def finish(site: Path) -> None:
         }
         for version in released
     ] + [{"version": "dev", "title": "dev", "aliases": []}] * ("dev" in found)
-    (site / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
+    (site / "versions.json").write_text(
+        json.dumps(versions, indent=2) + "\n", encoding="utf-8"
+    )
     newest = versions[0]["version"]
     page = (
         f'<!doctype html>\n<meta http-equiv="refresh" content="0; url={newest}/">\n'

@@ -41,7 +41,9 @@ def methods(cls: type) -> list[ast.FunctionDef]:
 
 def signature(function: ast.FunctionDef) -> str:
     """``name(parameters)`` without annotations and without self; a property's name alone."""
-    if any(ast.unparse(decorator) == "property" for decorator in function.decorator_list):
+    if any(
+        ast.unparse(decorator) == "property" for decorator in function.decorator_list
+    ):
         return function.name
     arguments = function.args.args[1:]
     defaults = [None] * (len(arguments) - len(function.args.defaults)) + list(
@@ -57,7 +59,10 @@ def signature(function: ast.FunctionDef) -> str:
 def prose(function: ast.FunctionDef) -> str:
     """The docstring on one line of a table."""
     return " ".join(
-        (ast.get_docstring(function) or "").replace("``", "`").replace("|", r"\|").split()
+        (ast.get_docstring(function) or "")
+        .replace("``", "`")
+        .replace("|", r"\|")
+        .split()
     )
 
 
@@ -86,4 +91,6 @@ def render() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}")
+    print(
+        f"wrote {PAGE.relative_to(Path.cwd()) if PAGE.is_relative_to(Path.cwd()) else PAGE}"
+    )

@@ -14,7 +14,11 @@ from trainer_kit.core.hooks import Callback
 
 PAGE = Path(__file__).parent / "assets" / "loop.svg"
 
-MOVED: Final = ["on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"]
+MOVED: Final = [
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+]
 # A name is a hook or a method that a user may define, a pair a box with its title, a text with a space a remark.
 FIT: Final[list[Any]] = [
     (
@@ -64,7 +68,10 @@ FIT: Final[list[Any]] = [
                     "on_train_step_end",
                 ],
             ),
-            ("where validation is due", ["on_validation_model_zero_grad", "→ evaluation"]),
+            (
+                "where validation is due",
+                ["on_validation_model_zero_grad", "→ evaluation"],
+            ),
             "on_train_epoch_end",
             (
                 "where a checkpoint is due",
@@ -82,7 +89,12 @@ EVALUATION: Final[list[Any]] = [
     "on_validation_epoch_start",
     (
         "each batch",
-        [*MOVED, "on_validation_batch_start", "validation_step", "on_validation_batch_end"],
+        [
+            *MOVED,
+            "on_validation_batch_start",
+            "validation_step",
+            "on_validation_batch_end",
+        ],
     ),
     "on_validation_epoch_end",
     "on_validation_end",

@@ -32,7 +32,9 @@ from trainer_kit.strategies.megatron.config import _REFUSED as MEGATRON_REFUSED
 
 PAGES = Path(__file__).with_name("reference")
 DIRECTIVE: Final = re.compile(r"^::: (trainer_kit\.[\w.]+)$", re.M)
-MARK: Final = "<!-- Written by docs/generate_reference.py; `make docs` writes it again. -->"
+MARK: Final = (
+    "<!-- Written by docs/generate_reference.py; `make docs` writes it again. -->"
+)
 
 
 def directives() -> Iterator[tuple[Path, str]]:
@@ -63,7 +65,9 @@ def _cell(text: str) -> str:
 def index() -> str:
     """Every public name, what it is, and where it is described."""
     rows = []
-    for page, name in sorted(directives(), key=lambda each: each[1].rpartition(".")[2].lower()):
+    for page, name in sorted(
+        directives(), key=lambda each: each[1].rpartition(".")[2].lower()
+    ):
         lines = (inspect.getdoc(resolve(name)) or "").partition("\n\n")[0]
         short = name.removeprefix("trainer_kit.")
         rows.append(f"| [`{short}`]({page.name}#{name}) | {_cell(lines)} |")
@@ -147,7 +151,8 @@ def commands() -> str:
     for typed, command in all_commands(main):
         parts += [f"## `{typed}`\n", f"```text\n{_usage(typed, command)}\n```\n"]
         parts.append(
-            inspect.cleandoc(command.help or "").replace("\b\n", "").replace("\f", "") + "\n"
+            inspect.cleandoc(command.help or "").replace("\b\n", "").replace("\f", "")
+            + "\n"
         )
         shown = [each for each in command.params if isinstance(each, click.Option)]
         listed = [each for each in shown if not each.hidden]
@@ -155,7 +160,12 @@ def commands() -> str:
             rows = [_option(option) for option in listed]
             parts.append(
                 "\n".join(
-                    ["| option | value | default | what it does |", "|---|---|---|---|", *rows, ""]
+                    [
+                        "| option | value | default | what it does |",
+                        "|---|---|---|---|",
+                        *rows,
+                        "",
+                    ]
                 )
             )
         if len(listed) < len(shown):
@@ -285,7 +295,9 @@ def _text(option: Option) -> str:
         return f"no effect: {option.ignored}"
     instead = MEGATRON_REFUSED.get(option.name)
     return option.help or (
-        f"Refused, unless it is off or 1: {instead}." if instead else _TEXTS[option.name]
+        f"Refused, unless it is off or 1: {instead}."
+        if instead
+        else _TEXTS[option.name]
     )
 
 
@@ -344,7 +356,9 @@ def _values(kind: Any) -> list[str]:
     if origin is Literal:
         return [f"`{word}`" for word in members]
     if origin is None:
-        return [] if kind in (Duration, os.PathLike) else ["`class_path` and `init_args`"]
+        return (
+            [] if kind in (Duration, os.PathLike) else ["`class_path` and `init_args`"]
+        )
     if isinstance(origin, type) and origin in _VALUES:
         return _values(origin)
     if isinstance(origin, type) and issubclass(origin, Collection):
@@ -361,13 +375,19 @@ def _values(kind: Any) -> list[str]:
 def script_keys() -> dict[str, tuple[Any, list[str]]]:
     """Every key of a file for ``tk.cli``: the option of the parser, and the commands that have it."""
     made = Arguments(
-        TrainModule, DataModule, choose_model=True, choose_data=True, trainer_defaults={}
+        TrainModule,
+        DataModule,
+        choose_model=True,
+        choose_data=True,
+        trainer_defaults={},
     )
     found: dict[str, tuple[Any, list[str]]] = {}
     for command, parser in made._parsers.items():
         for action in parser._actions:
             # Those without a type are --help, --config and --print_config, which no file has, and `trainer`, a section.
-            if getattr(action, "_typehint", None) is not None and not action.dest.endswith(".help"):
+            if getattr(
+                action, "_typehint", None
+            ) is not None and not action.dest.endswith(".help"):
                 found.setdefault(action.dest, (action, []))[1].append(command)
     return found
 
@@ -388,7 +408,9 @@ def script_files() -> str:
             text = f"{text}; for `{commands[0]}` only"
         default = "" if action.default is None else f"`{json.dumps(action.default)}`"
         values = (
-            ", ".join(_values(action._typehint)) if key not in ("model", "data") else "a mapping"
+            ", ".join(_values(action._typehint))
+            if key not in ("model", "data")
+            else "a mapping"
         )
         rows[key.startswith("trainer.")].append(
             f"| `{key.removeprefix('trainer.')}` | {_cell(values)} | {default} | {_cell(text)} |"

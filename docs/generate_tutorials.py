@@ -38,7 +38,11 @@ def cells(source: str) -> list[tuple[bool, str]]:
     text = False
 
     def end() -> None:
-        body = "\n".join(re.sub(r"^# ?", "", line) for line in code) if text else "\n".join(code)
+        body = (
+            "\n".join(re.sub(r"^# ?", "", line) for line in code)
+            if text
+            else "\n".join(code)
+        )
         if body.strip():
             found.append((text, body.strip("\n")))
 
@@ -61,9 +65,7 @@ def render(name: str) -> str:
     ]
     for script in scripts:
         for text, body in cells((ROOT / script).read_text(encoding="utf-8")):
-            code = (
-                f"<!-- not run: a part of {script}, which the tests run -->\n```python\n{body}\n```"
-            )
+            code = f"<!-- not run: a part of {script}, which the tests run -->\n```python\n{body}\n```"
             parts.append(body if text else code)
     parts.append(
         f"The whole script is {' and '.join(f'`{script}`' for script in scripts)} in the repository."

@@ -32,12 +32,16 @@ NUMBER = {letter: number for number, letter in enumerate(LETTERS, start=PAD + 1)
 
 def collate(texts: list[str]) -> Tensor:
     """Numbers of letters, shape (texts, characters), padded at the end."""
-    rows = [torch.tensor([NUMBER[letter] for letter in text[:LONGEST]]) for text in texts]
+    rows = [
+        torch.tensor([NUMBER[letter] for letter in text[:LONGEST]]) for text in texts
+    ]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 
 
 class CharTransformer(tk.TrainModule):
-    def __init__(self, width: int = 64, layers: int = 2, heads: int = 4, lr: float = 4e-3) -> None:
+    def __init__(
+        self, width: int = 64, layers: int = 2, heads: int = 4, lr: float = 4e-3
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.letters = nn.Embedding(len(LETTERS) + 1, width, padding_idx=PAD)
@@ -51,8 +55,12 @@ class CharTransformer(tk.TrainModule):
     def forward(self, text: Tensor) -> Tensor:
         """Logits of the next letter, shape (texts, characters, letters)."""
         length = text.size(1)
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=text.device)
-        hidden = self.letters(text) + self.places(torch.arange(length, device=text.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            length, device=text.device
+        )
+        hidden = self.letters(text) + self.places(
+            torch.arange(length, device=text.device)
+        )
         return self.head(self.blocks(hidden, mask=mask, is_causal=True))
 
     def loss_weight(self, batch: Tensor) -> Tensor:
@@ -65,7 +73,10 @@ class CharTransformer(tk.TrainModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log(
-            "val_loss", self.loss(batch), batch_size=int(self.loss_weight(batch)), prog_bar=True
+            "val_loss",
+            self.loss(batch),
+            batch_size=int(self.loss_weight(batch)),
+            prog_bar=True,
         )
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -90,7 +101,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
+    parser.add_argument(
+        "--devices", default="auto", help="how many; on a CPU: processes"
+    )
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--width", type=int, default=64)
@@ -103,7 +116,9 @@ def main() -> None:
         devices=args.devices,
         precision=args.precision,
         max_steps=args.steps,
-        val_check_interval=max(1, args.steps // 3),  # batches, counted over epoch borders:
+        val_check_interval=max(
+            1, args.steps // 3
+        ),  # batches, counted over epoch borders:
         check_val_every_n_epoch=None,
         gradient_clip_val=1.0,
         log_every_n_steps=10,
@@ -113,11 +128,15 @@ def main() -> None:
     held_out = len(PARAGRAPHS) // 10
     trainer.fit(
         module,
-        DataLoader(PARAGRAPHS[held_out:], batch_size=16, shuffle=True, collate_fn=collate),
+        DataLoader(
+            PARAGRAPHS[held_out:], batch_size=16, shuffle=True, collate_fn=collate
+        ),
         DataLoader(PARAGRAPHS[:held_out], batch_size=16, collate_fn=collate),
     )
     trainer.print(f"characters seen: {trainer.progress.tokens}")
-    trainer.print(f"validation loss: {trainer.callback_metrics['val_loss']:.3f} nats a character")
+    trainer.print(
+        f"validation loss: {trainer.callback_metrics['val_loss']:.3f} nats a character"
+    )
     trainer.print(f"a sample:\n{module.write('The ', args.letters)}")
 
 

@@ -27,8 +27,12 @@ class WeightAverage(tk.Callback):
         self.decay, self.average = decay, {}
 
     def on_fit_start(self, trainer: tk.Trainer, module: tk.TrainModule) -> None:
-        if not self.average:  # else it came from a checkpoint: that is restored before this hook
-            self.average = {name: p.detach().clone() for name, p in module.named_parameters()}
+        if (
+            not self.average
+        ):  # else it came from a checkpoint: that is restored before this hook
+            self.average = {
+                name: p.detach().clone() for name, p in module.named_parameters()
+            }
 
     @torch.no_grad()
     def on_train_step_end(self, trainer: tk.Trainer, module: tk.TrainModule) -> None:
@@ -88,7 +92,10 @@ def main() -> None:
     )
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument(
-        "--good-enough", type=float, default=0.0, help="stop once val_loss is below this"
+        "--good-enough",
+        type=float,
+        default=0.0,
+        help="stop once val_loss is below this",
     )
     args = parser.parse_args()
 
@@ -117,7 +124,9 @@ def main() -> None:
     module = Regression()
     trainer.fit(module, train, val)
     with_average = trainer.callback_metrics["val_loss"]
-    without = tk.Trainer(barebones=True).validate(module, val, verbose=False)[0]["val_loss"]
+    without = tk.Trainer(barebones=True).validate(module, val, verbose=False)[0][
+        "val_loss"
+    ]
     trainer.print(
         f"val_loss with averaged weights {with_average:.4f}, with the last ones {without:.4f}"
     )

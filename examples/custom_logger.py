@@ -37,7 +37,9 @@ class SQLiteLogger:
             self.connection.execute(
                 "CREATE TABLE IF NOT EXISTS runs (run INTEGER PRIMARY KEY, params, status)"
             )
-            self.connection.execute("CREATE TABLE IF NOT EXISTS metrics (run, step, name, value)")
+            self.connection.execute(
+                "CREATE TABLE IF NOT EXISTS metrics (run, step, name, value)"
+            )
             self.run = self.connection.execute(
                 "INSERT INTO runs VALUES (NULL, '{}', 'running')"
             ).lastrowid
@@ -50,12 +52,15 @@ class SQLiteLogger:
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         self.open().execute(
-            "UPDATE runs SET params = ? WHERE run = ?", [json.dumps(params, default=repr), self.run]
+            "UPDATE runs SET params = ? WHERE run = ?",
+            [json.dumps(params, default=repr), self.run],
         )
 
     def finalize(self, status: str) -> None:  # "success", "failed" or "interrupted"
         if self.connection is not None:
-            self.connection.execute("UPDATE runs SET status = ? WHERE run = ?", [status, self.run])
+            self.connection.execute(
+                "UPDATE runs SET status = ? WHERE run = ?", [status, self.run]
+            )
             self.connection.commit()
             self.connection.close()
             self.connection = None
@@ -73,7 +78,10 @@ class Classifier(tk.TrainModule):
         loss = nn.functional.cross_entropy(logits, labels)
         self.log("loss", loss)
         self.log(
-            "accuracy", (logits.argmax(1) == labels).float().mean(), on_step=False, on_epoch=True
+            "accuracy",
+            (logits.argmax(1) == labels).float().mean(),
+            on_step=False,
+            on_epoch=True,
         )
         return loss
 
@@ -95,7 +103,10 @@ def main() -> None:
     logger = SQLiteLogger(args.database)
     # Several loggers: [logger, "tensorboard"].
     trainer = tk.Trainer(
-        max_epochs=args.epochs, logger=logger, log_every_n_steps=4, enable_checkpointing=False
+        max_epochs=args.epochs,
+        logger=logger,
+        log_every_n_steps=4,
+        enable_checkpointing=False,
     )
     trainer.fit(Classifier(), DataLoader(data, batch_size=32, shuffle=True))
 

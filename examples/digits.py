@@ -38,14 +38,18 @@ class Digits(tk.DataModule):
         train, rest = train_test_split(
             range(len(labels)), test_size=0.3, random_state=0, stratify=labels
         )
-        val, test = train_test_split(rest, test_size=0.5, random_state=0, stratify=labels[rest])
+        val, test = train_test_split(
+            rest, test_size=0.5, random_state=0, stratify=labels[rest]
+        )
         self.parts = {
             name: TensorDataset(images[part], labels[part])
             for name, part in (("train", train), ("val", val), ("test", test))
         }
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.parts["train"], shuffle=True)  # batches: see global_batch_size below
+        return DataLoader(
+            self.parts["train"], shuffle=True
+        )  # batches: see global_batch_size below
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.parts["val"], batch_size=256)
@@ -94,7 +98,9 @@ class ConvNet(tk.TrainModule):
         logits = self(images)
         loss = F.cross_entropy(logits, labels)
         self.log(f"{stage}_loss", loss)
-        self.log(f"{stage}_acc", (logits.argmax(1) == labels).float().mean(), prog_bar=True)
+        self.log(
+            f"{stage}_acc", (logits.argmax(1) == labels).float().mean(), prog_bar=True
+        )
         return loss
 
     def configure_optimizers(self) -> dict:
@@ -122,11 +128,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
+    parser.add_argument(
+        "--devices", default="auto", help="how many; on a CPU: processes"
+    )
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--root", default="runs", help="where runs are written")
-    parser.add_argument("--fast", action="store_true", help="two epochs of four batches")
+    parser.add_argument(
+        "--fast", action="store_true", help="two epochs of four batches"
+    )
     args = parser.parse_args()
 
     tk.seed_everything(1)
@@ -140,7 +150,9 @@ def main() -> None:
         log_every_n_steps=10,
         callbacks=[
             EarlyStopping("val_loss", patience=5),
-            ModelCheckpoint(monitor="val_acc", mode="max", filename="{epoch}-{val_acc:.3f}"),
+            ModelCheckpoint(
+                monitor="val_acc", mode="max", filename="{epoch}-{val_acc:.3f}"
+            ),
             LearningRateMonitor("step"),
         ],
     )

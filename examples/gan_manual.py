@@ -58,13 +58,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
+    parser.add_argument(
+        "--devices", default="auto", help="how many; on a CPU: processes"
+    )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--root", default="runs", help="where runs are written")
     args = parser.parse_args()
 
     tk.seed_everything(1)
-    trainer = tk.Trainer(devices=args.devices, max_steps=args.steps, default_root_dir=args.root)
+    trainer = tk.Trainer(
+        devices=args.devices, max_steps=args.steps, default_root_dir=args.root
+    )
     module = ManualGAN()
     trainer.fit(module, DataLoader(ring(64 * 400), batch_size=64, shuffle=True))
     trainer.print(report(module))

@@ -35,7 +35,12 @@ def ring(samples: int) -> Tensor:
 
 
 def network(inputs: int, outputs: int, width: int = 128) -> nn.Sequential:
-    layers = nn.Linear(inputs, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.LeakyReLU(0.2)
+    layers = (
+        nn.Linear(inputs, width),
+        nn.LeakyReLU(0.2),
+        nn.Linear(width, width),
+        nn.LeakyReLU(0.2),
+    )
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
@@ -54,14 +59,17 @@ class GAN(tk.TrainModule):
 
     def forward(self, samples: int) -> Tensor:
         """Points, shape (samples, 2)."""
-        return self.generator(torch.randn(samples, self.hparams.noise, device=self.device))
+        return self.generator(
+            torch.randn(samples, self.hparams.noise, device=self.device)
+        )
 
     def training_step(self, real: Tensor, batch_idx: int) -> dict[str, Tensor]:
         fake = self(len(real))
         on_fake = self.discriminator(fake)
         losses = {
             "generator": softplus(-on_fake).mean(),
-            "discriminator": softplus(on_fake).mean() + softplus(-self.discriminator(real)).mean(),
+            "discriminator": softplus(on_fake).mean()
+            + softplus(-self.discriminator(real)).mean(),
         }
         self.log_dict(losses, prog_bar=True)
         return losses
@@ -88,7 +96,9 @@ def report(module: tk.TrainModule) -> str:
     """How many centres the generator reaches, and how far from the nearest one its points are."""
     distances = torch.cdist(module(4096).cpu(), CENTRES)
     nearest = distances.argmin(dim=1)
-    reached = sum(bool((nearest == centre).float().mean() > 1 / 40) for centre in range(8))
+    reached = sum(
+        bool((nearest == centre).float().mean() > 1 / 40) for centre in range(8)
+    )
     return f"centres reached: {reached} of 8, mean distance to the nearest: {distances.amin(dim=1).mean():.2f}"
 
 
@@ -96,13 +106,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
+    parser.add_argument(
+        "--devices", default="auto", help="how many; on a CPU: processes"
+    )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--root", default="runs", help="where runs are written")
     args = parser.parse_args()
 
     tk.seed_everything(1)
-    trainer = tk.Trainer(devices=args.devices, max_steps=args.steps, default_root_dir=args.root)
+    trainer = tk.Trainer(
+        devices=args.devices, max_steps=args.steps, default_root_dir=args.root
+    )
     module = GAN()
     trainer.fit(module, DataLoader(ring(64 * 400), batch_size=64, shuffle=True))
     trainer.print(report(module))

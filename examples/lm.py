@@ -69,7 +69,9 @@ class Attention(nn.Module):
             for layer in (self.q, self.k, self.v)
         )
         return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
         )
 
 
@@ -88,9 +90,15 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     def __init__(self, width: int, layers: int, head: int) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(len(LETTERS), width), nn.Embedding(LENGTH, width)
+        self.letters, self.places = (
+            nn.Embedding(len(LETTERS), width),
+            nn.Embedding(LENGTH, width),
+        )
         self.blocks = nn.ModuleList(Block(width, head) for _ in range(layers))
-        self.norm, self.logits = nn.LayerNorm(width), nn.Linear(width, len(LETTERS), bias=False)
+        self.norm, self.logits = (
+            nn.LayerNorm(width),
+            nn.Linear(width, len(LETTERS), bias=False),
+        )
 
     def forward(self, text: Tensor, places: Tensor) -> Tensor:
         x = self.letters(text) + self.places(places)
@@ -109,19 +117,27 @@ class Transformer(nn.Module):
 
 # %%
 class LanguageModel(tk.TrainModule):
-    def __init__(self, width: int = 64, layers: int = 4, head: int = 16, lr: float = 0.1) -> None:
+    def __init__(
+        self, width: int = 64, layers: int = 4, head: int = 16, lr: float = 0.1
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = Transformer(width, layers, head)
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(
+        self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int
+    ) -> Tensor:
         text, places, following = batch
-        loss = F.cross_entropy(self.net(text, places).flatten(0, 1), following.flatten())
+        loss = F.cross_entropy(
+            self.net(text, places).flatten(0, 1), following.flatten()
+        )
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9, nesterov=True)
+        return torch.optim.SGD(
+            self.parameters(), lr=self.hparams.lr, momentum=0.9, nesterov=True
+        )
 
     def configure_parallel(self, mesh: Any) -> tk.ParallelPlan:
         return tk.ParallelPlan(
@@ -159,12 +175,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--strategy", default="auto", help=f"a word of the Trainer's, or {', '.join(STRATEGIES)}"
+        "--strategy",
+        default="auto",
+        help=f"a word of the Trainer's, or {', '.join(STRATEGIES)}",
     )
-    parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
+    parser.add_argument(
+        "--devices", default="auto", help="how many; on a CPU: processes"
+    )
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--every", type=int, default=10, help="print the loss each so many steps")
+    parser.add_argument(
+        "--every", type=int, default=10, help="print the loss each so many steps"
+    )
     parser.add_argument("--root", default="runs", help="where runs are written")
     args = parser.parse_args()
 
@@ -188,7 +210,9 @@ def main() -> None:
         enable_progress_bar=False,
         default_root_dir=args.root,
     )
-    trainer.fit(LanguageModel(), DataLoader(data, batch_size=8, shuffle=True, drop_last=True))
+    trainer.fit(
+        LanguageModel(), DataLoader(data, batch_size=8, shuffle=True, drop_last=True)
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ TEXT = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
 def windows(text: bytes, count: int = 4096) -> list[Tensor]:
     """Pieces of a text, as numbers of letters, shape (LENGTH + 1,)."""
     letters = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    return [letters[i : i + LENGTH + 1] for i in range(0, (LENGTH + 1) * count, LENGTH + 1)]
+    return [
+        letters[i : i + LENGTH + 1] for i in range(0, (LENGTH + 1) * count, LENGTH + 1)
+    ]
 
 
 class Adapted(nn.Module):
@@ -61,7 +63,11 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm_1(x))
+            .unflatten(-1, (3, HEADS, -1))
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
@@ -79,7 +85,10 @@ class Language(tk.TrainModule):
     def __init__(self, lr: float, rank: int = 0) -> None:
         super().__init__()
         self.lr = lr
-        self.letters, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.letters, self.places = (
+            nn.Embedding(256, WIDTH),
+            nn.Embedding(LENGTH, WIDTH),
+        )
         self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 256)
         if rank:
             self.requires_grad_(False)
@@ -99,7 +108,9 @@ class Language(tk.TrainModule):
         self.log("val_loss", self.training_step(batch, batch_idx))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        trained = [
+            parameter for parameter in self.parameters() if parameter.requires_grad
+        ]
         return tk.optimizer("adamw8bit", trained, lr=self.lr)
 
 
@@ -115,7 +126,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--precision", default="nf4", help="nf4, nf4-dq, fp4, fp4-dq or int8")
+    parser.add_argument(
+        "--precision", default="nf4", help="nf4, nf4-dq, fp4, fp4-dq or int8"
+    )
     parser.add_argument("--steps", type=int, default=120, help="of either training")
     args = parser.parse_args()
     options = {
@@ -138,9 +151,13 @@ def main() -> None:
         {names[name]: value for name, value in base.state_dict().items()}, strict=False
     )
     trainer = tk.Trainer(devices=1, precision=args.precision, **options)
-    (before,) = trainer.validate(tuned, DataLoader(shouted[-256:], batch_size=64), verbose=False)
+    (before,) = trainer.validate(
+        tuned, DataLoader(shouted[-256:], batch_size=64), verbose=False
+    )
     trainer.fit(tuned, DataLoader(shouted[:-256], batch_size=16, shuffle=True))
-    (after,) = trainer.validate(tuned, DataLoader(shouted[-256:], batch_size=64), verbose=False)
+    (after,) = trainer.validate(
+        tuned, DataLoader(shouted[-256:], batch_size=64), verbose=False
+    )
 
     weight = tuned.blocks[0].qkv.base.weight
     trainer.print(

@@ -25,9 +25,13 @@ NOISE = 8
 @torch.no_grad()
 def report(generator: nn.Module, device: torch.device) -> str:
     """How many centres the generator reaches, and how far from the nearest one its points are."""
-    distances = torch.cdist(generator(torch.randn(4096, NOISE, device=device)).cpu(), CENTRES)
+    distances = torch.cdist(
+        generator(torch.randn(4096, NOISE, device=device)).cpu(), CENTRES
+    )
     nearest = distances.argmin(dim=1)
-    reached = sum(bool((nearest == centre).float().mean() > 1 / 40) for centre in range(8))
+    reached = sum(
+        bool((nearest == centre).float().mean() > 1 / 40) for centre in range(8)
+    )
     return f"centres reached: {reached} of 8, mean distance to the nearest: {distances.amin(dim=1).mean():.2f}"
 
 
@@ -51,7 +55,9 @@ def main() -> None:
     generator, discriminator, step_g, step_d, loader = accelerator.prepare(
         generator, discriminator, *optimizers, loader
     )
-    tk.set_seed(2, device_specific=True)  # from here on each process draws different noise
+    tk.set_seed(
+        2, device_specific=True
+    )  # from here on each process draws different noise
 
     def fake(real: Tensor) -> Tensor:
         return generator(torch.randn(len(real), NOISE, device=accelerator.device))

@@ -25,7 +25,10 @@ def main() -> None:
     )
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument(
-        "--batch-size", type=int, default=32, help="samples of a micro-batch on each process"
+        "--batch-size",
+        type=int,
+        default=32,
+        help="samples of a micro-batch on each process",
     )
     parser.add_argument("--precision", default="no", help="no, bf16 or fp16")
     parser.add_argument("--resume", action="store_true")
@@ -36,7 +39,9 @@ def main() -> None:
     args = parser.parse_args()
 
     tk.set_seed(1)
-    project = tk.ProjectConfiguration(args.root, automatic_checkpoint_naming=True, total_limit=2)
+    project = tk.ProjectConfiguration(
+        args.root, automatic_checkpoint_naming=True, total_limit=2
+    )
     accelerator = tk.Accelerator(
         gradient_accumulation_steps=2,
         mixed_precision=args.precision,
@@ -51,12 +56,18 @@ def main() -> None:
         TensorDataset(images[270:], digits[270:]),
         TensorDataset(images[:270], digits[:270]),
     )
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(train, batch_size=args.batch_size, shuffle=True)
     steps = -(-len(loader) // (2 * accelerator.num_processes)) * args.epochs
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=1e-2, total_steps=steps
+    )
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, loader, scheduler
+    )
     evaluation = accelerator.prepare(DataLoader(test, batch_size=64))
 
     if args.resume:

@@ -34,7 +34,10 @@ class Bucket(AbstractFileSystem):
 
     @classmethod
     def open_at(
-        cls, directory: Path, before: Callable[[str, str], None] | None = None, torn: bool = False
+        cls,
+        directory: Path,
+        before: Callable[[str, str], None] | None = None,
+        torn: bool = False,
     ) -> None:
         cls.directory, cls.done, cls.torn, cls.unreachable = directory, [], torn, False
         cls.before = staticmethod(before or (lambda operation, key: None))
@@ -74,7 +77,9 @@ class Bucket(AbstractFileSystem):
                 status, is_file = entry.stat(), entry.is_file()
                 size = status.st_size if is_file else 0
                 kind = "file" if is_file else "directory"
-                listed.append({"name": name, "size": size, "type": kind, "mtime": status.st_mtime})
+                listed.append(
+                    {"name": name, "size": size, "type": kind, "mtime": status.st_mtime}
+                )
         return listed
 
     def info(self, path: str, **_: Any) -> Any:
@@ -92,7 +97,9 @@ class Bucket(AbstractFileSystem):
             return open(self._file(path), "rb")
         return Upload(self, path)
 
-    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+    def pipe_file(
+        self, path: str, value: bytes, mode: str = "overwrite", **_: Any
+    ) -> None:
         if mode == "create" and self._file(path).exists():
             raise FileExistsError(path)
         self._put(path, value)

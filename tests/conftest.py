@@ -30,7 +30,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 _PYTEST_OWN = {"PYTEST_CURRENT_TEST"}
 _ONCE_PER_PROCESS = {
     "CUDA_MODULE_LOADING",
@@ -68,7 +74,9 @@ def _defaults() -> dict[str, object]:
         "anomaly mode": torch.is_anomaly_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "sys.excepthook": sys.excepthook,
-        "signal handlers": {number.name: signal.getsignal(number) for number in _SIGNALS},
+        "signal handlers": {
+            number.name: signal.getsignal(number) for number in _SIGNALS
+        },
         "sys.path": list(sys.path),
     }
 
@@ -78,7 +86,8 @@ def _undo(defaults: dict[str, object]) -> None:
     torch.set_default_dtype(defaults["default dtype"])
     torch.set_default_device(defaults["default device"])
     torch.use_deterministic_algorithms(
-        defaults["deterministic algorithms"], warn_only=defaults["deterministic warn-only"]
+        defaults["deterministic algorithms"],
+        warn_only=defaults["deterministic warn-only"],
     )
     torch.backends.cudnn.benchmark = defaults["cudnn.benchmark"]
     torch.backends.cudnn.deterministic = defaults["cudnn.deterministic"]
@@ -104,14 +113,18 @@ def _children() -> set[int]:
     multiprocessing.active_children()  # collects those of its own that have ended
     listed: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+        with suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # a thread that ended meanwhile
             listed.update(map(int, (task / "children").read_text().split()))
     return listed - servants
 
 
 def _threads() -> set[threading.Thread]:
     return {
-        thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")
+        thread
+        for thread in threading.enumerate()
+        if not thread.name.startswith("pytest_timeout")
     }
 
 
@@ -147,7 +160,9 @@ def _environ() -> dict[str, str]:
 
 def _files() -> set[str]:
     return {
-        name for name in os.listdir(_ROOT) if not name.startswith(".") and name != "__pycache__"
+        name
+        for name in os.listdir(_ROOT)
+        if not name.startswith(".") and name != "__pycache__"
     }
 
 
@@ -177,7 +192,9 @@ def _leaves_nothing(tmp_path: Path) -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
     now = _environ()
     if changed := sorted(
-        name for name in environ.keys() | now.keys() if environ.get(name) != now.get(name)
+        name
+        for name in environ.keys() | now.keys()
+        if environ.get(name) != now.get(name)
     ):
         leaks.append(f"environment variables {changed}")
         for name in changed:

@@ -19,7 +19,10 @@ def mounted(directory: Path, *arguments: object) -> Iterator[None]:
         pytest.skip("mounting needs root on Linux")
     directory.mkdir(exist_ok=True)
     done = subprocess.run(
-        ["mount", *map(str, arguments), str(directory)], capture_output=True, text=True, check=False
+        ["mount", *map(str, arguments), str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")

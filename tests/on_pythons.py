@@ -20,7 +20,12 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["tests/core", "tests/data", "tests/test_trainer.py", "tests/test_trainer_arguments.py"]
+TESTS = [
+    "tests/core",
+    "tests/data",
+    "tests/test_trainer.py",
+    "tests/test_trainer_arguments.py",
+]
 # torch says so of Python 3.13.0 when it compiles.
 QUICK = ["-m", "not slow", "-W", "ignore:Guards may run slower:RuntimeWarning"]
 # With torch 2.9: its remark on a function that it will replace, and tests of what is exact with a newer torch only.
@@ -71,7 +76,11 @@ assert tk.Trainer(accelerator="cpu", devices=1).verify(TinyModule(), [torch.rand
 
 def call(*command: object, cwd: Path = ROOT, **environment: str) -> str:
     """The output of a command; Python's own variables would lead to the checkout."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTHON")
+    }
     done = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=inherited | environment, text=True, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -99,10 +108,14 @@ def lowest() -> list[str]:
     """The lowest version of each dependency, and of the example's scikit-learn."""
     import tomllib
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     lines = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
     found = []
-    for need in map(Requirement, [*lines, *project["optional-dependencies"]["testing"]]):
+    for need in map(
+        Requirement, [*lines, *project["optional-dependencies"]["testing"]]
+    ):
         (bound,) = need.specifier
         assert bound.operator == ">=", need
         found.append(f"{need.name}=={bound.version}")
@@ -113,20 +126,27 @@ def install(python: str, home: Path, wheel: Path, oldest: bool) -> Path:
     """Make an environment with the wheel; torch without the libraries of CUDA, which a CPU never calls."""
     call(python, "-m", "venv", "--clear", home)
     own = home / "bin" / "python"
-    version = call(own, "-c", "import sys; print(sys.version_info[:2] >= (3, 11))").strip()
+    version = call(
+        own, "-c", "import sys; print(sys.version_info[:2] >= (3, 11))"
+    ).strip()
     pinned = (
-        lowest() if oldest else (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        lowest()
+        if oldest
+        else (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     )
     (torch,) = [line for line in pinned if line.startswith("torch==")]
     constraints = home / "constraints.txt"
     constraints.write_text(
-        "\n".join(pinned if oldest or version == "True" else [torch]) + "\n", encoding="utf-8"
+        "\n".join(pinned if oldest or version == "True" else [torch]) + "\n",
+        encoding="utf-8",
     )
     call(own, "-m", "pip", "install", "--no-compile", "--no-deps", torch)
     (site,) = home.glob("lib/python3*/site-packages")
     call(sys.executable, ROOT / "tests" / "xla" / "stub_libraries.py", site)
     (metadata,) = site.glob("torch-*.dist-info/METADATA")
-    metadata.write_text(CUDA.sub("", metadata.read_text(encoding="utf-8")), encoding="utf-8")
+    metadata.write_text(
+        CUDA.sub("", metadata.read_text(encoding="utf-8")), encoding="utf-8"
+    )
     call(own, "-m", "pip", "install", "--no-compile", "-c", constraints, wheel, *NEEDED)
     return own
 
@@ -134,9 +154,13 @@ def install(python: str, home: Path, wheel: Path, oldest: bool) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--oldest", action="store_true", help="the lowest versions that pyproject.toml allows"
+        "--oldest",
+        action="store_true",
+        help="the lowest versions that pyproject.toml allows",
     )
-    parser.add_argument("--keep", action="store_true", help="keep the environments, 2 GB each")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the environments, 2 GB each"
+    )
     parser.add_argument(
         "--work", type=Path, default=ROOT / ".venv-pythons", help="where they are made"
     )
@@ -159,7 +183,9 @@ def main() -> None:
         home = options.work.resolve() / Path(name).name
         own = install(path, home, wheel, options.oldest)
         (home / "empty").mkdir()
-        shown = call(own.with_name("trainer-kit"), "--version", cwd=home / "empty").strip()
+        shown = call(
+            own.with_name("trainer-kit"), "--version", cwd=home / "empty"
+        ).strip()
         call(
             own,
             "-W",
@@ -171,13 +197,18 @@ def main() -> None:
             OMP_NUM_THREADS="1",
         )
         words = [*QUICK, *(OLD if options.oldest else ()), *TESTS]
-        tested = call(own, "-m", "pytest", "-q", *words, cwd=source, OMP_NUM_THREADS="1")
+        tested = call(
+            own, "-m", "pytest", "-q", *words, cwd=source, OMP_NUM_THREADS="1"
+        )
         versions = call(
             own,
             "-c",
             "import sys, torch; print(sys.version.split()[0], 'torch', torch.__version__)",
         )
-        print(f"{name}: {shown}; Python {versions.strip()}; {tested.splitlines()[-1]}", flush=True)
+        print(
+            f"{name}: {shown}; Python {versions.strip()}; {tested.splitlines()[-1]}",
+            flush=True,
+        )
         if not options.keep:
             shutil.rmtree(home)
     if not options.keep:

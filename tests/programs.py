@@ -83,11 +83,18 @@ class Programs:
     ) -> list[subprocess.CompletedProcess[str]]:
         """The same of ``count`` processes at once, each told its rank as any launcher does."""
         shared = {**os.environ, **local_environment(count)}
-        ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        ranks = [
+            {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            for rank in range(count)
+        ]
         return self._run(ranks, [str(script), *words], "", timeout)
 
     def _run(
-        self, environments: list[Mapping[str, str]], argv: list[str], given: str, timeout: float
+        self,
+        environments: list[Mapping[str, str]],
+        argv: list[str],
+        given: str,
+        timeout: float,
     ) -> list[subprocess.CompletedProcess[str]]:
         (self.place / "given").write_text(given)
         streams = [
@@ -99,14 +106,20 @@ class Programs:
             "argv": argv,
             "directory": os.getcwd(),
         }
-        command |= {"given": str(self.place / "given"), "streams": streams, "timeout": timeout}
+        command |= {
+            "given": str(self.place / "given"),
+            "streams": streams,
+            "timeout": timeout,
+        }
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         codes, self.queued = json.loads(self.process.stdout.readline())
         return [
-            subprocess.CompletedProcess(argv, code, *(Path(path).read_text() for path in paths))
+            subprocess.CompletedProcess(
+                argv, code, *(Path(path).read_text() for path in paths)
+            )
             for code, paths in zip(codes, streams, strict=True)
         ]
 
@@ -163,7 +176,10 @@ def become(command: dict[str, Any], rank: int) -> None:
     os.chdir(command["directory"])
     os.dup2(os.open(command["given"], os.O_RDONLY), 0)
     for stream, path in enumerate(command["streams"][rank], 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), stream)
+        os.dup2(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600),
+            stream,
+        )
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the server's has read ahead
     sys.argv = command["argv"]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)

@@ -38,9 +38,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
-MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 750, 66, 12
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 870, 84, 12
 TRANSLATED = re.compile(
-    r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b", re.IGNORECASE
+    r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b",
+    re.IGNORECASE,
 )
 MAX_DEPTH = 2
 CONTRACTS = {
@@ -189,23 +190,32 @@ def _imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
             base = node.module or ""
             if node.level:
                 base = ".".join(
-                    [*package[: len(package) - node.level + 1], *([base] if base else [])]
+                    [
+                        *package[: len(package) - node.level + 1],
+                        *([base] if base else []),
+                    ]
                 )
             if base.split(".")[0] == PACKAGE:
                 for alias in node.names:
                     yield resolve(f"{base}.{alias.name}"), node
         elif (
-            isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in prose
         ):
             target = (
-                resolve(node.value.replace(":", ".")) if DOTTED.fullmatch(node.value) else PACKAGE
+                resolve(node.value.replace(":", "."))
+                if DOTTED.fullmatch(node.value)
+                else PACKAGE
             )
             # A name of ours that is no module, such as a file format's, imports nothing.
             if target != PACKAGE:
                 yield target, node
 
 
-def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def functions(
+    path: Path,
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Every function of a file under its dotted name within the package."""
 
     def walk(
@@ -235,9 +245,16 @@ def constructor_parameters(cls: ast.ClassDef) -> list[str]:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             arguments = node.args
             names = [
-                a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+                a.arg
+                for a in [
+                    *arguments.posonlyargs,
+                    *arguments.args,
+                    *arguments.kwonlyargs,
+                ]
             ]
-            return names[1:] + [a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None]
+            return names[1:] + [
+                a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None
+            ]
     decorators = " ".join(ast.unparse(decorator) for decorator in cls.decorator_list)
     if "dataclass" in decorators and "kw_only=True" not in decorators:
         fields = [node for node in cls.body if isinstance(node, ast.AnnAssign)]
@@ -257,7 +274,9 @@ def public_names(module: ast.Module) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            names.update(
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            )
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             names.add(node.target.id)
     return {name for name in names if not name.startswith("_")}
@@ -272,9 +291,16 @@ def declared_names(module: ast.Module) -> list[str] | None:
             if hasattr(node, "target")
             else []
         )
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+        if any(
+            isinstance(target, ast.Name) and target.id == "__all__"
+            for target in targets
+        ):
             value = getattr(node, "value", None)
-            return ast.literal_eval(value) if isinstance(value, ast.List | ast.Tuple) else None
+            return (
+                ast.literal_eval(value)
+                if isinstance(value, ast.List | ast.Tuple)
+                else None
+            )
     return None
 
 
@@ -282,14 +308,17 @@ def reading_order(name: str) -> tuple[int, list[tuple[int, int | str]]]:
     """ruff's order of ``__all__``: CONSTANTS, then Classes, then functions; digits by their value."""
     kind = 0 if len(name) > 1 and name.isupper() else 1 if name[:1].isupper() else 2
     return kind, [
-        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part
+        (0, int(part)) if part.isdigit() else (1, part)
+        for part in re.split(r"(\d+)", name)
+        if part
     ]
 
 
 def report(violations: list[str]) -> None:
     if violations:
         pytest.fail(
-            "\n".join([f"{len(violations)} violations:", *sorted(violations)]), pytrace=False
+            "\n".join([f"{len(violations)} violations:", *sorted(violations)]),
+            pytrace=False,
         )
 
 
@@ -314,7 +343,9 @@ def test_imports_point_downward() -> None:
                 continue
             if LEVEL[there] >= LEVEL[here]:
                 way = "sideways" if LEVEL[there] == LEVEL[here] else "upward"
-                violations.append(f"{where(path, node)}: {here} imports {target}, which is {way}")
+                violations.append(
+                    f"{where(path, node)}: {here} imports {target}, which is {way}"
+                )
     report(violations)
 
 
@@ -334,7 +365,11 @@ def test_lazy_targets_stand_in_composition_roots() -> None:
                     f"{where(path, node)}: {node.value!r} is a lazy target outside a composition root"
                 )
         calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
-        composed = (call for call in calls if call.args and isinstance(call.args[0], ast.JoinedStr))
+        composed = (
+            call
+            for call in calls
+            if call.args and isinstance(call.args[0], ast.JoinedStr)
+        )
         violations += [
             f"{where(path, call)}: the name of another room's module is put together at run time"
             for call in composed
@@ -362,7 +397,8 @@ def test_only_the_faces_know_names_of_other_libraries() -> None:
 def test_no_import_cycle() -> None:
     """A module can be imported first, in any order, and be understood without the modules that use it."""
     graph = {
-        name: {target for target, _ in imports(path)} - {name} for name, path in modules().items()
+        name: {target for target, _ in imports(path)} - {name}
+        for name, path in modules().items()
     }
     violations: list[str] = []
     done: set[str] = set()
@@ -401,7 +437,9 @@ def code_lines(path: Path) -> int:
             and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)
         ):
-            kept.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            kept.difference_update(
+                range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            )
     return len(kept)
 
 
@@ -475,7 +513,9 @@ def test_names_say_what_a_thing_is() -> None:
     violations = []
     for name, path in modules().items():
         if set(name.strip("_").split(".")[-1].split("_")) & FORBIDDEN_NAMES:
-            violations.append(f"{where(path)}: a module named after nothing in particular")
+            violations.append(
+                f"{where(path)}: a module named after nothing in particular"
+            )
         violations += [
             f"{where(path, cls)}: class {cls.name}: name the role"
             for cls in classes(path)
@@ -495,7 +535,8 @@ def test_only_some_places_print() -> None:
         violations += [
             f"{where(path, node)}: print() outside {', '.join(PRINTERS)}"
             for node in ast.walk(tree(path))
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"print", "builtins.print"}
+            if isinstance(node, ast.Call)
+            and ast.unparse(node.func) in {"print", "builtins.print"}
         ]
     report(violations)
 
@@ -539,16 +580,21 @@ def test_parts_of_a_run_are_not_probed() -> None:
             ):
                 if node.args and parts.fullmatch(ast.unparse(node.args[0])):
                     violations.append(f"{where(path, node)}: {ast.unparse(node)}")
-                if len(node.args) > 1 and isinstance(name := node.args[1], ast.Constant):
+                if len(node.args) > 1 and isinstance(
+                    name := node.args[1], ast.Constant
+                ):
                     asked.add(str(name.value))
-                    if name.value not in foreign or ours.fullmatch(ast.unparse(node.args[0])):
+                    if name.value not in foreign or ours.fullmatch(
+                        ast.unparse(node.args[0])
+                    ):
                         violations.append(
                             f"{where(path, node)}: {ast.unparse(node)}: whose member? FOREIGN_MEMBERS"
                         )
             elif isinstance(node, ast.Compare):
                 sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
                 if any(
-                    parts.fullmatch(side.removesuffix(".name")) and side.endswith(".name")
+                    parts.fullmatch(side.removesuffix(".name"))
+                    and side.endswith(".name")
                     for side in sides
                 ):
                     violations.append(
@@ -579,11 +625,19 @@ def test_sync_points_are_marked() -> None:
     """A hidden wait for the device costs every step, so each line that may wait says so where a reviewer sees it."""
     violations = []
     for path in sources():
-        if room(module_name(path)) not in {"metrics", "step", "state", "training", "strategies"}:
+        if room(module_name(path)) not in {
+            "metrics",
+            "step",
+            "state",
+            "training",
+            "strategies",
+        }:
             continue
         lines = path.read_text(encoding="utf-8").splitlines()
         owners = {
-            id(node): function for _, function in functions(path) for node in ast.walk(function)
+            id(node): function
+            for _, function in functions(path)
+            for node in ast.walk(function)
         }
         statements = simple_statements(tree(path))
         for node in ast.walk(tree(path)):
@@ -595,12 +649,16 @@ def test_sync_points_are_marked() -> None:
                 and not node.args
             )
             casts = (
-                isinstance(node.func, ast.Name) and node.func.id == "float" and len(node.args) == 1
+                isinstance(node.func, ast.Name)
+                and node.func.id == "float"
+                and len(node.args) == 1
             )
             if casts and on_the_host(node.args[0], owners.get(id(node), tree(path))):
                 continue
             span = statements.get(id(node), node)
-            marked = SYNC_COMMENT.search("\n".join(lines[span.lineno - 1 : span.end_lineno]))
+            marked = SYNC_COMMENT.search(
+                "\n".join(lines[span.lineno - 1 : span.end_lineno])
+            )
             if (reads or casts) and not marked:
                 why = 'no comment says "sync point" (or "no sync point: ...")'
                 violations.append(f"{where(path, node)}: {ast.unparse(node)}: {why}")
@@ -630,13 +688,21 @@ def test_the_parts_of_a_run_have_types() -> None:
 def test_inheritance_is_shallow() -> None:
     """A reader finds what a class does in at most two files; contracts and errors do not count."""
     homes = {path: {cls.name: cls for cls in classes(path)} for path in sources()}
-    everywhere = {name: (path, cls) for path, found in homes.items() for name, cls in found.items()}
+    everywhere = {
+        name: (path, cls)
+        for path, found in homes.items()
+        for name, cls in found.items()
+    }
 
     def depth(path: Path, cls: ast.ClassDef) -> int:
         above = []
         for base in cls.bases:
             name = ast.unparse(base).partition("[")[0]
-            there = (path, homes[path][name]) if name in homes[path] else everywhere.get(name)
+            there = (
+                (path, homes[path][name])
+                if name in homes[path]
+                else everywhere.get(name)
+            )
             if there is not None and name not in CONTRACTS and there[1] is not cls:
                 above.append(depth(*there))
         return 1 + max(above, default=0)
@@ -663,7 +729,9 @@ def test_sentences_are_plain() -> None:
         [
             f"{where(path)}:{number}: {found[0]!r}"
             for path in texts
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+            for number, line in enumerate(
+                path.read_text(encoding="utf-8").splitlines(), 1
+            )
             if (found := TRANSLATED.search(line))
         ]
     )
@@ -676,7 +744,9 @@ def test_names_of_tests_are_plain() -> None:
         for path in sorted((ROOT / "tests").rglob("test_*.py"))
     }
     names = [
-        (path, name) for path, text in texts.items() for name in re.findall(r"def (test_\w+)", text)
+        (path, name)
+        for path, text in texts.items()
+        for name in re.findall(r"def (test_\w+)", text)
     ]
     report(
         [
@@ -690,14 +760,18 @@ def test_names_of_tests_are_plain() -> None:
 def test_the_ways_through_the_house_exist() -> None:
     """`docs/design.md` leads a newcomer from file to file; a stop that was renamed would be a dead end."""
     stops = re.findall(
-        r"`([a-z_/]+\.py):(\w+)`", (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+        r"`([a-z_/]+\.py):(\w+)`",
+        (ROOT / "docs" / "design.md").read_text(encoding="utf-8"),
     )
     assert len(stops) > 20
     report(
         [
             f"docs/design.md: {file} has no {name}"
             for file, name in stops
-            if name not in {getattr(node, "name", "") for node in tree(ROOT / PACKAGE / file).body}
+            if name
+            not in {
+                getattr(node, "name", "") for node in tree(ROOT / PACKAGE / file).body
+            }
         ]
     )
 
@@ -707,7 +781,8 @@ def test_lists_of_slow_tests_name_files_that_exist() -> None:
     lists = {
         ast.unparse(node.targets[0]): ast.literal_eval(node.value)
         for node in tree(ROOT / "tests" / "conftest.py").body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in {"_SLOW", "_LONG"}
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) in {"_SLOW", "_LONG"}
     }
     assert set(lists) == {"_SLOW", "_LONG"}
     entries = [entry for entries in lists.values() for entry in entries]

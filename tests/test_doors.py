@@ -55,9 +55,16 @@ def checkout(tmp_path_factory):
     """A copy of what git has of the package and its links."""
     root = tmp_path_factory.mktemp("checkout")
     shutil.copytree(
-        ROOT / "trainer_kit", root / "trainer_kit", ignore=shutil.ignore_patterns("__pycache__")
+        ROOT / "trainer_kit",
+        root / "trainer_kit",
+        ignore=shutil.ignore_patterns("__pycache__"),
     )
-    for name in ("pyproject.toml", "README.md", "LICENSE", *(f"{room}.py" for room in ROOMS)):
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        *(f"{room}.py" for room in ROOMS),
+    ):
         shutil.copy(ROOT / name, root)
     for room in ROOMS:  # made here: a source distribution has no links
         (root / room).symlink_to(Path("trainer_kit", room))
@@ -132,18 +139,26 @@ def test_from_a_zip(checkout, tmp_path):
     with zipfile.ZipFile(archive, "w") as made:
         for directory, _, files in os.walk(checkout, followlinks=True):
             for file in files:
-                made.write(Path(directory, file), Path(directory, file).relative_to(checkout))
+                made.write(
+                    Path(directory, file), Path(directory, file).relative_to(checkout)
+                )
     check(archive, tmp_path)
 
 
 @pytest.mark.slow
 def test_a_wheel_has_one_door(checkout, tmp_path):
     wheels = tmp_path / "wheels"
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(wheels)!r})"
+    build = (
+        f"from setuptools import build_meta; build_meta.build_wheel({str(wheels)!r})"
+    )
     source = tmp_path / "source"
     shutil.copytree(checkout, source, symlinks=True)
     subprocess.run(
-        [sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=100
+        [sys.executable, "-c", build],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        timeout=100,
     )
     (wheel,) = wheels.iterdir()
     with zipfile.ZipFile(wheel) as made:

@@ -23,7 +23,9 @@ from packaging.utils import canonicalize_name
 
 import trainer_kit as tk
 
-tomllib = pytest.importorskip("tomllib", reason="pyproject.toml is read with Python 3.11's tomllib")
+tomllib = pytest.importorskip(
+    "tomllib", reason="pyproject.toml is read with Python 3.11's tomllib"
+)
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trainer_kit"
 
@@ -47,7 +49,9 @@ INDIRECT = {
 
 @cache
 def project() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -73,7 +77,9 @@ def imported(folder: Path) -> dict[str, set[str]]:
                 isinstance(node, ast.Call)
                 and ast.unparse(node.func).rpartition(".")[2] == "import_module"
             ):
-                constants = [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]
+                constants = [
+                    one.value for one in node.args[:1] if isinstance(one, ast.Constant)
+                ]
                 modules = [name for name in constants if not name.startswith(".")]
             for module in modules:
                 if module.partition(".")[0] not in {
@@ -88,11 +94,17 @@ def imported(folder: Path) -> dict[str, set[str]]:
 def test_every_import_is_declared() -> None:
     """A package that is imported and in no list works here, where everything is installed, and fails for a user."""
     core = names(project()["dependencies"])
-    extras = {name: names(lines) for name, lines in project()["optional-dependencies"].items()}
+    extras = {
+        name: names(lines) for name, lines in project()["optional-dependencies"].items()
+    }
     found = imported(PACKAGE)
-    undeclared = found.keys() - core - set().union(*extras.values()) - HANDED_OVER.keys()
+    undeclared = (
+        found.keys() - core - set().union(*extras.values()) - HANDED_OVER.keys()
+    )
     assert not undeclared, {name: sorted(found[name]) for name in undeclared}
-    assert core - found.keys() == set(INDIRECT), "a dependency that the package does not import"
+    assert core - found.keys() == set(INDIRECT), (
+        "a dependency that the package does not import"
+    )
     # Metrics are used by their methods, scikit-learn by examples; `all` and `dev` are lists of extras.
     used = found.keys() | {"scikit-learn", "torchmetrics", "trainer-kit"}
     assert not {name for name, needs in extras.items() if not needs & used}, (
@@ -123,7 +135,9 @@ def test_errors_name_extras_that_exist_and_versions_that_they_install() -> None:
             else ()
         ):
             if canonicalize_name(name) in declared:
-                assert declared[canonicalize_name(name)] == version, f"{path}: {name}{version}"
+                assert declared[canonicalize_name(name)] == version, (
+                    f"{path}: {name}{version}"
+                )
                 checked.add(name)
     assert named <= extras.keys(), named - extras.keys()
     assert {"wandb", "mlflow", "rich", "pyarrow"} <= checked
@@ -133,12 +147,16 @@ def test_metadata_has_one_version_and_names_each_python() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", tk.__version__)
     assert "version" in project()["dynamic"]
     python = [
-        line.rpartition(" ")[2] for line in project()["classifiers"] if ":: Python :: 3." in line
+        line.rpartition(" ")[2]
+        for line in project()["classifiers"]
+        if ":: Python :: 3." in line
     ]
     assert python == ["3.10", "3.11", "3.12", "3.13", "3.14"]
     assert project()["requires-python"] == ">=3.10"
     newest = re.search(
-        r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^## \[(\d[^]]*)\]",
+        (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     assert newest is None or newest[1] == tk.__version__
 
@@ -153,14 +171,20 @@ def test_the_citation_and_the_templates_are_valid() -> None:
     for path in (folder / "bug.yml", folder / "feature.yml"):
         form = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert {"name", "description", "body"} <= form.keys(), path
-        assert all({"type", "id", "attributes"} <= field.keys() for field in form["body"]), path
+        assert all(
+            {"type", "id", "attributes"} <= field.keys() for field in form["body"]
+        ), path
         assert all(field["attributes"]["label"] for field in form["body"]), path
 
 
 def test_the_source_is_that_of_python_3_10() -> None:
     """`make check` runs on one newer Python: its parser takes what 3.10 refuses."""
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
-        ast.parse(path.read_text(encoding="utf-8"), filename=str(path), feature_version=(3, 10))
+        ast.parse(
+            path.read_text(encoding="utf-8"),
+            filename=str(path),
+            feature_version=(3, 10),
+        )
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -195,7 +219,12 @@ def build(source: Path, into: Path) -> tuple[Path, Path]:
     for kind in ("sdist", "wheel"):
         command = [sys.executable, "-c", code.format(kind=kind, into=str(into))]
         done = subprocess.run(
-            command, cwd=source, capture_output=True, text=True, timeout=200, check=False
+            command,
+            cwd=source,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         if kind == "sdist":
@@ -219,10 +248,14 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.long
-def test_a_source_distribution_is_the_whole_checkout(archives: tuple[Path, Path]) -> None:
+def test_a_source_distribution_is_the_whole_checkout(
+    archives: tuple[Path, Path],
+) -> None:
     with tarfile.open(archives[0]) as archive:
         inside = {
-            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
+            member.name.partition("/")[2]
+            for member in archive.getmembers()
+            if member.isfile()
         }
     made = {"PKG-INFO", "setup.cfg"}
     assert {
@@ -234,7 +267,9 @@ def test_a_source_distribution_is_the_whole_checkout(archives: tuple[Path, Path]
 def test_a_wheel_is_the_package(archives: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(archives[1]) as wheel:
         inside = set(wheel.namelist())
-        metadata = wheel.read(f"trainer_kit-{tk.__version__}.dist-info/METADATA").decode()
+        metadata = wheel.read(
+            f"trainer_kit-{tk.__version__}.dist-info/METADATA"
+        ).decode()
     assert {name for name in inside if ".dist-info/" not in name} == {
         name for name in tracked() if name.startswith("trainer_kit/")
     }
@@ -243,12 +278,20 @@ def test_a_wheel_is_the_package(archives: tuple[Path, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(
+    archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The wheel in an environment of its own, which finds the packages of this one behind it."""
     home = tmp_path_factory.mktemp("installed") / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", home], check=True, timeout=100
+    )
     (site,) = home.glob("lib/python3*/site-packages")
-    behind = [path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}]
+    behind = [
+        path
+        for path in sys.path
+        if Path(path).name in {"site-packages", "dist-packages"}
+    ]
     (site / "behind.pth").write_text("\n".join(behind) + "\n")
     pip = [
         sys.executable,
@@ -271,7 +314,9 @@ def installed(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 def run(home: Path, *command: str, directory: Path) -> str:
     # Python's own variables would lead to this checkout.
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTHON")
     }
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -288,7 +333,9 @@ def test_the_commands_of_an_installed_wheel(installed: Path, tmp_path: Path) -> 
         run(installed, "trainer-kit", "--version", directory=tmp_path)
         == f"trainer-kit, version {tk.__version__}\n"
     )
-    assert "launch" in run(installed, "python", "-m", "trainer_kit", "--help", directory=tmp_path)
+    assert "launch" in run(
+        installed, "python", "-m", "trainer_kit", "--help", directory=tmp_path
+    )
 
 
 # `alone.py EXTRA SCRIPT [ARGUMENT...]` hides what `pip install "trainer-kit[EXTRA]"` does not install.
@@ -332,7 +379,9 @@ ALONE = textwrap.dedent(
 
 
 @pytest.mark.long
-def test_an_installed_wheel_needs_only_its_dependencies(installed: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_needs_only_its_dependencies(
+    installed: Path, tmp_path: Path
+) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     (tmp_path / "script.py").write_text(
         textwrap.dedent(
@@ -358,7 +407,9 @@ def test_an_installed_wheel_needs_only_its_dependencies(installed: Path, tmp_pat
             """
         )
     )
-    lines = run(installed, "python", "alone.py", "", "script.py", directory=tmp_path).splitlines()
+    lines = run(
+        installed, "python", "alone.py", "", "script.py", directory=tmp_path
+    ).splitlines()
     # Modules of one command and of a pytest plugin: their extras are `migrate` and `testing`.
     alone = [
         ("trainer_kit.commands.migrate_rewrite", "libcst"),
@@ -373,7 +424,9 @@ def test_an_installed_wheel_needs_only_its_dependencies(installed: Path, tmp_pat
 
 
 @pytest.mark.long
-def test_the_demo_needs_the_dependencies_and_scikit_learn(installed: Path, tmp_path: Path) -> None:
+def test_the_demo_needs_the_dependencies_and_scikit_learn(
+    installed: Path, tmp_path: Path
+) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     command = (
         "alone.py",

@@ -128,9 +128,15 @@ HEAVY = [
 
 def loaded(code):
     """Which heavy modules are there after ``code``, in a process of its own."""
-    listing = f"{code}\nimport sys\nprint(*[name for name in {HEAVY} if name in sys.modules])"
+    listing = (
+        f"{code}\nimport sys\nprint(*[name for name in {HEAVY} if name in sys.modules])"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", listing],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
     return set(done.stdout.split())
 
@@ -173,7 +179,10 @@ def test_nothing_public_is_missing_from_the_names():
         "training",
     }
     # A module that was found by another library's path becomes an attribute too.
-    paths = {path.partition(".")[0] for path in (*accelerate_names.PATHS, *lightning_names.PATHS)}
+    paths = {
+        path.partition(".")[0]
+        for path in (*accelerate_names.PATHS, *lightning_names.PATHS)
+    }
     public = {name for name in vars(tk) if not name.startswith("_")} - {
         "annotations",
         "importlib",

@@ -25,7 +25,8 @@ from trainer_kit.core.errors import (
 from trainer_kit.loggers import CSVLogger
 
 OFF = dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+    False,
 )
 
 
@@ -131,7 +132,9 @@ def fit(module=None, train=None, val=None, **options):
     order = Order()
     callbacks = [order, *options.pop("callbacks", [])]
     trainer = make(callbacks=callbacks, **{"max_epochs": 2, **options})
-    trainer.fit(Net() if module is None else module, loader() if train is None else train, val)
+    trainer.fit(
+        Net() if module is None else module, loader() if train is None else train, val
+    )
     trainer.order = order
     return trainer
 
@@ -147,7 +150,9 @@ def weights(module):
 
 def files(directory):
     return sorted(
-        str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()
+        str(path.relative_to(directory))
+        for path in Path(directory).rglob("*")
+        if path.is_file()
     )
 
 
@@ -168,8 +173,14 @@ def files(directory):
         ({"max_epochs": None, "max_duration": "13ba"}, (1, 13, 13)),
         ({"max_epochs": None, "max_duration": "13st"}, (1, 13, 13)),
         ({"max_epochs": None, "max_duration": "25sp"}, (1, 13, 13)),
-        ({"max_epochs": None, "max_duration": "13ba", "accumulate_grad_batches": 2}, (1, 14, 7)),
-        ({"max_epochs": None, "max_steps": 3, "accumulate_grad_batches": 4}, (1, 10, 3)),
+        (
+            {"max_epochs": None, "max_duration": "13ba", "accumulate_grad_batches": 2},
+            (1, 14, 7),
+        ),
+        (
+            {"max_epochs": None, "max_steps": 3, "accumulate_grad_batches": 4},
+            (1, 10, 3),
+        ),
         ({"max_epochs": None, "max_duration": timedelta(0)}, (0, 0, 0)),
         ({"max_epochs": None, "max_duration": timedelta(microseconds=1)}, (0, 1, 1)),
         ({"max_epochs": None, "max_time": timedelta(microseconds=1)}, (0, 1, 1)),
@@ -200,7 +211,8 @@ def test_a_limit_in_tokens_without_a_count_is_refused_before_the_first_step(argu
 
 
 @pytest.mark.parametrize(
-    "options", [{"min_epochs": 2}, {"min_steps": 15}, {"min_epochs": 1, "min_steps": 15}]
+    "options",
+    [{"min_epochs": 2}, {"min_steps": 15}, {"min_epochs": 1, "min_steps": 15}],
 )
 def test_a_stop_is_put_off_until_the_minimum_and_then_asked_again(options):
     class Stops(Callback):
@@ -271,17 +283,25 @@ def test_a_second_fit_starts_from_scratch():
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [(3, 3), (0.25, 2), (1.0, 10), (100, 10), (0, 0), (0.0, 0), (1, 1)]
+    ("limit", "expected"),
+    [(3, 3), (0.25, 2), (1.0, 10), (100, 10), (0, 0), (0.0, 0), (1, 1)],
 )
 def test_limits_in_batches_and_fractions(limit, expected):
     module = Net()
     names = ("train", "val", "test", "predict")
     trainer = fit(
-        module, val=loader(), max_epochs=1, **{f"limit_{name}_batches": limit for name in names}
+        module,
+        val=loader(),
+        max_epochs=1,
+        **{f"limit_{name}_batches": limit for name in names},
     )
     assert trainer.num_training_batches == expected
     if expected:
-        assert module.counts == {"train": expected, "val": expected + min(2, expected), "test": 0}
+        assert module.counts == {
+            "train": expected,
+            "val": expected + min(2, expected),
+            "test": 0,
+        }
         assert trainer.num_val_batches == [expected]
         trainer.test(module, loader(), verbose=False)
         assert module.counts["test"] == expected
@@ -318,7 +338,11 @@ def test_overfitting_sees_the_same_few_batches_unshuffled_again_and_again():
         overfit_batches=3,
         num_sanity_val_steps=0,
     )
-    assert [batch[:, 0].tolist() for batch in module.seen["train"]] == [[0, 1], [2, 3], [4, 5]] * 2
+    assert [batch[:, 0].tolist() for batch in module.seen["train"]] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ] * 2
     assert module.counts["val"] == 6
 
 
@@ -363,7 +387,13 @@ def test_weighting_decides_the_mean_of_a_ragged_window(weighting):
 
     module = Mean()
     before = module.layer.weight[0, 0].item()
-    fit(module, loader(3), max_epochs=1, accumulate_grad_batches=2, loss_weighting=weighting)
+    fit(
+        module,
+        loader(3),
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        loss_weighting=weighting,
+    )
     gradient = 1.0 if weighting else (0.5 + 2.0) / 2
     assert module.layer.weight[0, 0].item() == pytest.approx(before - gradient)
 
@@ -399,7 +429,8 @@ def test_validation_runs_when_it_is_due(options, expected):
 
 def test_an_interval_that_is_never_reached_is_refused():
     with pytest.raises(
-        ConfigurationError, match=r"(?s)validation would never run.*val_check_interval=11"
+        ConfigurationError,
+        match=r"(?s)validation would never run.*val_check_interval=11",
     ):
         fit(val=loader(4), val_check_interval=11)
 
@@ -411,7 +442,9 @@ def test_an_interval_above_a_length_that_is_a_hint_is_refused():
         def __len__(self):
             return 10
 
-    problem = r"(?s)would never run.*10 batches an epoch, as the data's own len\(\) says"
+    problem = (
+        r"(?s)would never run.*10 batches an epoch, as the data's own len\(\) says"
+    )
     with pytest.raises(ConfigurationError, match=problem):
         fit(train=DataLoader(Hint(20)), val=loader(4), val_check_interval=11)
     across = {"val_check_interval": 11, "check_val_every_n_epoch": None}
@@ -420,12 +453,15 @@ def test_an_interval_above_a_length_that_is_a_hint_is_refused():
 
 def test_a_fraction_of_an_unknown_epoch_is_refused():
     with pytest.raises(
-        ConfigurationError, match=r"(?s)length of the epoch is unknown.*val_check_interval=0.5"
+        ConfigurationError,
+        match=r"(?s)length of the epoch is unknown.*val_check_interval=0.5",
     ):
         fit(train=DataLoader(Stream(5)), val=loader(4), val_check_interval=0.5)
 
 
-@pytest.mark.parametrize(("steps", "batches"), [(None, 2), (0, 0), (1, 1), (3, 3), (-1, 5), (9, 5)])
+@pytest.mark.parametrize(
+    ("steps", "batches"), [(None, 2), (0, 0), (1, 1), (3, 3), (-1, 5), (9, 5)]
+)
 def test_the_sanity_check_tries_so_many_batches(steps, batches):
     module = Net()
     trainer = fit(module, val=loader(10), num_sanity_val_steps=steps, max_steps=1)
@@ -440,7 +476,9 @@ def test_validation_can_be_asked_for():
             if trainer.global_step == 3:
                 trainer.request_validation("a look")
 
-    assert fit(val=loader(4), callbacks=[Asks()], max_epochs=1).order.of("validation") == [3, 10]
+    assert fit(val=loader(4), callbacks=[Asks()], max_epochs=1).order.of(
+        "validation"
+    ) == [3, 10]
 
 
 def test_without_a_validation_step_nothing_validates():
@@ -470,14 +508,19 @@ def test_inference_mode_is_torch_s_unless_switched_off_and_never_inside_a_fit():
 def test_an_iterable_that_is_shorter_than_its_length_ends_its_epochs():
     module = Net()
     trainer = fit(
-        module, DataLoader(Stream(6, claimed=20), batch_size=2), loader(4), num_sanity_val_steps=0
+        module,
+        DataLoader(Stream(6, claimed=20), batch_size=2),
+        loader(4),
+        num_sanity_val_steps=0,
     )
     assert progress(trainer) == (2, 6, 6)
     assert trainer.order.of("epoch_end") == trainer.order.of("validation") == [3, 6]
 
 
 def test_an_iterable_without_a_length():
-    trainer = fit(train=DataLoader(Stream(6), batch_size=2), val=loader(4), num_sanity_val_steps=0)
+    trainer = fit(
+        train=DataLoader(Stream(6), batch_size=2), val=loader(4), num_sanity_val_steps=0
+    )
     assert progress(trainer) == (2, 6, 6)
     assert trainer.num_training_batches == math.inf
     assert trainer.order.of("validation") == [3, 6]
@@ -492,7 +535,9 @@ def test_an_iterable_without_a_length():
         lambda: iter(()),
     ],
 )
-@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_epochs": None, "max_steps": 3}])
+@pytest.mark.parametrize(
+    "limit", [{"max_epochs": 3}, {"max_epochs": None, "max_steps": 3}]
+)
 def test_an_empty_loader_is_an_error(make_empty, limit):
     """Also where only steps are counted, of which there will never be any."""
 
@@ -539,7 +584,9 @@ def test_an_object_that_is_not_a_loader_is_refused(wrong):
 
 
 def test_missing_data_is_an_error_that_names_its_possible_sources():
-    with pytest.raises(DataError, match=r"(?s)fit needs training data.*train_dataloader"):
+    with pytest.raises(
+        DataError, match=r"(?s)fit needs training data.*train_dataloader"
+    ):
         make(max_epochs=1).fit(Net())
     with pytest.raises(DataError, match=r"(?s)test needs data.*test_dataloader"):
         make().test(Net())
@@ -623,7 +670,9 @@ def test_a_datamodule_brings_everything_by_either_name():
 
 
 def test_a_datamodule_of_ready_datasets():
-    data = DataModule.from_datasets(Samples(6), Samples(4), Samples(2), Samples(8), batch_size=2)
+    data = DataModule.from_datasets(
+        Samples(6), Samples(4), Samples(2), Samples(8), batch_size=2
+    )
     module = Net()
     trainer = make(max_epochs=1, num_sanity_val_steps=0)
     trainer.fit(module, datamodule=data)
@@ -757,7 +806,9 @@ def test_one_graph_serves_all_blocks_of_a_class():
         fit(Net(), compile={"regional": True})
 
 
-@pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.01), (None, 0.01), ("value", 0.001)])
+@pytest.mark.parametrize(
+    ("algorithm", "value"), [("norm", 0.01), (None, 0.01), ("value", 0.001)]
+)
 def test_gradients_are_clipped(algorithm, value):
     norms = []
 
@@ -771,7 +822,12 @@ def test_gradients_are_clipped(algorithm, value):
             )
             optimizer.step(closure)
 
-    fit(Watches(), max_steps=3, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+    fit(
+        Watches(),
+        max_steps=3,
+        gradient_clip_val=value,
+        gradient_clip_algorithm=algorithm,
+    )
     largest, norm = zip(*norms, strict=True)
     if algorithm == "value":
         assert max(largest) == pytest.approx(value)
@@ -810,7 +866,9 @@ def test_a_fast_run_never_writes_files(tmp_path, monkeypatch, capsys):
         max_epochs=9,
         default_root_dir=tmp_path / "runs",
         callbacks=[
-            ModelCheckpoint(dirpath=tmp_path / "c", every_n_train_steps=1, save_last=True),
+            ModelCheckpoint(
+                dirpath=tmp_path / "c", every_n_train_steps=1, save_last=True
+            ),
             Asks(),
         ],
     )
@@ -852,7 +910,9 @@ def test_switched_off_nothing_is_written(tmp_path):
 
 def test_bare_bones(tmp_path, capsys):
     module = Net()
-    trainer = Trainer(accelerator="cpu", max_epochs=1, barebones=True, default_root_dir=tmp_path)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, barebones=True, default_root_dir=tmp_path
+    )
     trainer.fit(module, loader(), loader())
     assert (trainer.loggers, trainer.callbacks) == ([], [])
     assert module.counts["val"] == 10
@@ -869,7 +929,12 @@ def test_bare_bones_with_flesh_is_refused(name):
 def test_default_callbacks_give_way_to_the_users_callbacks():
     trainer = Trainer(accelerator="cpu", logger=False, max_time="00:00:01:00")
     kinds = [type(callback).__name__ for callback in trainer.callbacks]
-    assert sorted(kinds) == ["ModelCheckpoint", "ModelSummary", "TQDMProgressBar", "Timer"]
+    assert sorted(kinds) == [
+        "ModelCheckpoint",
+        "ModelSummary",
+        "TQDMProgressBar",
+        "Timer",
+    ]
     own = ModelCheckpoint(save_last=True)
     trainer = Trainer(accelerator="cpu", logger=False, callbacks=own)
     assert trainer.checkpoint_callbacks == [own]
@@ -894,7 +959,9 @@ def test_a_resumed_run_continues_at_the_step_of_its_checkpoint(tmp_path):
     assert progress(trainer) == (2, 20, 20)
     assert rest.counts["train"] == 10
     assert torch.equal(weights(rest), weights(whole))
-    assert torch.equal(torch.cat(rest.seen["train"]), torch.cat(whole.seen["train"][10:]))
+    assert torch.equal(
+        torch.cat(rest.seen["train"]), torch.cat(whole.seen["train"][10:])
+    )
 
 
 def test_a_run_that_is_over_does_nothing_more(tmp_path):
@@ -938,13 +1005,17 @@ def test_there_is_nothing_to_save_before_a_fit(tmp_path):
 def test_a_path_that_is_not_there_is_an_error_with_the_path(tmp_path):
     for verb in ("fit", "validate", "test", "predict"):
         with pytest.raises(CheckpointError, match="missing"):
-            getattr(make(max_epochs=1), verb)(Net(), loader(), ckpt_path=tmp_path / "missing")
+            getattr(make(max_epochs=1), verb)(
+                Net(), loader(), ckpt_path=tmp_path / "missing"
+            )
 
 
 def test_last_and_best_without_any_are_errors(tmp_path):
     for name in ("last", "best"):
         with pytest.raises(CheckpointError, match=name):
-            make(max_epochs=1, default_root_dir=tmp_path).test(Net(), loader(), ckpt_path=name)
+            make(max_epochs=1, default_root_dir=tmp_path).test(
+                Net(), loader(), ckpt_path=name
+            )
 
 
 class Rising(Net):
@@ -988,7 +1059,12 @@ def test_a_module_that_is_passed_keeps_its_weights(trained, verb):
 def test_best_last_and_paths(trained, verb):
     trainer, best, last = trained
     path = trainer.checkpoint_callback.best_model_path
-    for name, expected in (("best", best), ("last", last), (path, best), (Path(path), best)):
+    for name, expected in (
+        ("best", best),
+        ("last", last),
+        (path, best),
+        (Path(path), best),
+    ):
         module = Rising()
         getattr(trainer, verb)(module, loader(4), ckpt_path=name)
         assert torch.equal(weights(module), expected)
@@ -1003,7 +1079,9 @@ def test_a_new_trainer_finds_the_last_checkpoint_below_its_root(trained, tmp_pat
     assert (module.counts["train"], again.current_epoch) == (10, 4)
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one directory", "two directories"])
+@pytest.mark.parametrize(
+    "apart", [False, True], ids=["one directory", "two directories"]
+)
 def test_last_ignores_checkpoints_with_only_weights(tmp_path, apart):
     """Weights of the same step, and here of a later one, are no run."""
 
@@ -1013,11 +1091,16 @@ def test_last_ignores_checkpoints_with_only_weights(tmp_path, apart):
         return [
             whole,
             ModelCheckpoint(
-                dirpath=place, filename="w-{step}", every_n_train_steps=1, save_weights_only=True
+                dirpath=place,
+                filename="w-{step}",
+                every_n_train_steps=1,
+                save_weights_only=True,
             ),
         ]
 
-    make(max_steps=5, callbacks=keepers(), default_root_dir=tmp_path).fit(Net(), loader(9))
+    make(max_steps=5, callbacks=keepers(), default_root_dir=tmp_path).fit(
+        Net(), loader(9)
+    )
     trainer = make(max_steps=7, callbacks=keepers(), default_root_dir=tmp_path)
     steps = []
     trainer.on("train_start")(lambda trainer, module: steps.append(trainer.global_step))
@@ -1035,7 +1118,9 @@ def test_last_is_refused_where_only_weights_exist(tmp_path):
         )
 
     fit(2)
-    with pytest.raises(CheckpointError, match="holds only weights, and cannot be resumed"):
+    with pytest.raises(
+        CheckpointError, match="holds only weights, and cannot be resumed"
+    ):
         fit(3, ckpt_path="last")
 
 
@@ -1076,13 +1161,17 @@ def test_hyperparameters_come_back_with_a_checkpoint(tmp_path):
     assert Net.load_from_checkpoint(tmp_path / "c").hparams == {"lr": 0.002}
 
 
-def test_hyperparameters_that_cannot_be_stored_are_named_once_and_asked_for(tmp_path, capsys):
+def test_hyperparameters_that_cannot_be_stored_are_named_once_and_asked_for(
+    tmp_path, capsys
+):
     class Takes(Net):
         def __init__(self, activation, lr=0.001):
             super().__init__(lr)
             self.activation = activation
 
-    trainer = make(max_epochs=3, callbacks=[ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)])
+    trainer = make(
+        max_epochs=3, callbacks=[ModelCheckpoint(dirpath=tmp_path, save_top_k=-1)]
+    )
     trainer.fit(Takes(lambda x: x), loader(4))
     said = capsys.readouterr().out
     assert said.count("activation") == 1
@@ -1155,7 +1244,10 @@ def test_predictions_that_are_not_returned_are_not_kept():
         ):
             kept.append(outputs)
 
-    assert make(callbacks=Keeps()).predict(Net(), loader(4), return_predictions=False) is None
+    assert (
+        make(callbacks=Keeps()).predict(Net(), loader(4), return_predictions=False)
+        is None
+    )
     assert len(kept) == 2
 
 
@@ -1173,7 +1265,10 @@ def test_a_module_that_reads_the_length_of_the_run_to_configure_itself():
     class Reads(Net):
         def configure_optimizers(self):
             seen.append(
-                (self.trainer.estimated_stepping_batches, self.trainer.num_training_batches)
+                (
+                    self.trainer.estimated_stepping_batches,
+                    self.trainer.num_training_batches,
+                )
             )
             return super().configure_optimizers()
 
@@ -1215,12 +1310,18 @@ def test_the_length_of_the_run_is_known_to_setup_and_the_loaders_are_made_once()
     class Reads(Net):
         def setup(self, stage):
             seen.append(
-                (self.trainer.estimated_stepping_batches, self.trainer.num_training_batches)
+                (
+                    self.trainer.estimated_stepping_batches,
+                    self.trainer.num_training_batches,
+                )
             )
 
         def configure_optimizers(self):
             seen.append(
-                (self.trainer.estimated_stepping_batches, self.trainer.num_training_batches)
+                (
+                    self.trainer.estimated_stepping_batches,
+                    self.trainer.num_training_batches,
+                )
             )
             return super().configure_optimizers()
 
@@ -1278,9 +1379,9 @@ def test_states_are_known_to_hooks():
             )
             seen.append({name for name in verbs if getattr(trainer, name)})
 
-        on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = (
-            look
-        )
+        on_train_batch_end = on_validation_batch_end = on_test_batch_end = (
+            on_predict_batch_end
+        ) = look
 
     trainer = make(max_epochs=1, callbacks=Looks(), num_sanity_val_steps=1)
     trainer.fit(Net(), loader(2), loader(2))
@@ -1300,7 +1401,12 @@ def test_parts_by_lightning_s_names():
     module = Net()
     trainer = fit(module)
     assert trainer.model is trainer.lightning_module is trainer.module is module
-    assert (trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size) == (
+    assert (
+        trainer.global_rank,
+        trainer.local_rank,
+        trainer.node_rank,
+        trainer.world_size,
+    ) == (
         0,
         0,
         0,
@@ -1313,7 +1419,11 @@ def test_parts_by_lightning_s_names():
         [],
         trainer.default_root_dir,
     )
-    assert (trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps) == (2, -1, 50)
+    assert (trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps) == (
+        2,
+        -1,
+        50,
+    )
     assert trainer.current_epoch == 2
     assert trainer.precision == "32-true"
     assert trainer.num_sanity_val_batches == []
@@ -1373,8 +1483,14 @@ def test_a_verb_inside_a_verb_is_refused():
         ),
         ({"resume": "Auto"}, "did you mean 'auto'"),
         ({"resume": True}, "found: resume=True"),
-        ({"reload_dataloaders_every_n_epochs": True}, "reload_dataloaders_every_n_epochs=True"),
-        ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs=-1"),
+        (
+            {"reload_dataloaders_every_n_epochs": True},
+            "reload_dataloaders_every_n_epochs=True",
+        ),
+        (
+            {"reload_dataloaders_every_n_epochs": -1},
+            "reload_dataloaders_every_n_epochs=-1",
+        ),
         ({"devices": 0}, "devices"),
         ({"devices": -3}, "devices"),
         ({"devices": 1.5}, "devices"),
@@ -1411,7 +1527,8 @@ def test_a_wrong_argument_is_refused_before_anything_runs(options, said):
 
 def test_an_unknown_argument_is_refused_with_the_nearest():
     with pytest.raises(
-        ConfigurationError, match=r"no argument 'max_epoch'(.|\n)*did you mean 'max_epochs'"
+        ConfigurationError,
+        match=r"no argument 'max_epoch'(.|\n)*did you mean 'max_epochs'",
     ):
         Trainer(max_epoch=3)
 
@@ -1424,7 +1541,9 @@ def test_two_precisions_are_refused():
 
 
 def test_a_plain_module_is_refused_with_a_fix():
-    with pytest.raises(ConfigurationError, match=r"(?s)not a TrainModule.*Linear.*subclass"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)not a TrainModule.*Linear.*subclass"
+    ):
         make().fit(nn.Linear(2, 1), loader())
 
 
@@ -1455,7 +1574,9 @@ def test_a_training_step_that_returns_no_loss_is_named():
         def training_step(self, batch, batch_idx):
             return "done"
 
-    with pytest.raises(ConfigurationError, match=r"(?s)training_step returned no loss.*str"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)training_step returned no loss.*str"
+    ):
         fit(Wrong())
 
 
@@ -1471,10 +1592,20 @@ def test_callbacks_and_loggers_are_set_as_their_arguments_are_given(tmp_path):
     """None, one object and any iterable are accepted; anything else is refused with a fix."""
     trainer = Trainer(accelerator="cpu", barebones=True)
     timer, logger = Timer(), CSVLogger(tmp_path)
-    for given, expected in ((timer, [timer]), (iter([timer]), [timer]), (None, []), ((), [])):
+    for given, expected in (
+        (timer, [timer]),
+        (iter([timer]), [timer]),
+        (None, []),
+        ((), []),
+    ):
         trainer.callbacks = given
         assert trainer.callbacks == expected
-    for given, expected in ((logger, [logger]), (iter([logger]), [logger]), (None, []), ((), [])):
+    for given, expected in (
+        (logger, [logger]),
+        (iter([logger]), [logger]),
+        (None, []),
+        ((), []),
+    ):
         trainer.loggers = given
         assert trainer.loggers == expected
     with pytest.raises(ConfigurationError, match=r"not a callback\n  found: 3"):

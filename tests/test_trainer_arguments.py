@@ -17,7 +17,8 @@ from trainer_kit.loggers import CSVLogger, JSONLLogger, WandbLogger
 from trainer_kit.testing import TinyModule
 
 OFF = dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+    False,
 )
 DATA = [torch.randn(4, 32)] * 4
 TRACES = tk.ProfileKwargs(activities=["cpu"], output_trace_dir="~/traces")
@@ -72,7 +73,9 @@ def test_loggers_plugins_and_the_modules_callbacks_in_any_iterable(form, tmp_pat
     heard, logger = Heard(), CSVLogger(tmp_path)
     precision = tk.precision.TruePrecision(torch.float64)
     plugins = FORMS[form](precision)
-    trainer = tk.Trainer(max_epochs=1, plugins=plugins, **{**OFF, "logger": FORMS[form](logger)})
+    trainer = tk.Trainer(
+        max_epochs=1, plugins=plugins, **{**OFF, "logger": FORMS[form](logger)}
+    )
     trainer.fit(Brings(), [batch.double() for batch in DATA])
     assert heard.steps == 4
     assert trainer.loggers == [logger]
@@ -82,7 +85,9 @@ def test_loggers_plugins_and_the_modules_callbacks_in_any_iterable(form, tmp_pat
 def test_an_accumulation_callback_of_a_generator_counts():
     steps = Heard()
     trainer = tk.Trainer(
-        max_epochs=1, callbacks=(each for each in (GradientAccumulation(2), steps)), **OFF
+        max_epochs=1,
+        callbacks=(each for each in (GradientAccumulation(2), steps)),
+        **OFF,
     )
     trainer.fit(TinyModule(), DATA)
     assert trainer.global_step == 2
@@ -103,7 +108,9 @@ def test_every_duration_argument_takes_time_in_every_form(length, tmp_path):
         def on_validation_start(self):
             self.validated += 1
 
-    trainer = tk.Trainer(max_epochs=1, val_check_interval=length, num_sanity_val_steps=0, **OFF)
+    trainer = tk.Trainer(
+        max_epochs=1, val_check_interval=length, num_sanity_val_steps=0, **OFF
+    )
     assert trainer.val_check_interval.value == 2.0
     module = Validates()
     trainer.fit(module, DATA, DATA)
@@ -127,7 +134,10 @@ def test_validation_by_the_clock_runs():
             self.validated += 1
 
     trainer = tk.Trainer(
-        max_epochs=1, val_check_interval={"microseconds": 1}, num_sanity_val_steps=0, **OFF
+        max_epochs=1,
+        val_check_interval={"microseconds": 1},
+        num_sanity_val_steps=0,
+        **OFF,
     )
     module = Validates()
     trainer.fit(module, DATA, DATA)
@@ -192,7 +202,11 @@ def test_arguments_are_read_back_as_given():
         **OFF,
     )
     for _ in range(2):
-        assert (trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches) == (
+        assert (
+            trainer.max_epochs,
+            trainer.max_steps,
+            trainer.accumulate_grad_batches,
+        ) == (
             -1,
             2,
             2,
@@ -208,7 +222,10 @@ def test_arguments_are_read_back_as_given():
             trainer.num_sanity_val_steps,
         ) == (1, 2, 0)
         assert (trainer.val_check_interval, trainer.check_val_every_n_epoch) == (0.5, 2)
-        assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "norm")
+        assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (
+            0.5,
+            "norm",
+        )
         trainer.fit(TinyModule(), DATA)
     assert tk.Trainer(accumulate_grad_batches={0: 3, 4: 1}).accumulate_grad_batches == 3
     with pytest.raises(AttributeError):
@@ -223,11 +240,15 @@ def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch, tmp_path):
     keeper = ModelCheckpoint("~/kept", save_last=True)
     loggers = [CSVLogger("~/csv"), JSONLLogger("~/jsonl")]
     on = {**OFF, "enable_checkpointing": True, "logger": loggers}
-    trainer = tk.Trainer(max_epochs=1, default_root_dir="~/runs", callbacks=keeper, **on)
+    trainer = tk.Trainer(
+        max_epochs=1, default_root_dir="~/runs", callbacks=keeper, **on
+    )
     assert trainer.default_root_dir == str(home / "runs")
     trainer.fit(TinyModule(), DATA)
     trainer.save_checkpoint("~/saved")
-    plain = tk.Trainer(max_epochs=1, default_root_dir="~/runs", **{**on, "logger": "csv"})
+    plain = tk.Trainer(
+        max_epochs=1, default_root_dir="~/runs", **{**on, "logger": "csv"}
+    )
     plain.fit(TinyModule(), DATA, ckpt_path="~/saved")
     tk.verify_checkpoint("~/saved")
     assert len(tk.checkpoints("~/kept")) == 1
@@ -244,12 +265,24 @@ def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch, tmp_path):
     accelerator.save_model(model, "~/model")
     tk.load_checkpoint_in_model(nn.Linear(2, 2), "~/model")
     tk.disk_offload(nn.Linear(2, 2), "~/offloaded", execution_device="cpu")
-    with tk.Accelerator(cpu=True, kwargs_handlers=(each for each in [TRACES])).profile():
+    with tk.Accelerator(
+        cpu=True, kwargs_handlers=(each for each in [TRACES])
+    ).profile():
         pass
     found = CliRunner().invoke(main, ["checkpoint", "verify", "~/saved"])
     assert found.exit_code == 0, found.output
 
-    expected = {"csv", "jsonl", "kept", "model", "offloaded", "runs", "saved", "state", "traces"}
+    expected = {
+        "csv",
+        "jsonl",
+        "kept",
+        "model",
+        "offloaded",
+        "runs",
+        "saved",
+        "state",
+        "traces",
+    }
     assert expected <= {path.name for path in home.iterdir()}
     assert not list(here.iterdir())
 
@@ -281,7 +314,9 @@ TAKEN = list(inspect.signature(tk.Trainer).parameters)
 def test_every_argument_of_lightning_is_taken_or_refused_with_its_replacement(name):
     assert (name in TAKEN) != (name in FORMER_ARGUMENTS)
     if name in FORMER_ARGUMENTS:
-        with pytest.raises(ConfigurationError, match=f"Trainer has no argument '{name}'") as error:
+        with pytest.raises(
+            ConfigurationError, match=f"Trainer has no argument '{name}'"
+        ) as error:
             tk.Trainer(**{name: 3})
         assert error.value.found == f"{name}=3"
         assert error.value.fix == FORMER_ARGUMENTS[name].format(value="3")
@@ -347,13 +382,19 @@ def test_a_precision_of_another_spelling(word, meant):
 
 
 PARAMETERS = inspect.signature(tk.Trainer).parameters
-SWITCHES = [name for name, each in PARAMETERS.items() if each.annotation in ("bool", "bool | None")]
+SWITCHES = [
+    name
+    for name, each in PARAMETERS.items()
+    if each.annotation in ("bool", "bool | None")
+]
 
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_switch_is_true_or_false(name):
     for value in ("false", 2, float("nan"), []):
-        with pytest.raises(ConfigurationError, match=rf"Trainer\({name}=\) has the wrong type"):
+        with pytest.raises(
+            ConfigurationError, match=rf"Trainer\({name}=\) has the wrong type"
+        ):
             tk.Trainer(**{name: value})
     assert len(SWITCHES) > 10
 
@@ -378,7 +419,9 @@ def test_a_value_without_a_meaning_is_refused(options):
 @pytest.mark.parametrize("policy", [float("nan"), 1.5, object(), -1])
 def test_blocks_that_nothing_chooses(policy):
     with pytest.raises(tk.TrainerKitError):
-        tk.Trainer(**OFF, max_epochs=1, activation_checkpointing=policy).fit(TinyModule(), DATA)
+        tk.Trainer(**OFF, max_epochs=1, activation_checkpointing=policy).fit(
+            TinyModule(), DATA
+        )
 
 
 @pytest.mark.parametrize("value", [None, 3, 1.5, True])
@@ -389,7 +432,9 @@ def test_a_word_of_the_wrong_type_is_refused(value):
 
 @pytest.mark.parametrize("size", [1.5, float("nan"), True, None, "2"])
 def test_sizes_of_a_mesh_are_whole_numbers(size):
-    with pytest.raises(tk.TrainerKitError, match=r"a whole number that is at least 1|tp takes int"):
+    with pytest.raises(
+        tk.TrainerKitError, match=r"a whole number that is at least 1|tp takes int"
+    ):
         tk.strategies.MeshStrategy(tp=size)
     with pytest.raises(tk.TrainerKitError, match="a whole number that is at least 1"):
         tk.strategies.ModelParallelStrategy(tensor_parallel_size=size)

@@ -28,7 +28,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (site,) = (made / "environment").glob("lib/python3*/site-packages")
     (site / "trainer_kit").symlink_to(ROOT / "trainer_kit")
-    behind = [path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}]
+    behind = [
+        path
+        for path in sys.path
+        if Path(path).name in {"site-packages", "dist-packages"}
+    ]
     (site / "behind.pth").write_text("\n".join(behind) + "\n")
     text = (ROOT / "tests" / "typing_user.py").read_text(encoding="utf-8")
     (made / "right.py").write_text(text, encoding="utf-8")
@@ -64,7 +68,10 @@ def test_mypy(home: Path) -> None:
         "--python-version",
         "3.10",
     )
-    assert check(*mypy, "right.py", home=home) == "Success: no issues found in 1 source file\n"
+    assert (
+        check(*mypy, "right.py", home=home)
+        == "Success: no issues found in 1 source file\n"
+    )
     printed = check(*mypy, "wrong.py", home=home)
     assert "Found 1 error in 1 file" in printed, (
         "without py.typed every type is Any, and nothing is found"

@@ -64,7 +64,10 @@ if TYPE_CHECKING:
     )
     from trainer_kit.strategies.process_group import ProcessGroup
     from trainer_kit.strategies.single import Alone
-    from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile
+    from trainer_kit.strategies.transforms.blocks import (
+        ActivationCheckpointing,
+        Compile,
+    )
     from trainer_kit.strategies.transforms.context import ContextParallel
     from trainer_kit.strategies.transforms.pipeline import PipelineParallel
     from trainer_kit.strategies.transforms.tensor import TensorParallel
@@ -78,7 +81,9 @@ if TYPE_CHECKING:
         replaying: ReplayCheck,
         leaving_out: NaNGuard,
         checking: HealthCheck,
-    ) -> tuple[SetsAccumulation, SplitsBatches, ReplaysSteps, LeavesOutSteps, ActsAtIntervals]:
+    ) -> tuple[
+        SetsAccumulation, SplitsBatches, ReplaysSteps, LeavesOutSteps, ActsAtIntervals
+    ]:
         return accumulating, splitting, replaying, leaving_out, checking
 
     def strategies(
@@ -147,19 +152,29 @@ if TYPE_CHECKING:
                 self.trainer.world_size,
             ]
             planned: int | float = self.trainer.estimated_stepping_batches
-            limits: tuple[int | None, int] = self.trainer.max_epochs, self.trainer.max_steps
+            limits: tuple[int | None, int] = (
+                self.trainer.max_epochs,
+                self.trainer.max_steps,
+            )
             optimizers: list[Optimizer] = self.trainer.optimizers
             loss: Tensor | None = self.trainer.callback_metrics.get("loss")
-            where: tuple[str, str | None] = self.trainer.default_root_dir, self.trainer.log_dir
+            where: tuple[str, str | None] = (
+                self.trainer.default_root_dir,
+                self.trainer.log_dir,
+            )
             stage: bool = (
-                self.trainer.training or self.trainer.validating or self.trainer.sanity_checking
+                self.trainer.training
+                or self.trainer.validating
+                or self.trainer.sanity_checking
             )
             batches: int | float = self.trainer.num_training_batches
             self.trainer.print(
                 steps, ranks, planned, limits, optimizers, loss, where, stage, batches
             )
             self.trainer.print(
-                self.trainer.strategy.device, self.trainer.logger, self.trainer.datamodule
+                self.trainer.strategy.device,
+                self.trainer.logger,
+                self.trainer.datamodule,
             )
             self.trainer.should_stop = True
             self.trainer.save_checkpoint("now")

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
-from trainer_kit import Accelerator, LightningModule, Trainer, TrainModule, seed_everything
+from trainer_kit import (
+    Accelerator,
+    LightningModule,
+    Trainer,
+    TrainModule,
+    seed_everything,
+)
 from trainer_kit.callbacks import (
     EarlyStopping,
     GradientAccumulation,
@@ -49,10 +55,14 @@ class Classifier(TrainModule):
         self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         self.log_dict({"a": loss.detach(), "b": 1.0})
         if self.trainer.is_global_zero and self.global_step % 100 == 0:
-            self.print(f"epoch {self.current_epoch} of {self.trainer.max_epochs}", self.device)
+            self.print(
+                f"epoch {self.current_epoch} of {self.trainer.max_epochs}", self.device
+            )
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         accuracy = (self(batch[0]).argmax(1) == batch[1]).float().mean()
         self.log("val_acc", accuracy, batch_size=len(batch[0]))
 
@@ -97,7 +107,9 @@ class Manual(LightningModule):
             optimizer.zero_grad()
             loss = self.net(batch[0]).pow(2).mean()
             self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            self.clip_gradients(
+                optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm"
+            )
             optimizer.step()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -121,7 +133,12 @@ class StopWhenGood(tk.Callback):
         self.loss = loss
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Batch, batch_idx: int
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        outputs: Any,
+        batch: Batch,
+        batch_idx: int,
     ) -> None:
         if trainer.global_step == 100:
             trainer.print(
@@ -207,7 +224,9 @@ def loop(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[f
     accelerator.init_trackers("run", config={"lr": 0.1})
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, loader, scheduler
+    )
     for points, labels in loader:
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(points), labels)

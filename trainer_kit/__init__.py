@@ -23,7 +23,10 @@ if TYPE_CHECKING:
         reduce,
         synchronize_rng_states,
     )
-    from trainer_kit.accelerator.batch_size import find_executable_batch_size, release_memory
+    from trainer_kit.accelerator.batch_size import (
+        find_executable_batch_size,
+        release_memory,
+    )
     from trainer_kit.accelerator.fabric import Fabric
     from trainer_kit.accelerator.generators import set_seed
     from trainer_kit.accelerator.launchers import debug_launcher, notebook_launcher
@@ -108,7 +111,10 @@ if TYPE_CHECKING:
         load_checkpoint_in_model,
     )
     from trainer_kit.inference.pipeline import prepare_pippy
-    from trainer_kit.inference.quantization import BnbQuantizationConfig, load_and_quantize_model
+    from trainer_kit.inference.quantization import (
+        BnbQuantizationConfig,
+        load_and_quantize_model,
+    )
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.trainer import Trainer
 
@@ -313,8 +319,13 @@ _HOME = {
 # `TrainModule.load_from_checkpoint` is in core, which imports no room above it. Python imports this file before any
 # module of the package, so the reader is known whichever module is imported first.
 _READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")
-_find_names(__name__, ["compat.lightning_names", "compat.accelerate_names", "compat.transformers"])
-_alias_package(f"{__name__}.pytorch", __name__)  # `lightning.pytorch` is a module of `lightning`
+_find_names(
+    __name__,
+    ["compat.lightning_names", "compat.accelerate_names", "compat.transformers"],
+)
+_alias_package(
+    f"{__name__}.pytorch", __name__
+)  # `lightning.pytorch` is a module of `lightning`
 _other = _other_names(__name__)
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies", "tuner")
 

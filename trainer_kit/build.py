@@ -15,7 +15,13 @@ import torch
 
 from trainer_kit import callbacks
 from trainer_kit.core.arguments import as_list
-from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
+from trainer_kit.core.configuration_sources import (
+    Chosen,
+    choose,
+    is_true,
+    steps_of,
+    variable,
+)
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
 from trainer_kit.core.location import is_url
@@ -40,7 +46,10 @@ __all__ = [
     "with_launchers",
 ]
 
-_DDP, _FSDP = "trainer_kit.strategies.ddp:DDPStrategy", "trainer_kit.strategies.fsdp:FSDPStrategy"
+_DDP, _FSDP = (
+    "trainer_kit.strategies.ddp:DDPStrategy",
+    "trainer_kit.strategies.fsdp:FSDPStrategy",
+)
 _DEEPSPEED = "trainer_kit.strategies.deepspeed.strategy:DeepSpeedStrategy"
 _MESH = "trainer_kit.strategies.mesh:MeshStrategy"
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -73,7 +82,9 @@ _XLA = ("xla", "tpu", "xla_fsdp")
 for _word in _XLA:
     STRATEGIES.supply(_word, "trainer_kit.strategies.xla.strategy:XLAStrategy")
 STRATEGIES.supply("mesh", _MESH)
-STRATEGIES.supply("megatron", "trainer_kit.strategies.megatron.strategy:MegatronStrategy")
+STRATEGIES.supply(
+    "megatron", "trainer_kit.strategies.megatron.strategy:MegatronStrategy"
+)
 STRATEGIES.supply("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
 for _word, _name in {
     "aim": "AimLogger",
@@ -104,7 +115,9 @@ def with_launchers(
         accumulation: the user's argument, or None.
         given: the user's callbacks; one that sets the accumulation counts as an argument.
     """
-    own = next((callback for callback in given if isinstance(callback, SetsAccumulation)), None)
+    own = next(
+        (callback for callback in given if isinstance(callback, SetsAccumulation)), None
+    )
     on_cpu = choose("use_cpu", None, False)
     origins = {
         "accelerator": Chosen("cpu", on_cpu.origin)
@@ -112,7 +125,9 @@ def with_launchers(
         else Chosen("auto", "default"),
         "precision": choose("mixed_precision", precision, None),
         "accumulate_grad_batches": choose(
-            "gradient_accumulation_steps", own if accumulation is None else accumulation, 1
+            "gradient_accumulation_steps",
+            own if accumulation is None else accumulation,
+            1,
         ),
     }
     if accelerator != "auto":
@@ -122,11 +137,20 @@ def with_launchers(
         accumulation = steps_of(steps)
     elif accumulation is None:
         accumulation = 1
-    return str(origins["accelerator"].value), origins["precision"].value, accumulation, origins
+    return (
+        str(origins["accelerator"].value),
+        origins["precision"].value,
+        accumulation,
+        origins,
+    )
 
 
 def choose_strategy(
-    strategy: Any, accelerator: str, devices: Any, num_nodes: int, environment: Environment
+    strategy: Any,
+    accelerator: str,
+    devices: Any,
+    num_nodes: int,
+    environment: Environment,
 ) -> tuple[Strategy, int, str | None]:
     """Choose the strategy, the number of processes on this node, and how to start them.
 
@@ -145,8 +169,17 @@ def choose_strategy(
         return found, 1, None
     wanted = count_devices(devices, accelerator)
     explicit = devices not in ("auto", -1, "-1")
-    local = environment.launched and explicit and wanted == 1 and environment.local_world_size > 1
-    world = environment.world_size if environment.launched and not local else wanted * num_nodes
+    local = (
+        environment.launched
+        and explicit
+        and wanted == 1
+        and environment.local_world_size > 1
+    )
+    world = (
+        environment.world_size
+        if environment.launched and not local
+        else wanted * num_nodes
+    )
     if (
         environment.launched
         and not local
@@ -165,9 +198,13 @@ def choose_strategy(
             fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {wanted} ... train.py",
         )
     if isinstance(strategy, Strategy):
-        strategy.places(world)  # raises for sizes that do not fit, before any process is started
+        strategy.places(
+            world
+        )  # raises for sizes that do not fit, before any process is started
     word = strategy if isinstance(strategy, str) else ""
-    if (word == "single_device" or isinstance(strategy, SingleDeviceStrategy)) and world > 1:
+    if (
+        word == "single_device" or isinstance(strategy, SingleDeviceStrategy)
+    ) and world > 1:
         raise StrategyError(
             "one device cannot hold several processes",
             found=f"{world} processes",
@@ -177,7 +214,9 @@ def choose_strategy(
     made: Any = strategy
     if strategy == "auto":
         engine = variable("distributed_type")
-        made = _launchers_engine("" if engine is None else str(engine.value), world, device)
+        made = _launchers_engine(
+            "" if engine is None else str(engine.value), world, device
+        )
         made = made or make_strategy("ddp" if world > 1 else "single_device", device)
     elif isinstance(strategy, str):
         made = make_strategy(strategy, device)
@@ -194,7 +233,9 @@ def choose_strategy(
         and world == 1
         and (local or not environment.launched)
     ):
-        made = make_strategy("single_device", device)  # a single process needs no communication
+        made = make_strategy(
+            "single_device", device
+        )  # a single process needs no communication
     made.device = device
     start = (
         None
@@ -210,7 +251,11 @@ def choose_strategy(
 
 def sharded_alternative(word: Any, made: Strategy) -> Strategy | None:
     """The strategy to use instead of ``made`` for ``"auto"`` if the model does not fit; None: keep ``made``."""
-    return make_strategy("fsdp", made.device) if word == "auto" and made.engine == "ddp" else None
+    return (
+        make_strategy("fsdp", made.device)
+        if word == "auto" and made.engine == "ddp"
+        else None
+    )
 
 
 def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
@@ -225,7 +270,12 @@ def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
     elif isinstance(strategy, Strategy) and strategy.finds_devices:
         made = strategy
     drives = torch.accelerator.current_accelerator()
-    if accelerator == "tpu" and strategy == "auto" and drives is not None and drives.type == "tpu":
+    if (
+        accelerator == "tpu"
+        and strategy == "auto"
+        and drives is not None
+        and drives.type == "tpu"
+    ):
         return None  # torch lists this accelerator itself
     if made is not None and importlib.util.find_spec("torch_xla") is None:
         raise StrategyError(
@@ -249,16 +299,21 @@ def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
 
     made: Strategy | None = None
     fsdp = (
-        launcher_options.fsdp_from_launcher(_launcher_options(launcher_options.FSDP_KEYS))
+        launcher_options.fsdp_from_launcher(
+            _launcher_options(launcher_options.FSDP_KEYS)
+        )
         if engine == "FSDP"
         else None
     )
-    mesh = launcher_options.mesh_from_launcher(_launcher_options(launcher_options.MESH_KEYS), fsdp)
+    mesh = launcher_options.mesh_from_launcher(
+        _launcher_options(launcher_options.MESH_KEYS), fsdp
+    )
     if engine == "DEEPSPEED":
         from trainer_kit.strategies.deepspeed import config as deepspeed_config
 
         made = STRATEGIES.get("deepspeed")(
-            device, **deepspeed_config.from_launcher(_launcher_options(deepspeed_config.KEYS))
+            device,
+            **deepspeed_config.from_launcher(_launcher_options(deepspeed_config.KEYS)),
         )
     if mesh:
         made = STRATEGIES.get("mesh")(device, **mesh)
@@ -268,14 +323,19 @@ def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
         from trainer_kit.strategies.megatron import config as megatron_config
 
         made = STRATEGIES.get("megatron")(
-            device, **megatron_config.from_launcher(_launcher_options(megatron_config.KEYS))
+            device,
+            **megatron_config.from_launcher(_launcher_options(megatron_config.KEYS)),
         )
     return made
 
 
 def _launcher_options(names: Iterable[str]) -> dict[str, str]:
     """The launcher's values of these options."""
-    return {name: str(found.value) for name in names if (found := variable(name)) is not None}
+    return {
+        name: str(found.value)
+        for name in names
+        if (found := variable(name)) is not None
+    }
 
 
 @final
@@ -331,7 +391,9 @@ class StrategyRegistry:
 
         def decorate(cls: Callable[..., Any]) -> Callable[..., Any]:
             STRATEGIES.register(
-                name, partial(cls, **init_params) if init_params else cls, overwrite=override
+                name,
+                partial(cls, **init_params) if init_params else cls,
+                overwrite=override,
             )
             return cls
 
@@ -367,10 +429,13 @@ def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precis
             )
         if precision is not None:
             raise ConfigurationError(
-                "precision is given twice", found=f"precision={precision!r} and plugins=..."
+                "precision is given twice",
+                found=f"precision={precision!r} and plugins=...",
             )
         precision = plugin
-    made = _make_precision("32-true" if precision is None else precision, strategy.device.type)
+    made = _make_precision(
+        "32-true" if precision is None else precision, strategy.device.type
+    )
     strategy.check_precision(made)
     return made
 
@@ -409,7 +474,10 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
         )
     if logger in (None, True):
         return [LOGGERS.get("tensorboard")(root)]
-    made = [_logger(one, root) if isinstance(one, str) else one for one in as_list(logger, Logger)]
+    made = [
+        _logger(one, root) if isinstance(one, str) else one
+        for one in as_list(logger, Logger)
+    ]
     from trainer_kit.loggers.layout import DirectoryLogger
 
     for one in made:
@@ -420,7 +488,9 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
                 else "give it a method log_metrics(metrics, step)"
             )
             raise ConfigurationError(
-                "this is not a logger", found=getattr(one, "__name__", type(one).__name__), fix=fix
+                "this is not a logger",
+                found=getattr(one, "__name__", type(one).__name__),
+                fix=fix,
             )
         check_overrides(type(one), DirectoryLogger)
     return made
@@ -464,13 +534,16 @@ def added_callbacks(
     if accumulation != 1:
         if has(callbacks.GradientAccumulation):
             raise ConfigurationError(
-                "accumulation is given twice", found="accumulate_grad_batches and a callback"
+                "accumulation is given twice",
+                found="accumulate_grad_batches and a callback",
             )
         added.append(callbacks.GradientAccumulation(accumulation))
     if time is not None:
         # Both timers apply, so their states need different keys.
         added.append(
-            callbacks.Timer(time, state_key="Timer(max_time)" if has(callbacks.Timer) else "Timer")
+            callbacks.Timer(
+                time, state_key="Timer(max_time)" if has(callbacks.Timer) else "Timer"
+            )
         )
     if bar and not has(callbacks.ProgressBar):
         added.append(callbacks.TQDMProgressBar())

@@ -18,7 +18,11 @@ from trainer_kit.build import (
     sharded_alternative,
     with_launchers,
 )
-from trainer_kit.compat.accelerators import LightningAccelerator, accelerator_of, accelerator_word
+from trainer_kit.compat.accelerators import (
+    LightningAccelerator,
+    accelerator_of,
+    accelerator_word,
+)
 from trainer_kit.compat.checkpoint_io import refuse_checkpoint_io
 from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
@@ -55,7 +59,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-__path__: list[str] = []  # Lightning has modules below this one: `trainer_kit.trainer.states`
+__path__: list[
+    str
+] = []  # Lightning has modules below this one: `trainer_kit.trainer.states`
 __getattr__ = other_names(__name__)
 
 _Taken = ParamSpec("_Taken")
@@ -286,7 +292,9 @@ class Trainer(Session):
                 fix="leave process_group out, or use Fabric(strategy=...) and a loop of your own",
             )
         quiet = bool(barebones or settings.fast)
-        root = str(locate(os.getcwd() if default_root_dir in (None, "") else default_root_dir))
+        root = str(
+            locate(os.getcwd() if default_root_dir in (None, "") else default_root_dir)
+        )
         super().__init__(
             settings=settings,
             environment=environment,
@@ -309,7 +317,9 @@ class Trainer(Session):
         self.compile_options = (
             dict(compile) if isinstance(compile, Mapping) else {} if compile else None
         )
-        self.compile_regional = bool((self.compile_options or {}).pop("regional", False))
+        self.compile_regional = bool(
+            (self.compile_options or {}).pop("regional", False)
+        )
         self.hang_timeout = chosen_timeout(hang_timeout)
         self.async_save, self.recomputes = async_save, activation_checkpointing
         self.on_unsaveable = on_unsaveable
@@ -323,8 +333,12 @@ class Trainer(Session):
                     accumulation=accumulation,
                     time=max_time,
                     bar=_wanted("enable_progress_bar", enable_progress_bar, barebones),
-                    summary=_wanted("enable_model_summary", enable_model_summary, quiet),
-                    checkpoints=_wanted("enable_checkpointing", enable_checkpointing, quiet),
+                    summary=_wanted(
+                        "enable_model_summary", enable_model_summary, quiet
+                    ),
+                    checkpoints=_wanted(
+                        "enable_checkpointing", enable_checkpointing, quiet
+                    ),
                     profiler=profiler,
                 ),
             ]
@@ -366,7 +380,9 @@ class Trainer(Session):
             )
         if self.start is not None:
             loaders = (train_dataloaders, val_dataloaders, datamodule)
-            run_on_processes(self, "fit", model, *loaders, ckpt_path, None, load_weights_only)
+            run_on_processes(
+                self, "fit", model, *loaders, ckpt_path, None, load_weights_only
+            )
             return
         with (
             TrainerReport(self, "fit") as report,
@@ -398,7 +414,9 @@ class Trainer(Session):
             datamodule: brings the loaders.
             weights_only: accepted for compatibility with Lightning; nothing is unpickled here.
         """
-        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate(
+            "validate", model, dataloaders, ckpt_path, verbose, datamodule
+        )
 
     @_entry_point
     def test(
@@ -411,7 +429,9 @@ class Trainer(Session):
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Test; arguments and result as in `validate`."""
-        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate(
+            "test", model, dataloaders, ckpt_path, verbose, datamodule
+        )
 
     @_entry_point
     def predict(
@@ -435,13 +455,25 @@ class Trainer(Session):
         """
         if self.start is not None:
             return run_on_processes(
-                self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path
+                self,
+                "predict",
+                model,
+                dataloaders,
+                datamodule,
+                return_predictions,
+                ckpt_path,
             )
         with EntryPoint(self, "predict", model, dataloaders, datamodule) as entry:
             run = entry.compose_evaluation(ckpt_path)
             with _watched_evaluation(self, run, self.hang_timeout):
                 outputs = predict(run, return_predictions)
-        return None if not return_predictions else outputs[0] if len(outputs) == 1 else outputs
+        return (
+            None
+            if not return_predictions
+            else outputs[0]
+            if len(outputs) == 1
+            else outputs
+        )
 
     def _evaluate(
         self,
@@ -469,7 +501,8 @@ class Trainer(Session):
             self.log_metrics(reduced.logger, self.progress.step)
             shared = reduced.by_loader.get(None, {})
             results = [
-                {**reduced.by_loader.get(index, {}), **shared} for index in range(len(run.feeds))
+                {**reduced.by_loader.get(index, {}), **shared}
+                for index in range(len(run.feeds))
             ]
         if verbose:
             show_results(self, stage, results)
@@ -528,7 +561,9 @@ class Trainer(Session):
                 found=f"format={format!r}",
                 fix=did_you_mean(str(format), ["text", "svg"]),
             )
-        return (explain if format == "text" else draw)(self, model, train_dataloaders, datamodule)
+        return (explain if format == "text" else draw)(
+            self, model, train_dataloaders, datamodule
+        )
 
     @_entry_point
     def plan(
@@ -587,7 +622,9 @@ class Trainer(Session):
             datamodule,
             world=world,
             device=device,
-            max_memory=None if max_memory is None else in_bytes(max_memory, "max_memory"),
+            max_memory=None
+            if max_memory is None
+            else in_bytes(max_memory, "max_memory"),
             strategies=strategies,
             precisions=precisions,
             global_batch=global_batch_size,
@@ -637,7 +674,13 @@ class Trainer(Session):
         from trainer_kit.planning.verify import verify
 
         return verify(
-            self, model, train_dataloaders, val_dataloaders, datamodule, steps=steps, local=local
+            self,
+            model,
+            train_dataloaders,
+            val_dataloaders,
+            datamodule,
+            steps=steps,
+            local=local,
         )
 
     def on(
@@ -659,14 +702,19 @@ class Trainer(Session):
         from trainer_kit.callbacks.lambda_callback import FunctionCallback
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.set_callbacks([*self._own_callbacks, FunctionCallback(event, function, every)])
+            self.set_callbacks(
+                [*self._own_callbacks, FunctionCallback(event, function, every)]
+            )
             return function
 
         return register
 
 
 _ELSEWHERE.update(
-    {name: f"Trainer({name}={{value}})" for name in inspect.signature(Trainer).parameters}
+    {
+        name: f"Trainer({name}={{value}})"
+        for name in inspect.signature(Trainer).parameters
+    }
 )
 
 
@@ -677,7 +725,11 @@ def _refuse(resume: Any, reload_every: Any) -> None:
             found=f"resume={resume!r}",
             fix=f"{did_you_mean(str(resume), ['auto'])}; pass a checkpoint to fit(ckpt_path=...)",
         )
-    if isinstance(reload_every, bool) or not isinstance(reload_every, int) or reload_every < 0:
+    if (
+        isinstance(reload_every, bool)
+        or not isinstance(reload_every, int)
+        or reload_every < 0
+    ):
         raise ConfigurationError(
             "loaders can be reloaded only after a whole number of epochs",
             found=f"reload_dataloaders_every_n_epochs={reload_every!r}",
@@ -688,12 +740,15 @@ def _refuse(resume: Any, reload_every: Any) -> None:
 def _wanted(name: str, value: bool | None, off: bool) -> bool:
     if off and value and name != "enable_progress_bar":
         raise ConfigurationError(
-            f"{name}=True contradicts barebones or fast_dev_run", fix="leave one of them out"
+            f"{name}=True contradicts barebones or fast_dev_run",
+            fix="leave one of them out",
         )
     return not off if value is None else value and not off
 
 
-def _watched_fit(trainer: Session, run: Fit, timeout: float | None) -> AbstractContextManager[None]:
+def _watched_fit(
+    trainer: Session, run: Fit, timeout: float | None
+) -> AbstractContextManager[None]:
     """A context in which a thread ends this process if the fit hangs.
 
     Args:

@@ -29,7 +29,10 @@ PICTURE = DATA.with_suffix(".svg")
 RANKS = {
     "auto": 1,
     **dict.fromkeys(["ddp", "fsdp", "fsdp_cpu_offload", "hsdp", "tp", "cp", "pp"], 2),
-    **{f"deepspeed_stage_{stage}": 2 for stage in ("0", "1", "2", "3", "2_offload", "3_offload")},
+    **{
+        f"deepspeed_stage_{stage}": 2
+        for stage in ("0", "1", "2", "3", "2_offload", "3_offload")
+    },
     "fsdp_tp": 4,
     "3d": 8,
 }
@@ -62,13 +65,18 @@ def collect(strategies: list[str]) -> None:
     """Train with these strategies, and write the losses of each after its run."""
     for strategy in strategies:
         losses = run_distributed(train, RANKS[strategy], strategy, timeout=TIMEOUT)
-        found = json.loads(DATA.read_text(encoding="utf-8"))["losses"] if DATA.exists() else {}
+        found = (
+            json.loads(DATA.read_text(encoding="utf-8"))["losses"]
+            if DATA.exists()
+            else {}
+        )
         found[strategy] = next(each for each in losses if each)  # one rank prints
         lines = ",\n".join(
             f'  "{name}": {json.dumps(found[name])}' for name in RANKS if name in found
         )
         DATA.write_text(
-            f'{{"ranks": {json.dumps(RANKS)},\n "losses": {{\n{lines}\n}}}}\n', encoding="utf-8"
+            f'{{"ranks": {json.dumps(RANKS)},\n "losses": {{\n{lines}\n}}}}\n',
+            encoding="utf-8",
         )
         print(f"trained with {strategy} on {RANKS[strategy]} ranks", flush=True)
 
@@ -105,15 +113,20 @@ def render() -> str:
     drawn = []
     for half in range(round(low * 2), round(high * 2) + 1):
         y = at(0, half / 2)[1]
-        drawn.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:g}" y2="{y:g}"/>')
-        drawn.append(f'<text x="{LEFT - 8}" y="{y + 4:g}" text-anchor="end">{half / 2:g}</text>')
+        drawn.append(
+            f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:g}" y2="{y:g}"/>'
+        )
+        drawn.append(
+            f'<text x="{LEFT - 8}" y="{y + 4:g}" text-anchor="end">{half / 2:g}</text>'
+        )
     drawn += [
         f'<text x="{at(step, low)[0]:g}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{step}</text>'
         for step in range(0, last + 1, last // 4)
     ]
     for i, (name, losses) in enumerate(curves.items()):
         points = " ".join(
-            "{:.1f},{:.1f}".format(*at(int(step), loss)) for step, loss in losses.items()
+            "{:.1f},{:.1f}".format(*at(int(step), loss))
+            for step, loss in losses.items()
         )
         width = 1.5 + 1.1 * (len(curves) - 1 - i)
         drawn.append(

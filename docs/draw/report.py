@@ -42,7 +42,11 @@ def train(root: str) -> Path:
     return Path(logs) / "report.html"
 
 
-BROWSER = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+BROWSER = (
+    os.environ.get("CHROMIUM")
+    or shutil.which("chromium")
+    or shutil.which("google-chrome")
+)
 
 
 def photograph(report: Path) -> None:
@@ -59,9 +63,15 @@ def photograph(report: Path) -> None:
             page.wait_for_function("document.documentElement.dataset.drawn")
             target = PICTURES / f"report-{scheme}.png"
             page.screenshot(path=target)
-            few = Image.open(target).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+            few = (
+                Image.open(target)
+                .convert("RGB")
+                .quantize(COLOURS, dither=Image.Dither.NONE)
+            )
             few.save(target, optimize=True)
-            print(f"wrote {target.relative_to(ROOT)}: {target.stat().st_size // 1000} kB")
+            print(
+                f"wrote {target.relative_to(ROOT)}: {target.stat().st_size // 1000} kB"
+            )
         browser.close()
 
 

@@ -22,7 +22,11 @@ def draw(name: str, *flags: str, into: Path = PICTURES) -> Path:
     """Run one tutorial, and keep its picture."""
     with TemporaryDirectory() as root:
         subprocess.run(
-            [sys.executable, str(ROOT / "examples" / "tutorials" / f"{name}.py"), *flags],
+            [
+                sys.executable,
+                str(ROOT / "examples" / "tutorials" / f"{name}.py"),
+                *flags,
+            ],
             cwd=root,
             env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"},
             stdout=subprocess.DEVNULL,

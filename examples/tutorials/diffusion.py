@@ -35,7 +35,9 @@ SMALL = "--small" in sys.argv  # what the tests run: a narrower network and fewe
 NOISE_STEPS = 100
 
 digits = load_digits()
-images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 8 - 1  # (1797, 64), -1 to 1
+images = (
+    torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 8 - 1
+)  # (1797, 64), -1 to 1
 labels = torch.tensor(digits.target)
 train, val = random_split(
     TensorDataset(images, labels), [0.9, 0.1], torch.Generator().manual_seed(0)
@@ -63,7 +65,10 @@ class Block(nn.Module):
 class Denoiser(nn.Module):
     def __init__(self, width: int, blocks: int) -> None:
         super().__init__()
-        self.steps, self.digits = nn.Embedding(NOISE_STEPS, width), nn.Embedding(10, width)
+        self.steps, self.digits = (
+            nn.Embedding(NOISE_STEPS, width),
+            nn.Embedding(10, width),
+        )
         self.first, self.last = nn.Linear(64, width), nn.Linear(width, 64)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
 
@@ -99,7 +104,8 @@ class Diffusion(tk.TrainModule):
         step = torch.randint(NOISE_STEPS, (len(image),), device=self.device)
         noise, kept = torch.randn_like(image), self.kept[step, None]
         return F.mse_loss(
-            self.net(kept.sqrt() * image + (1 - kept).sqrt() * noise, step, digit), noise
+            self.net(kept.sqrt() * image + (1 - kept).sqrt() * noise, step, digit),
+            noise,
         )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:

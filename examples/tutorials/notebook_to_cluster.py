@@ -57,7 +57,10 @@ data = TensorDataset(
     torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 )
 train, val = random_split(data, [0.8, 0.2])
-loaders = DataLoader(train, batch_size=64, shuffle=True), DataLoader(val, batch_size=256)
+loaders = (
+    DataLoader(train, batch_size=64, shuffle=True),
+    DataLoader(val, batch_size=256),
+)
 
 tk.Trainer(fast_dev_run=True, enable_progress_bar=False).fit(Net(), *loaders)
 

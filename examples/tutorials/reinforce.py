@@ -51,7 +51,9 @@ def stands(state: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def play(state: Tensor, choose: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def play(
+    state: Tensor, choose: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Episodes from these states: states (steps, n, 4), actions (steps, n), and whether the pole stood (steps, n)."""
     states, actions, alive = [], [], [torch.ones(len(state), dtype=torch.bool)]
     while len(states) < LIMIT and alive[-1].any():
@@ -142,7 +144,9 @@ trainer = tk.Trainer(
     accelerator="cpu",  # episodes of a few numbers each: a GPU would only wait
     max_epochs=30,
     gradient_clip_val=1.0,
-    callbacks=EarlyStopping("val_reward", mode="max", patience=15, stopping_threshold=195.0),
+    callbacks=EarlyStopping(
+        "val_reward", mode="max", patience=15, stopping_threshold=195.0
+    ),
     default_root_dir="runs",
     log_every_n_steps=1,
 )

@@ -25,7 +25,11 @@ from sklearn.linear_model import LogisticRegression
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 import trainer_kit as tk
 from trainer_kit.callbacks import EarlyStopping, ModelCheckpoint
@@ -46,7 +50,16 @@ NOUNS = [
     "pacing",
     "finale",
 ]
-GOOD = ["moving", "brilliant", "clever", "warm", "charming", "gripping", "funny", "fresh"]
+GOOD = [
+    "moving",
+    "brilliant",
+    "clever",
+    "warm",
+    "charming",
+    "gripping",
+    "funny",
+    "fresh",
+]
 BAD = ["dull", "clumsy", "slow", "cold", "tedious", "messy", "shallow", "stale"]
 VERBS = {
     "was": False,
@@ -70,7 +83,9 @@ ENDINGS = ENDINGS[:2] if SMALL else ENDINGS
 def reviews() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """(text, 1 for positive) for training, and for testing with pairs of noun and adjective that are new."""
     parts: tuple[list[tuple[str, int]], list[tuple[str, int]]] = ([], [])
-    for (n, noun), (a, adjective) in itertools.product(enumerate(NOUNS), enumerate(GOOD + BAD)):
+    for (n, noun), (a, adjective) in itertools.product(
+        enumerate(NOUNS), enumerate(GOOD + BAD)
+    ):
         for (verb, negated), ending in itertools.product(VERBS.items(), ENDINGS):
             label = int((adjective in GOOD) != negated)
             parts[(n + a) % 4 == 0].append(
@@ -103,7 +118,9 @@ words.post_processor = processors.TemplateProcessing(
     single="[CLS] $A [SEP]",
     special_tokens=[(name, words.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
 )
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+tokenizer = PreTrainedTokenizerFast(
+    tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]"
+)
 
 
 def collate(batch: list[tuple[str, int]]) -> dict[str, Tensor]:
@@ -153,22 +170,30 @@ class Classifier(tk.TrainModule):
         output = self.bert(**batch)
         self.log("val_loss", output.loss)
         self.log(
-            "val_acc", (output.logits.argmax(1) == batch["labels"]).float().mean(), prog_bar=True
+            "val_acc",
+            (output.logits.argmax(1) == batch["labels"]).float().mean(),
+            prog_bar=True,
         )
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log(
-            "test_acc", (self.bert(**batch).logits.argmax(1) == batch["labels"]).float().mean()
+            "test_acc",
+            (self.bert(**batch).logits.argmax(1) == batch["labels"]).float().mean(),
         )
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.bert(**batch).logits.softmax(1)[:, 1]  # the probability of "positive"
+        return self.bert(**batch).logits.softmax(1)[
+            :, 1
+        ]  # the probability of "positive"
 
     def configure_optimizers(self) -> dict:
         decayed = [p for p in self.parameters() if p.ndim > 1]
         others = [p for p in self.parameters() if p.ndim <= 1]
         optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": 0.01},
+                {"params": others, "weight_decay": 0.0},
+            ],
             lr=self.hparams.lr,
         )
         steps = self.trainer.estimated_stepping_batches
@@ -206,7 +231,9 @@ trainer.fit(Classifier(), loader(train, shuffle=True), loader(val))
 # same values are there for TensorBoard.
 
 # %%
-trainer.print(f"curves: {trainer.log_dir}/report.html, or tensorboard --logdir {trainer.log_dir}")
+trainer.print(
+    f"curves: {trainer.log_dir}/report.html, or tensorboard --logdir {trainer.log_dir}"
+)
 
 # %% [markdown]
 # ## Testing
@@ -221,7 +248,9 @@ bag = LogisticRegression(max_iter=1000).fit(
     vectorizer.fit_transform(t for t, _ in train), [y for _, y in train]
 )
 baseline = bag.score(vectorizer.transform(t for t, _ in new), [y for _, y in new])
-trainer.print(f"test accuracy {results['test_acc']:.3f}, of a bag of words {baseline:.3f}")
+trainer.print(
+    f"test accuracy {results['test_acc']:.3f}, of a bag of words {baseline:.3f}"
+)
 
 # %% [markdown]
 # ## Using it
@@ -234,7 +263,9 @@ sentences = [
     "the music was never funny",
     "the cast seemed gripping to me",
 ]
-probabilities = torch.cat(trainer.predict(dataloaders=loader([(text, 0) for text in sentences])))
+probabilities = torch.cat(
+    trainer.predict(dataloaders=loader([(text, 0) for text in sentences]))
+)
 for text, probability in zip(sentences, probabilities, strict=True):
     trainer.print(f"{probability:5.3f}  {text}")
 

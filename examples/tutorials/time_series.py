@@ -43,12 +43,16 @@ def sites(count: int, hours: int, generator: torch.Generator) -> Tensor:
         return low + (high - low) * torch.rand(count, 1, generator=generator)
 
     hour = torch.arange(hours)
-    daily = draw(0.5, 1.5) * torch.sin(2 * math.pi * hour / DAY + draw(0, 6)).clamp(min=-0.5)
+    daily = draw(0.5, 1.5) * torch.sin(2 * math.pi * hour / DAY + draw(0, 6)).clamp(
+        min=-0.5
+    )
     weekend = -draw(0.3, 1.0) * ((hour // DAY) % 7 >= 5)
     wander = torch.randn(count, hours, generator=generator).mul(0.06).cumsum(1)
     drift = wander - wander.unfold(1, WEEK, 1).mean(2)[:, :1]
     level = draw(3, 6) + drift / (1 + drift.abs() / 2)
-    return level + daily + weekend + 0.15 * torch.randn(count, hours, generator=generator)
+    return (
+        level + daily + weekend + 0.15 * torch.randn(count, hours, generator=generator)
+    )
 
 
 values = sites(12, WEEKS * WEEK, torch.Generator().manual_seed(7))
@@ -91,7 +95,10 @@ class Sites(tk.DataModule):
         return DataLoader(self.train, batch_size=64, shuffle=True)
 
     def val_dataloader(self) -> list[DataLoader]:
-        return [DataLoader(self.later, batch_size=256), DataLoader(self.unseen, batch_size=256)]
+        return [
+            DataLoader(self.later, batch_size=256),
+            DataLoader(self.unseen, batch_size=256),
+        ]
 
     def test_dataloader(self) -> DataLoader:
         return DataLoader(self.test, batch_size=256)
@@ -141,7 +148,10 @@ class Forecast(tk.TrainModule):
         history, target = batch
         name = ("val_mae", "val_mae_unseen")[dataloader_idx]
         self.log(
-            name, (self(history) - target).abs().mean(), add_dataloader_idx=False, prog_bar=True
+            name,
+            (self(history) - target).abs().mean(),
+            add_dataloader_idx=False,
+            prog_bar=True,
         )
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -154,7 +164,9 @@ class Forecast(tk.TrainModule):
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.3, patience=1
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": plateau, "monitor": "val_mae_unseen"},
@@ -197,7 +209,9 @@ trainer.print(
 
 # %%
 days = Windows(values[11:], test_from, test_from + 4 * DAY, every=DAY)
-forecast = torch.cat(trainer.predict(dataloaders=DataLoader(days, batch_size=64))).flatten()
+forecast = torch.cat(
+    trainer.predict(dataloaders=DataLoader(days, batch_size=64))
+).flatten()
 histories, truth = (torch.stack(part) for part in zip(*days, strict=True))
 
 figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")

@@ -25,7 +25,12 @@ from trainer_kit import (
     skip_first_batches,
 )
 from trainer_kit.checkpoint import verify_checkpoint
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, PrecisionError, RankError
+from trainer_kit.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    PrecisionError,
+    RankError,
+)
 
 X = torch.randn(22, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(22, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -46,7 +51,9 @@ class Epochs:
 
 def net(dtype=torch.float64, dropout=0.0):
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)
+    ).to(dtype)
 
 
 def weights(model):
@@ -54,7 +61,9 @@ def weights(model):
 
 
 def loader(batch_size=4, **options):
-    return DataLoader(TensorDataset(torch.arange(len(X)), X, Y), batch_size=batch_size, **options)
+    return DataLoader(
+        TensorDataset(torch.arange(len(X)), X, Y), batch_size=batch_size, **options
+    )
 
 
 def assert_close(one, other, **options):
@@ -129,7 +138,11 @@ def test_accumulation_is_one_big_batch(steps, clip):
 def test_equal_weights_give_the_mean_over_batches():
     """``backward(mean, weight=1)``: a short last batch counts as much as a full one."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer, loader = net(), None, DataLoader(TensorDataset(X, Y), batch_size=16)
+    model, optimizer, loader = (
+        net(),
+        None,
+        DataLoader(TensorDataset(X, Y), batch_size=16),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for x, y in loader:
@@ -140,7 +153,8 @@ def test_equal_weights_give_the_mean_over_batches():
     plain = net()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
     sum(
-        (plain(x) - y).square().mean() / 2 for x, y in ((X[:16], Y[:16]), (X[16:22], Y[16:22]))
+        (plain(x) - y).square().mean() / 2
+        for x, y in ((X[:16], Y[:16]), (X[16:22], Y[16:22]))
     ).backward()
     sgd.step()
     assert len(X) == 22
@@ -157,7 +171,9 @@ def test_tokens_weigh():
     for i, (x, y) in enumerate(zip(*parts, strict=True)):
         with accelerator.accumulate(model):
             if i == 6:
-                accelerator.sync_gradients = True  # the user knows that this is the last
+                accelerator.sync_gradients = (
+                    True  # the user knows that this is the last
+                )
             loss = (model(x) - y).square().sum()
             accelerator.backward(loss, weight=len(x))
             optimizer.step()
@@ -166,7 +182,9 @@ def test_tokens_weigh():
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
     for first, last in ((0, 8), (8, 21), (21, 22)):
         sgd.zero_grad()
-        ((plain(X[first:last]) - Y[first:last]).square().sum() / (last - first)).backward()
+        (
+            (plain(X[first:last]) - Y[first:last]).square().sum() / (last - first)
+        ).backward()
         sgd.step()
     assert_close(weights(model), weights(plain))
 
@@ -221,7 +239,9 @@ def test_an_overflow_skips_the_step_and_the_scheduler():
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     model = accelerator.prepare(net(torch.float32))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer, scheduler = accelerator.prepare(sgd, torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5))
+    optimizer, scheduler = accelerator.prepare(
+        sgd, torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5)
+    )
     before = weights(model)
     accelerator.backward(model(X.float()).mean() * 1e30)
     optimizer.step()
@@ -240,13 +260,17 @@ def test_two_models_with_an_optimizer_each():
         critic[0] = nn.Linear(1, 8, dtype=torch.float64)
         torch.manual_seed(5)
         nn.init.normal_(critic[0].weight)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (generator, critic)]
+        optimizers = [
+            torch.optim.SGD(m.parameters(), lr=0.05) for m in (generator, critic)
+        ]
         data = loader()
         if accelerator is not None:
             generator, critic, *optimizers, data = accelerator.prepare(
                 generator, critic, *optimizers, data
             )
-        backward = torch.Tensor.backward if accelerator is None else accelerator.backward
+        backward = (
+            torch.Tensor.backward if accelerator is None else accelerator.backward
+        )
         for _, x, y in data:
             optimizers[1].zero_grad()
             backward(critic(generator(x).detach()).mean() - critic(y).mean())
@@ -257,7 +281,8 @@ def test_two_models_with_an_optimizer_each():
         return weights(generator) + weights(critic)
 
     assert all(
-        torch.equal(a, b) for a, b in zip(train(), train(Accelerator(cpu=True)), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(train(), train(Accelerator(cpu=True)), strict=True)
     )
 
 
@@ -278,10 +303,15 @@ def test_the_argument_beats_the_environment(monkeypatch):
     assert Accelerator(cpu=True).mixed_precision == "bf16"
     assert Accelerator(cpu=True).gradient_accumulation_steps == 4
     assert (
-        Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=2).mixed_precision
+        Accelerator(
+            cpu=True, mixed_precision="no", gradient_accumulation_steps=2
+        ).mixed_precision
         == "no"
     )
-    assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+    assert (
+        Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps
+        == 2
+    )
 
 
 def test_prepared_twice_is_prepared_once():
@@ -291,7 +321,10 @@ def test_prepared_twice_is_prepared_once():
     once = accelerator.prepare(model, optimizer, loader())
     twice = accelerator.prepare(*once)
     assert all(a is b for a, b in zip(once, twice, strict=True))
-    assert accelerator.unwrap_model(once[0], keep_fp32_wrapper=False).forward.__self__ is model
+    assert (
+        accelerator.unwrap_model(once[0], keep_fp32_wrapper=False).forward.__self__
+        is model
+    )
 
 
 class Stream(IterableDataset):
@@ -355,7 +388,9 @@ def test_a_state_saved_inside_an_epoch_resumes_exactly(tmp_path, options):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
         data = loader(shuffle=True, **options)
-        model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+        model, optimizer, data, scheduler = accelerator.prepare(
+            model, optimizer, data, scheduler
+        )
         epochs = Epochs()
         accelerator.register_for_checkpointing(epochs)
         seen, first = [], 0
@@ -393,9 +428,13 @@ def test_a_state_saved_inside_an_epoch_resumes_exactly(tmp_path, options):
 def test_a_loss_scale_saved_after_a_step_is_restored(tmp_path, overflows):
     def prepared():
         handler = GradScalerKwargs(init_scale=8.0, growth_interval=2)
-        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+        accelerator = Accelerator(
+            cpu=True, mixed_precision="fp16", kwargs_handlers=[handler]
+        )
         model = net(torch.float32)
-        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return accelerator, *accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
 
     def train(accelerator, model, optimizer, steps):
         found = []
@@ -418,7 +457,9 @@ def test_a_loss_scale_saved_after_a_step_is_restored(tmp_path, overflows):
     for one in (resumed, broken):
         found = [*first, *train(*one, range(4, 8))]
         assert found[:8] == expected[:8]
-        assert all(torch.equal(a, b) for a, b in zip(found[8:], expected[8:], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(found[8:], expected[8:], strict=True)
+        )
 
 
 def test_numbering_continues_after_a_resume(tmp_path):
@@ -441,7 +482,9 @@ def test_a_newly_configured_rate_stays_when_its_scheduler_is_restored(tmp_path):
     def made(rate):
         accelerator, model = Accelerator(cpu=True), net()
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: 1 / (1 + step)
+        )
         # Not what they depend on first.
         scheduler, optimizer, model = [
             accelerator.prepare(one) for one in (scheduler, optimizer, model)
@@ -465,12 +508,15 @@ def test_a_newly_configured_rate_stays_when_its_scheduler_is_restored(tmp_path):
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_a_rollback_in_the_saving_process_equals_one_in_a_new_process(tmp_path, capsys, rate):
+def test_a_rollback_in_the_saving_process_equals_one_in_a_new_process(
+    tmp_path, capsys, rate
+):
     def made():
         accelerator, model = Accelerator(cpu=True), net()
         kind = torch.optim.Adam if isinstance(rate, torch.Tensor) else torch.optim.SGD
         optimizer = kind(
-            model.parameters(), lr=rate.clone() if isinstance(rate, torch.Tensor) else rate
+            model.parameters(),
+            lr=rate.clone() if isinstance(rate, torch.Tensor) else rate,
         )
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return (accelerator, *accelerator.prepare(model, optimizer, scheduler))
@@ -490,7 +536,11 @@ def test_a_rollback_in_the_saving_process_equals_one_in_a_new_process(tmp_path, 
     for which in (first, made()):
         which[0].load_state(tmp_path / "state")
         assert float(which[2].param_groups[0]["lr"]) == pytest.approx(0.05)
-        assert [step(*which) for _ in range(3)] == rates == pytest.approx([0.025, 0.0125, 0.00625])
+        assert (
+            [step(*which) for _ in range(3)]
+            == rates
+            == pytest.approx([0.025, 0.0125, 0.00625])
+        )
         assert all(map(torch.equal, which[1].parameters(), weights))
     assert "configured" not in capsys.readouterr().out
 
@@ -536,7 +586,9 @@ def test_save_hooks_can_replace_weights_and_add_files(tmp_path):
 
     def before_load(models, directory):
         called.append(("load", len(models)))
-        models.pop().load_state_dict(torch.load(f"{directory}/mine.pt", weights_only=True))
+        models.pop().load_state_dict(
+            torch.load(f"{directory}/mine.pt", weights_only=True)
+        )
 
     accelerator.register_save_state_pre_hook(before_save)
     handle = accelerator.register_load_state_pre_hook(before_load)
@@ -566,7 +618,9 @@ def test_weights_for_hugging_face(tmp_path):
     (tmp_path / "hub" / "config.json").write_text("{}")
     accelerator.save_model(model, tmp_path / "hub")
     loaded = load_file(tmp_path / "hub" / "model.safetensors")
-    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(loaded[name], value) for name, value in model.state_dict().items()
+    )
     accelerator.save_model(model, tmp_path / "hub", max_shard_size=300)
     names = sorted(path.name for path in (tmp_path / "hub").iterdir())
     assert names[0] == "config.json"
@@ -592,7 +646,9 @@ def test_weights_that_cannot_be_written_leave_those_before(tmp_path, monkeypatch
         ConfigurationError, match="safetensors hold tensors by name\n  found: b: int"
     ):
         accelerator.save(
-            {"a": torch.zeros(2), "b": 1}, tmp_path / "a.safetensors", safe_serialization=True
+            {"a": torch.zeros(2), "b": 1},
+            tmp_path / "a.safetensors",
+            safe_serialization=True,
         )
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["a.pt", "a.safetensors", "model.safetensors"]
@@ -642,7 +698,9 @@ def test_two_processes_train_as_one(steps):
 def test_tokens_weigh_over_processes():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     pieces = {0: [(0, 3), (3, 4)], 1: [(4, 11), (11, 16)]}[accelerator.process_index]
     for first, last in pieces:
         with accelerator.accumulate(model):
@@ -660,7 +718,9 @@ def test_tokens_weigh_over_processes():
 @pytest.mark.world_size(2)
 def test_loaders_of_every_kind_give_each_sample_once():
     def gathered(data, **config):
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(**config)
+        )
         prepared = accelerator.prepare(data)
         found, ends = [], []
         for batch in prepared:
@@ -675,7 +735,10 @@ def test_loaders_of_every_kind_give_each_sample_once():
     assert gathered(loader(batch_size=2), split_batches=True) == (everything, 11)
     assert gathered(loader(drop_last=True)) == (everything[:16], 2)
     assert gathered(DataLoader(Stream(22), batch_size=4)) == (everything, 3)
-    assert gathered(DataLoader(Stream(22), batch_size=4), dispatch_batches=True) == (everything, 3)
+    assert gathered(DataLoader(Stream(22), batch_size=4), dispatch_batches=True) == (
+        everything,
+        3,
+    )
     assert gathered(loader(), dispatch_batches=True) == (everything, 3)
     assert gathered(DataLoader(Stream(17), batch_size=4)) == (everything[:17], 3)
     shuffled, count = gathered(loader(shuffle=True))
@@ -732,7 +795,12 @@ def test_collectives():
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     mine = torch.tensor([rank, 10])
-    assert accelerator.gather({"a": mine, "b": torch.tensor(rank)})["a"].tolist() == [0, 10, 1, 10]
+    assert accelerator.gather({"a": mine, "b": torch.tensor(rank)})["a"].tolist() == [
+        0,
+        10,
+        1,
+        10,
+    ]
     assert accelerator.gather(torch.tensor(rank)).tolist() == [0, 1]
     assert accelerator.reduce(mine, "sum").tolist() == [1, 20]
     assert accelerator.reduce(mine, "mean").tolist() == [0.5, 10.0], "whole numbers too"
@@ -740,14 +808,21 @@ def test_collectives():
     assert accelerator.reduce(mine, "none").tolist() == [rank, 10]
     with pytest.raises(ConfigurationError, match="unknown reduction"):
         accelerator.reduce(mine, "median")
-    padded = accelerator.pad_across_processes(torch.ones(rank + 1, 2), dim=0, pad_index=-1)
+    padded = accelerator.pad_across_processes(
+        torch.ones(rank + 1, 2), dim=0, pad_index=-1
+    )
     assert padded.shape == (2, 2)
-    assert accelerator.gather_for_metrics([f"{rank}a"], use_gather_object=True) == ["0a", "1a"]
+    assert accelerator.gather_for_metrics([f"{rank}a"], use_gather_object=True) == [
+        "0a",
+        "1a",
+    ]
     if accelerator.is_last_process:
         accelerator.set_trigger()
     assert accelerator.check_trigger()
     assert not accelerator.check_trigger()
-    with accelerator.split_between_processes(["a", "b", "c"], apply_padding=True) as part:
+    with accelerator.split_between_processes(
+        ["a", "b", "c"], apply_padding=True
+    ) as part:
         assert part == [["a", "b"], ["c", "c"]][rank]
     order = []
     with accelerator.main_process_first():
@@ -768,7 +843,9 @@ def test_wrong_arguments_are_refused():
         TypeError, match=r"unexpected argument 'mixed': use one of: .*mixed_precision"
     ):
         Accelerator(cpu=True, mixed="fp16")
-    with pytest.raises(ConfigurationError, match="unknown communication hook\n  found: 'fp8'"):
+    with pytest.raises(
+        ConfigurationError, match="unknown communication hook\n  found: 'fp8'"
+    ):
         DistributedDataParallelKwargs(comm_hook="fp8")
     with pytest.raises(ConfigurationError, match="accumulation is given twice"):
         Accelerator(
@@ -776,8 +853,13 @@ def test_wrong_arguments_are_refused():
             gradient_accumulation_steps=2,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3),
         )
-    with pytest.raises(ConfigurationError, match="a step needs at least one micro-batch"):
-        Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=0))
+    with pytest.raises(
+        ConfigurationError, match="a step needs at least one micro-batch"
+    ):
+        Accelerator(
+            cpu=True,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=0),
+        )
     with pytest.raises(ConfigurationError, match="split_batches is given twice"):
         Accelerator(
             cpu=True,
@@ -787,9 +869,13 @@ def test_wrong_arguments_are_refused():
     assert Accelerator(
         cpu=True, kwargs_handlers=ProfileKwargs(with_flops=True)
     ).profile_handler.with_flops
-    with pytest.raises(ConfigurationError, match="expected a kwargs handler\n  found: <class"):
+    with pytest.raises(
+        ConfigurationError, match="expected a kwargs handler\n  found: <class"
+    ):
         Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs])
-    with pytest.raises(ConfigurationError, match="the launcher sets the rendezvous address"):
+    with pytest.raises(
+        ConfigurationError, match="the launcher sets the rendezvous address"
+    ):
         InitProcessGroupKwargs(init_method="tcp://10.0.0.1:2345")
 
 

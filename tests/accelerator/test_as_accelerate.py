@@ -59,7 +59,9 @@ def check_loader_states() -> None:
         lambda: DataLoader(DATA, batch_size=4, shuffle=True),
         lambda: DataLoader(Stream(), batch_size=4),
     ):
-        whole = [numbers(batch) for batch in Accelerator(cpu=True, seed=1).prepare(make())]
+        whole = [
+            numbers(batch) for batch in Accelerator(cpu=True, seed=1).prepare(make())
+        ]
         loader = Accelerator(cpu=True, seed=1).prepare(make())
         seen = iter(loader)
         assert [numbers(next(seen)) for _ in range(2)] == whole[:2]
@@ -74,7 +76,10 @@ def test_a_prepared_loader_loads_its_state() -> None:
     accelerator = Accelerator(cpu=True)
     seen = iter(loader := accelerator.prepare(DataLoader(Stream(), batch_size=4)))
     next(seen)
-    state, other = loader.state_dict(), accelerator.prepare(DataLoader(Stream(), batch_size=2))
+    state, other = (
+        loader.state_dict(),
+        accelerator.prepare(DataLoader(Stream(), batch_size=2)),
+    )
     with pytest.raises(CheckpointError, match="1 batches had 4 samples"):
         other.load_state_dict(state)
 
@@ -97,8 +102,16 @@ def check_hooks_of_ddp() -> None:
     for hook, wrapper, options in (
         (word.FP16, word.NO, {}),
         ("bf16", word.FP16, {}),
-        (word.POWER_SGD, "bf16", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}),
-        (word.BATCHED_POWER_SGD, "no", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}),
+        (
+            word.POWER_SGD,
+            "bf16",
+            {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2},
+        ),
+        (
+            word.BATCHED_POWER_SGD,
+            "no",
+            {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2},
+        ),
     ):
         handler = tk.DistributedDataParallelKwargs(
             comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options
@@ -130,7 +143,10 @@ def check_debug_mode(rank: int) -> None:
         differ()
         assert tk.gather_object([rank]) == [0, 1]
         assert tk.broadcast_object_list([rank]) == [0]
-        assert tk.pad_across_processes(torch.ones(rank + 1)).tolist() == [1.0, float(rank)]
+        assert tk.pad_across_processes(torch.ones(rank + 1)).tolist() == [
+            1.0,
+            float(rank),
+        ]
         assert tk.broadcast(torch.tensor(rank)) == 0
         tk.synchronize_rng_states(["torch"])
     finally:
@@ -183,13 +199,17 @@ def test_native_amp_can_be_set_to_what_it_is() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     accelerator.native_amp = True
     assert accelerator.native_amp
-    with pytest.raises(ConfigurationError, match="precision of an Accelerator cannot change"):
+    with pytest.raises(
+        ConfigurationError, match="precision of an Accelerator cannot change"
+    ):
         accelerator.native_amp = False
 
 
 def test_the_scale_adapts_at_the_step() -> None:
     scaling = tk.GradScalerKwargs(init_scale=1024.0, growth_interval=2)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[scaling])
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[scaling]
+    )
     parts, others = linear(accelerator), linear(accelerator)
     scaler, found = accelerator.scaler, []
     for factor in (1.0, float("inf"), 1.0, 1.0):
@@ -209,7 +229,9 @@ def test_a_state_prints_as_accelerate_prints_it() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     lines = "Distributed environment: DistributedType.NO\nNum processes: 1\nProcess index: 0\nLocal process index: 0\n"
     assert str(PartialState(cpu=True)) == f"{lines}Device: cpu\n"
-    assert str(accelerator.state) == f"{lines}Device: cpu\n\nMixed precision type: bf16\n"
+    assert (
+        str(accelerator.state) == f"{lines}Device: cpu\n\nMixed precision type: bf16\n"
+    )
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
@@ -223,7 +245,9 @@ def test_an_accelerator_pickles_with_all_that_is_prepared(precision: str) -> Non
     accelerator = Accelerator(cpu=True, seed=3, **options)
     model, optimizer = linear(accelerator)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    loader, _ = accelerator.prepare(DataLoader(DATA, batch_size=4, shuffle=True), scheduler)
+    loader, _ = accelerator.prepare(
+        DataLoader(DATA, batch_size=4, shuffle=True), scheduler
+    )
     pickle.dumps(accelerator)
     seen = iter(loader)
     with accelerator.accumulate(model):
@@ -276,7 +300,10 @@ def test_a_notebook_starts_its_processes_again(tmp_path: Path) -> None:
     file = tmp_path / "tries"
     with pytest.warns(UserWarning, match="restart") as told:
         assert (
-            tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restarts=3) == "done"
+            tk.notebook_launcher(
+                fails_at_first, (file,), num_processes=2, max_restarts=3
+            )
+            == "done"
         )
     assert file.read_text() == "3"
     found = re.findall(r"restart \d of 3", " ".join(str(one.message) for one in told))
@@ -293,7 +320,10 @@ def test_a_notebook_starts_its_processes_again(tmp_path: Path) -> None:
         tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restart=1)
     with pytest.warns(UserWarning, match="is not started again"):
         assert (
-            tk.notebook_launcher(len, ("alone",), num_processes=1, max_restarts=1, rdzv_id="x") == 5
+            tk.notebook_launcher(
+                len, ("alone",), num_processes=1, max_restarts=1, rdzv_id="x"
+            )
+            == 5
         )
 
 
@@ -331,7 +361,11 @@ def raises(error: BaseException) -> None:
             UnicodeDecodeError,
             "'utf-8' codec can't decode",
         ),
-        (SyntaxError("bad", ("f.py", 1, 2, "a b", 1, 3)), SyntaxError, "bad (f.py, line 1)"),
+        (
+            SyntaxError("bad", ("f.py", 1, 2, "a b", 1, 3)),
+            SyntaxError,
+            "bad (f.py, line 1)",
+        ),
     ],
 )
 def test_the_error_of_a_process_is_torchs_too(
@@ -352,7 +386,9 @@ def test_the_error_of_a_process_is_torchs_too(
         assert (made.errno, made.filename) == (2, "data.bin")
 
 
-def test_a_notebook_names_an_import_that_uses_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_names_an_import_that_uses_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
     with pytest.raises(RuntimeError, match="bitsandbytes was imported") as found:
         tk.notebook_launcher(len, ("ab",), num_processes=2)
@@ -365,4 +401,6 @@ def test_all_trackers_are_those_that_are_installed(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="all", project_dir=tmp_path)
     services = ["mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio"]
     there = [name for name in services if importlib.util.find_spec(name) is not None]
-    assert sorted(accelerator.log_with) == sorted(["csv", "jsonl", "tensorboard", "wandb", *there])
+    assert sorted(accelerator.log_with) == sorted(
+        ["csv", "jsonl", "tensorboard", "wandb", *there]
+    )

@@ -17,7 +17,11 @@ def loop(count, accelerator=None, steps=1, read=None):
     """A run of the tiny step, MLP 32 -> 64 -> 10, with as much of the accelerator as is given."""
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = BATCH * count if read is None else read(DataLoader(BATCH * count, batch_size=None))
+    data = (
+        BATCH * count
+        if read is None
+        else read(DataLoader(BATCH * count, batch_size=None))
+    )
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -61,7 +65,12 @@ def test_a_tiny_step(by_hand):
 
 def test_a_micro_batch(by_hand):
     """Three of four micro-batches step nothing: that saves more than the context costs."""
-    make = lambda count: loop(count, Accelerator(cpu=True, gradient_accumulation_steps=4), steps=4)  # noqa: E731
+
+    def make(count):
+        return loop(
+            count, Accelerator(cpu=True, gradient_accumulation_steps=4), steps=4
+        )
+
     assert per_step(make) <= by_hand - 35
 
 
@@ -72,5 +81,7 @@ def test_a_prepared_loader():
         accelerator = Accelerator(cpu=True)
         return loop(count, accelerator, read=accelerator.prepare)
 
-    own = per_step(lambda count: loop(count, Accelerator(cpu=True), read=lambda loader: loader))
+    own = per_step(
+        lambda count: loop(count, Accelerator(cpu=True), read=lambda loader: loader)
+    )
     assert per_step(make) - own <= 12

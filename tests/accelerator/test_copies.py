@@ -22,7 +22,9 @@ def written_bytes(model: nn.Module) -> int:
     return len(file.getvalue())
 
 
-def check_copies(net: nn.Linear, model: nn.Module, optimizer: Any, fresh_bytes: int) -> None:
+def check_copies(
+    net: nn.Linear, model: nn.Module, optimizer: Any, fresh_bytes: int
+) -> None:
     x = torch.randn(4, 64)
     assert net.state_dict().keys() == {"weight", "bias"}
     assert written_bytes(net) == fresh_bytes

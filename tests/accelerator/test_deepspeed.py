@@ -32,7 +32,11 @@ ALL_HOSTED: dict[str, Any] = {
     "offload_optimizer_device": "cpu",
     "offload_param_device": "cpu",
 }
-LAYOUTS: list[dict[str, Any]] = [*({"zero_stage": stage} for stage in range(4)), HOSTED, ALL_HOSTED]
+LAYOUTS: list[dict[str, Any]] = [
+    *({"zero_stage": stage} for stage in range(4)),
+    HOSTED,
+    ALL_HOSTED,
+]
 
 
 def made(plugin: dict[str, Any] | None = None, **options: Any) -> tk.Accelerator:
@@ -61,7 +65,10 @@ def prepared(
 
 
 def train(
-    accelerator: tk.Accelerator, parts: tuple[Any, ...], epochs: int = 1, clip: float = 0.1
+    accelerator: tk.Accelerator,
+    parts: tuple[Any, ...],
+    epochs: int = 1,
+    clip: float = 0.1,
 ) -> list[float]:
     """By hand, with accumulation and clipping; the norms of the gradients."""
     model, optimizer, loader, scheduler = parts
@@ -71,7 +78,9 @@ def train(
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(x), y))
                 if accelerator.sync_gradients:
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), clip)))
+                    norms.append(
+                        float(accelerator.clip_grad_norm_(model.parameters(), clip))
+                    )
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -83,7 +92,9 @@ def by_weight(
 ) -> dict[str, torch.Tensor]:
     """Sums with their weights, two backwards a batch, a look at the model between them, and a step given up."""
     net = make_net()
-    model, optimizer, loader = accelerator.prepare(net, sgd(net), DataLoader(SAMPLES, batch_size=3))
+    model, optimizer, loader = accelerator.prepare(
+        net, sgd(net), DataLoader(SAMPLES, batch_size=3)
+    )
     with accelerator.accumulate(model):
         accelerator.backward(model(SAMPLES.tensors[0]).square().sum(), weight=1)
     accelerator.accumulation.reset()
@@ -92,7 +103,8 @@ def by_weight(
         with accelerator.accumulate(model):
             kept = int(y[0]) + 1
             halves = [
-                F.cross_entropy(model(x)[:kept], y[:kept], reduction="sum") * part for part in parts
+                F.cross_entropy(model(x)[:kept], y[:kept], reduction="sum") * part
+                for part in parts
             ]
             for half in halves:
                 accelerator.backward(half, weight=kept)
@@ -119,12 +131,16 @@ def trains_as_ddp(path: Path) -> None:
             assert norms == pytest.approx(own_norms, rel=1e-4)
             found = whole(accelerator, mine[0])
             assert_same(found, expected, 1e-6)
-            assert mine[1].param_groups[0]["lr"] == pytest.approx(parts[1].param_groups[0]["lr"])
+            assert mine[1].param_groups[0]["lr"] == pytest.approx(
+                parts[1].param_groups[0]["lr"]
+            )
             assert_same(by_weight(made(plugin)), weighed, 1e-6)
             saves(accelerator, mine, path / f"{number}", found)
 
 
-def two_models_in_turn(plugins: list[dict[str, Any] | None]) -> list[dict[str, torch.Tensor]]:
+def two_models_in_turn(
+    plugins: list[dict[str, Any] | None],
+) -> list[dict[str, torch.Tensor]]:
     """An Accelerator each, and the second model learns from what the first says."""
     accelerators = [made(plugin, gradient_accumulation_steps=1) for plugin in plugins]
     nets = [make_net(seed) for seed in range(2)]
@@ -151,7 +167,10 @@ def two_models_in_turn(plugins: list[dict[str, Any] | None]) -> list[dict[str, t
 
 
 def saves(
-    accelerator: tk.Accelerator, parts: tuple[Any, ...], path: Path, found: dict[str, torch.Tensor]
+    accelerator: tk.Accelerator,
+    parts: tuple[Any, ...],
+    path: Path,
+    found: dict[str, torch.Tensor],
 ) -> None:
     """A state into the next layout and into DDP, and on; whole weights."""
     model = parts[0]
@@ -169,7 +188,9 @@ def saves(
         assert_same(whole(other, theirs[0]), found, 0.0)
         other.save_state(f"{path}-again")
         assert_same(
-            read_checkpoint(Path(f"{path}-again"))["model"], read_checkpoint(path)["model"], 0.0
+            read_checkpoint(Path(f"{path}-again"))["model"],
+            read_checkpoint(path)["model"],
+            0.0,
         )
         again = train(other, theirs)
         assert again == pytest.approx(norms, rel=1e-4)
@@ -236,14 +257,20 @@ def test_options_of_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ) == (True, False)
     assert (plugin.batch_size([2, 8]), plugin.batch_size([])) == (2, None)
     assert tk.DeepSpeedPlugin(is_train_batch_min=False).batch_size([2, 8]) == 8
-    assert tk.DeepSpeedPlugin({"train_micro_batch_size_per_gpu": 4}).batch_size([2, 4]) == 4
+    assert (
+        tk.DeepSpeedPlugin({"train_micro_batch_size_per_gpu": 4}).batch_size([2, 4])
+        == 4
+    )
     for options, part in [
         (
             {"hf_ds_config": {"zero_optimization": {"stage": 1}}, "zero_stage": 2},
             "zero_optimization.stage: 1",
         ),
         (
-            {"hf_ds_config": {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps": 4},
+            {
+                "hf_ds_config": {"gradient_accumulation_steps": 2},
+                "gradient_accumulation_steps": 4,
+            },
             "2, and 4",
         ),
         (
@@ -283,7 +310,9 @@ def gives_a_reason(accelerator: tk.Accelerator) -> None:
     with pytest.raises(StrategyError, match="none of this optimizer's parameters"):
         accelerator.prepare(optimizer(net))
     model = accelerator.prepare(net)
-    with pytest.raises(StrategyError, match="created when model and optimizer are prepared"):
+    with pytest.raises(
+        StrategyError, match="created when model and optimizer are prepared"
+    ):
         accelerator.backward(model(SAMPLES.tensors[0]).sum())
     with pytest.raises(StrategyError, match="DeepSpeed trains one model"):
         accelerator.prepare(make_net())
@@ -305,13 +334,17 @@ def gives_a_reason(accelerator: tk.Accelerator) -> None:
             lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
             "by the 2-norm only",
         ),
-        (lambda: accelerator.clip_grad_value_(model.parameters(), 1.0), "by the 2-norm only"),
+        (
+            lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+            "by the 2-norm only",
+        ),
     ]:
         with pytest.raises(ConfigurationError, match=part):
             clip()
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(
-        StrategyError, match="backward was called between clipping and the optimizer step"
+        StrategyError,
+        match="backward was called between clipping and the optimizer step",
     ):
         accelerator.backward(model(SAMPLES.tensors[0]).sum())
     with pytest.raises(StrategyError, match="another DeepSpeed plugin"):
@@ -322,8 +355,13 @@ def gives_a_reason(accelerator: tk.Accelerator) -> None:
 
 def an_empty_group_is_refused_with_a_schedule() -> None:
     for schedules in (True, False):
-        accelerator, net = made({"zero_stage": 1}, gradient_accumulation_steps=1), make_net()
-        optimizer = torch.optim.AdamW([{"params": []}, {"params": list(net.parameters())}])
+        accelerator, net = (
+            made({"zero_stage": 1}, gradient_accumulation_steps=1),
+            make_net(),
+        )
+        optimizer = torch.optim.AdamW(
+            [{"params": []}, {"params": list(net.parameters())}]
+        )
         if schedules:
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
             with pytest.raises(StrategyError, match="group 0 of 2 of AdamW has none"):
@@ -359,7 +397,10 @@ def stand_ins() -> None:
     for x, y in make_batches(4):
         theirs.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
         theirs.zero_grad()
-        for model, backward in [(plain, torch.Tensor.backward), (net, accelerator.backward)]:
+        for model, backward in [
+            (plain, torch.Tensor.backward),
+            (net, accelerator.backward),
+        ]:
             backward(F.cross_entropy(model(x), y))
         theirs.step()
         optimizer.step()
@@ -370,7 +411,9 @@ def stand_ins() -> None:
         whole(accelerator, net), plain.state_dict(), 1e-4
     )  # Adam divides by what is nearly zero
     accelerator.free_memory()
-    with pytest.raises(StrategyError, match="names the optimizer, and so does the script"):
+    with pytest.raises(
+        StrategyError, match="names the optimizer, and so does the script"
+    ):
         accelerator.prepare(plain, theirs)
     with pytest.raises(
         ConfigurationError,
@@ -381,7 +424,9 @@ def stand_ins() -> None:
 
 def check_schedules_of_the_json() -> None:
     """Accelerate divides their length by the number of processes; they advance once a step."""
-    params = dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    params = dict.fromkeys(
+        ("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"
+    )
     config = {
         "zero_optimization": {"stage": 0},
         "scheduler": {"type": "WarmupDecayLR", "params": params},
@@ -415,18 +460,27 @@ def test_one_process_trains_and_unsupported_options_are_refused() -> None:
     stand_ins()
     an_empty_group_is_refused_with_a_schedule()
     several = {
-        name: tk.DeepSpeedPlugin(zero_stage=stage) for name, stage in [("one", 1), ("other", 3)]
+        name: tk.DeepSpeedPlugin(zero_stage=stage)
+        for name, stage in [("one", 1), ("other", 3)]
     }
     accelerator = tk.Accelerator(cpu=True, deepspeed_plugins=several)
     assert accelerator.distributed_type == "DEEPSPEED"
-    assert (accelerator.state.deepspeed_plugin, several["one"].selected) == (several["one"], True)
+    assert (accelerator.state.deepspeed_plugin, several["one"].selected) == (
+        several["one"],
+        True,
+    )
     accelerator.state.select_deepspeed_plugin("other")
-    assert accelerator.strategy.describe() == "DeepSpeed ZeRO stage 3 over 1 ranks on cpu"
+    assert (
+        accelerator.strategy.describe() == "DeepSpeed ZeRO stage 3 over 1 ranks on cpu"
+    )
     gives_a_reason(accelerator)
-    with pytest.raises(StrategyError, match=r"bf16\.enabled: True, but precision: '32-true'"):
+    with pytest.raises(
+        StrategyError, match=r"bf16\.enabled: True, but precision: '32-true'"
+    ):
         made({"hf_ds_config": {"bf16": {"enabled": True}}}, mixed_precision="no")
     with pytest.raises(
-        StrategyError, match="gradient_accumulation_steps: 4, but accumulate_grad_batches: 2"
+        StrategyError,
+        match="gradient_accumulation_steps: 4, but accumulate_grad_batches: 2",
     ):
         made({"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2)
     assert (
@@ -446,6 +500,8 @@ def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     trains_as_ddp(tmp_path)
     expected = two_models_in_turn([None, None])
     for found, wanted in zip(
-        two_models_in_turn([{"zero_stage": 2}, {"zero_stage": 3}]), expected, strict=True
+        two_models_in_turn([{"zero_stage": 2}, {"zero_stage": 3}]),
+        expected,
+        strict=True,
     ):
         assert_same(found, wanted, 1e-6)

@@ -33,7 +33,9 @@ def test_plugins_are_those_of_the_engine_that_runs() -> None:
     assert accelerator.state.fsdp_plugin is fsdp
     assert told(accelerator) == [True, True, False, False, False]
     on_mesh = Accelerator(
-        cpu=True, fsdp_plugin=fsdp, parallelism_config=tk.ParallelismConfig(dp_shard_size=2)
+        cpu=True,
+        fsdp_plugin=fsdp,
+        parallelism_config=tk.ParallelismConfig(dp_shard_size=2),
     )
     assert told(on_mesh) == [True, True, False, False, False]
     assert told(Accelerator(cpu=True, strategy=tk.strategies.FSDPStrategy())) == [
@@ -44,7 +46,13 @@ def test_plugins_are_those_of_the_engine_that_runs() -> None:
         False,
     ]
     tensor = tk.TorchTensorParallelPlugin(tp_size=2)
-    assert told(Accelerator(cpu=True, torch_tp_plugin=tensor)) == [False, False, False, True, False]
+    assert told(Accelerator(cpu=True, torch_tp_plugin=tensor)) == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert told(Accelerator(cpu=True)) == [False] * 5
     if importlib.util.find_spec("megatron") is not None:
         megatron = tk.MegatronLMPlugin(tp_degree=1, pp_degree=1, num_micro_batches=1)
@@ -79,7 +87,10 @@ def test_zero3_init_is_switched_off_in_a_context() -> None:
     assert is_deepspeed_zero3_enabled()
     with plugin.zero3_init_context_manager(enable=True):
         assert is_deepspeed_zero3_enabled()
-    with pytest.raises(ValueError, match="stop"), plugin.zero3_init_context_manager(enable=False):
+    with (
+        pytest.raises(ValueError, match="stop"),
+        plugin.zero3_init_context_manager(enable=False),
+    ):
         raise ValueError("stop")
     assert is_deepspeed_zero3_enabled()
     off = tk.DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False)
@@ -96,7 +107,11 @@ def test_a_frozen_model_stays_whole_under_zero3(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     plugin = tk.DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.BertConfig(vocab_size=32, intermediate_size=32, **sizes)
     with plugin.zero3_init_context_manager(enable=False):
         directory = accelerator.world.broadcast(str(tmp_path))

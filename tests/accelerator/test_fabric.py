@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
@@ -76,7 +80,9 @@ def test_accumulation_and_clipping():
     fabric = Fabric(accelerator="cpu")
     model = fabric.setup_module(net())
     optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
-    train, val = fabric.setup_dataloaders(DataLoader(points(), 4), DataLoader(points(8), 4))
+    train, val = fabric.setup_dataloaders(
+        DataLoader(points(), 4), DataLoader(points(8), 4)
+    )
     for _ in range(2):
         for index, (inputs, targets) in enumerate(train):
             is_accumulating = (index + 1) % 2 != 0
@@ -93,7 +99,10 @@ def test_accumulation_and_clipping():
 
 def test_gradients_that_are_not_finite_or_clipped_in_two_ways():
     fabric = Fabric(accelerator="cpu")
-    model, optimizer = fabric.setup(net(), torch.optim.SGD(net().parameters(), lr=0.1))[0], None
+    model, optimizer = (
+        fabric.setup(net(), torch.optim.SGD(net().parameters(), lr=0.1))[0],
+        None,
+    )
     fabric.backward(model(torch.full((1, 3), float("nan"))).sum())
     with pytest.raises(tk.NonFiniteError, match="error_if_nonfinite=False"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
@@ -121,7 +130,9 @@ def test_saving_and_loading(tmp_path):
     def prepared():
         fabric = Fabric(accelerator="cpu")
         model = net()
-        return fabric, *fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
+        return fabric, *fabric.setup(
+            model, torch.optim.Adam(model.parameters(), lr=0.01)
+        )
 
     def step(fabric, model, optimizer):
         optimizer.zero_grad()
@@ -140,12 +151,15 @@ def test_saving_and_loading(tmp_path):
     step(other, loaded, stepper)
     assert_equal(loaded, model)
     assert (
-        tk.checkpoint.read_weights(tmp_path / "checkpoint.ckpt").keys() == model.state_dict().keys()
+        tk.checkpoint.read_weights(tmp_path / "checkpoint.ckpt").keys()
+        == model.state_dict().keys()
     )
     with pytest.raises(tk.CheckpointError, match="strict=False"):
         other.load(tmp_path / "checkpoint.ckpt", {"scheduler": None})
     assert (
-        other.load(tmp_path / "checkpoint.ckpt", {"scheduler": None}, strict=False).keys()
+        other.load(
+            tmp_path / "checkpoint.ckpt", {"scheduler": None}, strict=False
+        ).keys()
         == state.keys()
     )
     fabric.save(
@@ -189,7 +203,9 @@ def test_an_optimizer_with_its_own_state(tmp_path):
 
 def test_files_of_lightning(tmp_path):
     expected = by_hand(epochs=1)
-    torch.save({"model": expected.state_dict(), "iteration": 6}, tmp_path / "fabric.ckpt")
+    torch.save(
+        {"model": expected.state_dict(), "iteration": 6}, tmp_path / "fabric.ckpt"
+    )
     torch.save(expected.state_dict(), tmp_path / "raw.pt")
     fabric = Fabric(accelerator="cpu")
     first, second = fabric.setup(net()), fabric.setup(net())
@@ -213,7 +229,9 @@ def test_callbacks_and_loggers(tmp_path, capsys):
     fabric.log("loss", torch.tensor(0.5), step=1)
     fabric.log_dict({"loss": 0.25, "rate": 0.1}, step=2)
     logger.finalize("success")
-    rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+    rows = list(
+        csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+    )
     assert callback.count == 3
     assert fabric.logger is logger
     assert [row["loss"] for row in rows] == ["0.5", "0.25"]
@@ -223,7 +241,12 @@ def test_callbacks_and_loggers(tmp_path, capsys):
 
 def test_one_process():
     fabric = Fabric(accelerator="cpu")
-    assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (
+    assert (
+        fabric.global_rank,
+        fabric.local_rank,
+        fabric.node_rank,
+        fabric.world_size,
+    ) == (
         0,
         0,
         0,
@@ -268,9 +291,14 @@ def test_numbers_of_devices(devices):
 def test_processes_that_are_not_started_are_named():
     fabric = Fabric(accelerator="cpu", devices=2)
     assert fabric.world_size == 2
-    for use in (lambda: fabric.setup(net()), lambda: fabric.setup_dataloaders([1]), fabric.barrier):
+    for use in (
+        lambda: fabric.setup(net()),
+        lambda: fabric.setup_dataloaders([1]),
+        fabric.barrier,
+    ):
         with pytest.raises(
-            tk.ConfigurationError, match=r"(?s)not started yet.*call fabric\.launch\(\) first"
+            tk.ConfigurationError,
+            match=r"(?s)not started yet.*call fabric\.launch\(\) first",
         ):
             use()
 
@@ -289,12 +317,19 @@ def test_attributes_of_lightnings_fabric():
     assert not hasattr(fabric, "nothing_of_the_kind")
     with fabric.init_tensor():
         assert torch.ones(1).device == fabric.device
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)CheckpointIO.*on_checkpoint_committed"):
+    with pytest.raises(
+        tk.ConfigurationError, match=r"(?s)CheckpointIO.*on_checkpoint_committed"
+    ):
         Fabric(plugins=tk.plugins.io.TorchCheckpointIO())
 
 
 @pytest.mark.parametrize(
-    "layer", [lambda: nn.Linear(4, 4), lambda: nn.MultiheadAttention(4, 2), lambda: nn.LSTM(2, 2)]
+    "layer",
+    [
+        lambda: nn.Linear(4, 4),
+        lambda: nn.MultiheadAttention(4, 2),
+        lambda: nn.LSTM(2, 2),
+    ],
 )
 @pytest.mark.parametrize("face", [Fabric, tk.Trainer])
 def test_layers_without_values_draw_no_random_numbers(face, layer):
@@ -311,7 +346,9 @@ def test_layers_without_values_draw_no_random_numbers(face, layer):
 
 
 def test_a_value_called_step_is_the_step_of_its_row(tmp_path):
-    fabric = Fabric(accelerator="cpu", devices=1, loggers=tk.fabric.loggers.CSVLogger(tmp_path))
+    fabric = Fabric(
+        accelerator="cpu", devices=1, loggers=tk.fabric.loggers.CSVLogger(tmp_path)
+    )
     fabric.log_dict({"loss": torch.tensor(1.5), "step": 3, "epoch": 0}, step=3)
     fabric.log_dict({"loss": 2.5, "step": 7})
     fabric.logger.save()
@@ -363,11 +400,16 @@ def test_launch_starts_the_processes(tmp_path):
         script = tmp_path / "train.py"
         script.write_text(_LAUNCHED)
         run = subprocess.run(
-            [sys.executable, str(script), strategy], capture_output=True, text=True, timeout=100
+            [sys.executable, str(script), strategy],
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
         assert run.returncode == 0, run.stderr
         lines[strategy] = [
-            line for line in run.stdout.splitlines() if line.startswith(("RESULT", "RETURNED"))
+            line
+            for line in run.stdout.splitlines()
+            if line.startswith(("RESULT", "RETURNED"))
         ]
     assert lines["ddp"] == lines["ddp_spawn"][:1]
     assert lines["ddp"][0].startswith("RESULT 2 [[0.0, 4.0], [8.0, 12.0]] 1 [")
@@ -376,9 +418,13 @@ def test_launch_starts_the_processes(tmp_path):
 
 def test_save_takes_a_filter(tmp_path):
     fabric = Fabric(accelerator="cpu")
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)filter= names \['modle'\].*'model'"):
+    with pytest.raises(
+        tk.ConfigurationError, match=r"(?s)filter= names \['modle'\].*'model'"
+    ):
         fabric.save(
-            tmp_path / "some", {"model": net()}, filter={"modle": lambda name, value: False}
+            tmp_path / "some",
+            {"model": net()},
+            filter={"modle": lambda name, value: False},
         )
     assert not (tmp_path / "some").exists()
 
@@ -409,13 +455,17 @@ class Named(tk.LightningModule):
 
 def trained(fabric, call, epochs=2, batch_size=4):
     module = Named()
-    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.01))
+    model, optimizer = fabric.setup(
+        module, torch.optim.Adam(module.parameters(), lr=0.01)
+    )
     if call == "loss":
         model.mark_forward_method("loss")
     for _ in range(epochs):
         for batch in fabric.setup_dataloaders(DataLoader(points(), batch_size)):
             optimizer.zero_grad()
-            fabric.backward(model.loss(batch) if call == "loss" else model.training_step(batch, 0))
+            fabric.backward(
+                model.loss(batch) if call == "loss" else model.training_step(batch, 0)
+            )
             optimizer.step()
     return model
 
@@ -433,17 +483,24 @@ def test_attributes_and_methods_of_a_prepared_module(tmp_path):
     assert model.module.seen == 1
     assert model.state_dict().keys() == model.module.state_dict().keys()
     model.eval()
-    assert (model.training, model.module.training, model.layers.training) == (False, False, False)
+    assert (model.training, model.module.training, model.layers.training) == (
+        False,
+        False,
+        False,
+    )
     with pytest.raises(AttributeError, match="nothing"):
         model.nothing  # noqa: B018
     assert model.logger is logger
     model.print("through the fabric")
     with pytest.raises(
-        AttributeError, match=r"(?s)trainer\.datamodule is not available: a Fabric runs.*argument"
+        AttributeError,
+        match=r"(?s)trainer\.datamodule is not available: a Fabric runs.*argument",
     ):
         model.trainer.datamodule  # noqa: B018
     logger.finalize("success")
-    rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+    rows = list(
+        csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+    )
     assert float(rows[-1]["loss"]) > 0
     for wrong in ("forward", "scale", "nothing"):
         with pytest.raises(tk.ConfigurationError, match=f"{wrong!r} of Named"):
@@ -480,7 +537,9 @@ def test_forward_methods_use_the_precision():
     fabric = Fabric(accelerator="cpu", precision="bf16-mixed")
     model = fabric.setup(Named())
     seen = []
-    model.layers[0].register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
+    model.layers[0].register_forward_hook(
+        lambda layer, inputs, output: seen.append(output.dtype)
+    )
     loss = model.training_step(points()[:4], 0)
     model.ends()
     assert seen == [torch.bfloat16]
@@ -497,7 +556,9 @@ def test_methods_synchronise_gradients(strategy, call):
     weights = fabric.accelerator.get_state_dict(model.module)
     assert model.ends() == 2.0
     if fabric.is_global_zero:
-        expected = {f"layers.{name}": value for name, value in by_hand().state_dict().items()}
+        expected = {
+            f"layers.{name}": value for name, value in by_hand().state_dict().items()
+        }
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -507,7 +568,8 @@ def test_a_method_past_the_wrapper_is_refused():
     fabric = Fabric(accelerator="cpu", strategy="ddp")
     model = fabric.setup(Named())
     with pytest.raises(
-        tk.ConfigurationError, match=r"(?s)Named\.loss.*model\.mark_forward_method\('loss'\)"
+        tk.ConfigurationError,
+        match=r"(?s)Named\.loss.*model\.mark_forward_method\('loss'\)",
     ):
         model.loss(points()[:4])
     with torch.no_grad():
@@ -522,14 +584,18 @@ def test_a_method_past_the_wrapper_is_refused():
 def test_two_processes():
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     model = net()
-    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    model, optimizer = fabric.setup(
+        model, torch.optim.Adam(model.parameters(), lr=0.01)
+    )
     loader = fabric.setup_dataloaders(DataLoader(points(), batch_size=2))
     for _ in range(2):
         for inputs, targets in loader:
             optimizer.zero_grad()
             fabric.backward(nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
-    assert_equal(fabric.accelerator.unwrap_model(model), by_hand(), rtol=1e-5, atol=1e-6)
+    assert_equal(
+        fabric.accelerator.unwrap_model(model), by_hand(), rtol=1e-5, atol=1e-6
+    )
     rank = fabric.global_rank
     assert fabric.all_gather(torch.tensor([rank, rank])).tolist() == [[0, 0], [1, 1]]
     assert fabric.all_gather({"x": rank})["x"].tolist() == [0, 1]
@@ -540,7 +606,10 @@ def test_two_processes():
         fabric.save(Path(path, "two"), {"model": model, "step": 5})
         other = fabric.setup(net())
         assert fabric.load(Path(path, "two"), {"model": other}) == {"step": 5}
-        assert_equal(fabric.accelerator.unwrap_model(other), fabric.accelerator.unwrap_model(model))
+        assert_equal(
+            fabric.accelerator.unwrap_model(other),
+            fabric.accelerator.unwrap_model(model),
+        )
         fabric.barrier()
 
 
@@ -573,7 +642,9 @@ def test_strategy_objects_train_and_save_divided_objects_whole():
         with fabric.init_module():
             layers = net()
         model = fabric.setup(layers)
-        optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
+        optimizer = fabric.setup_optimizers(
+            torch.optim.Adam(model.parameters(), lr=0.01)
+        )
         loader = fabric.setup_dataloaders(DataLoader(points(), batch_size))
         if start is not None:
             fabric.load(start, {"model": model, "optimizer": optimizer})
@@ -588,7 +659,9 @@ def test_strategy_objects_train_and_save_divided_objects_whole():
         fabric, state, weights = run(strategy, size)
         fabric.save(f"{box[0]}/{name}", state)
         if fabric.is_global_zero:
-            torch.testing.assert_close(weights, dict(half.state_dict()), rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                weights, dict(half.state_dict()), rtol=0, atol=1e-6
+            )
     for start, (name, (size, strategy)) in zip(
         ["data", "fsdp", "ddp", "tensor"], made.items(), strict=True
     ):
@@ -601,7 +674,8 @@ def test_strategy_objects_train_and_save_divided_objects_whole():
     first = fabric.setup(net())
     optimizer = fabric.setup_optimizers(torch.optim.Adam(list(first.parameters())[:2]))
     with pytest.raises(
-        tk.ConfigurationError, match=r"has \[4\] parameters in its groups, and this one \[2\]"
+        tk.ConfigurationError,
+        match=r"has \[4\] parameters in its groups, and this one \[2\]",
     ):
         fabric.load(f"{box[0]}/ddp", {"optimizer": optimizer})
     fabric.barrier()
@@ -611,11 +685,17 @@ def test_strategy_objects_train_and_save_divided_objects_whole():
 
 def test_an_engine_is_given_once():
     with pytest.raises(
-        tk.ConfigurationError, match=r"given twice\n  found: strategy= and ParallelismConfig"
+        tk.ConfigurationError,
+        match=r"given twice\n  found: strategy= and ParallelismConfig",
     ):
         tk.Accelerator(
-            cpu=True, strategy=DDPStrategy(), parallelism_config=tk.ParallelismConfig(tp_size=1)
+            cpu=True,
+            strategy=DDPStrategy(),
+            parallelism_config=tk.ParallelismConfig(tp_size=1),
         )
     with pytest.raises(tk.ConfigurationError, match="strategy"):
         tk.Accelerator(cpu=True, strategy=3)
-    assert Fabric(accelerator="cpu", strategy=DDPStrategy()).strategy.name == "single_device"
+    assert (
+        Fabric(accelerator="cpu", strategy=DDPStrategy()).strategy.name
+        == "single_device"
+    )

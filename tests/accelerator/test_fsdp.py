@@ -37,7 +37,9 @@ def loop(accelerator: tk.Accelerator, size: int) -> tuple[nn.Module, list[float]
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(x), y))
                 if accelerator.sync_gradients:
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+                    norms.append(
+                        float(accelerator.clip_grad_norm_(model.parameters(), 0.1))
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
     return model, norms
@@ -51,7 +53,8 @@ def by_weight(accelerator: tk.Accelerator) -> tuple[nn.Module, nn.Module]:
     """Sums with their weights, steps of many parameters at once, and a model that is read before it is stepped."""
     model, teacher = (make_net(seed=seed).double() for seed in (0, 1))
     optimizers = [
-        torch.optim.SGD(net.parameters(), lr=0.05, foreach=True) for net in (model, teacher)
+        torch.optim.SGD(net.parameters(), lr=0.05, foreach=True)
+        for net in (model, teacher)
     ]
     model, teacher, *optimizers, loader = accelerator.prepare(
         model, teacher, *optimizers, DataLoader(SAMPLES, batch_size=3)
@@ -108,7 +111,12 @@ def check_any_norm() -> None:
         found.append(
             (
                 norms,
-                whole({n: p.grad for n, p in accelerator.unwrap_model(model).named_parameters()}),
+                whole(
+                    {
+                        n: p.grad
+                        for n, p in accelerator.unwrap_model(model).named_parameters()
+                    }
+                ),
             )
         )
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
@@ -128,7 +136,9 @@ def check_a_mix_of_whole_and_divided() -> None:
     mine, theirs = by_weight(accelerator), by_weight(made())
     assert not hasattr(mine[0][0].weight, "placements")
     for one, other in zip(mine, theirs, strict=True):
-        assert_same(whole(one.state_dict()), accelerator.unwrap_model(other).state_dict(), 1e-9)
+        assert_same(
+            whole(one.state_dict()), accelerator.unwrap_model(other).state_dict(), 1e-9
+        )
     held = weakref.ref(mine[0][0].weight), weakref.ref(mine[0][3].weight)
     del mine, one
     accelerator.free_memory()
@@ -165,11 +175,15 @@ def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     for other in (made(fsdp_plugin=tk.FullyShardedDataParallelPlugin()), made()):
         model = make_net(seed=3).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        model, optimizer, _ = other.prepare(model, optimizer, DataLoader(SAMPLES, batch_size=3))
+        model, optimizer, _ = other.prepare(
+            model, optimizer, DataLoader(SAMPLES, batch_size=3)
+        )
         other.load_state(tmp_path / "state")
         assert_same(whole(other.unwrap_model(model).state_dict()), found, 0.0)
         moments = optimizer.state[next(iter(model.parameters()))]["exp_avg"]
-        before = accelerator._optimizers[0].state[next(iter(mine.parameters()))]["exp_avg"]
+        before = accelerator._optimizers[0].state[next(iter(mine.parameters()))][
+            "exp_avg"
+        ]
         parts = [
             value.full_tensor() if hasattr(value, "full_tensor") else value
             for value in (moments, before)
@@ -195,7 +209,9 @@ def statistics_are_each_process_s_own(options: dict[str, Any], path: Path) -> No
     def prepared() -> tuple[tk.Accelerator, nn.Module]:
         norm = nn.BatchNorm1d(4)
         accelerator = made(**options)
-        return accelerator, accelerator.prepare(nn.Sequential(norm, nn.Linear(4, 4), norm))
+        return accelerator, accelerator.prepare(
+            nn.Sequential(norm, nn.Linear(4, 4), norm)
+        )
 
     accelerator, model = prepared()
     rank = accelerator.process_index
@@ -203,7 +219,11 @@ def statistics_are_each_process_s_own(options: dict[str, Any], path: Path) -> No
     mean.fill_(rank + 1.0)
     accelerator.save_state(path)
     saved = read_checkpoint(path)["model"]
-    assert saved["0.running_mean"].tolist() == saved["2.running_mean"].tolist() == [1.0] * 4
+    assert (
+        saved["0.running_mean"].tolist()
+        == saved["2.running_mean"].tolist()
+        == [1.0] * 4
+    )
     accelerator, model = prepared()
     accelerator.load_state(path)
     assert accelerator.unwrap_model(model)[0].running_mean.tolist() == [rank + 1.0] * 4
@@ -244,12 +264,17 @@ def what_fails_on_one_process_ends_all(path: Path) -> None:
                     patch.setattr(checkpoints, name, raises)
                 with (
                     case(name=name),
-                    pytest.raises(ValueError if rank == failing else RankError, match="of a user"),
+                    pytest.raises(
+                        ValueError if rank == failing else RankError, match="of a user"
+                    ),
                 ):
                     act()
         breaks.breaks = rank == 1
         for act in (accelerator.save_state, accelerator.load_state):
-            with case(act=act), pytest.raises(ValueError if rank else RankError, match="of a user"):
+            with (
+                case(act=act),
+                pytest.raises(ValueError if rank else RankError, match="of a user"),
+            ):
                 act()
         breaks.breaks = False
         accelerator.load_state(kept)

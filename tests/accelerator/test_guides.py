@@ -74,7 +74,9 @@ def test_quicktour(guides):
             sgd.step()
             for _ in range(processes):
                 schedule.step()
-    torch.testing.assert_close(torch.tensor(found["weights"]), model.weight.detach().flatten())
+    torch.testing.assert_close(
+        torch.tensor(found["weights"]), model.weight.detach().flatten()
+    )
     assert found["right"] == int((model(x).argmax(1) == y).sum())
     assert found["seen"] == 45
     assert found["rate"] == schedule.get_last_lr()[0]
@@ -102,7 +104,9 @@ def test_checkpointing(processes, tmp_path, programs):
     """Another process goes on from the middle of an epoch, and ends as the first did, to the bit."""
     script = GUIDES / "checkpointing.py"
     whole = run(programs, processes, script, "run")
-    names = sorted(path.name for path in (tmp_path / "project" / "checkpoints").iterdir())
+    names = sorted(
+        path.name for path in (tmp_path / "project" / "checkpoints").iterdir()
+    )
     assert names == ["checkpoint_0", "checkpoint_1"]
     for name in names:
         verify_checkpoint(tmp_path / "project" / "checkpoints" / name)
@@ -118,7 +122,8 @@ def test_tracking(guides):
     steps = {1: 8, 2: 4}[processes]
     assert found == {"steps": steps, "mine": "mine"}
     config, *lines = [
-        json.loads(line) for line in (directory / "some_run_name.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (directory / "some_run_name.jsonl").read_text().splitlines()
     ]
     assert config["config"]["loss_function"] == "MSELoss()"
     assert [line["step"] for line in lines] == list(range(steps))
@@ -127,7 +132,9 @@ def test_tracking(guides):
     events = EventAccumulator(str(directory / "example_project"))
     events.Reload()
     shown = [(event.step, event.value) for event in events.Scalars("training_loss")]
-    assert shown == [(line["step"], pytest.approx(line["training_loss"])) for line in lines]
+    assert shown == [
+        (line["step"], pytest.approx(line["training_loss"])) for line in lines
+    ]
     assert "note/text_summary" in events.Tags()["tensors"]
 
 
@@ -149,7 +156,10 @@ def local_sgd(processes):
             for i in range(2):
                 start = (2 * window + i) * micro + rank * 4
                 (
-                    nn.functional.mse_loss(model(x[start : start + 4]), y[start : start + 4]) / 2
+                    nn.functional.mse_loss(
+                        model(x[start : start + 4]), y[start : start + 4]
+                    )
+                    / 2
                 ).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -183,7 +193,9 @@ def test_big_batch_search(guides):
         sgd.zero_grad()
         nn.functional.mse_loss(model(batch), torch.ones(16, 1)).backward()
         sgd.step()
-    assert found["weights"] == pytest.approx(model.weight.detach().flatten().tolist(), rel=1e-5)
+    assert found["weights"] == pytest.approx(
+        model.weight.detach().flatten().tolist(), rel=1e-5
+    )
 
 
 def test_deferring_execution(guides):

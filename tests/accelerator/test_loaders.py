@@ -82,7 +82,13 @@ def ids(batch):
 
 def read(accelerator, data):
     return [
-        ids((accelerator.gather_for_metrics(batch[0] if isinstance(batch, list) else batch),))
+        ids(
+            (
+                accelerator.gather_for_metrics(
+                    batch[0] if isinstance(batch, list) else batch
+                ),
+            )
+        )
         for batch in data
     ]
 
@@ -115,7 +121,8 @@ def check_resume(kind, directory):
 @pytest.mark.filterwarnings("ignore:.*is read from its start:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*batches:UserWarning")
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow) if k == "workers" else k for k in KINDS]
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow) if k == "workers" else k for k in KINDS],
 )
 def test_a_state_inside_an_epoch(kind, tmp_path):
     check_resume(kind, tmp_path / "state")
@@ -181,7 +188,9 @@ def test_one_process_resumes_a_state_of_two(tmp_path):
     accelerator = Accelerator(cpu=True, seed=3)
     data = accelerator.prepare(DataLoader(DATA, batch_size=4, shuffle=True))
     accelerator.load_state(tmp_path / "state")
-    whole = Accelerator(cpu=True, seed=3).prepare(DataLoader(DATA, batch_size=4, shuffle=True))
+    whole = Accelerator(cpu=True, seed=3).prepare(
+        DataLoader(DATA, batch_size=4, shuffle=True)
+    )
     list(whole)
     assert [ids(batch) for batch in data] == [ids(batch) for batch in whole][2:], (
         "two batches of four, on each of two"
@@ -280,14 +289,24 @@ def test_the_batch_sampler_of_a_prepared_loader_is_that_of_the_process():
         assert list(batches) == [batch[0].tolist() for batch in data]
     assert batches.even_batches
     batches.even_batches = False
-    assert sorted(gather_object([int(one) for (batch,) in data for one in batch])) == list(range(7))
-    split = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    assert sorted(
+        gather_object([int(one) for (batch,) in data for one in batch])
+    ) == list(range(7))
+    split = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     data = split.prepare(DataLoader(TensorDataset(torch.arange(7)), batch_size=4))
     assert list(data.batch_sampler) == [batch[0].tolist() for batch in data]
     stream = accelerator.prepare(DataLoader(Stream(), batch_size=2))
     assert not isinstance(stream.batch_sampler, BatchSamplerShard)
-    for count, even in ((19, True), (19, False), (17, False)):  # a short last batch is divided
-        data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(count)), batch_size=4))
+    for count, even in (
+        (19, True),
+        (19, False),
+        (17, False),
+    ):  # a short last batch is divided
+        data = accelerator.prepare(
+            DataLoader(TensorDataset(torch.arange(count)), batch_size=4)
+        )
         data.batch_sampler.even_batches = even
         assert list(data.batch_sampler) == [batch[0].tolist() for batch in data]
         assert len(data.batch_sampler) == len(data)
@@ -299,7 +318,9 @@ def test_the_batch_sampler_of_a_prepared_loader_is_that_of_the_process():
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_the_batch_sampler_of_a_shuffled_loader_has_the_order_of_the_next_epoch(dispatch):
+def test_the_batch_sampler_of_a_shuffled_loader_has_the_order_of_the_next_epoch(
+    dispatch,
+):
     config = DataLoaderConfiguration(dispatch_batches=dispatch, data_seed=3)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     given = DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True)
@@ -321,7 +342,10 @@ def test_the_batch_sampler_of_a_shuffled_loader_has_the_order_of_the_next_epoch(
         assert dispatch or own == read
         assert sorted(order) == list(range(8))
         assert order == [
-            i for turn in zip(*gather_object([read]), strict=True) for part in turn for i in part
+            i
+            for turn in zip(*gather_object([read]), strict=True)
+            for part in turn
+            for i in part
         ]
         orders.append(order)
     whole.sampler.set_epoch(0)
@@ -338,7 +362,9 @@ def test_the_batch_sampler_of_a_shuffled_loader_has_the_order_of_the_next_epoch(
 def test_metrics_are_exact_for_every_gathered_structure():
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
-    data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(21)), batch_size=4))
+    data = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(21)), batch_size=4)
+    )
     for view, expected in (
         (data, list(range(21))),
         (accelerator.skip_first_batches(data, 1), list(range(8, 21))),
@@ -346,11 +372,17 @@ def test_metrics_are_exact_for_every_gathered_structure():
         tensors, dicts, objects, scalars, rows = [], [], [], [], []
         for (index,) in view:
             tensors += accelerator.gather_for_metrics(index).tolist()
-            nested = accelerator.gather_for_metrics({"a": (index, index.double()[:, None])})
+            nested = accelerator.gather_for_metrics(
+                {"a": (index, index.double()[:, None])}
+            )
             dicts += nested["a"][1][:, 0].tolist()
             objects += accelerator.gather_for_metrics([str(int(i)) for i in index])
-            scalars.append(accelerator.gather_for_metrics(torch.tensor(float(rank))).tolist())
-            rows.append(accelerator.gather_for_metrics(torch.tensor([float(rank)])).tolist())
+            scalars.append(
+                accelerator.gather_for_metrics(torch.tensor(float(rank))).tolist()
+            )
+            rows.append(
+                accelerator.gather_for_metrics(torch.tensor([float(rank)])).tolist()
+            )
         assert tensors == dicts == [int(text) for text in objects] == expected
         assert scalars == rows == [[0.0, 1.0]] * len(view), (
             "one value of each process is never dropped"
@@ -364,7 +396,9 @@ def test_metrics_are_exact_for_every_gathered_structure():
 def test_metrics_are_exact_without_repeated_samples():
     config = DataLoaderConfiguration(even_batches=False)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(19)), batch_size=4))
+    data = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(19)), batch_size=4)
+    )
     found, sizes = [], []
     for (index,) in data:
         found += accelerator.gather_for_metrics(index).tolist()
@@ -411,12 +445,15 @@ def test_a_position_is_counted_in_samples(tmp_path, size, batch):
         accelerator, loader = made(other)
         if size * batch % other and size * batch < 10:
             with pytest.raises(
-                CheckpointError, match=f"{size * batch} samples are not a whole number of batches"
+                CheckpointError,
+                match=f"{size * batch} samples are not a whole number of batches",
             ):
                 accelerator.load_state(tmp_path / "state")
             continue
         accelerator.load_state(tmp_path / "state")
-        found = torch.cat([torch.empty(0, dtype=torch.long), *(x for (x,) in loader)]).tolist()
+        found = torch.cat(
+            [torch.empty(0, dtype=torch.long), *(x for (x,) in loader)]
+        ).tolist()
         assert found == list(range(min(10, size * batch), 10))
 
 
@@ -451,7 +488,9 @@ def test_rng_types_are_copied_from_the_main_process_at_each_epoch(made_by):
 def test_a_resumed_epoch_keeps_the_random_states_of_each_process(tmp_path):
     def run(stop):
         accelerator = Accelerator(cpu=True, rng_types=["torch"])
-        data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(16)), batch_size=4))
+        data = accelerator.prepare(
+            DataLoader(TensorDataset(torch.arange(16)), batch_size=4)
+        )
         if not stop:
             accelerator.load_state(tmp_path / "state")
         found = []

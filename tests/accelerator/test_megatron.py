@@ -29,11 +29,17 @@ def made(megatron: bool, **options: Any) -> tk.Accelerator:
 def prepared(accelerator: tk.Accelerator, adam: bool = False) -> Any:
     torch.manual_seed(0)
     model = Model()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9
+    )
     if adam:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.05, eps=1e-2, weight_decay=0.1
+        )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    return accelerator.prepare(model, optimizer, DataLoader(SAMPLES, batch_size=3), scheduler)
+    return accelerator.prepare(
+        model, optimizer, DataLoader(SAMPLES, batch_size=3), scheduler
+    )
 
 
 def loop(
@@ -143,10 +149,15 @@ def test_it_trains_and_saves_as_ddp_does(tmp_path: Path) -> None:
         assert_same(read_weights(tmp_path / "weights"), whole, 0.0)
 
 
-def test_options_set_elsewhere_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_set_elsewhere_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for options, told in (
         ({"pp_degree": 2}, "megatron_lm_pp_degree.*MeshStrategy"),
-        ({"use_precision_aware_optimizer": True}, "megatron_lm_use_precision_aware_optimizer"),
+        (
+            {"use_precision_aware_optimizer": True},
+            "megatron_lm_use_precision_aware_optimizer",
+        ),
         ({"num_micro_batches": 4}, "gradient_accumulation_steps"),
         ({"expert_model_parallel_size": 2}, "experts are not supported yet"),
         ({"recompute_activations": True}, "TransformerConfig"),
@@ -170,7 +181,11 @@ def test_options_set_elsewhere_are_refused_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRAINER_KIT_MEGATRON_LM_TP_DEGREE", "4")
     monkeypatch.setenv("TRAINER_KIT_MEGATRON_LM_GRADIENT_CLIPPING", "0.5")
     found = tk.MegatronLMPlugin(sequence_parallelism=True).options
-    sizes = {"tensor_parallel": 4, "sequence_parallel": True, "distributed_optimizer": False}
+    sizes = {
+        "tensor_parallel": 4,
+        "sequence_parallel": True,
+        "distributed_optimizer": False,
+    }
     assert found == {**sizes, "gradient_clipping": 0.5}
     with pytest.raises(StrategyError, match="megatron-core is not installed"):
         tk.Accelerator(cpu=True, megatron_lm_plugin=tk.MegatronLMPlugin())

@@ -40,10 +40,14 @@ def by_hand(weighed: bool, **options: Any) -> tuple[nn.Module, list[float]]:
     batches, norms = list(DataLoader(texts(20, weighed), batch_size=4)), []
     for _ in range(2):
         for start in range(0, len(batches), 2):
-            x, y = (torch.cat(part) for part in zip(*batches[start : start + 2], strict=True))
+            x, y = (
+                torch.cat(part)
+                for part in zip(*batches[start : start + 2], strict=True)
+            )
             cross_entropy(model(x), y, "mean").backward()
             norms += [
-                float(nn.utils.clip_grad_norm_(model.parameters(), 1e9, p)) for p in OTHER_NORMS
+                float(nn.utils.clip_grad_norm_(model.parameters(), 1e9, p))
+                for p in OTHER_NORMS
             ]
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
             optimizer.step()
@@ -55,7 +59,9 @@ def made(**options: Any) -> tk.Accelerator:
     return tk.Accelerator(cpu=True, gradient_accumulation_steps=2, seed=0, **options)
 
 
-def prepared(accelerator: tk.Accelerator, data: Any, seed: int = 0, **options: Any) -> Any:
+def prepared(
+    accelerator: tk.Accelerator, data: Any, seed: int = 0, **options: Any
+) -> Any:
     model = make_language(seed=seed, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     size = 4 // accelerator.strategy.data.size
@@ -81,7 +87,10 @@ def loop(
                 accelerator.maybe_context_parallel([x, y], [1, 1], {x, y}),
             ):
                 if weighed:
-                    total, count = cross_entropy(model(x), y, "sum"), int((y != -100).sum())
+                    total, count = (
+                        cross_entropy(model(x), y, "sum"),
+                        int((y != -100).sum()),
+                    )
                     accelerator.backward(total, weight=count)
                 else:
                     accelerator.backward(cross_entropy(model(x), y, "mean"))
@@ -90,7 +99,9 @@ def loop(
                         float(accelerator.clip_grad_norm_(model.parameters(), 1e9, p))
                         for p in OTHER_NORMS
                     ]
-                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
+                    norms.append(
+                        float(accelerator.clip_grad_norm_(model.parameters(), 0.3))
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
             if save is not None and (loader.iteration, number) == (1, 3):
@@ -105,7 +116,9 @@ def compare(
         with case(config=config, weighed=weighed):
             one, expected = by_hand(weighed, **options)
             accelerator = made(**config)
-            mine, norms = loop(accelerator, weighed, save=save if weighed else None, **options)
+            mine, norms = loop(
+                accelerator, weighed, save=save if weighed else None, **options
+            )
             assert norms == pytest.approx(expected, rel=1e-9)
             assert_alike(mine, one)
     return accelerator, mine
@@ -124,7 +137,9 @@ def what_is_gathered_is_there_once(accelerator: tk.Accelerator) -> None:
     loader = accelerator.prepare(DataLoader(torch.arange(11.0), batch_size=4 // ranks))
     found = [accelerator.gather_for_metrics(batch) for batch in loader]
     assert torch.cat(found).tolist() == list(range(11))
-    found = [accelerator.gather_for_metrics([str(int(x)) for x in batch]) for batch in loader]
+    found = [
+        accelerator.gather_for_metrics([str(int(x)) for x in batch]) for batch in loader
+    ]
     assert [text for texts in found for text in texts] == list(map(str, range(11)))
 
 
@@ -163,9 +178,16 @@ def states_load_anywhere(
             again, *_ = prepared(back, texts(20, True), seed=4)
             back.load_state(path / str(number))
             found = whole(again)
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            assert all(
+                torch.equal(found[name], value) for name, value in expected.items()
+            )
             # They get the same batches, and must draw the same for them.
-            assert len({float(row[0]) for row in back.world.agree([float(torch.rand(()))])}) == 1
+            assert (
+                len(
+                    {float(row[0]) for row in back.world.agree([float(torch.rand(()))])}
+                )
+                == 1
+            )
 
 
 @pytest.mark.world_size(2, timeout=240)
@@ -190,10 +212,15 @@ def test_sequences() -> None:
 
 def what_a_mesh_says(accelerator: tk.Accelerator) -> None:
     assert (
-        "mesh tp=2 on cpu; the same batches on ranks 0 1; this rank holds" in accelerator.explain()
+        "mesh tp=2 on cpu; the same batches on ranks 0 1; this rank holds"
+        in accelerator.explain()
     )
     assert "parallelism_config_tp_size" in accelerator.explain()
-    assert accelerator.parallelism_config.tp_size == accelerator.parallelism_config.total_size == 2
+    assert (
+        accelerator.parallelism_config.tp_size
+        == accelerator.parallelism_config.total_size
+        == 2
+    )
     assert accelerator.torch_device_mesh["tp"].size() == 2
     assert (accelerator.tensor_parallel_rank, accelerator.data_parallel_rank) == (
         accelerator.process_index,
@@ -205,7 +232,9 @@ def what_a_mesh_says(accelerator: tk.Accelerator) -> None:
         tk.LocalSGD(accelerator, accelerator._models[0], 8)
     with accelerator.join_uneven_inputs(accelerator._models, even_batches=False):
         assert not accelerator.accumulation.joining
-    with accelerator.maybe_context_parallel(buffers=[torch.ones(3)], buffer_seq_dims=[0]):
+    with accelerator.maybe_context_parallel(
+        buffers=[torch.ones(3)], buffer_seq_dims=[0]
+    ):
         pass  # there is nothing to divide among
 
 
@@ -254,7 +283,8 @@ def what_is_refused() -> None:
     staged = made(**axes(pp=2))
     assert "parallelism_config_pp_size" in staged.explain()
     with pytest.raises(
-        StrategyError, match=r"need a Trainer that runs whole steps(.|\n)*pp=2(.|\n)*use pp=1"
+        StrategyError,
+        match=r"need a Trainer that runs whole steps(.|\n)*pp=2(.|\n)*use pp=1",
     ):
         staged.prepare(make_language())
 
@@ -266,7 +296,11 @@ def what_is_refused() -> None:
         ("ignored_modules", {"ignored_modules": "head"}),
         (
             "mixed_precision",
-            {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+            {
+                "mixed_precision_policy": MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16
+                )
+            },
         ),
     ],
 )
@@ -277,7 +311,8 @@ def test_options_of_fsdp_are_refused_where_nothing_is_sharded(
 
     options = tk.FullyShardedDataParallelPlugin(**plugin)
     with pytest.raises(
-        tk.ConfigurationError, match=r"found: tp_size=2 alone\n  fix:   dp_shard_size=2 or more"
+        tk.ConfigurationError,
+        match=r"found: tp_size=2 alone\n  fix:   dp_shard_size=2 or more",
     ) as error:
         tk.ParallelismConfig(tp_size=2).make_strategy(options)
     assert error.value.problem.endswith("needs ranks that shard parameters")
@@ -295,7 +330,9 @@ def test_four_processes(tmp_path: Path) -> None:
     plugin = tk.FullyShardedDataParallelPlugin(
         transformer_cls_names_to_wrap=["Block"], reshard_after_forward=False
     )
-    accelerator, _ = compare({"fsdp_plugin": plugin, **axes(dp_replicate=2, tp=2)}, both=False)
+    accelerator, _ = compare(
+        {"fsdp_plugin": plugin, **axes(dp_replicate=2, tp=2)}, both=False
+    )
     assert "dp_replicate=2 × tp=2" in accelerator.explain()
     two_models_of_one_loop(made(**axes(dp_shard=2, tp=2)))
 
@@ -314,24 +351,37 @@ def test_replicas_combined_with_another_axis_train_alike() -> None:
 def two_models_of_one_loop(accelerator: tk.Accelerator) -> None:
     """What steps one of them has read the other."""
     nets = [make_language(seed=seed) for seed in (0, 1)]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, foreach=True) for net in nets]
+    optimizers = [
+        torch.optim.SGD(net.parameters(), lr=0.05, foreach=True) for net in nets
+    ]
     one, two, first, second, loader = accelerator.prepare(
         *nets, *optimizers, DataLoader(texts(8, False), batch_size=2)
     )
     alone = [make_language(seed=seed) for seed in (0, 1)]
     steps = [torch.optim.SGD(net.parameters(), lr=0.05) for net in alone]
 
-    def train(nets: Any, optimizers: Any, batches: Any, backward: Any, count: int) -> None:
+    def train(
+        nets: Any, optimizers: Any, batches: Any, backward: Any, count: int
+    ) -> None:
         for index, (x, y) in enumerate(batches):
             mine, other = index // count % 2, 1 - index // count % 2
             with torch.no_grad():
                 teacher = nets[other](x)
-            backward(cross_entropy(nets[mine](x), y, "mean") + F.mse_loss(nets[mine](x), teacher))
+            backward(
+                cross_entropy(nets[mine](x), y, "mean")
+                + F.mse_loss(nets[mine](x), teacher)
+            )
             optimizers[mine].step()
             optimizers[mine].zero_grad()
 
     accelerator.gradient_accumulation_steps = 1
     train((one, two), (first, second), loader, accelerator.backward, 1)
-    train(alone, steps, DataLoader(texts(8, False), batch_size=4), lambda loss: loss.backward(), 1)
+    train(
+        alone,
+        steps,
+        DataLoader(texts(8, False), batch_size=4),
+        lambda loss: loss.backward(),
+        1,
+    )
     assert_alike(one, alone[0])
     assert_alike(two, alone[1])

@@ -35,7 +35,10 @@ def loss_of(a: nn.Module, b: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 def plain(steps: int) -> tuple[nn.Module, nn.Module]:
     """Two models that are trained on each batch, with the mean gradient of ``steps`` batches."""
     a, b = networks()
-    optimizers = [torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD(b.parameters(), 0.1)]
+    optimizers = [
+        torch.optim.SGD(a.parameters(), 0.1),
+        torch.optim.SGD(b.parameters(), 0.1),
+    ]
     for number, x in enumerate(batches(), 1):
         for loss in loss_of(a, b, x):
             (loss / steps).backward()
@@ -46,7 +49,9 @@ def plain(steps: int) -> tuple[nn.Module, nn.Module]:
     return a, b
 
 
-def nested(accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tensor) -> None:
+def nested(
+    accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tensor
+) -> None:
     with accelerator.accumulate(a), accelerator.accumulate(b):
         accelerator.backward(sum(loss_of(a, b, x)))
         for optimizer in (oa, ob):
@@ -54,7 +59,9 @@ def nested(accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tensor
             optimizer.zero_grad()
 
 
-def together(accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tensor) -> None:
+def together(
+    accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tensor
+) -> None:
     with accelerator.accumulate(a, b):
         accelerator.backward(sum(loss_of(a, b, x)))
         for optimizer in (oa, ob):
@@ -62,7 +69,9 @@ def together(accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tens
             optimizer.zero_grad()
 
 
-def successive(accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tensor) -> None:
+def successive(
+    accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tensor
+) -> None:
     with accelerator.accumulate(a):
         accelerator.backward(loss_of(a, b, x)[0])
         oa.step()
@@ -73,7 +82,9 @@ def successive(accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Te
         ob.zero_grad()
 
 
-def cleared_first(accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tensor) -> None:
+def cleared_first(
+    accelerator: Accelerator, a: Any, b: Any, oa: Any, ob: Any, x: Tensor
+) -> None:
     with accelerator.accumulate(b):
         ob.zero_grad()
         accelerator.backward(loss_of(a, b, x)[1])
@@ -99,17 +110,25 @@ def check(loop: Any, prepares_loader: bool) -> None:
     if prepares_loader:
         data = accelerator.prepare(data)
     else:
-        data = list(batches(accelerator.process_index if accelerator.num_processes > 1 else None))
+        data = list(
+            batches(
+                accelerator.process_index if accelerator.num_processes > 1 else None
+            )
+        )
     for x in data:
         loop(accelerator, *things, x)
     for model, right in zip((a, b), expected, strict=True):
         for name, weight in right.named_parameters():
-            torch.testing.assert_close(model.get_parameter(name), weight, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(
+                model.get_parameter(name), weight, rtol=1e-12, atol=1e-14
+            )
 
 
 @pytest.mark.parametrize("prepares_loader", [True, False])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_batch_is_one_micro_batch_for_several_models(loop: Any, prepares_loader: bool) -> None:
+def test_a_batch_is_one_micro_batch_for_several_models(
+    loop: Any, prepares_loader: bool
+) -> None:
     check(loop, prepares_loader)
 
 
@@ -124,7 +143,10 @@ def gan(accelerator: Accelerator | None, steps: int) -> tuple[nn.Module, nn.Modu
     """A generator and a discriminator, as a plain loop or under an Accelerator."""
     torch.manual_seed(1)
     generator, critic = nn.Linear(1, 1).double(), nn.Linear(1, 1).double()
-    og, oc = torch.optim.SGD(generator.parameters(), 0.1), torch.optim.SGD(critic.parameters(), 0.1)
+    og, oc = (
+        torch.optim.SGD(generator.parameters(), 0.1),
+        torch.optim.SGD(critic.parameters(), 0.1),
+    )
     g: Any = generator
     c: Any = critic
     data: Any = list(batches())
@@ -153,7 +175,9 @@ def gan(accelerator: Accelerator | None, steps: int) -> tuple[nn.Module, nn.Modu
             oc.zero_grad()
         with accelerator.accumulate(g):
             accelerator.backward(
-                -nn.functional.linear(g(x), critic.weight.detach(), critic.bias.detach()).mean()
+                -nn.functional.linear(
+                    g(x), critic.weight.detach(), critic.bias.detach()
+                ).mean()
             )
             og.step()
             og.zero_grad()
@@ -164,7 +188,9 @@ def gan(accelerator: Accelerator | None, steps: int) -> tuple[nn.Module, nn.Modu
 def test_a_gan_is_trained_as_in_a_plain_loop(steps: int) -> None:
     found = gan(Accelerator(cpu=True, gradient_accumulation_steps=steps), steps)
     for model, right in zip(found, gan(None, steps), strict=True):
-        torch.testing.assert_close(model.state_dict(), right.state_dict(), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            model.state_dict(), right.state_dict(), rtol=1e-12, atol=1e-14
+        )
 
 
 def test_a_loop_that_divides_a_batch_itself_counts_each_part() -> None:
@@ -177,10 +203,14 @@ def test_a_loop_that_divides_a_batch_itself_counts_each_part() -> None:
             with accelerator.accumulate(model):
                 accelerator.backward(model(part).mean())
                 syncs.append(accelerator.sync_gradients)
-    assert syncs == [False, True, False, True] + [True] * 4  # a window ends with the last batch
+    assert (
+        syncs == [False, True, False, True] + [True] * 4
+    )  # a window ends with the last batch
 
 
-def steps_of(accelerator: Any, samples: int = 10, **options: Any) -> list[tuple[Any, ...]]:
+def steps_of(
+    accelerator: Any, samples: int = 10, **options: Any
+) -> list[tuple[Any, ...]]:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(torch.zeros(samples, 1), batch_size=2, **options)
@@ -193,7 +223,13 @@ def steps_of(accelerator: Any, samples: int = 10, **options: Any) -> list[tuple[
                 state = accelerator.gradient_state
                 ends = state.end_of_dataloader
                 seen.append(
-                    (before, accelerator.step, accelerator.sync_gradients, ends, state.remainder)
+                    (
+                        before,
+                        accelerator.step,
+                        accelerator.sync_gradients,
+                        ends,
+                        state.remainder,
+                    )
                 )
                 accelerator.backward(model(batch).mean())
                 optimizer.step()
@@ -216,7 +252,10 @@ def test_steps_and_remainders_are_those_of_accelerate(
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
     mine = tk.GradientAccumulationPlugin(**options)
-    assert steps_of(Accelerator(cpu=True, gradient_accumulation_plugin=mine), samples) == expected
+    assert (
+        steps_of(Accelerator(cpu=True, gradient_accumulation_plugin=mine), samples)
+        == expected
+    )
 
 
 def test_setting_the_step_moves_the_window() -> None:

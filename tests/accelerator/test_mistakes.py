@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_pre_hooks
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_kit import Accelerator, Fabric
@@ -46,7 +49,9 @@ def test_an_unprepared_optimizer_is_reported(options, harm):
     model = accelerator.prepare(model)
     with accelerator.accumulate(model):
         accelerator.backward(model(X).mean())
-        with pytest.raises(ConfigurationError, match="an unprepared optimizer") as problem:
+        with pytest.raises(
+            ConfigurationError, match="an unprepared optimizer"
+        ) as problem:
             optimizer.step()
     assert harm in problem.value.found
     assert torch.equal(model.weight, before)
@@ -200,7 +205,9 @@ def test_an_unprepared_loader_is_reported(kind):
     if kind == "prepared":
         data = accelerator.prepare(data)
     if kind == "own":
-        data = DataLoader(TensorDataset(X[accelerator.process_index :: 2]), batch_size=4)
+        data = DataLoader(
+            TensorDataset(X[accelerator.process_index :: 2]), batch_size=4
+        )
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         for _ in range(2):
@@ -216,10 +223,16 @@ def test_debug_mode_names_the_rank_that_calls_another_collective():
     accelerator = Accelerator(cpu=True, debug=True)
     value = torch.ones(2)
     with pytest.raises(RankError, match="make different calls") as problem:
-        accelerator.gather(value) if accelerator.is_main_process else accelerator.reduce(value)
+        accelerator.gather(
+            value
+        ) if accelerator.is_main_process else accelerator.reduce(value)
     found = problem.value.found
-    assert re.search(r"process 0: gather\(\(2,\) float32\) at test_mistakes\.py:\d+", found)
-    assert re.search(r"process 1: reduce\(\(2,\) float32\) at test_mistakes\.py:\d+", found)
+    assert re.search(
+        r"process 0: gather\(\(2,\) float32\) at test_mistakes\.py:\d+", found
+    )
+    assert re.search(
+        r"process 1: reduce\(\(2,\) float32\) at test_mistakes\.py:\d+", found
+    )
     with pytest.raises(RankError, match="make different calls") as problem:
         accelerator.gather(
             value.to(torch.float64 if accelerator.is_main_process else torch.float32)
@@ -237,7 +250,9 @@ def test_debug_mode_names_the_missing_rank(monkeypatch):
     accelerator = Accelerator(cpu=True, debug=True)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        with pytest.raises(RankError, match="make different calls: save_state") as problem:
+        with pytest.raises(
+            RankError, match="make different calls: save_state"
+        ) as problem:
             accelerator.save_state("never")
         assert re.search(
             r"process 1: has not come; its last call was wait_for_everyone\(\) at test_mistakes\.py:\d+",
@@ -255,7 +270,10 @@ def test_a_long_wait_prints_the_position_of_each_rank(monkeypatch):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         accelerator.wait_for_everyone()
-        for call in (accelerator.wait_for_everyone, lambda: accelerator.gather(torch.ones(1))):
+        for call in (
+            accelerator.wait_for_everyone,
+            lambda: accelerator.gather(torch.ones(1)),
+        ):
             if not accelerator.is_main_process:
                 time.sleep(1.5)
             call()
@@ -375,7 +393,9 @@ def test_windows_that_are_right_print_nothing(capsys):
 
 @pytest.mark.parametrize("given", [nn.Linear, torch.optim.SGD, DataLoader])
 def test_a_class_in_place_of_an_object(given):
-    with pytest.raises(ConfigurationError, match="prepare got a class, not an object") as problem:
+    with pytest.raises(
+        ConfigurationError, match="prepare got a class, not an object"
+    ) as problem:
         Accelerator(cpu=True).prepare(given)
     assert problem.value.fix == f"create one: {given.__name__}(...)"
 
@@ -410,12 +430,14 @@ def test_a_module_that_is_none(given):
 def test_objects_that_are_passed_by_name():
     model = nn.Linear(2, 2)
     with pytest.raises(
-        ConfigurationError, match=r"Accelerator.prepare has no argument 'model'(.|\n)*without names"
+        ConfigurationError,
+        match=r"Accelerator.prepare has no argument 'model'(.|\n)*without names",
     ):
         Accelerator(cpu=True).prepare(model=model)
     fabric = Fabric(accelerator="cpu", devices=1)
     with pytest.raises(
-        ConfigurationError, match=r"Fabric.setup has no argument 'model'(.|\n)*without a name"
+        ConfigurationError,
+        match=r"Fabric.setup has no argument 'model'(.|\n)*without a name",
     ):
         fabric.setup(model=model)
     with pytest.raises(ConfigurationError, match=r"Fabric.setup needs module"):

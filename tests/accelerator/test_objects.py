@@ -38,7 +38,9 @@ def of_pairs(gathered: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def of_named(gathered: list[Any]) -> tuple[list[Any], list[Any]]:
     values = [vars(part) if isinstance(part, Results) else part for part in gathered]
-    return [x for part in values for x in part["p"]], [x for part in values for x in part["r"]]
+    return [x for part in values for x in part["p"]], [
+        x for part in values for x in part["r"]
+    ]
 
 
 def of_samples(gathered: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -50,7 +52,10 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "tuple of tuples": (lambda p, r: (tuple(p), tuple(r)), of_pairs),
     "list of lists": (lambda p, r: [p, r], of_pairs),
     "named tuple": (lambda p, r: Pair(p, r), of_pairs),
-    "texts and tensors": (lambda p, r: (p, torch.tensor([int(x[1:]) for x in r])), of_pairs),
+    "texts and tensors": (
+        lambda p, r: (p, torch.tensor([int(x[1:]) for x in r])),
+        of_pairs,
+    ),
     "list of texts and tensors": (
         lambda p, r: [p, torch.tensor([int(x[1:]) for x in r])],
         of_pairs,
@@ -78,7 +83,9 @@ FORMS: dict[str, tuple[Any, Any]] = {
 
 def plain(values: list[Any]) -> list[int]:
     return [
-        int(str(value).lstrip("pr")) if not isinstance(value, torch.Tensor) else int(value)
+        int(str(value).lstrip("pr"))
+        if not isinstance(value, torch.Tensor)
+        else int(value)
         for value in values
     ]
 
@@ -90,7 +97,9 @@ def test_each_result_is_gathered_once(size: int) -> None:
     for rest in range(1, 2 * size + 1):
         samples = 2 * size + rest
         loader = accelerator.prepare(DataLoader(range(samples), batch_size=size))
-        found: dict[str, tuple[list[Any], list[Any]]] = {name: ([], []) for name in FORMS}
+        found: dict[str, tuple[list[Any], list[Any]]] = {
+            name: ([], []) for name in FORMS
+        }
         flat: list[Any] = []
         as_objects: list[Any] = []
         refused = set()
@@ -99,12 +108,16 @@ def test_each_result_is_gathered_once(size: int) -> None:
             flat += accelerator.gather_for_metrics(p)
             as_objects += [
                 i
-                for part in accelerator.gather_for_metrics(batch, use_gather_object=True)
+                for part in accelerator.gather_for_metrics(
+                    batch, use_gather_object=True
+                )
                 for i in part
             ]
             for name, (form, read) in FORMS.items():
                 try:
-                    predictions, references = read(accelerator.gather_for_metrics(form(p, r)))
+                    predictions, references = read(
+                        accelerator.gather_for_metrics(form(p, r))
+                    )
                 except (ConfigurationError, RankError):
                     refused.add(name)
                 else:
@@ -114,10 +127,15 @@ def test_each_result_is_gathered_once(size: int) -> None:
         assert plain(flat) == plain(as_objects) == expected
         for name, (predictions, references) in found.items():
             if name not in refused:
-                assert plain(predictions) == plain(references) == expected, (name, samples)
+                assert plain(predictions) == plain(references) == expected, (
+                    name,
+                    samples,
+                )
         # Of two lists of two, nothing tells samples from fields; 1 or 3 of the last samples would be cut from them.
         ambiguous = (
-            {"list of lists", "pair for each sample"} if size == 2 and rest in (1, 3) else set()
+            {"list of lists", "pair for each sample"}
+            if size == 2 and rest in (1, 3)
+            else set()
         )
         assert refused == ambiguous, samples
 
@@ -155,7 +173,11 @@ def test_lists_of_one_list_for_each_sample() -> None:
         values = [["x"] * (int(i) % 3 + 1) for i in batch]
         tokens += accelerator.gather_for_metrics(values)
         square = np.array([[int(i)] * 4 for i in batch], dtype=object)
-        arrays += [row for part in accelerator.gather_for_metrics(square) for row in part.tolist()]
+        arrays += [
+            row
+            for part in accelerator.gather_for_metrics(square)
+            for row in part.tolist()
+        ]
     assert tokens == [["x"] * (i % 3 + 1) for i in range(13)]
     assert arrays == [[i] * 4 for i in range(13)]
 

@@ -41,10 +41,18 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
         (InitProcessGroupKwargs, {"timeout": "30m"}, "timeout='30m'.*takes timedelta"),
         (InitProcessGroupKwargs, {"timeout": timedelta(0)}, "above zero"),
         (InitProcessGroupKwargs, {"backend": 3}, "backend=3.*takes str"),
-        (ProfileKwargs, {"activities": ["gpu"]}, "unknown profiler activity.*'gpu'.*cpu, .*cuda"),
+        (
+            ProfileKwargs,
+            {"activities": ["gpu"]},
+            "unknown profiler activity.*'gpu'.*cpu, .*cuda",
+        ),
         (ProfileKwargs, {"activities": "cpu"}, "activities='cpu'.*takes list"),
         (ProfileKwargs, {"activities": [1]}, r"activities=\[1\]"),
-        (ProfileKwargs, {"schedule_option": {"often": 1}}, "invalid profiler schedule.*often"),
+        (
+            ProfileKwargs,
+            {"schedule_option": {"often": 1}},
+            "invalid profiler schedule.*often",
+        ),
         (
             ProfileKwargs,
             {"schedule_option": {"wait": 1, "warmup": 1, "active": 0}},
@@ -59,7 +67,11 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
             {"find_unused_parameters": "false"},
             "find_unused_parameters='false'",
         ),
-        (DistributedDataParallelKwargs, {"bucket_cap_mb": 0}, "bucket_cap_mb is above zero"),
+        (
+            DistributedDataParallelKwargs,
+            {"bucket_cap_mb": 0},
+            "bucket_cap_mb is above zero",
+        ),
         (GradScalerKwargs, {"growth_factor": 1.0}, "above 1.*growth_factor=1.0"),
         (GradScalerKwargs, {"init_scale": -1.0}, "init_scale is above zero"),
         (DataLoaderConfiguration, {"split_batches": "false"}, "split_batches='false'"),
@@ -67,15 +79,27 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
         (ProjectConfiguration, {"project_dir": 3}, "project_dir=3"),
         (ProjectConfiguration, {"total_limit": "3"}, "total_limit='3'"),
         (ProjectConfiguration, {"total_limit": -1}, "total_limit is above zero"),
-        (FullyShardedDataParallelPlugin, {"min_num_params": "many"}, "min_num_params='many'"),
-        (GradientAccumulationPlugin, {"num_steps": 0}, "at least one micro-batch.*0 for"),
+        (
+            FullyShardedDataParallelPlugin,
+            {"min_num_params": "many"},
+            "min_num_params='many'",
+        ),
+        (
+            GradientAccumulationPlugin,
+            {"num_steps": 0},
+            "at least one micro-batch.*0 for",
+        ),
         (GradientAccumulationPlugin, {"num_steps": [4]}, r"num_steps=\[4\]"),
         (TorchDynamoPlugin, {"backend": 1}, "backend=1"),
         (ParallelismConfig, {"tp_size": 1.5}, "tp_size=1.5"),
         (ParallelismConfig, {"tp_handler": "on"}, "tp_handler='on'"),
         (TorchTensorParallelPlugin, {"tp_size": [2]}, r"tp_size=\[2\]"),
         (AORecipeKwargs, {"module_filter_func": "all"}, "module_filter_func='all'"),
-        (tk.DeepSpeedPlugin, {"gradient_clipping": "hard"}, "gradient_clipping is a number"),
+        (
+            tk.DeepSpeedPlugin,
+            {"gradient_clipping": "hard"},
+            "gradient_clipping is a number",
+        ),
         (tk.DeepSpeedPlugin, {"zero_stage": "two"}, "zero_stage is a number"),
         (
             tk.DeepSpeedPlugin,
@@ -96,8 +120,13 @@ def test_a_record_refuses_invalid_values(record, options, words):
 
 
 def test_records_accept_equivalent_values(tmp_path):
-    assert InitProcessGroupKwargs(timeout=timedelta(minutes=5)).timeout == timedelta(minutes=5)
-    assert GradScalerKwargs(init_scale=1024, growth_interval=np.int64(10)).init_scale == 1024
+    assert InitProcessGroupKwargs(timeout=timedelta(minutes=5)).timeout == timedelta(
+        minutes=5
+    )
+    assert (
+        GradScalerKwargs(init_scale=1024, growth_interval=np.int64(10)).init_scale
+        == 1024
+    )
     assert ProjectConfiguration(Path(tmp_path), total_limit=1).project_dir == tmp_path
     assert DataLoaderConfiguration(split_batches=1).split_batches
     assert ProfileKwargs(activities=("cpu", "CUDA")).torch_activities() == [
@@ -119,15 +148,21 @@ def test_records_accept_equivalent_values(tmp_path):
         ({"use_orig_params": False}, {"use_orig_params": True}),
         ({"param_init_fn": print}, {"cpu_ram_efficient_loading": True}),
         ({"sync_module_states": False}, {"sync_module_states": True}),
-        ({"state_dict_config": {"offload_to_cpu": True}}, {"state_dict_type": "FULL_STATE_DICT"}),
+        (
+            {"state_dict_config": {"offload_to_cpu": True}},
+            {"state_dict_type": "FULL_STATE_DICT"},
+        ),
     ],
 )
 def test_options_of_fsdp1_without_effect_are_named_with_what_to_do(option, same):
     with pytest.warns(
-        UserWarning, match=rf"FullyShardedDataParallelPlugin\({min(option)}=.* has no effect: .+; "
+        UserWarning,
+        match=rf"FullyShardedDataParallelPlugin\({min(option)}=.* has no effect: .+; ",
     ):
         FullyShardedDataParallelPlugin(**option)
-    FullyShardedDataParallelPlugin(**same)  # what FSDP2 does anyway: warnings are errors here
+    FullyShardedDataParallelPlugin(
+        **same
+    )  # what FSDP2 does anyway: warnings are errors here
 
 
 def test_a_field_that_was_set_later_is_looked_at_too():
@@ -142,7 +177,10 @@ def test_a_field_that_was_set_later_is_looked_at_too():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dataloader_config": {"split_batches": True}}, "takes a DataLoaderConfiguration"),
+        (
+            {"dataloader_config": {"split_batches": True}},
+            "takes a DataLoaderConfiguration",
+        ),
         ({"project_config": "runs"}, "takes a ProjectConfiguration"),
         ({"gradient_accumulation_plugin": 4}, "takes a GradientAccumulationPlugin"),
         ({"fsdp_plugin": "fsdp"}, "takes a FullyShardedDataParallelPlugin"),
@@ -160,8 +198,14 @@ def test_a_field_that_was_set_later_is_looked_at_too():
         ({"rng_types": ["tor"]}, "unknown kind of generator 'tor'"),
         ({"log_with": 3}, "log_with= takes names of trackers"),
         ({"log_with": ["csv", object()]}, "log_with= takes names of trackers"),
-        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps is a whole number"),
-        ({"gradient_accumulation_steps": [2]}, "gradient_accumulation_steps is a whole number"),
+        (
+            {"gradient_accumulation_steps": 1.5},
+            "gradient_accumulation_steps is a whole number",
+        ),
+        (
+            {"gradient_accumulation_steps": [2]},
+            "gradient_accumulation_steps is a whole number",
+        ),
     ],
 )
 def test_an_accelerator_refuses_invalid_argument_values(options, words):
@@ -197,7 +241,8 @@ def test_a_backend_that_torch_compile_does_not_know():
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, MeshStrategy])
 def test_a_strategy_refuses_a_timeout_without_a_unit(strategy):
     with pytest.raises(
-        ConfigurationError, match=rf"(?s)timeout of {strategy.__name__}.*timedelta\(seconds=600\)"
+        ConfigurationError,
+        match=rf"(?s)timeout of {strategy.__name__}.*timedelta\(seconds=600\)",
     ):
         strategy(timeout=600)
 
@@ -209,7 +254,9 @@ def test_a_profile_of_known_activities_runs():
         torch.ones(4).sum()
     assert any("sum" in row.key for row in profiler.key_averages())
     assert callable(
-        ProfileKwargs(schedule_option={"wait": 0, "warmup": 1, "active": 1}).torch_schedule()
+        ProfileKwargs(
+            schedule_option={"wait": 0, "warmup": 1, "active": 1}
+        ).torch_schedule()
     )
     handler.activities = ["nvidia"]
     with (
@@ -221,14 +268,21 @@ def test_a_profile_of_known_activities_runs():
 
 def test_a_prepared_loader_knows_its_remainder():
     accelerator = tk.Accelerator(cpu=True)
-    loaders = [torch.utils.data.DataLoader(torch.arange(n), batch_size=4) for n in (8, 10)]
+    loaders = [
+        torch.utils.data.DataLoader(torch.arange(n), batch_size=4) for n in (8, 10)
+    ]
     assert [loader.remainder for loader in accelerator.prepare(*loaders)] == [0, 2]
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(range(5))
 
-    assert accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=4)).remainder == -1
+    assert (
+        accelerator.prepare(
+            torch.utils.data.DataLoader(Stream(), batch_size=4)
+        ).remainder
+        == -1
+    )
 
 
 def test_released_objects_are_collected():

@@ -19,11 +19,14 @@ from trainer_kit.core.errors import ConfigurationError
 
 def rows(accelerator: Accelerator) -> dict[str, list[str]]:
     return {
-        line.split()[0]: line.split(maxsplit=2)[1:] for line in accelerator.explain().splitlines()
+        line.split()[0]: line.split(maxsplit=2)[1:]
+        for line in accelerator.explain().splitlines()
     }
 
 
-def test_argument_then_environment_then_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_then_environment_then_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = rows(Accelerator(cpu=True, mixed_precision="bf16"))
     assert found["use_cpu"] == ["true", "argument"]
     assert found["mixed_precision"] == ["bf16", "argument"]
@@ -36,7 +39,10 @@ def test_argument_then_environment_then_default(monkeypatch: pytest.MonkeyPatch)
         '{"mixed_precision": "flag --mixed_precision", "use_cpu": "a.yaml:7"}',
     )
     accelerator = Accelerator(gradient_accumulation_steps=2)
-    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 2)
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == (
+        "bf16",
+        2,
+    )
     found = rows(accelerator)
     assert found["use_cpu"] == ["true", "a.yaml:7"]
     assert found["mixed_precision"] == ["bf16", "flag --mixed_precision"]
@@ -47,13 +53,17 @@ def test_argument_then_environment_then_default(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_the_launchers_torch_compile_options_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_torch_compile_options_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TRAINER_KIT_DYNAMO_BACKEND", "EAGER")
     monkeypatch.setenv("TRAINER_KIT_DYNAMO_USE_FULLGRAPH", "1")
     plugin = Accelerator(cpu=True).dynamo_plugin
     assert (plugin.backend, plugin.fullgraph, plugin.dynamic) == ("eager", True, None)
     assert Accelerator(cpu=True, dynamo_backend="no").dynamo_plugin.backend == "no"
-    assert not isinstance(Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1)), torch.nn.Linear)
+    assert not isinstance(
+        Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1)), torch.nn.Linear
+    )
 
 
 def test_a_number_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +92,11 @@ def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
         [patience, tk.DistributedDataParallelKwargs(find_unused_parameters=True)],
     ):
         made = strategy(*handlers)
-        assert (made.name, made.timeout, made.cpu_offload) == ("fsdp", timedelta(seconds=77), True)
+        assert (made.name, made.timeout, made.cpu_offload) == (
+            "fsdp",
+            timedelta(seconds=77),
+            True,
+        )
     own = tk.FullyShardedDataParallelPlugin(
         cpu_offload=False, min_num_params=10, auto_wrap_policy="size_based_wrap"
     )
@@ -90,22 +104,36 @@ def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
         "cpu_offload": False, "activation_checkpointing_policy": True, "auto_wrap_policy": 10
     }  # fmt: skip
     mesh = strategy(parallelism_config=tk.ParallelismConfig(dp_shard_size=4))
-    assert (mesh.name, mesh._fsdp, mesh._recomputes) == ("mesh", {"cpu_offload": True}, True)
+    assert (mesh.name, mesh._fsdp, mesh._recomputes) == (
+        "mesh",
+        {"cpu_offload": True},
+        True,
+    )
     monkeypatch.setenv("TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE", "2")
     monkeypatch.setenv("TRAINER_KIT_PARALLELISM_CONFIG_DP_SHARD_SIZE", "2")
     for asked in ({}, {"fsdp_plugin": own}):
         made = strategy(patience, **asked)
-        assert (made.name, made.sizes["tp"], made.timeout) == ("mesh", 2, timedelta(seconds=77))
+        assert (made.name, made.sizes["tp"], made.timeout) == (
+            "mesh",
+            2,
+            timedelta(seconds=77),
+        )
         assert made._fsdp["cpu_offload"] is not bool(asked)
     for engine in ("DEEPSPEED", "MEGATRON_LM"):
         monkeypatch.setenv("TRAINER_KIT_DISTRIBUTED_TYPE", engine)
-        with pytest.raises(ConfigurationError, match="only FSDP divides parameters on a mesh"):
-            strategy(parallelism_config=tk.ParallelismConfig(tp_size=2, dp_shard_size=2))
+        with pytest.raises(
+            ConfigurationError, match="only FSDP divides parameters on a mesh"
+        ):
+            strategy(
+                parallelism_config=tk.ParallelismConfig(tp_size=2, dp_shard_size=2)
+            )
 
 
 def test_powersgd_by_accelerates_word() -> None:
     options = {
-        tk.DistributedDataParallelKwargs: tk.DistributedDataParallelKwargs(comm_hook="power_sgd")
+        tk.DistributedDataParallelKwargs: tk.DistributedDataParallelKwargs(
+            comm_hook="power_sgd"
+        )
     }
     made = chosen_strategy(options, Environment(world_size=2, source="torchrun"))
     assert made.comm_hook == "powersgd"

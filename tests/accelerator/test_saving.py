@@ -50,7 +50,9 @@ ONCE = ["body.bias", "body.weight", "embedding.weight"]
 
 def trained(accelerator: Accelerator, seed: int = 0) -> nn.Module:
     model = Tied(seed)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1)
+    )
     accelerator.backward(model(torch.tensor([[0, 1, 2]])).square().mean())
     optimizer.step()
     return model
@@ -63,10 +65,14 @@ def check_tied(accelerator: Accelerator, path: Path) -> dict[str, Tensor]:
     accelerator.save_model(model, path / "pickle", safe_serialization=False)
     accelerator.save_state(path / "state")
     assert sorted(load_file(path / "model" / "model.safetensors")) == ONCE
-    shards = [load_file(file) for file in sorted((path / "shards").glob("*.safetensors"))]
+    shards = [
+        load_file(file) for file in sorted((path / "shards").glob("*.safetensors"))
+    ]
     assert sorted(name for shard in shards for name in shard) == ONCE
     stored = sum(file.stat().st_size for file in path.glob("state/model*.safetensors"))
-    assert stored < sum(4 * p.numel() for p in Tied().parameters()) + 1500  # bytes, with headers
+    assert (
+        stored < sum(4 * p.numel() for p in Tied().parameters()) + 1500
+    )  # bytes, with headers
     pickled = torch.load(path / "pickle" / "pytorch_model.bin", weights_only=True)
     assert pickled["head.weight"].data_ptr() == pickled["embedding.weight"].data_ptr()
     found = read_weights(path / "state")
@@ -86,7 +92,9 @@ def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     other = Accelerator(cpu=True)
     model = trained(other, seed=1)
     other.load_state(tmp_path / "state")
-    assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, found[name]) for name, value in model.state_dict().items()
+    )
     assert model.head.weight is model.embedding.weight
 
 
@@ -99,7 +107,8 @@ def test_tied_weights_of_divided_models_are_written_once(tmp_path: Path) -> None
         model = trained(other, seed=1)
         other.load_state(tmp_path / "state")
         assert all(
-            torch.equal(value, found[name]) for name, value in other.get_state_dict(model).items()
+            torch.equal(value, found[name])
+            for name, value in other.get_state_dict(model).items()
         )
 
 
@@ -124,7 +133,9 @@ def with_hooks(accelerator: Accelerator, seed: int = 0) -> nn.Module:
     """As published scripts have them: the model is saved by its own means, in a directory that the hook is given."""
     model = trained(accelerator, seed)
 
-    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], output_dir: str) -> None:
+    def save(
+        models: list[nn.Module], weights: list[dict[str, Tensor]], output_dir: str
+    ) -> None:
         whole = accelerator.get_state_dict(models[0])
         weights.pop()
         if accelerator.is_main_process:
@@ -136,7 +147,9 @@ def with_hooks(accelerator: Accelerator, seed: int = 0) -> nn.Module:
     def load(models: list[nn.Module], input_dir: str) -> None:
         model, path = models.pop(), os.path.join(input_dir, "unet", "weights.bin")
         state = torch.load(path, weights_only=True)
-        accelerator.strategy.load_module_state(accelerator.unwrap_model(model), state, strict=True)
+        accelerator.strategy.load_module_state(
+            accelerator.unwrap_model(model), state, strict=True
+        )
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
@@ -151,7 +164,11 @@ def check_hooks(path: Path, **options: Any) -> None:
     assert sorted(int(name.split("-")[1]) for name in os.listdir(path)) == [5, 6]
     state = path / "checkpoint-6"
     manifest = verify_checkpoint(state)
-    assert list(manifest["extra"]) == ["model.safetensors", "unet/.cache/note", "unet/weights.bin"]
+    assert list(manifest["extra"]) == [
+        "model.safetensors",
+        "unet/.cache/note",
+        "unet/weights.bin",
+    ]
     assert "model" not in manifest["parts"]
     assert (state / "model.safetensors").read_text() == "the hook's own"
     other = Accelerator(cpu=True, **options)
@@ -179,7 +196,9 @@ def test_files_of_hooks_are_part_of_the_state(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"unet/weights\.bin: damaged"):
         other.load_state(state)
     written.unlink()
-    with pytest.raises(CheckpointError, match=r"unet/weights\.bin: the file is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"unet/weights\.bin: the file is missing"
+    ):
         other.load_state(state)
 
 
@@ -208,7 +227,9 @@ def test_a_script_adds_files_to_a_state_and_they_stay_when_it_is_saved_again(
 
 
 def test_numbered_states_with_hooks_are_pruned_whole(tmp_path: Path) -> None:
-    naming = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    naming = ProjectConfiguration(
+        str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
+    )
     accelerator = Accelerator(cpu=True, project_config=naming)
     with_hooks(accelerator)
     for _ in range(3):
@@ -219,7 +240,9 @@ def test_numbered_states_with_hooks_are_pruned_whole(tmp_path: Path) -> None:
 
 def marked(directory: Path, mark: float, **options: Any) -> Accelerator:
     """An Accelerator with one prepared layer whose weight is ``mark``, which names its states itself."""
-    naming = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, **options)
+    naming = ProjectConfiguration(
+        str(directory), automatic_checkpoint_naming=True, **options
+    )
     accelerator = Accelerator(cpu=True, project_config=naming)
     fill(accelerator.prepare(nn.Linear(2, 2)), mark)
     return accelerator
@@ -237,7 +260,9 @@ def loaded_mark(directory: Path) -> float:
     return float(next(accelerator._models[0].parameters()).detach().flatten()[0])
 
 
-def test_a_second_run_in_a_project_keeps_what_it_has_just_written(tmp_path: Path) -> None:
+def test_a_second_run_in_a_project_keeps_what_it_has_just_written(
+    tmp_path: Path,
+) -> None:
     """The first run left numbers 1 and 2: the free number 0 is the lowest, not the oldest."""
     states = tmp_path / "checkpoints"
     first = marked(tmp_path, 1.0, total_limit=2)
@@ -269,7 +294,9 @@ def test_the_order_of_commits_is_the_age_of_states(tmp_path: Path) -> None:
     )
 
 
-def test_the_number_of_a_state_that_was_set_aside_is_not_used_again(tmp_path: Path) -> None:
+def test_the_number_of_a_state_that_was_set_aside_is_not_used_again(
+    tmp_path: Path,
+) -> None:
     accelerator = marked(tmp_path, 1.0)
     for _ in range(2):
         accelerator.save_state()
@@ -299,7 +326,9 @@ def test_a_missing_state_is_an_error_that_says_what_exists(
     accelerator.save_state()
     with pytest.raises(kind, match="this path contains no checkpoint") as error:
         accelerator.load_state(tmp_path / "nope")
-    exists = f"{tmp_path / 'checkpoints'} has checkpoint_0 and, the newest, checkpoint_1"
+    exists = (
+        f"{tmp_path / 'checkpoints'} has checkpoint_0 and, the newest, checkpoint_1"
+    )
     assert exists in str(error.value)
     with pytest.raises(kind, match="did you mean"):
         accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_7")
@@ -307,7 +336,11 @@ def test_a_missing_state_is_an_error_that_says_what_exists(
         read_checkpoint(tmp_path / "nope")
     assert exists in str(error.value)
     fabric = Fabric(accelerator="cpu")
-    readers = [read_weights, fabric.load, lambda path: fabric.load_raw(path, nn.Linear(1, 1))]
+    readers = [
+        read_weights,
+        fabric.load,
+        lambda path: fabric.load_raw(path, nn.Linear(1, 1)),
+    ]
     readers += [
         lambda path: load_checkpoint_in_model(nn.Linear(1, 1), path),
         lambda path: diff(path, path),
@@ -318,7 +351,9 @@ def test_a_missing_state_is_an_error_that_says_what_exists(
         assert exists in str(error.value)
 
 
-def test_a_hook_that_fails_or_takes_a_name_of_ours_leaves_the_state_before(tmp_path: Path) -> None:
+def test_a_hook_that_fails_or_takes_a_name_of_ours_leaves_the_state_before(
+    tmp_path: Path,
+) -> None:
     accelerator = Accelerator(cpu=True)
     with_hooks(accelerator)
     accelerator.save_state(tmp_path / "state")
@@ -388,11 +423,23 @@ def test_a_state_of_the_old_layout_with_files_of_hooks_loads(tmp_path: Path) -> 
     with torch.no_grad():
         model.body.weight.zero_()
     accelerator.load_state(tmp_path / "old")
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["../out", "/etc/x", "a/../../x", "", "a//b", "state.json/x", "manifest.json", "./x"]
+    "name",
+    [
+        "../out",
+        "/etc/x",
+        "a/../../x",
+        "",
+        "a//b",
+        "state.json/x",
+        "manifest.json",
+        "./x",
+    ],
 )
 def test_a_manifest_cannot_lead_out_of_the_state(name: str, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
@@ -431,10 +478,13 @@ LOAD_HOOKS: dict[str, Any] = {
 def test_hooks_take_out_some_of_the_models(tmp_path: Path, name: str) -> None:
     accelerator = Accelerator(cpu=True)
     layers = [nn.Linear(1, 1), nn.Linear(2, 1)]
-    optimizers = [torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9) for layer in layers]
+    optimizers = [
+        torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9) for layer in layers
+    ]
     models = accelerator.prepare(*layers, *optimizers)[:2]
     before = [
-        {name: value.clone() for name, value in layer.state_dict().items()} for layer in layers
+        {name: value.clone() for name, value in layer.state_dict().items()}
+        for layer in layers
     ]
 
     def load(models: list[nn.Module], path: str) -> None:
@@ -453,13 +503,18 @@ def test_hooks_take_out_some_of_the_models(tmp_path: Path, name: str) -> None:
         assert torch.equal(model.weight, saved["weight"])
 
 
-def test_a_model_that_no_hook_loads_and_that_has_no_weights_is_named(tmp_path: Path) -> None:
+def test_a_model_that_no_hook_loads_and_that_has_no_weights_is_named(
+    tmp_path: Path,
+) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(nn.Linear(1, 1), nn.Bilinear(2, 1, 1))
-    accelerator.register_save_state_pre_hook(lambda models, weights, path: weights.pop())
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, path: weights.pop()
+    )
     accelerator.register_load_state_pre_hook(lambda models, path: models.pop(0))
     accelerator.save_state(tmp_path / "state")
     with pytest.raises(
-        CheckpointError, match=r"no weights of model 1 \(Bilinear\): a hook took them out"
+        CheckpointError,
+        match=r"no weights of model 1 \(Bilinear\): a hook took them out",
     ):
         accelerator.load_state(tmp_path / "state")

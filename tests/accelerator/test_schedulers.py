@@ -24,19 +24,25 @@ def prepared(make: Any = None, split: bool = False, **options: Any) -> tuple[Any
     accelerator = Accelerator(cpu=True, dataloader_config=loaders, **options)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = LambdaLR(optimizer, lambda step: step) if make is None else make(optimizer)
+    scheduler = (
+        LambdaLR(optimizer, lambda step: step) if make is None else make(optimizer)
+    )
     return accelerator, *accelerator.prepare(
         model, optimizer, DataLoader(DATA, batch_size=4), scheduler
     )
 
 
-def rates(parts: tuple[Any, ...], *values: float, skipped: int | None = None) -> list[float]:
+def rates(
+    parts: tuple[Any, ...], *values: float, skipped: int | None = None
+) -> list[float]:
     """The learning rate after each batch of an epoch."""
     accelerator, model, optimizer, loader, scheduler = parts
     found = []
     for number, (x,) in enumerate(loader):
         with accelerator.accumulate(model):
-            accelerator.backward(model(x).mean() * (float("inf") if number == skipped else 1))
+            accelerator.backward(
+                model(x).mean() * (float("inf") if number == skipped else 1)
+            )
             optimizer.step()
             scheduler.step(*values)
             optimizer.zero_grad()
@@ -57,7 +63,9 @@ def test_two_processes(tmp_path: Path) -> None:
     assert f"scheduler: {told}" in parts[0].explain()
 
     assert rates(prepared(gradient_accumulation_steps=2)) == [0, 2, 4]
-    half = prepared(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    half = prepared(
+        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)]
+    )
     assert rates(half, skipped=1) == [2, 2, 4]
     assert rates(prepared(split=True)) == [1, 2, 3, 4, 5, 6]
     assert rates(prepared(step_scheduler_with_optimizer=False)) == [1, 2, 3]
@@ -65,7 +73,9 @@ def test_two_processes(tmp_path: Path) -> None:
     assert rates(once) == [1, 2, 3]
     assert "scheduler: LambdaLR advances once an optimizer step" in once[0].explain()
     # Its patience counts values, and there is one in a step.
-    assert rates(prepared(lambda o: ReduceLROnPlateau(o, factor=0.5, patience=1)), 1.0) == [
+    assert rates(
+        prepared(lambda o: ReduceLROnPlateau(o, factor=0.5, patience=1)), 1.0
+    ) == [
         1,
         1,
         0.5,
@@ -87,7 +97,8 @@ def test_one_process() -> None:
     assert rates(prepared()) == [1, 2, 3, 4, 5, 6]
     assert rates(
         prepared(
-            lambda o: ReduceLROnPlateau(o, factor=0.5, patience=1), gradient_accumulation_steps=2
+            lambda o: ReduceLROnPlateau(o, factor=0.5, patience=1),
+            gradient_accumulation_steps=2,
         ),
         1.0,
     ) == [
@@ -124,13 +135,19 @@ def rates_in_micro_batches(accelerator: Any, make: Any, steps: int = 5) -> list[
 
 
 def warm_up_and_cosine(optimizer: Any) -> Any:
-    parts = [schedules.LinearLR(optimizer, 0.1, 1.0, 2), schedules.CosineAnnealingLR(optimizer, 8)]
+    parts = [
+        schedules.LinearLR(optimizer, 0.1, 1.0, 2),
+        schedules.CosineAnnealingLR(optimizer, 8),
+    ]
     return schedules.SequentialLR(optimizer, parts, [2])
 
 
 def chained(optimizer: Any) -> Any:
     return schedules.ChainedScheduler(
-        [schedules.ConstantLR(optimizer, 0.5, 3), schedules.ExponentialLR(optimizer, 0.9)]
+        [
+            schedules.ConstantLR(optimizer, 0.5, 3),
+            schedules.ExponentialLR(optimizer, 0.9),
+        ]
     )
 
 
@@ -142,7 +159,9 @@ class Halving(schedules.LRScheduler):
 SCHEDULES = {
     "sequential": warm_up_and_cosine,
     "chained": chained,
-    "warm restarts": lambda optimizer: schedules.CosineAnnealingWarmRestarts(optimizer, 2),
+    "warm restarts": lambda optimizer: schedules.CosineAnnealingWarmRestarts(
+        optimizer, 2
+    ),
     "one cycle": lambda optimizer: schedules.OneCycleLR(optimizer, 0.5, total_steps=11),
     "lambda": lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 0.9**step),
     "cosine": lambda optimizer: schedules.CosineAnnealingLR(optimizer, 3),
@@ -176,7 +195,9 @@ def test_rates_under_accumulation_are_those_of_a_plain_loop_and_of_accelerate(
     accelerate = pytest.importorskip("accelerate")
     given = dict(options)
     if given.pop("split_batches", False):
-        given["dataloader_config"] = accelerate.DataLoaderConfiguration(split_batches=True)
+        given["dataloader_config"] = accelerate.DataLoaderConfiguration(
+            split_batches=True
+        )
     theirs = rates_in_micro_batches(
         accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **given), make
     )

@@ -22,12 +22,18 @@ from trainer_kit.core.errors import ConfigurationError, PrecisionError, Strategy
 pytestmark = pytest.mark.slow  # programs are started
 
 ROOT = Path(__file__).resolve().parents[2]
-REAL = torch.randn(64, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-NOISE = torch.randn(64, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+REAL = torch.randn(
+    64, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+)
+NOISE = torch.randn(
+    64, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+)
 
 
 def layers(inputs, outputs):
-    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)).double()
+    return nn.Sequential(
+        nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs)
+    ).double()
 
 
 def weights(*models):
@@ -42,7 +48,9 @@ def assert_close(one, other):
 def gan(accelerator=None, steps=1):
     torch.manual_seed(3)
     generator, critic = layers(3, 2), layers(2, 1)
-    step_g, step_d = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (generator, critic))
+    step_g, step_d = (
+        torch.optim.Adam(m.parameters(), lr=0.01) for m in (generator, critic)
+    )
     data = torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(REAL, NOISE),
         batch_size=8 if accelerator is None else 8 // accelerator.num_processes,
@@ -105,7 +113,8 @@ def actor_critic(accelerator=None):
             gains = torch.tensor(rewards, dtype=torch.float64).flip(0).cumsum(0).flip(0)
             advantage = gains - torch.stack(values)
             losses.append(
-                -(torch.stack(logs) * advantage.detach()).mean() + advantage.square().mean()
+                -(torch.stack(logs) * advantage.detach()).mean()
+                + advantage.square().mean()
             )
             returns.append(sum(rewards))
         for optimizer in optimizers:
@@ -121,7 +130,10 @@ def actor_critic(accelerator=None):
 def test_an_actor_critic_on_two_processes_is_that_of_one():
     # A model is called many times before its backward: buffers are not sent again in between.
     handler = tk.DistributedDataParallelKwargs(broadcast_buffers=False)
-    assert_close(actor_critic(tk.Accelerator(cpu=True, kwargs_handlers=[handler])), actor_critic())
+    assert_close(
+        actor_critic(tk.Accelerator(cpu=True, kwargs_handlers=[handler])),
+        actor_critic(),
+    )
 
 
 @pytest.mark.world_size(2)
@@ -181,12 +193,16 @@ def test_a_killed_loop_resumes_in_the_middle_of_an_epoch(tmp_path):
         assert start(tmp_path / "killed", 8).returncode == -signal.SIGKILL
     last = start(tmp_path / "killed", -1)
     assert last.returncode == 0, last.stderr
-    assert json.loads(last.stdout.splitlines()[-1]) == json.loads(whole.stdout.splitlines()[-1])
+    assert json.loads(last.stdout.splitlines()[-1]) == json.loads(
+        whole.stdout.splitlines()[-1]
+    )
 
 
 def _forked(path):
     accelerator = tk.Accelerator()
-    total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0]), "sum").item()
+    total = accelerator.reduce(
+        torch.tensor([accelerator.process_index + 1.0]), "sum"
+    ).item()
     if accelerator.is_main_process:
         Path(path).write_text(
             json.dumps([total, accelerator.num_processes, accelerator.mixed_precision])
@@ -202,7 +218,11 @@ def test_launchers(tmp_path):
     os.environ["TRAINER_KIT_USE_CPU"] = "1"
     try:
         found = tk.notebook_launcher(
-            _forked, (tmp_path / "note",), num_processes=2, mixed_precision="bf16", use_port=1
+            _forked,
+            (tmp_path / "note",),
+            num_processes=2,
+            mixed_precision="bf16",
+            use_port=1,
         )
     finally:
         del os.environ["TRAINER_KIT_USE_CPU"]
@@ -229,7 +249,9 @@ def test_the_global_batch_is_kept():
 
 def test_a_trace(tmp_path):
     handler = tk.ProfileKwargs(
-        activities=["cpu"], record_shapes=True, output_trace_dir=str(tmp_path / "traces")
+        activities=["cpu"],
+        record_shapes=True,
+        output_trace_dir=str(tmp_path / "traces"),
     )
     accelerator = tk.Accelerator(cpu=True, kwargs_handlers=[handler])
     model = accelerator.prepare(nn.Linear(3, 1))
@@ -266,7 +288,9 @@ def test_a_logger_for_several_processes(caplog, monkeypatch):
         "once",
         "everywhere",
     ]
-    assert {Path(record.pathname).name for record in caplog.records} == {"test_scripts.py"}
+    assert {Path(record.pathname).name for record in caplog.records} == {
+        "test_scripts.py"
+    }
 
 
 @pytest.mark.world_size(2)
@@ -291,7 +315,12 @@ def test_names_used_by_scripts_exist():
         tk.AutocastKwargs(enabled=False), tk.InitProcessGroupKwargs(), tk.GradScalerKwargs(),
     ])  # fmt: skip
     state = accelerator.state
-    assert (state.num_processes, state.mixed_precision, state.deepspeed_plugin, state.backend) == (
+    assert (
+        state.num_processes,
+        state.mixed_precision,
+        state.deepspeed_plugin,
+        state.backend,
+    ) == (
         1,
         "bf16",
         None,
@@ -379,7 +408,9 @@ def test_each_block_is_compiled_separately():
     "ignore::UserWarning"
 )  # of the compiler, which leaves a profiler's mark out
 def test_a_compiled_model_skips_gradient_exchange_on_request():
-    accelerator = tk.Accelerator(cpu=True, dynamo_backend="eager", gradient_accumulation_steps=2)
+    accelerator = tk.Accelerator(
+        cpu=True, dynamo_backend="eager", gradient_accumulation_steps=2
+    )
     own = nn.Linear(2, 1, bias=False)
     model = accelerator.prepare(own)
     assert accelerator.prepare(own) is model, "the user's own is prepared too"
@@ -438,11 +469,23 @@ def test_a_process_knows_its_place_without_the_others(monkeypatch):
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "1",
     }
-    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        **place,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     state = tk.PartialState(cpu=True)
-    assert (state.num_processes, state.process_index, state.local_process_index) == (4, 2, 0)
-    assert (state.is_main_process, state.is_local_main_process, state.is_last_process) == (
+    assert (state.num_processes, state.process_index, state.local_process_index) == (
+        4,
+        2,
+        0,
+    )
+    assert (
+        state.is_main_process,
+        state.is_local_main_process,
+        state.is_last_process,
+    ) == (
         False,
         True,
         False,

@@ -25,7 +25,9 @@ def _unseeded(monkeypatch):
 
 
 def loader(**options):
-    return DataLoader(TensorDataset(torch.arange(N)), batch_size=2, **{"shuffle": True, **options})
+    return DataLoader(
+        TensorDataset(torch.arange(N)), batch_size=2, **{"shuffle": True, **options}
+    )
 
 
 def read(data):
@@ -51,7 +53,9 @@ def test_arguments_override_the_scripts_seed():
     expected = order(Accelerator(cpu=True, seed=7))
     configured = DataLoaderConfiguration(data_seed=7)
     for accelerator in (
-        Accelerator(cpu=True, seed=7, dataloader_config=DataLoaderConfiguration(data_seed=9)),
+        Accelerator(
+            cpu=True, seed=7, dataloader_config=DataLoaderConfiguration(data_seed=9)
+        ),
         Accelerator(cpu=True, dataloader_config=configured),
     ):
         set_seed(8)
@@ -89,7 +93,11 @@ def test_another_process_resumes_with_the_same_samples(
 ):
     def run(*words):
         given = (RESUME, seed_with, str(workers), *words)
-        ran = programs.run_ranks(processes, *given) if processes > 1 else [programs.run(*given)]
+        ran = (
+            programs.run_ranks(processes, *given)
+            if processes > 1
+            else [programs.run(*given)]
+        )
         assert [one.returncode for one in ran] == [0] * processes, ran[0].stderr
         return json.loads(ran[0].stdout.splitlines()[-1])
 
@@ -98,7 +106,9 @@ def test_another_process_resumes_with_the_same_samples(
         for name in (epoch, f"eval {epoch}"):
             assert sorted(itertools.chain(*whole["seen"][name])) == list(range(23))
     assert whole["seen"]["0"] != whole["seen"]["1"]
-    inside = next(path.name for path in tmp_path.iterdir() if path.name.startswith("step_"))
+    inside = next(
+        path.name for path in tmp_path.iterdir() if path.name.startswith("step_")
+    )
     for name, skipped in ((inside, 2), ("epoch_1", None)):
         resumed = run(name)
         assert resumed["weights"] == whole["weights"]

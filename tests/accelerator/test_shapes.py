@@ -30,7 +30,10 @@ def different(rank):
         "another dimension": torch.ones(2, 3 + rank),
         "number of dimensions": torch.ones((2,) * (1 + rank)),
         "dtype": torch.ones(2, dtype=[torch.float32, torch.float64][rank]),
-        "order of keys": {("a", "b")[rank]: torch.ones(2), ("b", "a")[rank]: torch.ones(2)},
+        "order of keys": {
+            ("a", "b")[rank]: torch.ones(2),
+            ("b", "a")[rank]: torch.ones(2),
+        },
         "number of tensors": [torch.ones(2)] * (1 + rank),
         "one of several": [torch.ones(2), torch.ones(2 + rank)],
     }
@@ -45,7 +48,9 @@ def test_different_tensors_are_an_error_on_every_process():
                 call(mine)
             assert "process 0: " in str(found.value), (name, what)
             assert "process 1: " in str(found.value), (name, what)
-        assert call({"a": [torch.ones(2)]})["a"][0].shape in ((2,), (4,)), "the next call works"
+        assert call({"a": [torch.ones(2)]})["a"][0].shape in ((2,), (4,)), (
+            "the next call works"
+        )
 
 
 def test_the_error_names_the_shapes_and_the_way_out():
@@ -81,12 +86,20 @@ def test_another_call_is_an_error_too():
 def test_loader_batches_that_differ_in_length_are_gathered_and_other_differences_are_errors():
     accelerator = tk.Accelerator(cpu=True)
     rank = accelerator.process_index
-    data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(21)), batch_size=4))
+    data = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(21)), batch_size=4)
+    )
     for (index,) in data:
         if not data.end_of_dataloader:
             continue
-        nested = accelerator.gather_for_metrics([index, torch.ones(1), torch.tensor(1.0)])
-        assert [len(part) for part in nested] == [len(accelerator.gather_for_metrics(index)), 2, 2]
+        nested = accelerator.gather_for_metrics(
+            [index, torch.ones(1), torch.tensor(1.0)]
+        )
+        assert [len(part) for part in nested] == [
+            len(accelerator.gather_for_metrics(index)),
+            2,
+            2,
+        ]
         with pytest.raises(ConfigurationError, match=r"tensors of \[1, 2\] rows"):
             accelerator.gather_for_metrics(
                 torch.ones(1 + rank)
@@ -108,7 +121,8 @@ def test_all_gather_of_a_module():
 
     trainer = tk.Trainer(strategy="ddp", barebones=True)
     with pytest.raises(
-        RankError, match=r"process 0: all_gather\(.*\(2, 32\).*process 1: all_gather\(.*\(1, 32\)"
+        RankError,
+        match=r"process 0: all_gather\(.*\(2, 32\).*process 1: all_gather\(.*\(1, 32\)",
     ):
         trainer.validate(Gathers(), DataLoader(torch.ones(3, 32), batch_size=4))
     module = Gathers()

@@ -34,7 +34,8 @@ class Buckets:
 def read(loader: Any, **options: Any) -> list[list[int]]:
     """The batches of this process."""
     accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, **options)
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, **options),
     )
     prepared = accelerator.prepare(loader)
     batches = [batch.tolist() for batch in prepared]
@@ -44,12 +45,17 @@ def read(loader: Any, **options: Any) -> list[list[int]]:
 
 def by_batch_sampler(samples: int, drop_last: bool = False) -> DataLoader[Any]:
     data = list(range(samples))
-    return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 4, drop_last))  # type: ignore[arg-type]
+    return DataLoader(
+        data, batch_sampler=BatchSampler(SequentialSampler(data), 4, drop_last)
+    )  # type: ignore[arg-type]
 
 
 def test_one_process_reads_whole_batches() -> None:
     assert read(by_batch_sampler(8)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert read(DataLoader(list(range(6)), batch_sampler=Buckets([4, 2]))) == [[0, 1, 2, 3], [4, 5]]  # type: ignore[arg-type]
+    assert read(DataLoader(list(range(6)), batch_sampler=Buckets([4, 2]))) == [
+        [0, 1, 2, 3],
+        [4, 5],
+    ]  # type: ignore[arg-type]
 
 
 @pytest.mark.world_size(2)
@@ -72,12 +78,19 @@ def test_two_processes_read_parts() -> None:
         assert seen == list(range(samples))
     shuffled = list(range(16))
     loader = accelerator.prepare(
-        DataLoader(shuffled, batch_sampler=BatchSampler(RandomSampler(shuffled), 4, False))
+        DataLoader(
+            shuffled, batch_sampler=BatchSampler(RandomSampler(shuffled), 4, False)
+        )
     )  # type: ignore[arg-type]
-    orders = [[i for batch in loader for i in accelerator.gather(batch).tolist()] for _ in range(2)]
+    orders = [
+        [i for batch in loader for i in accelerator.gather(batch).tolist()]
+        for _ in range(2)
+    ]
     assert sorted(orders[0]) == sorted(orders[1]) == shuffled
     assert orders[0] != orders[1]
-    with pytest.raises(ConfigurationError, match="a Buckets without a number as batch_size"):
+    with pytest.raises(
+        ConfigurationError, match="a Buckets without a number as batch_size"
+    ):
         accelerator.prepare(DataLoader(shuffled, batch_sampler=Buckets([4, 4], None)))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="batch_size=3 over 2 processes"):
         accelerator.prepare(DataLoader(shuffled, batch_sampler=Buckets([3, 3], 3)))  # type: ignore[arg-type]

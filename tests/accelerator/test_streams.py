@@ -64,7 +64,9 @@ class Fails(Shuffles):
 
 
 def made(loader, **options):
-    accelerator = tk.Accelerator(cpu=True, dataloader_config=tk.DataLoaderConfiguration(**options))
+    accelerator = tk.Accelerator(
+        cpu=True, dataloader_config=tk.DataLoaderConfiguration(**options)
+    )
     return accelerator, accelerator.prepare(loader)
 
 
@@ -82,8 +84,12 @@ def epoch(accelerator, data):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_each_sample_comes_once_and_the_last_batch_is_filled_up(workers):
     """Workers have a last batch each, so that one before the last is short, too."""
-    for count, batches in ((15, 4), (13, 4), (12, 3), (1, 1)) if not workers else ((9, 3), (11, 3)):
-        accelerator, data = made(DataLoader(Shuffles(count), batch_size=2, num_workers=workers))
+    for count, batches in (
+        ((15, 4), (13, 4), (12, 3), (1, 1)) if not workers else ((9, 3), (11, 3))
+    ):
+        accelerator, data = made(
+            DataLoader(Shuffles(count), batch_size=2, num_workers=workers)
+        )
         torch.manual_seed(accelerator.process_index)
         for _ in range(2):
             assert sorted(epoch(accelerator, data)) == list(range(count))
@@ -91,7 +97,9 @@ def test_each_sample_comes_once_and_the_last_batch_is_filled_up(workers):
 
 
 def test_the_last_batch_is_filled_up_when_each_process_reads_the_whole_stream():
-    accelerator, data = made(DataLoader(Place(15), batch_size=2), dispatch_batches=False)
+    accelerator, data = made(
+        DataLoader(Place(15), batch_size=2), dispatch_batches=False
+    )
     assert epoch(accelerator, data) == epoch(accelerator, data) == list(range(15))
     assert "every process reads all of it" in accelerator.explain()
 
@@ -99,7 +107,9 @@ def test_the_last_batch_is_filled_up_when_each_process_reads_the_whole_stream():
 def test_no_batch_is_filled_up_without_even_batches():
     for dispatch in (None, False):
         accelerator, data = made(
-            DataLoader(Place(13), batch_size=2), dispatch_batches=dispatch, even_batches=False
+            DataLoader(Place(13), batch_size=2),
+            dispatch_batches=dispatch,
+            even_batches=False,
         )
         mine = [batch.tolist() for batch in data]
         expected = [[[0, 1], [4, 5], [8, 9], [12]], [[2, 3], [6, 7], [10, 11]]]
@@ -108,7 +118,9 @@ def test_no_batch_is_filled_up_without_even_batches():
 
 @pytest.mark.parametrize("data", [Place(13), TensorDataset(torch.arange(13))])
 def test_drop_last_drops_the_samples_that_do_not_fill_a_batch_for_each_process(data):
-    loader = made(DataLoader(data, batch_size=2, drop_last=True), dispatch_batches=True)[1]
+    loader = made(
+        DataLoader(data, batch_size=2, drop_last=True), dispatch_batches=True
+    )[1]
     read = [batch[0] if isinstance(batch, list) else batch for batch in loader]
     assert [len(batch) for batch in read] == [2, 2, 2]
     assert loader.end_of_dataloader
@@ -150,7 +162,9 @@ def test_an_error_of_the_reader_is_one_on_every_process():
 
 
 def test_processes_that_share_a_batch_get_it_from_one_reader():
-    accelerator = tk.Accelerator(cpu=True, parallelism_config=tk.ParallelismConfig(tp_size=2))
+    accelerator = tk.Accelerator(
+        cpu=True, parallelism_config=tk.ParallelismConfig(tp_size=2)
+    )
     torch.manual_seed(accelerator.process_index)
     data = accelerator.prepare(DataLoader(Shuffles(5), batch_size=2))
     for batch in data:
@@ -162,7 +176,9 @@ def test_processes_that_share_a_batch_get_it_from_one_reader():
 
 def test_a_window_ends_with_the_stream():
     accelerator = tk.Accelerator(cpu=True, gradient_accumulation_steps=3)
-    model, data = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(Shuffles(15), batch_size=2))
+    model, data = accelerator.prepare(
+        torch.nn.Linear(1, 1), DataLoader(Shuffles(15), batch_size=2)
+    )
     syncs, remainders = [], []
     for batch in data:
         with accelerator.accumulate(model):
@@ -176,7 +192,9 @@ def test_a_window_ends_with_the_stream():
 def test_sequences_of_different_lengths_are_filled_up():
     def padded(samples):
         return {
-            "ids": pad_sequence([torch.full((1 + i,), i) for i in samples], batch_first=True),
+            "ids": pad_sequence(
+                [torch.full((1 + i,), i) for i in samples], batch_first=True
+            ),
             "names": samples,
         }
 
@@ -211,13 +229,17 @@ def test_turns_of_every_kind():
     thing = object()
     for batch in (images, thing, {"table": torch.zeros(7), "x": torch.zeros(3)}):
         parts, counts = evened([(batch, 3)], 2, False)
-        assert all(part is batch and n == 3 for part, n in parts), "what cannot be cut stays whole"
+        assert all(part is batch and n == 3 for part, n in parts), (
+            "what cannot be cut stays whole"
+        )
         assert counts == [3, 0]
 
 
 def test_batches_of_a_batch_sampler_are_filled_up_too():
     data = TensorDataset(torch.arange(22))
-    loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=False))
+    loader = DataLoader(
+        data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=False)
+    )
     accelerator, prepared = made(loader)
     seen = []
     for (batch,) in prepared:
@@ -225,7 +247,8 @@ def test_batches_of_a_batch_sampler_are_filled_up_too():
         seen += accelerator.gather_for_metrics(batch).tolist()
     assert sorted(seen) == list(range(22))
     loader = DataLoader(
-        TensorDataset(torch.arange(9)), batch_sampler=BatchSampler(range(9), 4, drop_last=False)
+        TensorDataset(torch.arange(9)),
+        batch_sampler=BatchSampler(range(9), 4, drop_last=False),
     )
     accelerator, prepared = made(loader)
     assert [len(accelerator.gather(batch)) for (batch,) in prepared] == [8, 8]

@@ -34,7 +34,10 @@ def log_three(accelerator, **options):
     accelerator.init_trackers("project", config=HPARAMS, **options)
     for step in range(3):
         accelerator.log(
-            {"loss": torch.tensor(1.0 / (step + 1), requires_grad=True), "accuracy": step},
+            {
+                "loss": torch.tensor(1.0 / (step + 1), requires_grad=True),
+                "accuracy": step,
+            },
             step=step,
         )
 
@@ -42,8 +45,12 @@ def log_three(accelerator, **options):
 def test_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    project = ProjectConfiguration(project_dir=tmp_path / "p", logging_dir=tmp_path / "logs")
-    accelerator = Accelerator(cpu=True, log_with=LoggerType.TENSORBOARD, project_config=project)
+    project = ProjectConfiguration(
+        project_dir=tmp_path / "p", logging_dir=tmp_path / "logs"
+    )
+    accelerator = Accelerator(
+        cpu=True, log_with=LoggerType.TENSORBOARD, project_config=project
+    )
     log_three(accelerator, init_kwargs={"tensorboard": {"flush_secs": 5}})
     accelerator.log({"nested": {"a": 1, "b": np.float32(2)}, "note": "text"}, step=3)
     tracker = accelerator.get_tracker("tensorboard")
@@ -58,7 +65,9 @@ def test_tensorboard(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [
         (i, pytest.approx(1 / (i + 1))) for i in range(3)
     ]
-    assert {"nested/a", "nested/b", "direct", "accuracy"} <= set(events.Tags()["scalars"])
+    assert {"nested/a", "nested/b", "direct", "accuracy"} <= set(
+        events.Tags()["scalars"]
+    )
     for name in ("picture", "rows first"):
         image = events.Images(name)[0]
         assert (image.height, image.width) == (4, 6), (
@@ -157,7 +166,16 @@ def test_every_tracker_and_an_object(tmp_path):
 
     kept = Kept()
     accelerator = Accelerator(cpu=True, log_with=[kept, "all"], project_dir=tmp_path)
-    for word in {"wandb", "clearml", "comet_ml", "mlflow", "aim", "dvclive", "swanlab", "trackio"}:
+    for word in {
+        "wandb",
+        "clearml",
+        "comet_ml",
+        "mlflow",
+        "aim",
+        "dvclive",
+        "swanlab",
+        "trackio",
+    }:
         if (
             word in accelerator.log_with
         ):  # is installed; it would need a server, or outlive the test
@@ -182,7 +200,12 @@ class Written(GeneralTracker):
     @on_main_process
     def __init__(self, run_name: str, logging_dir=None, **kwargs):
         super().__init__()
-        self.lines, self.run_name, self.directory, self.kwargs = [], run_name, logging_dir, kwargs
+        self.lines, self.run_name, self.directory, self.kwargs = (
+            [],
+            run_name,
+            logging_dir,
+            kwargs,
+        )
         self.tracker = self.lines
 
     @on_main_process
@@ -202,7 +225,9 @@ def test_a_tracker_of_the_users_own(tmp_path):
     tracker = Written("mine", tmp_path)
     accelerator = Accelerator(cpu=True, log_with=tracker)
     accelerator.init_trackers("project", config=HPARAMS)
-    accelerator.log({"loss": 1.0, "text": "kept"}, log_kwargs={"written": {"commit": True}})
+    accelerator.log(
+        {"loss": 1.0, "text": "kept"}, log_kwargs={"written": {"commit": True}}
+    )
     assert accelerator.get_tracker("written") is tracker
     assert accelerator.get_tracker("written", unwrap=True) is tracker.lines
     accelerator.end_training()
@@ -258,7 +283,9 @@ def test_one_process_writes_unless_each_has_its_own(tmp_path):
 
     each = Each()
     accelerator = Accelerator(
-        cpu=True, log_with=[each, Written("mine", tmp_path), "csv"], project_dir=tmp_path
+        cpu=True,
+        log_with=[each, Written("mine", tmp_path), "csv"],
+        project_dir=tmp_path,
     )
     log_three(accelerator)
     mine = accelerator.get_tracker("written")
@@ -272,7 +299,9 @@ def test_one_process_writes_unless_each_has_its_own(tmp_path):
     assert (tmp_path / "project" / "metrics.csv").read_text().count("\n") == 4
 
 
-def logged_run(directory: Path, word: str, value: float, state: str = "") -> Accelerator:
+def logged_run(
+    directory: Path, word: str, value: float, state: str = ""
+) -> Accelerator:
     """A run that logs ``value`` at three steps, and continues ``state`` if there is one."""
     accelerator = Accelerator(cpu=True, log_with=word, project_dir=directory)
     accelerator.prepare(torch.nn.Linear(2, 2))
@@ -288,7 +317,9 @@ def logged_run(directory: Path, word: str, value: float, state: str = "") -> Acc
 
 def losses(directory: Path) -> list[float]:
     return [
-        record["loss"] for record in read_journal(directory / "journal.jsonl") if "loss" in record
+        record["loss"]
+        for record in read_journal(directory / "journal.jsonl")
+        if "loss" in record
     ]
 
 
@@ -300,7 +331,10 @@ def test_two_runs_of_a_project_share_no_journal_no_report_and_no_table(tmp_path,
     for value, place in zip((1.0, 2.0, 3.0), places, strict=True):
         assert losses(place) == [value] * 3
         assert (place / "report.html").exists()
-        assert len([event for event in read_events(place) if event["event"] == "start"]) == 1
+        assert (
+            len([event for event in read_events(place) if event["event"] == "start"])
+            == 1
+        )
         if word == "csv":
             assert (place / "metrics.csv").read_text().splitlines()[1:] == [
                 f"{step},{value}" for step in range(3)
@@ -308,7 +342,9 @@ def test_two_runs_of_a_project_share_no_journal_no_report_and_no_table(tmp_path,
 
 
 @pytest.mark.parametrize("word", ["csv", "jsonl"])
-def test_a_run_that_loads_a_state_continues_in_the_directory_of_that_run(tmp_path, word):
+def test_a_run_that_loads_a_state_continues_in_the_directory_of_that_run(
+    tmp_path, word
+):
     for value in (1.0, 2.0, 3.0):
         logged_run(tmp_path, word, value)
     again = logged_run(tmp_path, word, 4.0, "state-2.0")
@@ -319,7 +355,9 @@ def test_a_run_that_loads_a_state_continues_in_the_directory_of_that_run(tmp_pat
     )
     assert not (tmp_path / "exp" / "version_3").exists()
     starts = [
-        event for event in read_events(tmp_path / "exp" / "version_1") if event["event"] == "start"
+        event
+        for event in read_events(tmp_path / "exp" / "version_1")
+        if event["event"] == "start"
     ]
     assert len({event["run"] for event in starts}) == 1
     assert again.tracking.version == "version_1"

@@ -27,11 +27,15 @@ def test_a_model_that_was_trained_here_is_loaded_by_name(kind, tmp_path, monkeyp
         },
         "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16},
     }
-    config = AutoConfig.for_model(kind, **tokens, **sizes[kind], tie_word_embeddings=True)
+    config = AutoConfig.for_model(
+        kind, **tokens, **sizes[kind], tie_word_embeddings=True
+    )
     accelerator = tk.Accelerator(cpu=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     words = torch.randint(64, (2, 8))
     accelerator.backward(model(input_ids=words, labels=words).loss)
     optimizer.step()
@@ -40,7 +44,9 @@ def test_a_model_that_was_trained_here_is_loaded_by_name(kind, tmp_path, monkeyp
     config.save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
 
-    loaded, told = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    loaded, told = AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not any(told.values()), told
     ours, theirs = accelerator.get_state_dict(model), loaded.state_dict()
     assert ours.keys() == theirs.keys()

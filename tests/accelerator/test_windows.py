@@ -60,7 +60,9 @@ def groups_of(size, order=None):
 def make(steps=1, loader=None, **options):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
     model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     data = accelerator.prepare(
         DataLoader(TensorDataset(X, Y), batch_size=4) if loader is None else loader
     )
@@ -92,7 +94,9 @@ def test_an_evaluation_inside_a_window_changes_nothing():
     for x, y in data:
         with accelerator.accumulate(model):
             accelerator.backward(mse(model(x), y))
-            seen = torch.cat([accelerator.gather_for_metrics(part) for (part,) in other])
+            seen = torch.cat(
+                [accelerator.gather_for_metrics(part) for (part,) in other]
+            )
             assert torch.equal(seen, X[:7])
             for _ in other:
                 break  # left early
@@ -201,7 +205,9 @@ def test_the_number_of_steps_changes_in_the_middle():
     accelerator, model, optimizer, data = make(4)
     for index, (x, y) in enumerate(data):
         if index == 1:
-            accelerator.gradient_accumulation_steps = 2  # the window that is under way ends here
+            accelerator.gradient_accumulation_steps = (
+                2  # the window that is under way ends here
+            )
         with accelerator.accumulate(model):
             accelerator.backward(mse(model(x), y))
             optimizer.step()
@@ -273,9 +279,13 @@ def test_overflow_in_a_window_with_clipping():
     """fp16: the window whose gradients overflowed is left out, the others are as if it had not been there."""
 
     def run(bad):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="fp16")
+        accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=2, mixed_precision="fp16"
+        )
         model = net().float()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1)
+        )
         scales = []
         for window in range(3):
             if window == 1 and not bad:
@@ -302,15 +312,20 @@ def test_overflow_in_a_window_with_clipping():
 def test_a_step_that_is_not_taken_after_clipping_leaves_the_next_one_right(emptied):
     def train(precision, skipped=(1,)):
         handler = GradScalerKwargs(init_scale=1024.0, growth_interval=100)
-        accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=[handler])
+        accelerator = Accelerator(
+            cpu=True, mixed_precision=precision, kwargs_handlers=[handler]
+        )
         torch.manual_seed(2)
         one, two = nn.Linear(5, 1), nn.Linear(5, 1)
         one, two, *optimizers = accelerator.prepare(
-            one, two, *(torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two))
+            one,
+            two,
+            *(torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two)),
         )
         for step in range(4):
             accelerator.backward(
-                one(X[:4].float()).square().mean() * (float("inf") if step in skipped else 1)
+                one(X[:4].float()).square().mean()
+                * (float("inf") if step in skipped else 1)
             )
             accelerator.unscale_gradients()  # of both, one of which has none
             norm = accelerator.clip_grad_norm_(one.parameters(), 50.0)
@@ -322,7 +337,9 @@ def test_a_step_that_is_not_taken_after_clipping_leaves_the_next_one_right(empti
         return accelerator, weights(one)
 
     accelerator, found = train("fp16")
-    assert accelerator.scaler.get_scale() == 512.0, "what was not stepped had overflowed"
+    assert accelerator.scaler.get_scale() == 512.0, (
+        "what was not stepped had overflowed"
+    )
     for mine, plain in zip(found, train("no")[1], strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-2, atol=1e-3)
 
@@ -330,7 +347,10 @@ def test_a_step_that_is_not_taken_after_clipping_leaves_the_next_one_right(empti
 def test_dropped_gradients_are_reduced_again():
     completed = []
     window = Accumulation(
-        1, Alone(), Alone(), complete=lambda optimizer: completed.append(optimizer) or []
+        1,
+        Alone(),
+        Alone(),
+        complete=lambda optimizer: completed.append(optimizer) or [],
     )
     ours, others = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer, other = (torch.optim.SGD([p], lr=0.1) for p in (ours, others))
@@ -342,11 +362,15 @@ def test_dropped_gradients_are_reduced_again():
         window.scale(ours.sum(), None).backward()
         window.correct(optimizer)  # as clipping does
         if len(expected) == 3:
-            window.scale(others.sum(), None).backward()  # of another model, ahead of the step
+            window.scale(
+                others.sum(), None
+            ).backward()  # of another model, ahead of the step
             window.correct(other)
             window.correct(optimizer)
         assert completed == expected
-        ours.grad = others.grad = None  # as model.zero_grad() does, and no step is taken
+        ours.grad = others.grad = (
+            None  # as model.zero_grad() does, and no step is taken
+        )
 
 
 @pytest.mark.parametrize("asks_again", [False, True])
@@ -366,7 +390,8 @@ def test_a_closure_under_scaled_gradients(asks_again: bool) -> None:
 
     if asks_again:
         with pytest.raises(
-            ConfigurationError, match=r"(?s)LBFGS evaluates the loss again.*scaled gradients"
+            ConfigurationError,
+            match=r"(?s)LBFGS evaluates the loss again.*scaled gradients",
         ):
             optimizer.step(closure)
         return
@@ -383,7 +408,9 @@ def test_a_closure_under_scaled_gradients(asks_again: bool) -> None:
 def test_lbfgs_calls_its_closure_again():
     accelerator = Accelerator(cpu=True)
     model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=4))
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.LBFGS(model.parameters(), max_iter=4)
+    )
     own = net()
     lbfgs = torch.optim.LBFGS(own.parameters(), max_iter=4)
 
@@ -396,7 +423,9 @@ def test_lbfgs_calls_its_closure_again():
     ours = optimizer.step(lambda: closure(model, optimizer, accelerator.backward))
     theirs = lbfgs.step(lambda: closure(own, lbfgs, torch.Tensor.backward))
     assert torch.equal(ours, theirs)
-    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(own), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(weights(model), weights(own), strict=True)
+    )
 
 
 @pytest.mark.world_size(2)
@@ -438,7 +467,9 @@ class Uneven(IterableDataset):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("steps", [1, 2])
 def test_sizes_that_only_the_other_process_knows(steps):
-    accelerator, model, optimizer, data = make(steps, DataLoader(Uneven(), batch_size=None))
+    accelerator, model, optimizer, data = make(
+        steps, DataLoader(Uneven(), batch_size=None)
+    )
     for x, y in data:
         with accelerator.accumulate(model):
             accelerator.backward(mse(model(x), y))
@@ -454,10 +485,14 @@ def test_sizes_that_only_the_other_process_knows(steps):
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_loop_with_its_own_step_count_averages_its_batches(steps):
     """Each is the mean over all processes, whatever sizes they have; the next one does not rescale it."""
-    accelerator, model, optimizer, data = make(steps, DataLoader(Uneven(), batch_size=None))
+    accelerator, model, optimizer, data = make(
+        steps, DataLoader(Uneven(), batch_size=None)
+    )
     for number, (x, y) in enumerate(data, start=1):
         for part in (x, x.flip(1)):
-            accelerator.backward(mse(model(part), y) * steps / 2)  # it divides by its own steps
+            accelerator.backward(
+                mse(model(part), y) * steps / 2
+            )  # it divides by its own steps
         if number % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
@@ -465,7 +500,9 @@ def test_a_loop_with_its_own_step_count_averages_its_batches(steps):
     sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
     for window in ((slice(0, 4), slice(4, 11)), (slice(11, 19), slice(19, 23))):
         for at in window:
-            (mse(alone(X[at]), Y[at]) / 2 + mse(alone(X[at].flip(1)), Y[at]) / 2).backward()
+            (
+                mse(alone(X[at]), Y[at]) / 2 + mse(alone(X[at].flip(1)), Y[at]) / 2
+            ).backward()
         sgd.step()
         sgd.zero_grad()
     assert_close(weights(model), weights(alone))
@@ -487,7 +524,9 @@ def test_a_mean_over_the_tokens_of_a_window(way):
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model = net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, data = accelerator.prepare(model, sgd, DataLoader(Uneven(), batch_size=None))
+    model, optimizer, data = accelerator.prepare(
+        model, sgd, DataLoader(Uneven(), batch_size=None)
+    )
     windows = [slice(0, 19), slice(19, 23)]
     counts = [int(MASK[at].sum()) for at in windows]
     if way == "no_sync":

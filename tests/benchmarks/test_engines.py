@@ -38,7 +38,16 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.slow
 def test_one_round_of_the_trainer_and_the_loop_by_hand(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    options = ["--engine", "fsdp", "--loops", "by hand", "trainer_kit", *SMALL, "--json", str(out)]
+    options = [
+        "--engine",
+        "fsdp",
+        "--loops",
+        "by hand",
+        "trainer_kit",
+        *SMALL,
+        "--json",
+        str(out),
+    ]
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), *options],
         cwd=tmp_path,
@@ -67,6 +76,11 @@ def test_a_failed_measurement_is_reported(
     engines: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     engines["show"](
-        "ddp", [engines["Result"]("ddp", "raw", refused="Traceback\nfinal weights differ by 0.5")]
+        "ddp",
+        [
+            engines["Result"](
+                "ddp", "raw", refused="Traceback\nfinal weights differ by 0.5"
+            )
+        ],
     )
     assert "not reported: final weights differ by 0.5" in capsys.readouterr().out

@@ -62,7 +62,9 @@ def test_refuses_different_weights(overhead: dict[str, Any]) -> None:
 
 def test_refuses_different_means(overhead: dict[str, Any]) -> None:
     with pytest.raises(SystemExit, match=r"the mean of loss is 2\.0, by hand 1\.0"):
-        overhead["_check"]([([], {"loss": 1.0}), ([], {"loss": 2.0}), ([], {"loss": 1.0})])
+        overhead["_check"](
+            [([], {"loss": 1.0}), ([], {"loss": 2.0}), ([], {"loss": 1.0})]
+        )
 
 
 def test_a_failed_measurement_is_reported_and_fails(

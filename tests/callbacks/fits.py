@@ -107,7 +107,8 @@ class Noting(Trainer):
     def on_disk(self) -> list[str]:
         """Names of the checkpoints in the run's own directory."""
         return [
-            record.path.name for record in checkpoints(Path(self.default_root_dir) / "checkpoints")
+            record.path.name
+            for record in checkpoints(Path(self.default_root_dir) / "checkpoints")
         ]
 
 
@@ -132,7 +133,9 @@ class Windows(Callback):
         self._batches = trainer.progress.batch
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        self.lengths.append((trainer.current_epoch, trainer.progress.batch - self._batches))
+        self.lengths.append(
+            (trainer.current_epoch, trainer.progress.batch - self._batches)
+        )
         self._batches = trainer.progress.batch
 
 
@@ -146,12 +149,16 @@ class Timed(Scripted):
     """
 
     def __init__(
-        self, clock: Callable[[float], None], values: dict[str, float] | None = None, **seconds: Any
+        self,
+        clock: Callable[[float], None],
+        values: dict[str, float] | None = None,
+        **seconds: Any,
     ) -> None:
         super().__init__()
         self.pass_time, self.values = clock, values or {}
         self.seconds = {
-            kind: iter(each) if isinstance(each, list) else each for kind, each in seconds.items()
+            kind: iter(each) if isinstance(each, list) else each
+            for kind, each in seconds.items()
         }
 
     def _take(self, kind: str) -> None:
@@ -164,13 +171,17 @@ class Timed(Scripted):
             self.log(name, value, prog_bar=True)
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(
+        self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self._take("val")
 
     def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         self._take("test")
 
-    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def predict_step(
+        self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> Tensor:
         self._take("predict")
         return batch
 

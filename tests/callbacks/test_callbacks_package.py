@@ -86,7 +86,9 @@ def test_a_callback_can_be_pickled_after_a_fit_and_trains_alike(make):
             module.layer.weight.fill_(0.5)
             module.layer.bias.zero_()
         data = [torch.full((2, 32), float(i)) for i in range(3)]
-        trainer = tk.Trainer(accelerator="cpu", barebones=True, max_epochs=2, callbacks=callback)
+        trainer = tk.Trainer(
+            accelerator="cpu", barebones=True, max_epochs=2, callbacks=callback
+        )
         trainer.fit(module, data)
         return trainer, [value.tolist() for value in module.state_dict().values()]
 
@@ -114,7 +116,10 @@ def test_importing_it_imports_no_callback_and_nothing_heavy():
     """
     root = str(Path(callbacks.__file__).parents[2])
     subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": root}
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": root},
     )
 
 
@@ -126,7 +131,8 @@ def test_a_missing_lightning_callback_names_its_replacement(name):
     ):
         exec(f"from trainer_kit.callbacks import {name}")
     with pytest.raises(
-        ImportError, match=r"has no attribute 'NoSuchCallback'\n.*did you mean 'Callback'"
+        ImportError,
+        match=r"has no attribute 'NoSuchCallback'\n.*did you mean 'Callback'",
     ):
         exec("from trainer_kit.callbacks import NoSuchCallback")
 
@@ -140,7 +146,9 @@ def test_no_test_of_callbacks_builds_a_fake_trainer():
             if isinstance(node, ast.ClassDef) and not any(
                 ast.unparse(base).endswith("Trainer") for base in node.bases
             ):
-                own = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                own = {
+                    part.name for part in node.body if isinstance(part, ast.FunctionDef)
+                }
                 fake = len(own & members) > 1
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
                 ("SimpleNamespace", "Mock")

@@ -42,7 +42,8 @@ def test_templates(template, insert, values, expected):
 def test_a_missing_value_is_zero_and_warns_once():
     name = CheckpointName("{val_los:.1f}")
     with pytest.warns(
-        UserWarning, match="uses 'val_los', which was not logged.*did you mean 'val_loss'"
+        UserWarning,
+        match="uses 'val_los', which was not logged.*did you mean 'val_loss'",
     ):
         assert name({"val_loss": 1.0}) == "val_los=0.0"
     assert name({"val_loss": 1.0}) == "val_los=0.0"
@@ -50,7 +51,17 @@ def test_a_missing_value_is_zero_and_warns_once():
 
 @pytest.mark.parametrize(
     "template",
-    ["", "runs/{epoch}", ".hidden", "{}", "{epoch", "{epoch!r}", "a\\b", "{step:s}", "{a:x}"],
+    [
+        "",
+        "runs/{epoch}",
+        ".hidden",
+        "{}",
+        "{epoch",
+        "{epoch!r}",
+        "a\\b",
+        "{step:s}",
+        "{a:x}",
+    ],
 )
 def test_a_template_that_is_not_one_directory_is_refused(template):
     with pytest.raises(ConfigurationError, match="filename"):

@@ -1,7 +1,12 @@
 import pytest
 
 from tests.callbacks.fits import fit
-from trainer_kit.callbacks import GradientAccumulation, HealthCheck, LambdaCallback, ModelCheckpoint
+from trainer_kit.callbacks import (
+    GradientAccumulation,
+    HealthCheck,
+    LambdaCallback,
+    ModelCheckpoint,
+)
 from trainer_kit.callbacks.conditions import following, in_run, the_only
 from trainer_kit.callbacks.lambda_callback import FunctionCallback
 from trainer_kit.core.errors import ConfigurationError, DurationError
@@ -18,7 +23,8 @@ def test_a_fraction_of_the_run_becomes_steps():
 
     def read(trainer, module):
         found.extend(
-            in_run(Duration.parse(every), trainer) for every in ("0.5dur", "0.001dur", "3ba")
+            in_run(Duration.parse(every), trainer)
+            for every in ("0.5dur", "0.001dur", "3ba")
         )
 
     fit(LambdaCallback(on_train_start=read), batches=10, max_steps=5)
@@ -41,13 +47,19 @@ def test_only_one_interval():
         lambda: HealthCheck(every="3tok"),
         lambda: ModelCheckpoint(every_n_train_steps="3tok"),
         lambda: ModelCheckpoint(every_n_epochs="3tok"),
-        lambda: FunctionCallback("train_step_end", lambda trainer, module: None, every="3tok"),
+        lambda: FunctionCallback(
+            "train_step_end", lambda trainer, module: None, every="3tok"
+        ),
         lambda: GradientAccumulation("3tok"),
     ],
 )
 def test_an_interval_of_tokens_needs_their_count(make):
-    began = LambdaCallback(on_train_start=lambda trainer, module: pytest.fail("training began"))
-    with pytest.raises(ConfigurationError, match="the number of tokens is unknown") as problem:
+    began = LambdaCallback(
+        on_train_start=lambda trainer, module: pytest.fail("training began")
+    )
+    with pytest.raises(
+        ConfigurationError, match="the number of tokens is unknown"
+    ) as problem:
         fit(make(), began, batches=2)
     assert "'3tok', and Scripted has no loss_weight" in problem.value.found
 
@@ -56,7 +68,9 @@ def test_counted_tokens_are_an_interval():
     seen = []
     fit(
         FunctionCallback(
-            "train_step_end", lambda trainer, module: seen.append(trainer.global_step), "6tok"
+            "train_step_end",
+            lambda trainer, module: seen.append(trainer.global_step),
+            "6tok",
         ),
         batches=4,
         tokens=3,

@@ -14,7 +14,9 @@ from trainer_kit.testing import TinyModule
 
 def run(stop, *values, **options):
     """One epoch for each value, until the run stops."""
-    return fit(stop, epochs=len(values), batches=1, val=each("loss", *values), **options)
+    return fit(
+        stop, epochs=len(values), batches=1, val=each("loss", *values), **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,10 @@ def test_a_run_before_its_minimum_stops_there_unless_the_value_improves(last, ep
             self.log("score", values[self.current_epoch])
 
     trainer = Trainer(
-        max_epochs=6, min_epochs=4, callbacks=EarlyStopping("score", patience=1), barebones=True
+        max_epochs=6,
+        min_epochs=4,
+        callbacks=EarlyStopping("score", patience=1),
+        barebones=True,
     )
     trainer.fit(Scored(), [torch.ones(2, 32)], [torch.ones(2, 32)])
     assert trainer.current_epoch == epochs
@@ -87,14 +92,24 @@ def test_the_state_survives_a_restart(tmp_path):
     )
     assert looks.state == before.state_dict()
     assert (len(done.stops), done.current_epoch) == (1, 4)
-    assert after.state_key == before.state_key != EarlyStopping("loss", mode="max").state_key
+    assert (
+        after.state_key
+        == before.state_key
+        != EarlyStopping("loss", mode="max").state_key
+    )
 
 
 def test_a_restart_with_more_patience_continues(tmp_path):
-    run(EarlyStopping("loss", patience=3), 1.0, 2.0, 2.0, 2.0).save_checkpoint(tmp_path / "saved")
+    run(EarlyStopping("loss", patience=3), 1.0, 2.0, 2.0, 2.0).save_checkpoint(
+        tmp_path / "saved"
+    )
     more = EarlyStopping("loss", patience=10)
     done = fit(
-        more, epochs=20, batches=1, val=each("loss", *[2.0] * 9), ckpt_path=tmp_path / "saved"
+        more,
+        epochs=20,
+        batches=1,
+        val=each("loss", *[2.0] * 9),
+        ckpt_path=tmp_path / "saved",
     )
     assert done.current_epoch == 4 + 7
 
@@ -117,7 +132,11 @@ def test_training_values_are_monitored_when_validation_runs(unsized):
 def test_check_on_train_epoch_end_chooses_the_hook(at_epoch_end, validates, checks):
     """Three validations in an epoch, each with a value of its own."""
     stop = EarlyStopping("loss", patience=100, check_on_train_epoch_end=at_epoch_end)
-    values = {"val": each("loss", 1.0, 1.0, 1.0)} if validates else {"epoch": each("loss", 1.0)}
+    values = (
+        {"val": each("loss", 1.0, 1.0, 1.0)}
+        if validates
+        else {"epoch": each("loss", 1.0)}
+    )
     fit(stop, batches=6, val_check_interval=2, **values) if validates else fit(
         stop, batches=6, **values
     )
@@ -137,16 +156,24 @@ def test_checks_after_validation_in_a_fit_without_it(strict):
 
 def test_a_value_is_checked_once():
     """Epochs without validation bring no new value: patience counts the validations."""
-    stop = EarlyStopping("loss", patience=2, check_on_train_epoch_end=True, strict=False)
+    stop = EarlyStopping(
+        "loss", patience=2, check_on_train_epoch_end=True, strict=False
+    )
     done = fit(
-        stop, epochs=8, batches=1, check_val_every_n_epoch=2, val=each("loss", 1.0, 2.0, 0.5, 2.0)
+        stop,
+        epochs=8,
+        batches=1,
+        check_val_every_n_epoch=2,
+        val=each("loss", 1.0, 2.0, 0.5, 2.0),
     )
     assert (done.stops, stop.wait_count, float(stop.best_score)) == ([], 1, 0.5)
 
 
 def test_a_validation_inside_the_epoch_is_checked_at_its_end():
     stop = EarlyStopping("loss", patience=1, check_on_train_epoch_end=True)
-    done = fit(stop, epochs=8, batches=5, val_check_interval=3, val=each("loss", 1.0, 2.0, 0.5))
+    done = fit(
+        stop, epochs=8, batches=5, val_check_interval=3, val=each("loss", 1.0, 2.0, 0.5)
+    )
     assert (done.current_epoch, len(done.stops)) == (2, 1)
 
 
@@ -161,8 +188,14 @@ def test_not_in_the_sanity_check_nor_in_validate_nor_in_a_fast_run():
         (trainer(stop), "validate"),
         (trainer(stop, fast_dev_run=True), "fit"),
     ):
-        getattr(made, verb)(Loud(), *([[BATCH]] if verb == "validate" else [[BATCH], [BATCH]]))
-        assert (stop.wait_count, float(stop.best_score), made.stops) == (0, float("inf"), [])
+        getattr(made, verb)(
+            Loud(), *([[BATCH]] if verb == "validate" else [[BATCH], [BATCH]])
+        )
+        assert (stop.wait_count, float(stop.best_score), made.stops) == (
+            0,
+            float("inf"),
+            [],
+        )
 
 
 def test_a_value_that_is_never_logged():
@@ -199,7 +232,9 @@ def test_rank_0_decides_for_all():
     made = trainer(stop, devices=2, strategy="ddp", max_epochs=2)
     made.fit(Own(), [BATCH] * 4)
     assert (made.stops, made.current_epoch, float(stop.best_score)) == ([], 2, 0.0)
-    assert made.printed == (["loss improved from inf to 0"] if int(os.environ["RANK"]) == 0 else [])
+    assert made.printed == (
+        ["loss improved from inf to 0"] if int(os.environ["RANK"]) == 0 else []
+    )
 
 
 def test_verbose():
@@ -211,7 +246,9 @@ def test_verbose():
     ]
 
 
-@pytest.mark.parametrize("options", [{"mode": "minimum"}, {"patience": -1}, {"min_delta": -0.1}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "minimum"}, {"patience": -1}, {"min_delta": -0.1}]
+)
 def test_bad_arguments(options):
     with pytest.raises(ConfigurationError, match="EarlyStopping"):
         EarlyStopping("loss", **options)

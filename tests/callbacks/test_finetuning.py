@@ -26,7 +26,11 @@ class Net(TrainModule):
         super().__init__()
         torch.manual_seed(1)
         self.backbone = nn.Sequential(
-            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8)
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(8, 8),
         )
         self.head = nn.Linear(8, 1)
         self.schedule = schedule
@@ -35,10 +39,14 @@ class Net(TrainModule):
         return (self.head(self.backbone(batch)) - 1).pow(2).mean()
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+        optimizer = torch.optim.AdamW(
+            [p for p in self.parameters() if p.requires_grad], lr=0.01
+        )
         if self.schedule is None:
             return optimizer
-        return [optimizer], [{"scheduler": self.schedule(optimizer), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": self.schedule(optimizer), "interval": "step"}
+        ]
 
 
 class Notes(Callback):
@@ -50,7 +58,11 @@ class Notes(Callback):
     def on_train_step_end(self, trainer, module):
         self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
         self.trained.append(
-            {n.rpartition(".")[0] for n, p in module.named_parameters() if p.requires_grad}
+            {
+                n.rpartition(".")[0]
+                for n, p in module.named_parameters()
+                if p.requires_grad
+            }
         )
 
 
@@ -76,7 +88,9 @@ def test_it_trains_as_a_plain_loop_does():
             plain.backbone.requires_grad_(True)
             plain.backbone[1].track_running_stats = True
             late = [
-                p for layer in (plain.backbone[0], plain.backbone[4]) for p in layer.parameters()
+                p
+                for layer in (plain.backbone[0], plain.backbone[4])
+                for p in layer.parameters()
             ]
             optimizer.add_param_group({"params": late, "lr": rate})
         elif epoch > 2:
@@ -90,7 +104,13 @@ def test_it_trains_as_a_plain_loop_does():
         module.state_dict().items(), plain.state_dict().items(), strict=True
     ):
         assert torch.equal(ours, theirs), name
-    assert [rates[1:] for rates in notes.rates[::3]] == [[], [], [0.001], [0.002], [0.004]]
+    assert [rates[1:] for rates in notes.rates[::3]] == [
+        [],
+        [],
+        [0.001],
+        [0.002],
+        [0.004],
+    ]
 
 
 SCHEDULES = {
@@ -99,7 +119,10 @@ SCHEDULES = {
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "sequence": lambda optimizer: SequentialLR(
         optimizer,
-        [LambdaLR(optimizer, lambda step: 0.1 + step / 10), LambdaLR(optimizer, lambda step: 0.5)],
+        [
+            LambdaLR(optimizer, lambda step: 0.1 + step / 10),
+            LambdaLR(optimizer, lambda step: 0.5),
+        ],
         [5],
     ),
 }
@@ -114,12 +137,21 @@ def test_a_resumed_run_is_the_same(schedule, tmp_path):
         )
         keeper = ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1)
         return fitted(
-            callback, keeper, notes := Notes(), module=Net(schedule), ckpt_path=ckpt_path
+            callback,
+            keeper,
+            notes := Notes(),
+            module=Net(schedule),
+            ckpt_path=ckpt_path,
         ), notes
 
     (done, module), notes = run(tmp_path / "whole")
     assert {len(rates) for rates in notes.rates[3:]} == {2}
-    for step in (2, 3, 4, 11):  # before the epoch of the change, at its start, inside, and after
+    for step in (
+        2,
+        3,
+        4,
+        11,
+    ):  # before the epoch of the change, at its start, inside, and after
         (again, resumed), rest = run(
             tmp_path / f"from-{step}", tmp_path / "whole" / f"step-{step:08d}"
         )
@@ -137,13 +169,20 @@ def test_an_added_group_follows_the_schedule():
     fitted(BackboneFinetuning(2), notes, module=Net(SCHEDULES["lambda"]), epochs=3)
     for step, rates in enumerate(notes.rates, 1):
         expected = 0.01 / (1 + step)
-        assert rates == pytest.approx([expected] if step < 7 else [expected, expected / 10])
+        assert rates == pytest.approx(
+            [expected] if step < 7 else [expected, expected / 10]
+        )
 
 
 def test_layers_are_trained_one_after_the_other():
     notes = Notes()
     layers = ["backbone.4", "backbone.0"]
-    fitted(LayerWiseUnfreezing(layers, unfreeze_at_epoch=1, every_n_epochs=2, lr_factor=0.5), notes)
+    fitted(
+        LayerWiseUnfreezing(
+            layers, unfreeze_at_epoch=1, every_n_epochs=2, lr_factor=0.5
+        ),
+        notes,
+    )
     always = {"head", "backbone.1"}  # batch norms are trained from the start
     expected = [
         always,
@@ -160,7 +199,9 @@ def test_a_finetuning_of_ones_own():
         seen = ()
 
         def freeze_before_training(self, pl_module):
-            self.freeze([pl_module.backbone[0], [pl_module.backbone[4]]], train_bn=False)
+            self.freeze(
+                [pl_module.backbone[0], [pl_module.backbone[4]]], train_bn=False
+            )
 
         def finetune_function(self, pl_module, epoch, optimizer):
             self.seen += (epoch,)
@@ -182,7 +223,9 @@ def test_mistakes_are_refused_before_the_first_step():
     with pytest.raises(ConfigurationError, match="has no submodule of this name"):
         fitted(
             BackboneFinetuning(),
-            module=type("Plain", (Net,), {"__init__": lambda self: TrainModule.__init__(self)})(),
+            module=type(
+                "Plain", (Net,), {"__init__": lambda self: TrainModule.__init__(self)}
+            )(),
         )
     with pytest.raises(ConfigurationError, match=r"no submodule 'backbone\.9'"):
         fitted(LayerWiseUnfreezing(["backbone.9"]))
@@ -196,7 +239,9 @@ def test_parameters_that_the_optimizer_already_has_are_reported():
             return torch.optim.SGD(self.parameters(), lr=0.01)
 
     notes = Notes()
-    with pytest.warns(UserWarning, match="4 frozen parameters are in the optimizer already"):
+    with pytest.warns(
+        UserWarning, match="4 frozen parameters are in the optimizer already"
+    ):
         fitted(BackboneFinetuning(1), notes, module=Whole(), epochs=2)
     assert notes.rates[-1] == [0.01]
     assert notes.trained[-1] == {"backbone.0", "backbone.1", "backbone.4", "head"}
@@ -205,11 +250,14 @@ def test_parameters_that_the_optimizer_already_has_are_reported():
         def configure_optimizers(self):
             parts = {"head": self.head, "norm": self.backbone[1]}
             return {
-                name: torch.optim.SGD(part.parameters(), lr=0.01) for name, part in parts.items()
+                name: torch.optim.SGD(part.parameters(), lr=0.01)
+                for name, part in parts.items()
             }
 
     for callback in (BackboneFinetuning(1), LayerWiseUnfreezing(["backbone.0"])):
-        with pytest.raises(ConfigurationError, match="adds parameters to one optimizer"):
+        with pytest.raises(
+            ConfigurationError, match="adds parameters to one optimizer"
+        ):
             fitted(callback, module=Two())
 
 

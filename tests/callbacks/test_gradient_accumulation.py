@@ -23,7 +23,9 @@ def windows(callback, loader, module=None, ckpt_path=None, **options):
 
 
 def of_sizes(*counts_and_sizes):
-    return [torch.ones(size, 32) for count, size in counts_and_sizes for _ in range(count)]
+    return [
+        torch.ones(size, 32) for count, size in counts_and_sizes for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -45,10 +47,16 @@ def test_by_epoch(scheduling, lengths):
 def test_in_the_middle_of_a_schedule(tmp_path):
     """A resumed run begins with the length of its epoch."""
     scheduling = {0: 1, 3: 7}
-    fit(GradientAccumulation(scheduling), batches=7, epochs=3).save_checkpoint(tmp_path / "three")
+    fit(GradientAccumulation(scheduling), batches=7, epochs=3).save_checkpoint(
+        tmp_path / "three"
+    )
     seen = Windows()
     resumed = fit(
-        GradientAccumulation(scheduling), seen, batches=7, epochs=4, ckpt_path=tmp_path / "three"
+        GradientAccumulation(scheduling),
+        seen,
+        batches=7,
+        epochs=4,
+        ckpt_path=tmp_path / "three",
     )
     assert set(resumed.lengths) == {7}
     assert seen.lengths == [(3, 7)]
@@ -64,7 +72,9 @@ def test_the_users_schedule_is_left_alone():
 
 
 def test_the_references_name():
-    assert isinstance(GradientAccumulationScheduler(scheduling={0: 1, 4: 2}), GradientAccumulation)
+    assert isinstance(
+        GradientAccumulationScheduler(scheduling={0: 1, 4: 2}), GradientAccumulation
+    )
 
 
 def test_a_target_in_samples():
@@ -83,7 +93,9 @@ def test_a_target_before_the_first_window():
 
 def test_a_target_in_tokens():
     lengths, _ = windows(
-        GradientAccumulation("200tok"), of_sizes((3, 2), (5, 100)), CountsTokens(lr=0.001)
+        GradientAccumulation("200tok"),
+        of_sizes((3, 2), (5, 100)),
+        CountsTokens(lr=0.001),
     )
     assert lengths == [3, 3, 1, 1]  # never less than one
 

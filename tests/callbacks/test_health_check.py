@@ -14,7 +14,15 @@ from torch import nn
 
 import trainer_kit as tk
 from tests.calls import python_calls
-from tests.parity.plain import Batch, Classifier, assert_same, ddp, make_batches, make_net, train
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    assert_same,
+    ddp,
+    make_batches,
+    make_net,
+    train,
+)
 from trainer_kit.callbacks import HealthCheck, ModelCheckpoint
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.health import survey as surveys
@@ -43,11 +51,15 @@ class Watched(Classifier):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         self.gradients.append(
-            torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None])
+            torch.cat(
+                [p.grad.flatten() for p in self.parameters() if p.grad is not None]
+            )
         )
 
 
-def surveyed(monkeypatch: pytest.MonkeyPatch, trainer_of: list[tk.Trainer]) -> list[int]:
+def surveyed(
+    monkeypatch: pytest.MonkeyPatch, trainer_of: list[tk.Trainer]
+) -> list[int]:
     steps: list[int] = []
 
     def noted(*arguments: Any) -> Any:
@@ -71,7 +83,10 @@ def surveyed(monkeypatch: pytest.MonkeyPatch, trainer_of: list[tk.Trainer]) -> l
     ],
 )
 def test_it_checks_before_training_and_at_intervals(
-    every: Any, options: dict[str, Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+    every: Any,
+    options: dict[str, Any],
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = tk.Trainer(
         **{
@@ -96,7 +111,10 @@ def test_training_is_the_same_in_bits() -> None:
         train(module, make_batches(6), callbacks=callbacks, **RUN)
     assert_same(with_it, without)
     assert len(with_it.gradients) == 6
-    assert all(torch.equal(a, b) for a, b in zip(with_it.gradients, without.gradients, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(with_it.gradients, without.gradients, strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -127,7 +145,8 @@ def test_training_is_the_same_on_two_ranks_and_a_slow_one_is_named() -> None:
                 assert trainer.progress.step == 4
     assert_same(*modules)
     assert all(
-        torch.equal(a, b) for a, b in zip(modules[0].gradients, modules[1].gradients, strict=True)
+        torch.equal(a, b)
+        for a, b in zip(modules[0].gradients, modules[1].gradients, strict=True)
     )
 
 
@@ -137,7 +156,9 @@ def test_what_it_prints(
     monkeypatch.setattr("trainer_kit.health.survey._SLOW_DISK", 0.0)
     train(Watched(), make_batches(4), callbacks=[HealthCheck(every=4)], **RUN)
     lines = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("health check")
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("health check")
     ]
     assert [line.split(":")[0] for line in lines] == [
         "health check at step 0",
@@ -156,7 +177,10 @@ def test_what_it_prints(
 def test_steps_without_a_check_cost_no_python_call() -> None:
     def calls(*callbacks: Any) -> int:
         counted = 0
-        for steps, sign in ((60, 1), (20, -1)):  # what a fit costs as a whole cancels out
+        for steps, sign in (
+            (60, 1),
+            (20, -1),
+        ):  # what a fit costs as a whole cancels out
             trainer = tk.Trainer(
                 accelerator="cpu",
                 devices=1,
@@ -198,7 +222,9 @@ def test_time_of_a_check_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("trainer_kit.callbacks.health_check.survey", slow)
     monkeypatch.setattr("trainer_kit.training.settle.time", clock)
     monkeypatch.setattr("trainer_kit.training.fit.time", clock)
-    trainer = train(Watched(), make_batches(10), callbacks=[HealthCheck(every=4)], **RUN)
+    trainer = train(
+        Watched(), make_batches(10), callbacks=[HealthCheck(every=4)], **RUN
+    )
     assert ahead == [3000]
     assert trainer.progress.seconds < 1000
 
@@ -214,7 +240,13 @@ def test_an_interval_can_be_counted_and_is_above_zero(every: Any) -> None:
 def test_a_run_whose_checkpoints_go_to_a_url_measures_no_disk() -> None:
     pytest.importorskip("fsspec")
     check = HealthCheck()
-    train(Watched(), make_batches(2), callbacks=[check], default_root_dir="memory://health", **RUN)
+    train(
+        Watched(),
+        make_batches(2),
+        callbacks=[check],
+        default_root_dir="memory://health",
+        **RUN,
+    )
     assert check.last is not None
     assert "disk" not in check.last.ranks[0].speeds
     assert json.dumps(dict(check.last.ranks[0].speeds))

@@ -60,7 +60,11 @@ _MODULE_ONLY = {
     "optimizer_step": ("epoch", "batch_idx", "optimizer", "optimizer_closure"),
     "optimizer_zero_grad": ("epoch", "batch_idx", "optimizer"),
     "lr_scheduler_step": ("scheduler", "metric"),
-    "configure_gradient_clipping": ("optimizer", "gradient_clip_val", "gradient_clip_algorithm"),
+    "configure_gradient_clipping": (
+        "optimizer",
+        "gradient_clip_val",
+        "gradient_clip_algorithm",
+    ),
     "manual_backward": ("loss", "args", "kwargs"),
     "all_gather": ("data", "group", "sync_grads"),
     "toggle_optimizer": ("optimizer",),
@@ -95,7 +99,9 @@ MODULE = {
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
-    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+    return tuple(
+        name for name in inspect.signature(function).parameters if name != "self"
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,15 +117,22 @@ def test_hooks_have_lightnings_parameter_names(
 
 def test_every_callback_of_the_library_overrides_hooks_with_the_same_names() -> None:
     hooks = [
-        name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
+        name
+        for name in vars(Callback)
+        if name.startswith("on_") or name in ("setup", "teardown")
     ]
     classes = [getattr(library, name) for name in library.__all__]
-    callbacks = [cls for cls in classes if isinstance(cls, type) and issubclass(cls, Callback)]
+    callbacks = [
+        cls for cls in classes if isinstance(cls, type) and issubclass(cls, Callback)
+    ]
     assert len(callbacks) > 20
     for cls in callbacks:
         for hook in hooks:
             override = inspect.getattr_static(cls, hook)
-            assert _parameters(override) == _parameters(vars(Callback)[hook]), (cls, hook)
+            assert _parameters(override) == _parameters(vars(Callback)[hook]), (
+                cls,
+                hook,
+            )
 
 
 class _Validated(TinyModule):

@@ -13,7 +13,11 @@ from trainer_kit.callbacks import Callback, FunctionCallback, LambdaCallback
 from trainer_kit.core.errors import ConfigurationError, DurationError, HookError
 from trainer_kit.testing import TinyModule
 
-HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+HOOKS = [
+    name
+    for name in vars(Callback)
+    if name.startswith("on_") or name in ("setup", "teardown")
+]
 heard = []
 
 
@@ -70,21 +74,34 @@ def test_unknown_hooks_and_wrong_parameters():
         match=r"unknown hook 'on_train_batch_ends'(.|\n)*did you mean 'on_train_batch_end'",
     ):
         LambdaCallback(on_train_batch_ends=hear)
-    with pytest.raises(HookError, match=r"take \(trainer, pl_module, outputs, batch, batch_idx\)"):
+    with pytest.raises(
+        HookError, match=r"take \(trainer, pl_module, outputs, batch, batch_idx\)"
+    ):
         LambdaCallback(on_train_batch_end=hear)
     with pytest.raises(HookError, match="give a function"):
         LambdaCallback(on_fit_start="hear")
-    LambdaCallback(on_validation_batch_end=lambda trainer, module, outputs, batch, batch_idx: None)
+    LambdaCallback(
+        on_validation_batch_end=lambda trainer, module, outputs, batch, batch_idx: None
+    )
 
 
 def test_copies():
-    for duplicate in (copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))):
+    for duplicate in (
+        copy.deepcopy,
+        lambda callback: pickle.loads(pickle.dumps(callback)),
+    ):
         again = duplicate(LambdaCallback(on_train_start=hear))
         assert overridden(again) == {"on_train_start"}
         assert again.on_train_start is hear
-        scheduled = duplicate(FunctionCallback("train_start", hear, every="2ep", name="x"))
+        scheduled = duplicate(
+            FunctionCallback("train_start", hear, every="2ep", name="x")
+        )
         assert overridden(scheduled) == {"on_train_start", "on_fit_start"}
-        assert (str(scheduled.every), scheduled.name, scheduled.fn) == ("2ep", "x", hear)
+        assert (str(scheduled.every), scheduled.name, scheduled.fn) == (
+            "2ep",
+            "x",
+            hear,
+        )
 
 
 # -- one function ----------------------------------------------------------------------------------------------------
@@ -127,7 +144,14 @@ def test_the_first_event_at_or_after_each_multiple(event, every, fired):
     callback = FunctionCallback(
         event, lambda trainer, *_: batches.append(trainer.progress.batch), every=every
     )
-    fit(callback, epochs=3, batch=torch.ones(5, 32), tokens=50, val=(), accumulate_grad_batches=2)
+    fit(
+        callback,
+        epochs=3,
+        batch=torch.ones(5, 32),
+        tokens=50,
+        val=(),
+        accumulate_grad_batches=2,
+    )
     assert batches == fired
 
 
@@ -150,7 +174,9 @@ def test_a_function_that_leaves_out_the_loader_index():
         "validation_batch_start", lambda *a: given.append(len(a)), every="1ba"
     )
     short = FunctionCallback(
-        "validation_batch_start", lambda t, m, batch, index: given.append(index), every="1ba"
+        "validation_batch_start",
+        lambda t, m, batch, index: given.append(index),
+        every="1ba",
     )
     fit(callback, short, val=())
     assert given == [5, 0]
@@ -191,13 +217,18 @@ def test_a_restart_keeps_the_schedule(tmp_path):
 
     def schedule(name):
         return FunctionCallback(
-            "validation_end", lambda t, m: fired.append(t.progress.step), every="10st", name=name
+            "validation_end",
+            lambda t, m: fired.append(t.progress.step),
+            every="10st",
+            name=name,
         )
 
     options = {"batches": 100, "val": (), "val_check_interval": 13}
     callback = schedule("one")
     first = fit(callback, max_steps=12, **options)
-    assert callback.state_dict() == {"next": 10}  # due since step 10, and the event is yet to come
+    assert callback.state_dict() == {
+        "next": 10
+    }  # due since step 10, and the event is yet to come
     first.save_checkpoint(tmp_path / "twelve")
     for name, expected in (("one", [13, 26]), ("another", [26])):
         fired.clear()

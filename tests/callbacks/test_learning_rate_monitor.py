@@ -67,7 +67,9 @@ def monitored(
     """A fit with these optimizers, whose ``logged`` has what the callback logged."""
     made = trainer(callback, max_epochs=epochs, **options)
     made.fit(
-        Rates(optimizers, schedulers, rate), [torch.ones(2, 32)] * batches, ckpt_path=ckpt_path
+        Rates(optimizers, schedulers, rate),
+        [torch.ones(2, 32)] * batches,
+        ckpt_path=ckpt_path,
     )
     return made
 
@@ -100,8 +102,13 @@ def test_names(optimizers, expected):
 
 def test_names_of_schedulers():
     optimizers = [SGD(parameter(), lr=0.1), SGD(parameter(), lr=0.2), Adam(parameter())]
-    schedulers = [{"scheduler": StepLR(optimizers[0], 1), "name": "mine"}, StepLR(optimizers[1], 1)]
-    made = monitored(LearningRateMonitor(logging_interval="step"), optimizers, schedulers)
+    schedulers = [
+        {"scheduler": StepLR(optimizers[0], 1), "name": "mine"},
+        StepLR(optimizers[1], 1),
+    ]
+    made = monitored(
+        LearningRateMonitor(logging_interval="step"), optimizers, schedulers
+    )
     assert made.logged == [(0, {"mine": 0.1, "lr-SGD": 0.2, "lr-Adam": 0.001})]
 
 
@@ -119,7 +126,12 @@ def test_a_resumed_run_logs_the_same_steps(tmp_path):
     first = fit(LearningRateMonitor("step"), max_steps=3, **options)
     assert [step for step, _ in first.logged] == [0, 3]
     first.save_checkpoint(tmp_path / "three")
-    resumed = fit(LearningRateMonitor("step"), max_steps=7, ckpt_path=tmp_path / "three", **options)
+    resumed = fit(
+        LearningRateMonitor("step"),
+        max_steps=7,
+        ckpt_path=tmp_path / "three",
+        **options,
+    )
     assert [step for step, _ in resumed.logged] == [6]
 
 
@@ -128,18 +140,31 @@ def test_a_resumed_run_logs_the_same_steps(tmp_path):
     [
         (
             None,
-            [(0, {"lr-SGD"}), (0, {"lr-Adam"}), (2, {"lr-SGD"}), (4, {"lr-SGD"}), (4, {"lr-Adam"})],
+            [
+                (0, {"lr-SGD"}),
+                (0, {"lr-Adam"}),
+                (2, {"lr-SGD"}),
+                (4, {"lr-SGD"}),
+                (4, {"lr-Adam"}),
+            ],
         ),
         ("epoch", [(0, {"lr-SGD", "lr-Adam"}), (4, {"lr-SGD", "lr-Adam"})]),
         (
             "step",
-            [(0, {"lr-SGD", "lr-Adam"}), (2, {"lr-SGD", "lr-Adam"}), (4, {"lr-SGD", "lr-Adam"})],
+            [
+                (0, {"lr-SGD", "lr-Adam"}),
+                (2, {"lr-SGD", "lr-Adam"}),
+                (4, {"lr-SGD", "lr-Adam"}),
+            ],
         ),
     ],
 )
 def test_intervals(interval, logged):
     sgd, adam = SGD(parameter(), lr=0.1), Adam(parameter())
-    schedulers = [{"scheduler": StepLR(sgd, 1), "interval": "step"}, {"scheduler": StepLR(adam, 1)}]
+    schedulers = [
+        {"scheduler": StepLR(sgd, 1), "interval": "step"},
+        {"scheduler": StepLR(adam, 1)},
+    ]
     made = monitored(
         LearningRateMonitor(interval),
         [sgd, adam],
@@ -228,7 +253,10 @@ def test_a_rate_can_be_monitored(tmp_path):
         enable_progress_bar=False,
     )
     trainer.fit(Module(lr=0.5), [torch.randn(2, 32)])
-    assert (trainer.callback_metrics["lr-SGD"].item(), keeper.best_model_score.item()) == (
+    assert (
+        trainer.callback_metrics["lr-SGD"].item(),
+        keeper.best_model_score.item(),
+    ) == (
         0.25,
         0.25,
     )

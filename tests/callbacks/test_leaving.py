@@ -14,7 +14,14 @@ import torch
 
 import trainer_kit as tk
 from tests.callbacks import fits
-from tests.parity.plain import Classifier, assert_same, make_batches, make_net, sgd, train
+from tests.parity.plain import (
+    Classifier,
+    assert_same,
+    make_batches,
+    make_net,
+    sgd,
+    train,
+)
 from trainer_kit.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Preemption
 from trainer_kit.checkpoint import verify_checkpoint
 from trainer_kit.core.errors import ConfigurationError
@@ -43,7 +50,10 @@ def fail() -> None:
 
 
 def test_an_exception_leaves_a_checkpoint_to_continue_from(tmp_path: Path) -> None:
-    whole, part = Classifier(make_net(dropout=0.3), sgd), Classifier(make_net(dropout=0.3), sgd)
+    whole, part = (
+        Classifier(make_net(dropout=0.3), sgd),
+        Classifier(make_net(dropout=0.3), sgd),
+    )
     options = {**QUIET, "enable_checkpointing": False, "max_epochs": 2}
     torch.manual_seed(1)
     train(whole, make_batches(4), **options)
@@ -51,7 +61,9 @@ def test_an_exception_leaves_a_checkpoint_to_continue_from(tmp_path: Path) -> No
     torch.manual_seed(1)
     with pytest.raises(KeyError, match="wrong"):
         train(part, make_batches(4), callbacks=[saving, At(3, fail)], **options)
-    trainer = tk.Trainer(accelerator="cpu", devices=1, **{**options, "barebones": False})
+    trainer = tk.Trainer(
+        accelerator="cpu", devices=1, **{**options, "barebones": False}
+    )
     trainer.fit(part, make_batches(4), ckpt_path=str(saving.ckpt_path))
     assert_same(part, whole)
     with pytest.raises(ConfigurationError, match="a single directory"):
@@ -68,13 +80,18 @@ class Committed(tk.Callback):
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_hook_is_called_when_a_checkpoint_is_durable(tmp_path: Path, background: bool) -> None:
+def test_a_hook_is_called_when_a_checkpoint_is_durable(
+    tmp_path: Path, background: bool
+) -> None:
     class Module(Classifier):
         def on_checkpoint_committed(self, path: Any) -> None:
             names.append(path.name)
 
     names: list[str] = []
-    hook, saving = Committed(), ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    hook, saving = (
+        Committed(),
+        ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1),
+    )
     train(
         Module(make_net()),
         make_batches(6),
@@ -82,11 +99,17 @@ def test_a_hook_is_called_when_a_checkpoint_is_durable(tmp_path: Path, backgroun
         async_save=background,
         **QUIET,
     )
-    assert [name for name, _ in hook.seen] == names == [f"step-{step:08d}" for step in (2, 4, 6)]
+    assert (
+        [name for name, _ in hook.seen]
+        == names
+        == [f"step-{step:08d}" for step in (2, 4, 6)]
+    )
     assert all(step >= int(name[-2:]) for name, step in hook.seen)
 
 
-def run(preemption: Preemption, tmp_path: Path, act: Any = lambda: None, code: int = 143) -> int:
+def run(
+    preemption: Preemption, tmp_path: Path, act: Any = lambda: None, code: int = 143
+) -> int:
     """Trains until the preemption ends it; returns the step of the checkpoint."""
 
     def slow() -> None:
@@ -105,8 +128,13 @@ def run(preemption: Preemption, tmp_path: Path, act: Any = lambda: None, code: i
     with pytest.raises(SystemExit) as left:
         train(module, make_batches(2000), callbacks=callbacks, **QUIET)
     assert left.value.code == code
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR2)) == before
-    assert not [thread for thread in threading.enumerate() if thread.name == "preemption"]
+    assert (
+        signal.getsignal(signal.SIGTERM),
+        signal.getsignal(signal.SIGUSR2),
+    ) == before
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "preemption"
+    ]
     (path,) = (tmp_path / "run").glob("step-*")
     verify_checkpoint(path)
     return int(path.name.removeprefix("step-"))
@@ -125,7 +153,9 @@ def test_a_signal(tmp_path: Path, source: Any) -> None:
     assert preemption.reason == "SIGUSR2"
 
 
-def test_the_second_source_of_the_same_event_does_not_end_the_save(tmp_path: Path) -> None:
+def test_the_second_source_of_the_same_event_does_not_end_the_save(
+    tmp_path: Path,
+) -> None:
     preemption = Preemption([signal.SIGUSR2, tmp_path / "now"], every=0.05)
 
     def both() -> None:
@@ -157,7 +187,9 @@ def test_a_signal_that_every_run_listens_to(tmp_path: Path) -> None:
     assert ended.value.code == 128 + signal.SIGTERM
 
 
-def test_the_time_limit_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 60)))
     preemption = Preemption(["slurm"], every=0.05, margin=90)
     assert run(preemption, tmp_path, code=128 + signal.SIGUSR1) >= 1
@@ -211,11 +243,16 @@ def test_sources_that_cannot_be() -> None:
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_several_ranks_say_that_nothing_is_saved(tmp_path: Path) -> None:
-    trainer = fits.trainer(OnExceptionCheckpoint(tmp_path), At(2, fail), devices=2, max_epochs=1)
+    trainer = fits.trainer(
+        OnExceptionCheckpoint(tmp_path), At(2, fail), devices=2, max_epochs=1
+    )
     with pytest.raises(KeyError, match="wrong"):
         trainer.fit(Classifier(make_net(), sgd), make_batches(8))
     assert (
-        any("no checkpoint is saved for this exception" in line for line in trainer.printed)
+        any(
+            "no checkpoint is saved for this exception" in line
+            for line in trainer.printed
+        )
         == trainer.is_global_zero
     )
     assert list(tmp_path.glob("on_exception*")) == []

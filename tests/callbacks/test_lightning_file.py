@@ -46,7 +46,9 @@ def fit(keeper, steps, ckpt_path=None, **options):
 
 
 def keeper(directory, **options):
-    return ModelCheckpoint(directory, every_n_train_steps=1, also="lightning", **options)
+    return ModelCheckpoint(
+        directory, every_n_train_steps=1, also="lightning", **options
+    )
 
 
 @pytest.mark.parametrize("async_save", [True, False])
@@ -60,9 +62,17 @@ def test_a_file_beside_each_checkpoint_is_pruned_with_it(tmp_path, async_save):
     for name, weight in module.state_dict().items():
         assert torch.equal(content["state_dict"][name], weight)
     assert content["global_step"] == 4
-    assert content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["completed"] == 4
+    assert (
+        content["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["completed"]
+        == 4
+    )
     act = "torch.nn.modules.activation.ReLU"
-    assert content["hyper_parameters"] == {"lr": 0.1, "root": "data", "act": act, "mode": "fast"}
+    assert content["hyper_parameters"] == {
+        "lr": 0.1,
+        "root": "data",
+        "act": act,
+        "mode": "fast",
+    }
     assert content["loss"]["state_dict"]["weight"].tolist() == [1.0, 1.0]
 
 
@@ -73,7 +83,10 @@ def test_a_resumed_run_and_an_overwritten_name(tmp_path):
     assert (tmp_path / "step-00000004.ckpt").exists()
     options = {"filename": "only", "enable_version_counter": False}
     fit(keeper(tmp_path / "more", **options), 3)
-    assert torch.load(tmp_path / "more" / "only.ckpt", weights_only=True)["global_step"] == 3
+    assert (
+        torch.load(tmp_path / "more" / "only.ckpt", weights_only=True)["global_step"]
+        == 3
+    )
 
 
 @pytest.mark.world_size(2)

@@ -56,7 +56,13 @@ class _Logging(Callback):
 def test_values_of_callbacks_are_reduced_like_those_of_the_module() -> None:
     trainer = _fit(_Logging())
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    expected = {"batch_epoch": 1.5, "epoch": 1.0, "first": 2.0, "second": 3.0, "validated": 0.5}
+    expected = {
+        "batch_epoch": 1.5,
+        "epoch": 1.0,
+        "first": 2.0,
+        "second": 3.0,
+        "validated": 0.5,
+    }
     assert values == {**values, **expected}
     assert float(values["batch_step"]) == 3.0
     assert {"first", "second"} <= trainer.progress_bar_metrics.keys()
@@ -68,7 +74,11 @@ def test_values_of_callbacks_are_reduced_like_those_of_the_module() -> None:
         ("on_train_end", {}, "cannot be logged in on_train_end"),
         ("on_fit_start", {}, "cannot be logged in on_fit_start"),
         ("on_train_epoch_end", {"on_step": True}, "has no steps in on_train_epoch_end"),
-        ("on_train_batch_start", {"on_step": False, "on_epoch": False}, "would never be shown"),
+        (
+            "on_train_batch_start",
+            {"on_step": False, "on_epoch": False},
+            "would never be shown",
+        ),
     ],
 )
 def test_the_hook_is_checked_as_in_the_module(

@@ -57,9 +57,17 @@ def steps_of(paths):
 )
 def test_without_validation(options, steps):
     """Ten steps of two batches, ten samples and a hundred tokens each, in two epochs of a hundred."""
-    run = {"batches": 10, "epochs": 100, "max_steps": 10, "batch": torch.ones(5, 32), "tokens": 50}
+    run = {
+        "batches": 10,
+        "epochs": 100,
+        "max_steps": 10,
+        "batch": torch.ones(5, 32),
+        "tokens": 50,
+    }
     if options.get("every_n_train_steps") == "0.05dur":
-        run.update(epochs=20, max_steps=-1, limit_train_batches=10)  # of a hundred steps
+        run.update(
+            epochs=20, max_steps=-1, limit_train_batches=10
+        )  # of a hundred steps
     done = fit(ModelCheckpoint(**options), accumulate_grad_batches=2, **run)
     assert [step for step in done.asked_at if step <= 10] == steps
 
@@ -93,14 +101,18 @@ class Clock(Callback):
 
     def __init__(self, monkeypatch, seconds):
         self.now, self.seconds = 1000.0, seconds
-        monkeypatch.setattr("trainer_kit.callbacks.model_checkpoint.monotonic", lambda: self.now)
+        monkeypatch.setattr(
+            "trainer_kit.callbacks.model_checkpoint.monotonic", lambda: self.now
+        )
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.now += self.seconds
 
 
 def test_time_is_measured_from_the_last_one(monkeypatch):
-    done = fit(ModelCheckpoint(train_time_interval="1min"), Clock(monkeypatch, 25), batches=10)
+    done = fit(
+        ModelCheckpoint(train_time_interval="1min"), Clock(monkeypatch, 25), batches=10
+    )
     assert done.asked_at == [3, 6, 9]
 
 
@@ -110,14 +122,23 @@ def test_ranks_agree_about_time_at_steps_that_all_of_them_know(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         # Rank 1's clock stands still.
         clock = Clock(patch, 0 if int(os.environ["RANK"]) else 25)
-        keeper = ModelCheckpoint(tmp_path / "kept", train_time_interval=60, save_top_k=-1)
-        done = fit(keeper, clock, batches=18, log_every_n_steps=4, devices=2, strategy="ddp")
+        keeper = ModelCheckpoint(
+            tmp_path / "kept", train_time_interval=60, save_top_k=-1
+        )
+        done = fit(
+            keeper, clock, batches=18, log_every_n_steps=4, devices=2, strategy="ddp"
+        )
     assert done.asked_at == [4, 8]
-    assert [request.path.name for _, _, request in done.asked] == ["step-00000004", "step-00000008"]
+    assert [request.path.name for _, _, request in done.asked] == [
+        "step-00000004",
+        "step-00000008",
+    ]
 
 
 def test_one_checkpoint_for_a_step():
-    done = fit(ModelCheckpoint(every_n_train_steps=4, save_last=True), val=each("m", 1.0))
+    done = fit(
+        ModelCheckpoint(every_n_train_steps=4, save_last=True), val=each("m", 1.0)
+    )
     assert done.asked_at == [4]
 
 
@@ -137,7 +158,9 @@ def test_nothing_in_sanity_check_validate_or_fast_run():
 
 
 def test_no_step_no_checkpoint():
-    assert fit(ModelCheckpoint(save_last=True), val=each("m", 1.0), epochs=0).asked == []
+    assert (
+        fit(ModelCheckpoint(save_last=True), val=each("m", 1.0), epochs=0).asked == []
+    )
 
 
 class Raises(Callback):
@@ -172,13 +195,18 @@ def test_at_an_exception(error, options, asked):
 def test_at_an_exception_of_one_rank_no_other_is_asked(tmp_path):
     error = Raises(ValueError("broken"), 1 if int(os.environ["RANK"]) == 0 else 10**9)
     made = trainer(
-        ModelCheckpoint(tmp_path / "kept", save_on_exception=True), error, devices=2, strategy="ddp"
+        ModelCheckpoint(tmp_path / "kept", save_on_exception=True),
+        error,
+        devices=2,
+        strategy="ddp",
     )
     with pytest.raises(Exception) as caught:  # noqa: PT011 - rank 1 hears of it in words of its own
         made.fit(Scripted(), [BATCH] * 400)
     if int(os.environ["RANK"]) == 0:
         assert str(caught.value) == "broken"
-        assert [(step, reason) for step, reason, _ in made.asked] == [(1, "ValueError: broken")]
+        assert [(step, reason) for step, reason, _ in made.asked] == [
+            (1, "ValueError: broken")
+        ]
 
 
 # -- the value -------------------------------------------------------------------------------------------------------
@@ -188,7 +216,11 @@ def test_at_an_exception_of_one_rank_no_other_is_asked(tmp_path):
 def test_an_interval_that_meets_a_validation_is_scored_by_it(keep, kept):
     keeper = ModelCheckpoint(monitor="val_loss", every_n_train_steps=4, save_top_k=keep)
     fit(
-        keeper, batches=100, max_steps=12, val_check_interval=4, val=each("val_loss", 5.0, 1.0, 3.0)
+        keeper,
+        batches=100,
+        max_steps=12,
+        val_check_interval=4,
+        val=each("val_loss", 5.0, 1.0, 3.0),
     )
     assert steps_of(keeper.best_k_models) == kept
     assert scores(keeper) == [{4: 5.0, 8: 1.0, 12: 3.0}[step] for step in kept]
@@ -198,7 +230,9 @@ def test_an_interval_that_meets_a_validation_is_scored_by_it(keep, kept):
 
 @pytest.mark.parametrize("asks", [{}, {"save_last": True}])
 @pytest.mark.parametrize("unsized", [False, True])
-def test_a_validation_at_the_end_of_an_epoch_scores_the_interval_that_meets_it(asks, unsized):
+def test_a_validation_at_the_end_of_an_epoch_scores_the_interval_that_meets_it(
+    asks, unsized
+):
     keeper = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, **asks)
     fit(keeper, epochs=3, unsized=unsized, val=each("val_loss", 5.0, 1.0, 3.0))
     assert (steps_of(keeper.best_k_models), scores(keeper)) == ([8], [1.0])
@@ -242,7 +276,14 @@ def test_two_ranks_score_a_checkpoint_by_the_validation_of_its_step(tmp_path):
     )
     asks = [Validates(50)] if int(os.environ["RANK"]) else []
     options = {"devices": 2, "strategy": "ddp", "val_check_interval": 75}
-    done = fit(keeper, *asks, batches=300, max_steps=100, val=each("val_loss", 1.0, 5.0), **options)
+    done = fit(
+        keeper,
+        *asks,
+        batches=300,
+        max_steps=100,
+        val=each("val_loss", 1.0, 5.0),
+        **options,
+    )
     assert done.asked_at == [25, 50, 75, 100]
     assert (steps_of(keeper.best_k_models), scores(keeper)) == ([50], [1.0])
     assert Path(keeper.best_model_path).is_dir()
@@ -252,16 +293,27 @@ def test_an_interval_between_two_validations_waits_for_the_next():
     """A score that is not its own would let it beat others, or be beaten, for what it is not."""
     keeper = ModelCheckpoint(monitor="val_loss", every_n_train_steps=4, save_top_k=-1)
     done = fit(
-        keeper, batches=100, max_steps=20, val_check_interval=6, val=each("val_loss", 5.0, 1.0, 3.0)
+        keeper,
+        batches=100,
+        max_steps=20,
+        val_check_interval=6,
+        val=each("val_loss", 5.0, 1.0, 3.0),
     )
     assert done.asked_at == [6, 12, 18, 20]
-    assert (steps_of(keeper.best_k_models), scores(keeper)) == ([6, 12, 18], [5.0, 1.0, 3.0])
+    assert (steps_of(keeper.best_k_models), scores(keeper)) == (
+        [6, 12, 18],
+        [5.0, 1.0, 3.0],
+    )
 
 
 def test_save_last_keeps_the_newest_between_two_validations():
     keeper = ModelCheckpoint(monitor="val_loss", every_n_train_steps=4, save_last=True)
     done = fit(
-        keeper, batches=100, max_steps=20, val_check_interval=6, val=each("val_loss", 5.0, 1.0, 3.0)
+        keeper,
+        batches=100,
+        max_steps=20,
+        val_check_interval=6,
+        val=each("val_loss", 5.0, 1.0, 3.0),
     )
     assert done.asked_at == [4, 6, 8, 12, 16, 18, 20]
     assert (steps_of(keeper.best_k_models), scores(keeper)) == ([12], [1.0])
@@ -269,7 +321,9 @@ def test_save_last_keeps_the_newest_between_two_validations():
 
 
 def test_a_value_of_the_last_epoch_is_not_the_value_of_a_step_in_this_one():
-    keeper = ModelCheckpoint(monitor="acc", mode="max", every_n_train_steps=3, save_top_k=-1)
+    keeper = ModelCheckpoint(
+        monitor="acc", mode="max", every_n_train_steps=3, save_top_k=-1
+    )
     done = fit(keeper, epochs=3, epoch=each("acc", 0.1, 0.9, 0.5))
     assert done.asked_at == [4, 8, 12]
     assert scores(keeper) == pytest.approx([0.1, 0.9, 0.5])
@@ -278,7 +332,10 @@ def test_a_value_of_the_last_epoch_is_not_the_value_of_a_step_in_this_one():
 def test_a_value_that_is_logged_in_steps_is_the_value_of_each_step():
     keeper = ModelCheckpoint(monitor="loss", every_n_train_steps=2, save_top_k=-1)
     done = fit(
-        keeper, train=each("loss", 8.0, 7.0, 6.0, None, 4.0, 3.0), batches=6, log_every_n_steps=50
+        keeper,
+        train=each("loss", 8.0, 7.0, 6.0, None, 4.0, 3.0),
+        batches=6,
+        log_every_n_steps=50,
     )
     assert done.asked_at == [2, 4, 6]
     assert scores(keeper) == [7.0, 6.0, 3.0]
@@ -303,14 +360,22 @@ def test_a_logged_value_of_that_name_comes_first():
 
 def test_the_first_value_is_waited_for():
     keeper = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1)
-    done = fit(keeper, batches=100, max_steps=7, val_check_interval=5, val=each("val_loss", 1.0))
+    done = fit(
+        keeper,
+        batches=100,
+        max_steps=7,
+        val_check_interval=5,
+        val=each("val_loss", 1.0),
+    )
     assert done.asked_at == [5, 7]
     assert (steps_of(keeper.best_k_models), scores(keeper)) == ([5], [1.0])
 
 
 @pytest.mark.parametrize("unsized", [False, True])
 def test_values_of_the_training_epoch(unsized):
-    keeper = ModelCheckpoint(monitor="train_loss", save_top_k=-1, filename="{train_loss:.1f}")
+    keeper = ModelCheckpoint(
+        monitor="train_loss", save_top_k=-1, filename="{train_loss:.1f}"
+    )
     values = {"val": each("val_loss", 0.0, 0.0), "epoch": each("train_loss", 3.0, 2.0)}
     done = fit(keeper, epochs=2, unsized=unsized, **values)
     assert done.on_disk == ["train_loss=3.0", "train_loss=2.0"]
@@ -320,7 +385,13 @@ def test_values_of_the_training_epoch(unsized):
 def test_values_of_every_training_epoch_with_a_validation_every_second_one():
     keeper = ModelCheckpoint(monitor="train_loss", every_n_epochs=1, save_top_k=-1)
     epoch = each("train_loss", 3.0, 2.0, 4.0, 1.0)
-    done = fit(keeper, epochs=4, epoch=epoch, val=each("val_loss", 0.0), check_val_every_n_epoch=2)
+    done = fit(
+        keeper,
+        epochs=4,
+        epoch=epoch,
+        val=each("val_loss", 0.0),
+        check_val_every_n_epoch=2,
+    )
     assert done.asked_at == [4, 8, 12, 16]
     assert scores(keeper) == [3.0, 2.0, 4.0, 1.0]
 
@@ -328,14 +399,21 @@ def test_values_of_every_training_epoch_with_a_validation_every_second_one():
 @pytest.mark.parametrize("where", [None, True])
 def test_by_epochs_with_a_validation_every_second_one(where):
     keeper = ModelCheckpoint(
-        monitor="val_loss", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=where
+        monitor="val_loss",
+        every_n_epochs=1,
+        save_top_k=-1,
+        save_on_train_epoch_end=where,
     )
-    done = fit(keeper, epochs=4, val=each("val_loss", 1.0, 3.0), check_val_every_n_epoch=2)
+    done = fit(
+        keeper, epochs=4, val=each("val_loss", 1.0, 3.0), check_val_every_n_epoch=2
+    )
     assert done.asked_at == [8, 16]
     assert scores(keeper) == [1.0, 3.0]
 
 
-@pytest.mark.parametrize("options", [{}, {"save_on_train_epoch_end": False}, {"every_n_epochs": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"save_on_train_epoch_end": False}, {"every_n_epochs": 1}]
+)
 def test_a_value_that_is_never_logged(options):
     with pytest.raises(
         ConfigurationError,
@@ -347,7 +425,10 @@ def test_a_value_that_is_never_logged(options):
 def test_a_run_never_ends_without_the_checkpoint_that_was_due():
     options = {"val": each("m", 1.0), "check_val_every_n_epoch": 5}
     done = fit(
-        ModelCheckpoint(monitor="x", every_n_train_steps=2), batches=9, max_steps=3, **options
+        ModelCheckpoint(monitor="x", every_n_train_steps=2),
+        batches=9,
+        max_steps=3,
+        **options,
     )
     assert [(step, reason) for step, reason, _ in done.asked] == [(3, "training ended")]
 
@@ -407,7 +488,9 @@ def test_rank_0_judges_and_names_for_all(tmp_path):
 @pytest.mark.parametrize("async_save", [True, False])
 def test_kept_checkpoints(options, kept, best, async_save):
     keeper = ModelCheckpoint(**options)
-    done = fit(keeper, epochs=5, val=each("m", 3.0, 5.0, 1.0, 2.0, 4.0), async_save=async_save)
+    done = fit(
+        keeper, epochs=5, val=each("m", 3.0, 5.0, 1.0, 2.0, 4.0), async_save=async_save
+    )
     directory = Path(keeper.dirpath)
     assert done.on_disk == [f"step-{step:08d}" for step in kept]
     expected = "" if best is None else str(directory / f"step-{best:08d}")
@@ -463,7 +546,9 @@ def test_a_deletion_that_fails_does_not_end_the_run():
     assert done.global_step == 4
     assert "step-00000001" in os.listdir("run/checkpoints")
     assert Path("run/checkpoints/step-00000001/notes.txt").read_text() == "mine"
-    found = [line for line in done.printed if "not a checkpoint of this library" in line]
+    found = [
+        line for line in done.printed if "not a checkpoint of this library" in line
+    ]
     assert found[0].startswith("after saving ")
 
 
@@ -473,7 +558,9 @@ def test_existing_checkpoints_are_neither_overwritten_nor_deleted(tmp_path):
         write_checkpoint(directory / f"step-{step:08d}", {"old": {"step": step}})
     fit(ModelCheckpoint(directory), epochs=3)
     assert {
-        path.name for path in directory.iterdir() if not path.name.startswith((".", "run"))
+        path.name
+        for path in directory.iterdir()
+        if not path.name.startswith((".", "run"))
     } == {
         "index.json",
         "step-00000004",
@@ -500,14 +587,20 @@ def test_without_the_version_counter_it_is_replaced():
 
 
 def test_two_callbacks_share_a_directory():
-    best, every = ModelCheckpoint(monitor="m"), ModelCheckpoint(every_n_epochs=2, save_top_k=-1)
+    best, every = (
+        ModelCheckpoint(monitor="m"),
+        ModelCheckpoint(every_n_epochs=2, save_top_k=-1),
+    )
     done = fit(best, every, epochs=4, val=each("m", 5.0, 4.0, 3.0, 4.0))
     assert done.on_disk == ["step-00000008", "step-00000012", "step-00000016"]
     assert best.best_model_path.endswith("step-00000012")
 
 
 def test_two_callbacks_of_which_one_saves_weights_alone_do_not_share():
-    full, weights = ModelCheckpoint(), ModelCheckpoint(save_weights_only=True, every_n_epochs=1)
+    full, weights = (
+        ModelCheckpoint(),
+        ModelCheckpoint(save_weights_only=True, every_n_epochs=1),
+    )
     done = fit(full, weights)
     assert [request.weights_only for _, _, request in done.asked] == [False, True]
     assert done.on_disk == ["step-00000004", "step-00000004-v1"]
@@ -534,7 +627,9 @@ VALUES = [3.0, 5.0, 1.0, 2.0, 4.0, 0.5]
 def test_a_resumed_run_asks_for_the_same_checkpoints(tmp_path, options, stop):
     """Six epochs of four steps, in one go, and interrupted after ``stop`` steps."""
     whole = ModelCheckpoint(**options)
-    reference = fit(whole, epochs=6, val=each("m", *VALUES), default_root_dir=tmp_path / "whole")
+    reference = fit(
+        whole, epochs=6, val=each("m", *VALUES), default_root_dir=tmp_path / "whole"
+    )
     first, second = ModelCheckpoint(**options), ModelCheckpoint(**options)
 
     class Stops(Callback):
@@ -589,7 +684,9 @@ def test_deleted_checkpoints_are_forgotten():
     options = {"monitor": "m", "save_top_k": 2}
     fit(ModelCheckpoint(**options), epochs=3, val=each("m", 3.0, 2.0, 1.0))
     again = ModelCheckpoint(**options)
-    done = fit(again, epochs=3, val=each("m", 1.0), ckpt_path="run/checkpoints/step-00000008")
+    done = fit(
+        again, epochs=3, val=each("m", 1.0), ckpt_path="run/checkpoints/step-00000008"
+    )
     assert [request.path.name for _, _, request in done.asked] == ["step-00000012"], (
         "the same name again"
     )
@@ -620,12 +717,18 @@ def test_another_directory(tmp_path):
 
     looks = Looks()
     with pytest.warns(UserWarning, match=r"now writes to .*new, no longer to .*old"):
-        fit(new, looks, epochs=3, val=each("m", 2.0, 0.5), ckpt_path=old.last_model_path)
+        fit(
+            new, looks, epochs=3, val=each("m", 2.0, 0.5), ckpt_path=old.last_model_path
+        )
     assert looks.seen == (old.best_model_path, 1.0), (
         "the best of the whole run, in whichever directory it is"
     )
     assert "step-00000008-v1" in os.listdir(tmp_path / "new"), "that name was in use"
-    assert new.best_model_path == new.last_model_path == str(tmp_path / "new" / "step-00000012")
+    assert (
+        new.best_model_path
+        == new.last_model_path
+        == str(tmp_path / "new" / "step-00000012")
+    )
     assert new.best_model_score == 0.5
 
 
@@ -656,7 +759,9 @@ def test_run_directories_that_change_with_every_run(tmp_path):
 
 
 def test_names(tmp_path):
-    keeper = ModelCheckpoint(tmp_path / "here", "{epoch}-{val_loss:.2f}", "val_loss", save_top_k=-1)
+    keeper = ModelCheckpoint(
+        tmp_path / "here", "{epoch}-{val_loss:.2f}", "val_loss", save_top_k=-1
+    )
     fit(keeper, epochs=2, val=each("val_loss", 0.123, 0.456))
     names = [record.path.name for record in checkpoints(tmp_path / "here")]
     assert names == ["epoch=0-val_loss=0.12", "epoch=1-val_loss=0.46"]
@@ -680,10 +785,15 @@ def test_reasons():
 
 
 def test_verbose():
-    done = fit(ModelCheckpoint(monitor="m", verbose=True), epochs=2, val=each("m", 1.0, 2.0))
+    done = fit(
+        ModelCheckpoint(monitor="m", verbose=True), epochs=2, val=each("m", 1.0, 2.0)
+    )
     saved, rejected = done.printed
     assert saved.endswith("step-00000004 (epoch 0 ended, m = 1)")
-    assert rejected == "no checkpoint of step 8: not among the best 1 (epoch 1 ended, m = 2)"
+    assert (
+        rejected
+        == "no checkpoint of step 8: not among the best 1 (epoch 1 ended, m = 2)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -721,7 +831,9 @@ def test_a_second_fit_keeps_its_own_newest(tmp_path):
         "enable_model_summary": False,
         "accelerator": "cpu",
     }
-    trainer = Trainer(max_steps=8, callbacks=keeper, default_root_dir=tmp_path / "root", **options)
+    trainer = Trainer(
+        max_steps=8, callbacks=keeper, default_root_dir=tmp_path / "root", **options
+    )
     trainer.fit(TinyModule(), [torch.ones(2, 32)] * 8)
     assert keeper.best_model_path == str(tmp_path / "step-00000008")
     second = TinyModule()
@@ -729,7 +841,9 @@ def test_a_second_fit_keeps_its_own_newest(tmp_path):
     steps = [record.step for record in checkpoints(tmp_path)]
     assert steps == [6, 8], "the newest, and the one before it"
     weights = read_checkpoint(keeper.best_model_path)["model"]
-    assert all(torch.equal(weights[name], value) for name, value in second.state_dict().items())
+    assert all(
+        torch.equal(weights[name], value) for name, value in second.state_dict().items()
+    )
 
 
 def test_the_error_for_two_equal_callbacks_names_the_argument_to_change():
@@ -745,7 +859,10 @@ def test_the_error_for_two_equal_callbacks_names_the_argument_to_change():
     [
         ("run/checkpoints/last.ckpt", 'pass "last": it is a name in the index'),
         ("elsewhere/best-v1.ckpt", 'pass "best": it is a name in the index'),
-        ("run/checkpoints/step-00000005", "did you mean run/checkpoints/step-00000004?"),
+        (
+            "run/checkpoints/step-00000005",
+            "did you mean run/checkpoints/step-00000004?",
+        ),
         (
             "step-00000004.ckpt",
             "pass .*/run/checkpoints/step-00000004: a checkpoint is a directory",
@@ -762,4 +879,6 @@ def test_a_missing_path_lists_the_existing_checkpoints(path, fix):
         fit(ModelCheckpoint(), epochs=2, ckpt_path=path)
     assert isinstance(error.value, FileNotFoundError)
     assert isinstance(error.value, ValueError)
-    assert f"{Path('run/checkpoints').absolute()} has step-00000004" in error.value.found
+    assert (
+        f"{Path('run/checkpoints').absolute()} has step-00000004" in error.value.found
+    )

@@ -18,7 +18,9 @@ from trainer_kit.testing import TinyModule
 class Net(nn.Module):
     def __init__(self, example=None):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 16, bias=False))
+        self.body = nn.Sequential(
+            nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 16, bias=False)
+        )
         self.head = nn.Linear(16, 2)
         self.scale = nn.Parameter(torch.ones(3))
         self.example_input_array = example
@@ -36,7 +38,12 @@ def test_rows_and_totals():
         ("body", "Sequential", 8 * 16 + 16 + 16 * 16, True),
         ("head", "Linear", 34, True),
     ]
-    assert (table.trainable, table.frozen, table.total, table.loose) == (403, 34, 437, 3)
+    assert (table.trainable, table.frozen, table.total, table.loose) == (
+        403,
+        34,
+        437,
+        3,
+    )
     assert table.megabytes == 437 * 4 / 1e6
     assert (table.train_modules, table.eval_modules) == (4, 1)
     assert str(table).splitlines() == [
@@ -72,7 +79,8 @@ def test_depth(depth, names):
 
 def test_sizes_are_those_of_the_real_dtypes():
     net = nn.Sequential(
-        nn.Linear(10, 10, bias=False).double(), nn.Linear(10, 10, bias=False).to(torch.bfloat16)
+        nn.Linear(10, 10, bias=False).double(),
+        nn.Linear(10, 10, bias=False).to(torch.bfloat16),
     )
     assert summarize(net).megabytes == (100 * 8 + 100 * 2) / 1e6
 
@@ -162,10 +170,16 @@ def test_a_forward_that_fails_is_a_note():
 def test_numbers_are_short():
     with torch.device("meta"):
         net = nn.Sequential(
-            nn.Linear(1000, 1000), nn.Linear(60000, 60000), nn.Linear(9, 111, bias=False)
+            nn.Linear(1000, 1000),
+            nn.Linear(60000, 60000),
+            nn.Linear(9, 111, bias=False),
         )
     lines = str(summarize(net)).splitlines()
-    assert [line.split(" | ")[2].strip() for line in lines[2:5]] == ["1 M", "3.6 B", "999"]
+    assert [line.split(" | ")[2].strip() for line in lines[2:5]] == [
+        "1 M",
+        "3.6 B",
+        "999",
+    ]
 
 
 class Summarized(TinyModule):
@@ -188,20 +202,31 @@ class Summarized(TinyModule):
 )
 def test_the_callback(capsys, precision, seen):
     module = Summarized()
-    fitted = {"max_steps": 1, "barebones": True, "accelerator": "cpu", "precision": precision}
-    tk.Trainer(**fitted, callbacks=ModelSummary(max_depth=2)).fit(module, [torch.zeros(4, 8)])
+    fitted = {
+        "max_steps": 1,
+        "barebones": True,
+        "accelerator": "cpu",
+        "precision": precision,
+    }
+    tk.Trainer(**fitted, callbacks=ModelSummary(max_depth=2)).fit(
+        module, [torch.zeros(4, 8)]
+    )
     assert module.seen[0] == seen
     printed = capsys.readouterr().err
     convert = torch.Tensor.double if precision == "64-true" else None
     assert printed.startswith(f"{summarize(module, 2, convert=convert)}\n")
     assert "[5, 16]" in printed
-    tk.Trainer(**fitted, callbacks=ModelSummary(max_depth=0)).fit(Summarized(), [torch.zeros(4, 8)])
+    tk.Trainer(**fitted, callbacks=ModelSummary(max_depth=0)).fit(
+        Summarized(), [torch.zeros(4, 8)]
+    )
     assert capsys.readouterr().err == ""
 
 
 def test_it_shows_the_memory_and_traffic_of_a_rank(capsys):
     module = TinyModule()
-    trainer = tk.Trainer(accelerator="cpu", max_steps=1, barebones=True, callbacks=ModelSummary())
+    trainer = tk.Trainer(
+        accelerator="cpu", max_steps=1, barebones=True, callbacks=ModelSummary()
+    )
     trainer.fit(module, [torch.zeros(4, 32)])
     size = sum(4 * parameter.numel() for parameter in module.parameters())
     told = capsys.readouterr().err
@@ -248,4 +273,6 @@ def test_stages_of_a_pipeline_are_one_module():
     with contextlib.redirect_stderr(shown):
         trainer.fit(Writer(words(tied="ends")), texts((4, 4)))
     expected = str(summarize(Writer(words(tied="ends")), -1))
-    assert (expected in shown.getvalue()) == (trainer.global_rank == 0), shown.getvalue()
+    assert (expected in shown.getvalue()) == (trainer.global_rank == 0), (
+        shown.getvalue()
+    )

@@ -9,7 +9,12 @@ import torch
 
 from tests.callbacks.fits import BATCH, Scripted, fit, trainer
 from trainer_kit import TrainModule
-from trainer_kit.callbacks import Callback, DeviceStatsMonitor, ModelCheckpoint, ThroughputMonitor
+from trainer_kit.callbacks import (
+    Callback,
+    DeviceStatsMonitor,
+    ModelCheckpoint,
+    ThroughputMonitor,
+)
 from trainer_kit.callbacks.monitors import SECTIONS, find_straggler
 from trainer_kit.core.device_table import device_peak
 from trainer_kit.core.errors import ConfigurationError
@@ -66,7 +71,9 @@ def test_the_parts_of_the_time_add_up(tmp_path):
         ThroughputMonitor(),
         ModelCheckpoint(tmp_path, every_n_train_steps=2),
     )
-    made = trainer(monitor, wall, keeper, max_epochs=2, log_every_n_steps=4, async_save=False)
+    made = trainer(
+        monitor, wall, keeper, max_epochs=2, log_every_n_steps=4, async_save=False
+    )
     made.fit(Slow(), Batches(), [BATCH])
     split = monitor.time_split()
     assert tuple(split) == SECTIONS
@@ -94,19 +101,31 @@ def test_it_changes_no_bit_and_counts_flops(accumulate):
         torch.manual_seed(0)
         module = TinyModule()
         made = trainer(
-            *callbacks, max_epochs=2, log_every_n_steps=1, accumulate_grad_batches=accumulate
+            *callbacks,
+            max_epochs=2,
+            log_every_n_steps=1,
+            accumulate_grad_batches=accumulate,
         )
-        made.fit(module, list(torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(1))))
+        made.fit(
+            module,
+            list(torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(1))),
+        )
         return made, module.layer.weight
 
     made, ours = weights(ThroughputMonitor(peak_flops=1e9))
     _, plain = weights()
     assert torch.equal(ours, plain)
-    values = {name: value for _, logged in made.logged for name, value in logged.items()}
+    values = {
+        name: value for _, logged in made.logged for name, value in logged.items()
+    }
     rate = values["train/device/batches_per_sec"]
     # 4 samples through 32 → 2: a product forward, and one for the gradient of the weight.
-    assert values["train/device/flops_per_sec"] == pytest.approx(rate * 2 * (2 * 4 * 32 * 2))
-    assert values["train/device/mfu"] == pytest.approx(values["train/device/flops_per_sec"] / 1e9)
+    assert values["train/device/flops_per_sec"] == pytest.approx(
+        rate * 2 * (2 * 4 * 32 * 2)
+    )
+    assert values["train/device/mfu"] == pytest.approx(
+        values["train/device/flops_per_sec"] / 1e9
+    )
     assert values["train/global/samples_per_sec"] == pytest.approx(4 * rate)
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
@@ -120,14 +139,17 @@ def test_flops_of_several_backward_passes():
             self.automatic_optimization, self.other = False, torch.nn.Linear(32, 2)
 
         def training_step(self, batch, batch_idx):
-            for layer, optimizer in zip((self.layer, self.other), self.optimizers(), strict=True):
+            for layer, optimizer in zip(
+                (self.layer, self.other), self.optimizers(), strict=True
+            ):
                 optimizer.zero_grad()
                 self.manual_backward(layer(batch).pow(2).sum())
                 optimizer.step()
 
         def configure_optimizers(self):
             return [
-                torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layer, self.other)
+                torch.optim.SGD(layer.parameters(), lr=0.1)
+                for layer in (self.layer, self.other)
             ]
 
     made = trainer(ThroughputMonitor(), max_epochs=1, log_every_n_steps=2)
@@ -140,7 +162,9 @@ def test_flops_of_several_backward_passes():
 
 
 def test_tokens_and_the_users_own_counts():
-    own = ThroughputMonitor(lambda batch: len(batch) // 2, lambda batch: 5, flops_per_batch=1e6)
+    own = ThroughputMonitor(
+        lambda batch: len(batch) // 2, lambda batch: 5, flops_per_batch=1e6
+    )
     values = fit(own, batches=4, tokens=3, log_every_n_steps=2).logged[-1][1]
     rate = values["train/global/batches_per_sec"]
     for name, count in (("samples", 1), ("items", 5), ("tokens", 3)):
@@ -159,7 +183,9 @@ def test_time_of_before_a_restart_counts(tmp_path):
         for name in ("data", "forward", "backward", "step")
     )
     fit(second, batches=1)
-    assert second.time_split()["forward"] < before["forward"], "a new fit starts at zero"
+    assert second.time_split()["forward"] < before["forward"], (
+        "a new fit starts at zero"
+    )
 
 
 def test_an_exception_removes_the_flop_counter():
@@ -187,7 +213,10 @@ def test_memory_of_this_process():
     values = made.logged[-1][1]
     assert values["cpu/memory_peak"] >= values["cpu/memory"] > 50e6
     assert values["cpu/percent"] > 0
-    assert fit(DeviceStatsMonitor(cpu_stats=False), batches=2, log_every_n_steps=1).logged == []
+    assert (
+        fit(DeviceStatsMonitor(cpu_stats=False), batches=2, log_every_n_steps=1).logged
+        == []
+    )
 
 
 def test_peaks_of_devices():
@@ -220,9 +249,13 @@ def test_peaks_of_devices():
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_rates_are_of_all_ranks(strategy):
     monitors = ThroughputMonitor(lambda batch: 7), DeviceStatsMonitor()
-    made = trainer(*monitors, max_epochs=1, log_every_n_steps=2, devices=2, strategy=strategy)
+    made = trainer(
+        *monitors, max_epochs=1, log_every_n_steps=2, devices=2, strategy=strategy
+    )
     made.fit(TinyModule(), [BATCH] * 8)
-    logged = {name: value for _, values in made.logged for name, value in values.items()}
+    logged = {
+        name: value for _, values in made.logged for name, value in values.items()
+    }
     assert logged["train/global/samples_per_sec"] == pytest.approx(
         7 * logged["train/global/batches_per_sec"]
     )
@@ -253,14 +286,18 @@ def test_a_waiting_rank_is_not_a_straggler():
     assert find_straggler([[0.1, 8, 1, 0, 0, 0, 0, 0], late])[:2] == (1, "callbacks")
     assert find_straggler([[1.0] * 8] * 4) is None
     assert find_straggler([[1.0] * 8]) is None
-    assert find_straggler([[0.001, 1, 1, 0, 0, 0, 0, 0], [0.01, 1, 1, 0, 0, 0, 0, 0]]) is None, (
-        "too small to matter"
-    )
+    assert (
+        find_straggler([[0.001, 1, 1, 0, 0, 0, 0, 0], [0.01, 1, 1, 0, 0, 0, 0, 0]])
+        is None
+    ), "too small to matter"
     late = [[0.001, 0.01, 0.01, 0, 0, 0, 0, 0], [0.011, 0.01, 0.01, 0, 0, 0, 0, 0]]
     assert find_straggler(late) is None, (
         "10 ms in a logging interval of 20 ms: one turn of another process"
     )
-    assert find_straggler([[100 * part for part in row] for row in late])[:2] == (1, "data")
+    assert find_straggler([[100 * part for part in row] for row in late])[:2] == (
+        1,
+        "data",
+    )
 
 
 @pytest.mark.slow
@@ -275,17 +312,25 @@ def test_a_rank_that_is_slow_to_read_data_is_named(strategy):
             return 16
 
         def __getitem__(self, index):
-            now[0] += 0.02 if index % 4 >= 2 else 0.002  # the second half of a global batch: rank 1
+            now[0] += (
+                0.02 if index % 4 >= 2 else 0.002
+            )  # the second half of a global batch: rank 1
             return torch.ones(32)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer_kit.callbacks.monitors.perf_counter", lambda: now[0])
         made = trainer(
-            ThroughputMonitor(), max_epochs=1, log_every_n_steps=4, devices=2, strategy=strategy
+            ThroughputMonitor(),
+            max_epochs=1,
+            log_every_n_steps=4,
+            devices=2,
+            strategy=strategy,
         )
         made.fit(TinyModule(), torch.utils.data.DataLoader(SlowData(), batch_size=2))
     lines = [line for line in made.printed if line.startswith("straggler")]
     if made.global_rank == 0:
-        assert lines == ["straggler: rank 1, data: 0.16 s, 10.0 times the median of the ranks"]
+        assert lines == [
+            "straggler: rank 1, data: 0.16 s, 10.0 times the median of the ranks"
+        ]
     else:
         assert lines == []

@@ -38,7 +38,9 @@ class Terminal(io.StringIO):
 def shown(request, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     file = Terminal() if request.param else io.StringIO()
-    monkeypatch.setattr("trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=file))
+    monkeypatch.setattr(
+        "trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=file)
+    )
     return file
 
 
@@ -68,7 +70,13 @@ def test_the_bars_of_a_subclass_are_drawn(shown):
             return bar
 
     bar = Bar()
-    fit(bar, epochs=2, val=each("m", 1.0, 1.0), enable_progress_bar=True, num_sanity_val_steps=1)
+    fit(
+        bar,
+        epochs=2,
+        val=each("m", 1.0, 1.0),
+        enable_progress_bar=True,
+        num_sanity_val_steps=1,
+    )
     assert bar.made == ("sanity", "train", "validation", "validation")
     text = shown.getvalue()
     assert "note=hello" in text
@@ -99,7 +107,9 @@ def test_names_of_checkpoints():
         CHECKPOINT_NAME_LAST = "newest"
         STARTING_VERSION = 5
 
-    done = fit(keeper := Keeper(filename="{m:.0f}"), epochs=3, val=each("m", 1.0, 1.0, 1.0))
+    done = fit(
+        keeper := Keeper(filename="{m:.0f}"), epochs=3, val=each("m", 1.0, 1.0, 1.0)
+    )
     assert sorted(done.on_disk) == ["m:1_v5", "m:1_v6"]
     assert (
         str(lookup(keeper.dirpath, "newest"))
@@ -128,7 +138,9 @@ def test_a_name_of_the_users_own():
         def format_checkpoint_name(self, metrics, filename=None, ver=None, prefix=None):
             return "../outside"
 
-    with pytest.raises(ConfigurationError, match="must return a directory directly in dirpath"):
+    with pytest.raises(
+        ConfigurationError, match="must return a directory directly in dirpath"
+    ):
         fit(Outside())
     assert not os.path.exists("run/outside")
 
@@ -197,7 +209,11 @@ def test_overridden_hooks_of_idle_callbacks_are_called(base, make):
         (ModelCheckpoint, "check_monitor_top_k", "set monitor="),
         (ModelCheckpoint, "FILE_EXTENSION", "filename="),
         (ModelCheckpoint, "_ask", "override a hook"),
-        (TQDMProgressBar, "total_val_batches_current_dataloader", "override total_val_batches"),
+        (
+            TQDMProgressBar,
+            "total_val_batches_current_dataloader",
+            "override total_val_batches",
+        ),
         (TQDMProgressBar, "_should_update", "override get_metrics"),
         (TQDMProgressBar, "_draw", "override a hook"),
         (EarlyStopping, "_run_early_stopping_check", "trainer.stop"),
@@ -216,10 +232,14 @@ def test_overridden_hooks_of_idle_callbacks_are_called(base, make):
 )
 def test_overrides_that_would_never_be_called_are_refused(base, name, fix):
     """A package may define such a class that its program does not use: it can still be imported."""
-    refused = rf"Mine\.{name} (would never be called|replaces a private name)(.|\n)*{fix}"
+    refused = (
+        rf"Mine\.{name} (would never be called|replaces a private name)(.|\n)*{fix}"
+    )
     arguments = {EarlyStopping: ("loss",), StochasticWeightAveraging: (0.1,)}
     mine = type("Mine", (base,), {name: lambda self, *args: None})
-    mine = mine(*(("logs",) if issubclass(base, DirectoryLogger) else arguments.get(base, ())))
+    mine = mine(
+        *(("logs",) if issubclass(base, DirectoryLogger) else arguments.get(base, ()))
+    )
     where = (
         "strategy"
         if issubclass(base, Strategy)
@@ -251,7 +271,9 @@ def test_a_subclass_that_overrides_nothing_private_is_taken(room):
     """Also of abstract classes, which Python gives private attributes of its own."""
     roots = (Callback, Strategy, DirectoryLogger)
     bases = [getattr(room, name) for name in room.__all__]
-    bases = [base for base in bases if isinstance(base, type) and issubclass(base, roots)]
+    bases = [
+        base for base in bases if isinstance(base, type) and issubclass(base, roots)
+    ]
     assert len(bases) > 2
     for base in bases:
         mine = type("Mine", (base,), {"extra": 3, "__doc__": "mine"})

@@ -58,7 +58,10 @@ def test_parquet_in_the_order_of_the_dataset(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_npy_and_safetensors_for_each_batch(tmp_path, workers):
-    options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    options = {
+        "num_workers": workers,
+        "multiprocessing_context": "fork" if workers else None,
+    }
     loader = DataLoader(DATA, batch_size=3, sampler=[6, 5, 4, 3, 2, 1, 0], **options)
     predicted(PredictionWriter(tmp_path / "npy", "batch", format="npy"), loader)
     predicted(
@@ -90,7 +93,9 @@ def test_several_loaders_and_loaders_without_indices(tmp_path):
         [DataLoader(DATA, batch_size=4), DataLoader(Stream(), batch_size=4)],
     )
     for loader in (0, 1):
-        assert np.load(tmp_path / f"predictions-{loader}.index.npy").tolist() == list(range(7))
+        assert np.load(tmp_path / f"predictions-{loader}.index.npy").tolist() == list(
+            range(7)
+        )
         assert (
             np.load(tmp_path / f"predictions-{loader}.prediction.npy").tolist()
             == (DATA * 2).tolist()
@@ -107,7 +112,11 @@ def test_several_loaders_and_loaders_without_indices(tmp_path):
 )
 def test_unsupported_predictions_are_refused(tmp_path, how, format, found):
     with pytest.raises(DataError, match=found):
-        predicted(PredictionWriter(tmp_path, format=format), DataLoader(DATA, batch_size=7), how)
+        predicted(
+            PredictionWriter(tmp_path, format=format),
+            DataLoader(DATA, batch_size=7),
+            how,
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,9 +145,18 @@ def test_a_writer_of_ones_own():
             self.batches, self.whole = [], None
 
         def write_on_batch_end(
-            self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+            self,
+            trainer,
+            pl_module,
+            prediction,
+            batch_indices,
+            batch,
+            batch_idx,
+            dataloader_idx,
         ):
-            self.batches.append((prediction.tolist(), batch_indices, batch_idx, dataloader_idx))
+            self.batches.append(
+                (prediction.tolist(), batch_indices, batch_idx, dataloader_idx)
+            )
 
         def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
             self.whole = [p.tolist() for p in predictions], batch_indices
@@ -159,11 +177,18 @@ def test_two_ranks_write_each_sample_once(tmp_path, strategy, count):
     loader = DataLoader(DATA[:count], batch_size=2)
     options = {"devices": 2, "strategy": strategy}
     predicted(PredictionWriter(tmp_path / "epoch", format="npy"), loader, **options)
-    predicted(PredictionWriter(tmp_path / "batch", "batch", format="npy"), loader, **options)
+    predicted(
+        PredictionWriter(tmp_path / "batch", "batch", format="npy"), loader, **options
+    )
     torch.distributed.barrier()
-    assert np.load(tmp_path / "epoch" / "predictions.index.npy").tolist() == list(range(count))
+    assert np.load(tmp_path / "epoch" / "predictions.index.npy").tolist() == list(
+        range(count)
+    )
     assert np.load(tmp_path / "epoch" / "predictions.prediction.npy").tolist() == [
         20.0 * i for i in range(count)
     ]
-    parts = [np.load(path).tolist() for path in sorted((tmp_path / "batch").glob("*.index.npy"))]
+    parts = [
+        np.load(path).tolist()
+        for path in sorted((tmp_path / "batch").glob("*.index.npy"))
+    ]
     assert sorted(index for part in parts for index in part) == list(range(count))

@@ -47,9 +47,18 @@ def test_a_table_of_parts_and_hooks():
     assert found["Scripted.on_train_epoch_end"][0] == "2", "hooks of the module too"
     parts = [
         float(found[name][0])
-        for name in ("data", "forward", "backward", "communication", "step", "callbacks")
+        for name in (
+            "data",
+            "forward",
+            "backward",
+            "communication",
+            "step",
+            "callbacks",
+        )
     ]
-    whole = next(float(line.split()[3]) for line in lines if line.startswith("all of training"))
+    whole = next(
+        float(line.split()[3]) for line in lines if line.startswith("all of training")
+    )
     assert sum(parts) == pytest.approx(whole, abs=0.01)
     assert not any(name.startswith("SimpleProfiler") for name in found)
 
@@ -59,7 +68,10 @@ def test_it_changes_neither_results_nor_the_listeners_of_hooks(tmp_path):
         torch.manual_seed(0)
         module = TinyModule()
         made = trainer(Sleeps(), max_epochs=1, **options)
-        made.fit(module, list(torch.randn(5, 4, 32, generator=torch.Generator().manual_seed(1))))
+        made.fit(
+            module,
+            list(torch.randn(5, 4, 32, generator=torch.Generator().manual_seed(1))),
+        )
         return module.layer.weight, str(made.explain(module))
 
     weight, listeners = trained()
@@ -76,11 +88,14 @@ def test_it_changes_neither_results_nor_the_listeners_of_hooks(tmp_path):
 
 def test_functions(tmp_path):
     made = fit(
-        batches=3, profiler=AdvancedProfiler(tmp_path, "functions", line_count_restriction=5)
+        batches=3,
+        profiler=AdvancedProfiler(tmp_path, "functions", line_count_restriction=5),
     )
     stats = pstats.Stats(str(tmp_path / "functions-rank0.prof"))
     steps = [
-        calls for (file, _, name), (calls, *_) in stats.stats.items() if name == "training_step"
+        calls
+        for (file, _, name), (calls, *_) in stats.stats.items()
+        if name == "training_step"
     ]
     assert max(steps) == 3
     assert "function calls" in made.printed[-1]
@@ -94,7 +109,9 @@ def test_a_trace_with_the_parts_of_training(tmp_path):
     names = [event.get("name") for event in events]
     for part in ("data", "forward", "backward", "communication", "step", "callbacks"):
         assert 2 <= names.count(part) <= 4, part
-    assert any("aten::addmm" in str(name) or "aten::linear" in str(name) for name in names)
+    assert any(
+        "aten::addmm" in str(name) or "aten::linear" in str(name) for name in names
+    )
     assert "Self CPU" in made.printed[-2]
     assert "ui.perfetto.dev" in made.printed[-1]
 
@@ -109,7 +126,9 @@ def test_a_snapshot_of_memory_is_of_the_recorded_steps(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     monkeypatch.setattr(
-        torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(("dump", path, len(steps)))
+        torch.cuda.memory,
+        "_dump_snapshot",
+        lambda path: calls.append(("dump", path, len(steps))),
     )
 
     class Counts(Callback):
@@ -119,7 +138,9 @@ def test_a_snapshot_of_memory_is_of_the_recorded_steps(tmp_path, monkeypatch):
     fit(
         Counts(),
         batches=8,
-        profiler=PyTorchProfiler(tmp_path, wait=1, warmup=1, active=2, memory_snapshot=True),
+        profiler=PyTorchProfiler(
+            tmp_path, wait=1, warmup=1, active=2, memory_snapshot=True
+        ),
     )
     assert calls == [
         ("record", "all", 2),
@@ -129,8 +150,13 @@ def test_a_snapshot_of_memory_is_of_the_recorded_steps(tmp_path, monkeypatch):
 
 
 def test_a_snapshot_of_memory_without_cuda_is_reported(tmp_path):
-    made = fit(batches=8, profiler=PyTorchProfiler(tmp_path, row_limit=0, memory_snapshot=True))
-    assert "memory_snapshot=True has no effect on cpu: torch records CUDA's memory" in made.printed
+    made = fit(
+        batches=8, profiler=PyTorchProfiler(tmp_path, row_limit=0, memory_snapshot=True)
+    )
+    assert (
+        "memory_snapshot=True has no effect on cpu: torch records CUDA's memory"
+        in made.printed
+    )
     assert not list(tmp_path.glob("*.pickle"))
 
 

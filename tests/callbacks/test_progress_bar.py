@@ -28,7 +28,9 @@ class Screen:
         for part in text.replace("\x1b[A", "\x00").split("\n"):
             for piece in part.split("\x00"):
                 cells = self.lines[row]
-                for each in piece.split("\r")[(0 if not piece.startswith("\r") else 1) :]:
+                for each in piece.split("\r")[
+                    (0 if not piece.startswith("\r") else 1) :
+                ]:
                     cells = each + cells[len(each) :]
                 self.lines[row] = cells
                 row -= 1
@@ -58,7 +60,9 @@ def terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     file = Terminal()
     # Not sys.stderr itself: that one is the test runner's, who exchanges it between setup and call.
-    monkeypatch.setattr("trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=file))
+    monkeypatch.setattr(
+        "trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=file)
+    )
     return file
 
 
@@ -66,14 +70,18 @@ def terminal(monkeypatch):
 def plain(monkeypatch):
     file = io.StringIO()
     # Not sys.stderr itself: that one is the test runner's, who exchanges it between setup and call.
-    monkeypatch.setattr("trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=file))
+    monkeypatch.setattr(
+        "trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=file)
+    )
     return file
 
 
 def drawn(file):
     """Every state of the line, without the fill."""
     return [
-        part.strip() for part in file.getvalue().replace("\n", "\r").split("\r") if part.strip()
+        part.strip()
+        for part in file.getvalue().replace("\n", "\r").split("\r")
+        if part.strip()
     ]
 
 
@@ -93,18 +101,28 @@ def fitted(
     made = trainer(
         bar,
         *others,
-        **{"max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": True, **options},
+        **{
+            "max_epochs": 1,
+            "log_every_n_steps": 1,
+            "enable_progress_bar": True,
+            **options,
+        },
     )
     module = Timed(clock, values, train=seconds, val=val_seconds)
     made.fit(
-        module, [BATCH] * batches if isinstance(batches, int) else batches, val, ckpt_path=ckpt_path
+        module,
+        [BATCH] * batches if isinstance(batches, int) else batches,
+        val,
+        ckpt_path=ckpt_path,
     )
     return made
 
 
 def test_a_line_on_a_terminal(terminal, clock):
     values = {"loss": 0.123456, "n": 3.0, "big": 1.5e9}
-    fitted(TQDMProgressBar(), clock, seconds=0.5, values=values, max_epochs=3, max_steps=4)
+    fitted(
+        TQDMProgressBar(), clock, seconds=0.5, values=values, max_epochs=3, max_steps=4
+    )
     states = drawn(terminal)
     assert states[0].startswith("Epoch 0/2:   0%|")
     assert any(
@@ -112,7 +130,9 @@ def test_a_line_on_a_terminal(terminal, clock):
         for state in states
     )
     assert "4/4 [00:02<00:00,  2.00batch/s" in states[-1]
-    assert terminal.getvalue().endswith("\n"), "what is printed next begins a line of its own"
+    assert terminal.getvalue().endswith("\n"), (
+        "what is printed next begins a line of its own"
+    )
 
 
 def test_a_terminal_without_a_size(terminal, clock, monkeypatch):
@@ -124,7 +144,9 @@ def test_a_terminal_without_a_size(terminal, clock, monkeypatch):
 
 def test_it_is_drawn_at_most_ten_times_a_second(terminal, clock):
     fitted(TQDMProgressBar(), clock, batches=500, seconds=0.002)
-    assert 9 <= len(drawn(terminal)) <= 12  # ten, one at the start and one at the end of the epoch
+    assert (
+        9 <= len(drawn(terminal)) <= 12
+    )  # ten, one at the start and one at the end of the epoch
 
 
 def test_a_step_does_next_to_nothing(terminal, clock):
@@ -163,7 +185,9 @@ def test_validation_borrows_the_line(terminal, clock):
     options = {"val_check_interval": 2, "max_epochs": 10, "max_steps": 4}
     fitted(TQDMProgressBar(), clock, val=val, seconds=1, val_seconds=10, **options)
     states = drawn(terminal)
-    titles = [title for title, _ in itertools.groupby(state.split(":")[0] for state in states)]
+    titles = [
+        title for title, _ in itertools.groupby(state.split(":")[0] for state in states)
+    ]
     assert titles == ["Epoch 0/9", "Validation", "Epoch 0/9", "Validation", "Epoch 0/9"]
     assert any("3/3 [00:30" in state for state in states)
     assert "4/4 [00:04<00:00,  1.00batch/s" in states[-1], (
@@ -173,7 +197,8 @@ def test_validation_borrows_the_line(terminal, clock):
 
 
 @pytest.mark.parametrize(
-    ("leave", "lines"), [(False, ["Epoch 2/2"]), (True, ["Epoch 0/2", "Epoch 1/2", "Epoch 2/2"])]
+    ("leave", "lines"),
+    [(False, ["Epoch 2/2"]), (True, ["Epoch 0/2", "Epoch 1/2", "Epoch 2/2"])],
 )
 def test_leave_keeps_the_bars_of_finished_epochs(terminal, clock, leave, lines):
     fitted(TQDMProgressBar(leave=leave), clock, batches=2, max_epochs=3)
@@ -188,7 +213,12 @@ def test_the_sanity_check_leaves_nothing(terminal, clock):
 
     look_after = LambdaCallback(on_train_start=look)
     fitted(
-        TQDMProgressBar(), clock, look_after, val=[BATCH] * 9, val_seconds=1, num_sanity_val_steps=2
+        TQDMProgressBar(),
+        clock,
+        look_after,
+        val=[BATCH] * 9,
+        val_seconds=1,
+        num_sanity_val_steps=2,
     )
     ((states, shown),) = found
     assert any(state.startswith("Sanity check:  50%") for state in states)
@@ -196,7 +226,8 @@ def test_the_sanity_check_leaves_nothing(terminal, clock):
 
 
 @pytest.mark.parametrize(
-    ("stage", "moment"), [("validate", "Validation"), ("test", "Test"), ("predict", "Predict")]
+    ("stage", "moment"),
+    [("validate", "Validation"), ("test", "Test"), ("predict", "Predict")],
 )
 def test_other_entry_points(terminal, clock, stage, moment):
     made = trainer(TQDMProgressBar(), enable_progress_bar=True)
@@ -219,8 +250,17 @@ def test_an_unknown_length(terminal, clock):
 
 
 def test_a_resumed_epoch(terminal, clock, tmp_path):
-    fitted(TQDMProgressBar(), clock, batches=10, max_steps=6).save_checkpoint(tmp_path / "six")
-    fitted(TQDMProgressBar(), clock, batches=10, max_steps=7, seconds=1, ckpt_path=tmp_path / "six")
+    fitted(TQDMProgressBar(), clock, batches=10, max_steps=6).save_checkpoint(
+        tmp_path / "six"
+    )
+    fitted(
+        TQDMProgressBar(),
+        clock,
+        batches=10,
+        max_steps=7,
+        seconds=1,
+        ckpt_path=tmp_path / "six",
+    )
     assert "7/10 [00:01<00:03,  1.00batch/s" in drawn(terminal)[-1]
 
 
@@ -272,7 +312,10 @@ def test_plain_lines(plain, clock):
 def test_print_without_a_terminal(plain, clock, capsys):
     bar = TQDMProgressBar()
     fitted(
-        bar, clock, LambdaCallback(on_train_batch_start=lambda *_: bar.print("hello")), batches=1
+        bar,
+        clock,
+        LambdaCallback(on_train_batch_start=lambda *_: bar.print("hello")),
+        batches=1,
     )
     assert capsys.readouterr().out == "hello\n"
 
@@ -293,7 +336,12 @@ def test_disabled_bars_are_silent(terminal, clock, capsys):
 def test_other_ranks_are_silent():
     bar, out, err = TQDMProgressBar(), io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        options = {"devices": 2, "strategy": "ddp", "max_epochs": 1, "enable_progress_bar": True}
+        options = {
+            "devices": 2,
+            "strategy": "ddp",
+            "max_epochs": 1,
+            "enable_progress_bar": True,
+        }
         made = trainer(bar, **options)
         made.fit(TinyModule(), [BATCH] * 2, [BATCH])
         bar.print("hello")
@@ -308,7 +356,11 @@ def test_no_thread_is_left(terminal, clock):
     def count(*_):
         threads.append(set(threading.enumerate()))
 
-    fitted(TQDMProgressBar(), clock, LambdaCallback(on_train_start=count, on_train_end=count))
+    fitted(
+        TQDMProgressBar(),
+        clock,
+        LambdaCallback(on_train_start=count, on_train_end=count),
+    )
     before, with_a_line = threads
     assert before == with_a_line
 

@@ -64,8 +64,13 @@ def test_totals_of_every_kind_of_loader():
             super().on_predict_end(trainer, module)
             found["predict"] = self.total_predict_batches
 
-    made, module = trainer(Bar(), max_epochs=1, num_sanity_val_steps=1), Timed(lambda seconds: None)
-    made.fit(module, [BATCH], [DataLoader(torch.ones(samples, 32)) for samples in (2, 3)])
+    made, module = (
+        trainer(Bar(), max_epochs=1, num_sanity_val_steps=1),
+        Timed(lambda seconds: None),
+    )
+    made.fit(
+        module, [BATCH], [DataLoader(torch.ones(samples, 32)) for samples in (2, 3)]
+    )
     made.test(module, [BATCH] * 4, verbose=False)
     made.predict(module, [BATCH] * 5)
     assert found == {"sanity": 2, "val": 5, "test": 4, "predict": 5}
@@ -94,7 +99,10 @@ def test_the_trainer_is_missing_before_the_first_entry_point():
 def test_the_summary_names_best_checkpoint_time_and_logs(tmp_path):
     best = ModelCheckpoint(monitor="m", mode="max")
     made = trainer(
-        best, max_epochs=3, enable_progress_bar=True, logger=CSVLogger(tmp_path / "logs")
+        best,
+        max_epochs=3,
+        enable_progress_bar=True,
+        logger=CSVLogger(tmp_path / "logs"),
     )
     made.fit(Scripted(val=each("m", 1.0, 3.5, 2.0)), [BATCH] * 4, [BATCH])
     lines = made.printed[-4:]
@@ -127,8 +135,16 @@ def test_the_summary_splits_the_time(monkeypatch, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("options", [{"enable_progress_bar": False}, {"fast_dev_run": True}])
+@pytest.mark.parametrize(
+    "options", [{"enable_progress_bar": False}, {"fast_dev_run": True}]
+)
 def test_no_bar_no_summary(options, capsys):
-    quiet = {"logger": False, "enable_model_summary": None, "enable_checkpointing": None}
-    tk.Trainer(accelerator="cpu", max_epochs=1, **quiet, **options).fit(TinyModule(), [BATCH])
+    quiet = {
+        "logger": False,
+        "enable_model_summary": None,
+        "enable_checkpointing": None,
+    }
+    tk.Trainer(accelerator="cpu", max_epochs=1, **quiet, **options).fit(
+        TinyModule(), [BATCH]
+    )
     assert "fit:" not in capsys.readouterr().out

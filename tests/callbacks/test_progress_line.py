@@ -52,7 +52,9 @@ def drawn(monkeypatch, columns, names, batches):
         while part := os.read(master, 2**16):
             text += part
     os.close(master)
-    return [line.rstrip() for line in re.split(r"[\r\n]+", text.decode()) if "=" in line]
+    return [
+        line.rstrip() for line in re.split(r"[\r\n]+", text.decode()) if "=" in line
+    ]
 
 
 @pytest.mark.parametrize("columns", [200, 100, 80, 60, 50, 40, 30, 20])
@@ -71,10 +73,13 @@ def test_no_word_is_cut_and_the_loss_is_always_there(monkeypatch, columns, known
 
 
 @pytest.mark.parametrize(
-    ("columns", "parts"), [(110, ["|", "batch", "["]), (90, ["batch", "["]), (75, ["["]), (60, [])]
+    ("columns", "parts"),
+    [(110, ["|", "batch", "["]), (90, ["batch", "["]), (75, ["["]), (60, [])],
 )
 def test_values_come_before_decoration(monkeypatch, columns, parts):
-    line = drawn(monkeypatch, columns, ("train_acc", "my_loss", "lr"), [torch.randn(4, 32)] * 2)[-1]
+    line = drawn(
+        monkeypatch, columns, ("train_acc", "my_loss", "lr"), [torch.randn(4, 32)] * 2
+    )[-1]
     assert "train_acc=0.5, my_loss=0.5, lr=0.5" in line
     assert [part for part in ("|", "batch", "[") if part in line] == parts, line
 
@@ -82,5 +87,7 @@ def test_values_come_before_decoration(monkeypatch, columns, parts):
 def test_braces_in_a_name_are_text(monkeypatch):
     assert (
         "{x}_loss="
-        in drawn(monkeypatch, 20, ("{x}_loss", "something_else"), [torch.randn(4, 32)] * 2)[-1]
+        in drawn(
+            monkeypatch, 20, ("{x}_loss", "something_else"), [torch.randn(4, 32)] * 2
+        )[-1]
     )

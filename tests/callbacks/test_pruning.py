@@ -55,7 +55,9 @@ def fitted(*callbacks, epochs=3, ckpt_path=None, **options):
 
 
 def test_it_trains_as_with_torchs_own_hooks():
-    pruning = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)
+    pruning = ModelPruning(
+        "l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False
+    )
     module = fitted(pruning, zeros := Zeros(), gradient_clip_val=0.1)
     plain = Net()
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.02)
@@ -69,14 +71,18 @@ def test_it_trains_as_with_torchs_own_hooks():
             BATCHES[0]
         )  # torch's hooks renew the masked weights, which it compares, in a forward
         prune.global_unstructured(
-            [(plain.net[0], "weight"), (plain.net[2], "weight")], prune.L1Unstructured, amount=0.5
+            [(plain.net[0], "weight"), (plain.net[2], "weight")],
+            prune.L1Unstructured,
+            amount=0.5,
         )
     for ours, theirs in zip(module.weights, plain.weights, strict=True):
         torch.testing.assert_close(ours, theirs)
     total = 110
     assert zeros.seen == [0] * 4 + [total // 2] * 4 + [total // 2 + 28] * 4
     assert pruning.sparsity == pytest.approx(module.zeros / total)
-    assert set(module.state_dict()) == {f"net.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")}
+    assert set(module.state_dict()) == {
+        f"net.{i}.{n}" for i in (0, 2) for n in ("weight", "bias")
+    }
 
 
 def test_weights_go_back_to_their_first_values():
@@ -88,7 +94,9 @@ def test_weights_go_back_to_their_first_values():
     assert module.zeros == 10
 
 
-@pytest.mark.parametrize(("fn", "norm"), [("ln_structured", 1), ("random_structured", None)])
+@pytest.mark.parametrize(
+    ("fn", "norm"), [("ln_structured", 1), ("random_structured", None)]
+)
 def test_whole_slices(fn, norm):
     options = {
         "pruning_dim": 0,
@@ -117,7 +125,8 @@ def test_functions_of_the_epoch_and_chosen_parameters():
     assert int((module.net[0].weight == 0).sum()) == 0
     assert int((module.net[2].weight == 0).sum()) == 3 + 5
     assert made.printed == [
-        f"pruned {n / 50:.1%} of 1 parameters after epoch {e}" for e, n in ((0, 3), (2, 8))
+        f"pruned {n / 50:.1%} of 1 parameters after epoch {e}"
+        for e, n in ((0, 3), (2, 8))
     ]
 
 
@@ -125,7 +134,9 @@ def test_functions_of_the_epoch_and_chosen_parameters():
 def test_a_resumed_run_is_the_same(tmp_path):
     def run(path, ckpt_path=None):
         keeper = ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1)
-        return fitted(ModelPruning("random_unstructured", amount=0.3), keeper, ckpt_path=ckpt_path)
+        return fitted(
+            ModelPruning("random_unstructured", amount=0.3), keeper, ckpt_path=ckpt_path
+        )
 
     whole = run(tmp_path / "whole")
     for step in (3, 4, 5, 9):

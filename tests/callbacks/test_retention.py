@@ -46,7 +46,9 @@ def test_a_save_that_failed_gives_its_place_back():
         held.confirm(path)
     held.ask("c", 1.0)  # takes b's place, and is never confirmed
     held.ask("d", 1.5)  # takes a's place
-    assert held.confirm("d") == ["b"]  # a is back: with d it is the best of those that are there
+    assert held.confirm("d") == [
+        "b"
+    ]  # a is back: with d it is the best of those that are there
     assert held.kept == {"d": 1.5, "a": 2.0}
     held.ask("e", 0.5)
     assert held.confirm("e") == ["a"]
@@ -163,7 +165,12 @@ def test_saves_that_failed_one_after_the_other_leave_no_trace():
     held.ask("d", 0.2)
     held.fail("c")
     held.fail("d")
-    assert (held.kept, held.newest, held.pending, held.displaced) == ({"a": 0.5}, "a", [], {})
+    assert (held.kept, held.newest, held.pending, held.displaced) == (
+        {"a": 0.5},
+        "a",
+        [],
+        {},
+    )
     assert held.admits(0.45)
 
 
@@ -191,7 +198,11 @@ def test_failed_saves_leave_the_state_of_the_others(keep):
             disk.difference_update(held.confirm(done))
         assert {*held.kept, held.newest, held.spare} - {"", *held.pending} <= disk
         if not under_way:
-            assert (held.kept, held.newest, held.spare) == (plain.kept, plain.newest, plain.spare)
+            assert (held.kept, held.newest, held.spare) == (
+                plain.kept,
+                plain.newest,
+                plain.spare,
+            )
             assert disk == disk_of_plain
 
 

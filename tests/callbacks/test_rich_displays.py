@@ -20,9 +20,16 @@ VALUES = {"accuracy_top1": 0.5, "learning_rate": 0.25, "train_loss": 0.125}
 def drawn(bar, *others, width=80, batches=4, val=None, values=None, **options):
     """The lines on the terminal, each once, of a fit whose batches take half a second each."""
     file, now = io.StringIO(), [0.0]
-    bar._console_kwargs.update(file=file, force_terminal=True, width=width, color_system=None)
+    bar._console_kwargs.update(
+        file=file, force_terminal=True, width=width, color_system=None
+    )
     made = trainer(
-        bar, *others, max_epochs=1, log_every_n_steps=1, enable_progress_bar=True, **options
+        bar,
+        *others,
+        max_epochs=1,
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+        **options,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer_kit.callbacks.progress_bar.monotonic", lambda: now[0])
@@ -37,7 +44,9 @@ def drawn(bar, *others, width=80, batches=4, val=None, values=None, **options):
 def test_bar_and_values_fit_the_terminal(width):
     lines = drawn(RichProgressBar(), width=width)
     assert max(map(len, lines)) <= width
-    assert any("4/4" in line and "00:02 < 00:00" in line for line in lines) or width < 80
+    assert (
+        any("4/4" in line and "00:02 < 00:00" in line for line in lines) or width < 80
+    )
     text = " ".join(lines)
     for value in ("accuracy_top1=0.5", "learning_rate=0.25", "train_loss=0.125"):
         assert re.search(rf"(?:^| ){re.escape(value)}(?: |$)", text), "no value is cut"
@@ -64,7 +73,8 @@ def test_columns_theme_and_overrides():
 
 def test_validation_and_sanity_check_share_the_line():
     titles = [
-        line.split()[0] for line in drawn(RichProgressBar(), val=[BATCH], num_sanity_val_steps=1)
+        line.split()[0]
+        for line in drawn(RichProgressBar(), val=[BATCH], num_sanity_val_steps=1)
     ]
     assert {"Sanity", "Epoch", "Validation"} <= set(titles)
 
@@ -74,16 +84,24 @@ def test_print_goes_above_the_line(capsys):
     lines = drawn(
         bar,
         LambdaCallback(
-            on_train_batch_end=lambda *_: bar.print("[hello]", file=bar._console_kwargs["file"])
+            on_train_batch_end=lambda *_: bar.print(
+                "[hello]", file=bar._console_kwargs["file"]
+            )
         ),
     )
     assert "[hello]" in lines
-    drawn(bar, LambdaCallback(on_train_batch_end=lambda *_: bar.print("to stdout")), batches=1)
+    drawn(
+        bar,
+        LambdaCallback(on_train_batch_end=lambda *_: bar.print("to stdout")),
+        batches=1,
+    )
     assert capsys.readouterr().out == "to stdout\n"
 
 
 def test_a_file_gets_plain_lines(capsys):
-    trainer(RichProgressBar(), max_epochs=2, enable_progress_bar=True).fit(Scripted(), [BATCH] * 4)
+    trainer(RichProgressBar(), max_epochs=2, enable_progress_bar=True).fit(
+        Scripted(), [BATCH] * 4
+    )
     assert re.search(r"Epoch 1/1: 4/4 batches, [\d.e+]+/s", capsys.readouterr().err)
 
 
@@ -93,7 +111,9 @@ def test_no_thread_and_no_redirection_are_left():
         drawn(
             RichProgressBar(),
             LambdaCallback(
-                on_before_optimizer_step=lambda *_: (_ for _ in ()).throw(ValueError("stop here"))
+                on_before_optimizer_step=lambda *_: (_ for _ in ()).throw(
+                    ValueError("stop here")
+                )
             ),
         )
     assert (sys.stdout, sys.stderr) == before
@@ -104,13 +124,17 @@ def test_without_rich_the_extra_is_named(kind, monkeypatch):
     monkeypatch.setattr(
         "lightning_utilities.core.imports.RequirementCache.__bool__", lambda self: False
     )
-    with pytest.raises(ConfigurationError, match=r"needs rich(.|\n)*trainer-kit\[rich\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"needs rich(.|\n)*trainer-kit\[rich\]"
+    ):
         kind()
 
 
 def test_the_table_of_a_module(capsys):
     made = trainer(
-        summary := RichModelSummary(max_depth=1), max_epochs=1, enable_model_summary=True
+        summary := RichModelSummary(max_depth=1),
+        max_epochs=1,
+        enable_model_summary=True,
     )
     assert made.callbacks == [summary]
     module = Scripted(val=each("m"))

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 import trainer_kit as tk
-from tests.parity.plain import Batch, Classifier, assert_same, make_batches, make_net, sgd, train
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    assert_same,
+    make_batches,
+    make_net,
+    sgd,
+    train,
+)
 from trainer_kit.callbacks import ModelCheckpoint, NaNGuard, ReplayCheck, SpikeDetection
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
@@ -26,7 +34,9 @@ RUN = {**QUIET, "enable_checkpointing": False}
 
 class Spiking(Classifier):
     def __init__(self, at: int, by: float = 20.0, rank: int | None = None) -> None:
-        super().__init__(make_net(), lambda net: torch.optim.SGD(net.parameters(), lr=1e-4))
+        super().__init__(
+            make_net(), lambda net: torch.optim.SGD(net.parameters(), lr=1e-4)
+        )
         self.at, self.by, self.rank = at, by, rank
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -40,7 +50,8 @@ class Spiking(Classifier):
 def test_the_step_of_a_spike_is_named(every: int, k: int) -> None:
     options = {**RUN, "log_every_n_steps": every, "accumulate_grad_batches": k}
     with pytest.raises(
-        TrainerKitError, match=rf"the loss jumped to .* at step {9 // k + 1}\n.*mean of the"
+        TrainerKitError,
+        match=rf"the loss jumped to .* at step {9 // k + 1}\n.*mean of the",
     ):
         train(Spiking(9), make_batches(20), callbacks=[SpikeDetection()], **options)
     train(Spiking(9, by=1.5), make_batches(20), callbacks=[SpikeDetection()], **options)
@@ -50,7 +61,11 @@ def test_stop_saves_and_warn_continues(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, every_n_epochs=1)
     stopping, warning = SpikeDetection(action="stop"), SpikeDetection(action="warn")
     trainer = train(
-        Spiking(9), make_batches(20), callbacks=[stopping, saving], log_every_n_steps=1, **QUIET
+        Spiking(9),
+        make_batches(20),
+        callbacks=[stopping, saving],
+        log_every_n_steps=1,
+        **QUIET,
     )
     assert trainer.global_step == 10
     plain, module = Spiking(9), Spiking(9)
@@ -63,9 +78,17 @@ def test_stop_saves_and_warn_continues(tmp_path: Path) -> None:
 
 def test_a_resumed_run_remembers_the_mean(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=8)
-    train(Spiking(9), make_batches(20), callbacks=[saving, SpikeDetection()], max_steps=8, **QUIET)
+    train(
+        Spiking(9),
+        make_batches(20),
+        callbacks=[saving, SpikeDetection()],
+        max_steps=8,
+        **QUIET,
+    )
     detection = SpikeDetection(warmup=9, action="warn")
-    trainer = tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[detection], **RUN)
+    trainer = tk.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=[detection], **RUN
+    )
     trainer.fit(Spiking(9), make_batches(20), ckpt_path=tmp_path / "step-00000008")
     assert list(detection.spikes) == [10], "nine steps were judged before"
 
@@ -81,7 +104,9 @@ def test_reused_memory_of_a_loss_is_not_a_spike() -> None:
             return self.kept
 
     detection = SpikeDetection()
-    train(Reusing(-1), make_batches(16), callbacks=[detection], log_every_n_steps=4, **RUN)
+    train(
+        Reusing(-1), make_batches(16), callbacks=[detection], log_every_n_steps=4, **RUN
+    )
     assert detection.spikes == {}
 
 
@@ -89,7 +114,13 @@ def test_a_second_fit_forgets_the_first() -> None:
     detection, guard = SpikeDetection(action="warn"), NaNGuard("skip", max_skips=1)
     for at, by in ((6, 20.0), (4, float("nan")), (5, float("nan"))):
         module = Spiking(at, by)
-        train(module, make_batches(12), callbacks=[detection, guard], log_every_n_steps=4, **RUN)
+        train(
+            module,
+            make_batches(12),
+            callbacks=[detection, guard],
+            log_every_n_steps=4,
+            **RUN,
+        )
         assert list(detection.spikes) == ([at + 1] if by == 20.0 else [])
         assert guard.skipped_steps == ([] if by == 20.0 else [at + 1])
 
@@ -121,7 +152,9 @@ class Corrupt(Classifier):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         self.calls += 1
-        wrong = self.calls == self.at and (self.rank is None or dist.get_rank() == self.rank)
+        wrong = self.calls == self.at and (
+            self.rank is None or dist.get_rank() == self.rank
+        )
         return super().training_step(batch, batch_idx) * (1 + 1e-6 * wrong)
 
 
@@ -140,7 +173,9 @@ def test_a_replayed_step_changes_nothing(k: int) -> None:
     torch.manual_seed(2)
     train(plain, make_batches(6), **options)
     torch.manual_seed(2)
-    trainer = train(module, make_batches(6), callbacks=[ReplayCheck(every=3), Count()], **options)
+    trainer = train(
+        module, make_batches(6), callbacks=[ReplayCheck(every=3), Count()], **options
+    )
     assert_same(module, plain)
     assert module.calls == 12 + 12 // 3
     assert trainer.progress.batch == 12
@@ -165,7 +200,10 @@ class Rows(tk.TrainModule):
 
     def __init__(self, at: int = -1, by: float = 0.0, sparse: bool = False) -> None:
         super().__init__()
-        self.rows, self.weight = nn.Embedding(8, 2, sparse=sparse), nn.Parameter(torch.ones(2))
+        self.rows, self.weight = (
+            nn.Embedding(8, 2, sparse=sparse),
+            nn.Parameter(torch.ones(2)),
+        )
         self.at, self.by, self.calls = at, by, 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -182,10 +220,14 @@ class Rows(tk.TrainModule):
 def test_the_sign_of_a_zero_counts_and_sparse_gradients_are_compared(
     by: float, sparse: bool
 ) -> None:
-    batches, options = [torch.tensor([1, 5, 5])] * 4, {**RUN, "callbacks": [ReplayCheck(every=2)]}
+    batches, options = (
+        [torch.tensor([1, 5, 5])] * 4,
+        {**RUN, "callbacks": [ReplayCheck(every=2)]},
+    )
     train(Rows(sparse=sparse), batches, **options)
     with pytest.raises(
-        TrainerKitError, match="step 2 gave different results when it was repeated on rank 0"
+        TrainerKitError,
+        match="step 2 gave different results when it was repeated on rank 0",
     ):
         train(Rows(3, by, sparse), batches, **options)
 
@@ -199,9 +241,15 @@ def test_the_rank_is_named() -> None:
     train(module, make_batches(8), callbacks=[ReplayCheck(every=2)], **options)
     torch.testing.assert_close(module.state_dict(), plain.state_dict())
     with pytest.raises(
-        TrainerKitError, match=r"step 2 gave different results when it was repeated on rank 1\n"
+        TrainerKitError,
+        match=r"step 2 gave different results when it was repeated on rank 1\n",
     ):
-        train(Corrupt(3, rank=1), make_batches(8), callbacks=[ReplayCheck(every=2)], **options)
+        train(
+            Corrupt(3, rank=1),
+            make_batches(8),
+            callbacks=[ReplayCheck(every=2)],
+            **options,
+        )
     with pytest.raises(TrainerKitError, match=r"step 2 gave different results"):
         train(
             Corrupt(3, rank=1),
@@ -210,7 +258,12 @@ def test_the_rank_is_named() -> None:
             **{**options, "strategy": "fsdp"},
         )
     with pytest.raises(TrainerKitError, match=r"at step 3\n"):
-        train(Spiking(2, rank=1), make_batches(16), callbacks=[SpikeDetection()], **options)
+        train(
+            Spiking(2, rank=1),
+            make_batches(16),
+            callbacks=[SpikeDetection()],
+            **options,
+        )
 
 
 class Drifting(Classifier):

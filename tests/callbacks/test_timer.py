@@ -34,7 +34,9 @@ def test_durations(duration, seconds):
     assert Timer(duration).time_remaining() == seconds
 
 
-@pytest.mark.parametrize("duration", ["1:2:3:4", "12:00", "3ep", {"dogs": 7}, "soon", 60])
+@pytest.mark.parametrize(
+    "duration", ["1:2:3:4", "12:00", "3ep", {"dogs": 7}, "soon", 60]
+)
 def test_bad_durations(duration):
     with pytest.raises(ConfigurationError):
         Timer(duration)
@@ -69,7 +71,11 @@ def test_it_requests_the_stop_at_each_step_and_prints_it_once(clock):
 
 def test_by_epochs(clock):
     made = timed(
-        clock, Timer("10s", interval="epoch", verbose=False), seconds=20, batches=2, max_epochs=3
+        clock,
+        Timer("10s", interval="epoch", verbose=False),
+        seconds=20,
+        batches=2,
+        max_epochs=3,
     )
     assert (len(made.stops), made.global_step) == (1, 2)
     assert not any("time limit reached" in line for line in made.printed)
@@ -84,15 +90,22 @@ def test_time_before_a_restart_counts(clock, tmp_path):
     assert not first.stops
     first.save_checkpoint(tmp_path / "one")
     note = LambdaCallback(
-        on_fit_start=lambda *_: restored.append((after.time_elapsed(), after.time_remaining()))
+        on_fit_start=lambda *_: restored.append(
+            (after.time_elapsed(), after.time_remaining())
+        )
     )
     second = timed(clock, after, note, seconds=2, ckpt_path=tmp_path / "one")
     assert restored == [(7.0, 3.0)]
-    assert (second.stops, second.global_step) == (["training took 0:00:11 of 0:00:10"], 3)
+    assert (second.stops, second.global_step) == (
+        ["training took 0:00:11 of 0:00:10"],
+        3,
+    )
 
 
 def test_a_restart_without_time_left_stops_before_the_first_step(clock, tmp_path):
-    timed(clock, Timer("60s"), seconds=50, max_steps=1).save_checkpoint(tmp_path / "one")
+    timed(clock, Timer("60s"), seconds=50, max_steps=1).save_checkpoint(
+        tmp_path / "one"
+    )
     made = timed(clock, Timer("10s"), seconds=1, ckpt_path=tmp_path / "one")
     assert (made.stops, made.global_step) == (["training took 0:00:50 of 0:00:10"], 1)
 
@@ -101,7 +114,9 @@ def test_another_fit_has_all_of_its_time(clock):
     timer, remaining = Timer("10s"), []
     timed(clock, timer, seconds=6, max_steps=1)
     clock(5)
-    note = LambdaCallback(on_train_start=lambda *_: remaining.append(timer.time_remaining()))
+    note = LambdaCallback(
+        on_train_start=lambda *_: remaining.append(timer.time_remaining())
+    )
     again = timed(clock, timer, note, seconds=[9, 2, 1])
     assert remaining == [10.0]
     assert (again.stops, again.global_step) == (["training took 0:00:11 of 0:00:10"], 2)
@@ -112,12 +127,17 @@ def test_stages(clock):
     assert timer.start_time() is None
     assert timer.end_time() is None
     assert timer.time_elapsed() == 0.0
-    made, module = trainer(timer, max_epochs=1), Timed(clock, train=1, val=2, test=3, predict=4)
+    made, module = (
+        trainer(timer, max_epochs=1),
+        Timed(clock, train=1, val=2, test=3, predict=4),
+    )
     made.fit(module, [BATCH], [BATCH])
     made.test(module, [BATCH], verbose=False)
     made.predict(module, [BATCH])
     clock(100)
-    assert [timer.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")] == [
+    assert [
+        timer.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")
+    ] == [
         3.0,
         2.0,
         3.0,

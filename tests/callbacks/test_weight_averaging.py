@@ -68,7 +68,9 @@ def train(module: tk.TrainModule, callbacks: Any, **options: Any) -> tk.Trainer:
 class Beside(tk.Callback):
     """torch's average of the same weights, kept by hand."""
 
-    def __init__(self, module: nn.Module, steps: Any, epochs: Any, **options: Any) -> None:
+    def __init__(
+        self, module: nn.Module, steps: Any, epochs: Any, **options: Any
+    ) -> None:
         self.average = AveragedModel(module, use_buffers=True, **options)
         self.steps, self.epochs = steps, epochs
         self.own: list[dict[str, torch.Tensor]] = []
@@ -91,7 +93,9 @@ class Beside(tk.Callback):
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if self.average.n_averaged:
-            shown = {n: v for n, v in module.validated[-1].items() if v.is_floating_point()}
+            shown = {
+                n: v for n, v in module.validated[-1].items() if v.is_floating_point()
+            }
             assert_same(
                 shown, self.floats(), 1e-6 if len(self.steps) > 2 else 0.0
             )  # torch has two ways to a mean
@@ -128,18 +132,24 @@ def test_as_torch_averages(tmp_path: Path) -> None:
     ):
         module = Norms()
         beside = Beside(module, steps, epochs, **options)
-        keeper = ModelCheckpoint(tmp_path / str(number), every_n_train_steps=1, save_top_k=-1)
+        keeper = ModelCheckpoint(
+            tmp_path / str(number), every_n_train_steps=1, save_top_k=-1
+        )
         trainer = train(module, [beside, callback, keeper], val_check_interval=4)
         assert_same(beside.own[-1], copied(plain), 0.0)  # training is as without
         assert callback.n_averaged == int(beside.average.n_averaged)
         found = copied(module)
         assert_same(
-            {n: v for n, v in found.items() if v.is_floating_point()}, beside.floats(), 1e-6
+            {n: v for n, v in found.items() if v.is_floating_point()},
+            beside.floats(),
+            1e-6,
         )
         assert int(found["net.1.num_batches_tracked"]) == 21  # whole numbers are copied
         state = read_checkpoint(keeper.last_model_path)
         assert_same(state["model"], found, 0.0)
-        assert_same({**state["model"], **state["current_model_state"]}, beside.own[-1], 0.0)
+        assert_same(
+            {**state["model"], **state["current_model_state"]}, beside.own[-1], 0.0
+        )
         early = read_checkpoint(tmp_path / str(number) / "step-00000001")
         assert ("current_model_state" in early) is (0 in steps)
         beside.own.append(found)
@@ -150,7 +160,9 @@ def test_as_torch_averages(tmp_path: Path) -> None:
 def resumable(root: Path) -> list[Any]:
     keeper = ModelCheckpoint(root, every_n_train_steps=1, save_top_k=-1, save_last=True)
     return [
-        EMAWeightAveraging(decay=DECAY, update_every_n_steps=2, update_starting_at_epoch=0),
+        EMAWeightAveraging(
+            decay=DECAY, update_every_n_steps=2, update_starting_at_epoch=0
+        ),
         keeper,
     ]
 
@@ -171,7 +183,9 @@ def test_a_run_resumed_at_any_step_has_the_same_averages(tmp_path: Path) -> None
         7,
     ):  # a run that ended inside of an epoch, and one that is saved once more when it is over
         short = Norms()
-        early = train(short, resumable(tmp_path / f"to-{steps}"), max_steps=steps, **options)
+        early = train(
+            short, resumable(tmp_path / f"to-{steps}"), max_steps=steps, **options
+        )
         early.save_checkpoint(tmp_path / f"after-{steps}")
         ends += [
             str(tmp_path / f"to-{steps}" / f"step-{steps:08d}"),
@@ -189,7 +203,9 @@ def test_a_run_resumed_at_any_step_has_the_same_averages(tmp_path: Path) -> None
     # Without the callback it goes on from what was trained, not from the averages.
     alone = Norms()
     train(alone, ModelCheckpoint(tmp_path / "alone"), ckpt_path=ends[4], **options)
-    assert_same(copied(alone), {**expected["model"], **expected["current_model_state"]}, 0.0)
+    assert_same(
+        copied(alone), {**expected["model"], **expected["current_model_state"]}, 0.0
+    )
     # And with it from a run that had none, which it says.
     anew = EMAWeightAveraging(decay=DECAY)
     train(
@@ -211,9 +227,15 @@ class Regrown(Norms):
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
-            (group,), old, new = self.optimizers().param_groups, self.net[-1], nn.Linear(16, 4)
+            (group,), old, new = (
+                self.optimizers().param_groups,
+                self.net[-1],
+                nn.Linear(16, 4),
+            )
             now = dict(zip(old.parameters(), new.parameters(), strict=True))
-            group["params"] = [now.get(parameter, parameter) for parameter in group["params"]]
+            group["params"] = [
+                now.get(parameter, parameter) for parameter in group["params"]
+            ]
             self.net[-1] = new
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -243,21 +265,33 @@ def test_a_replaced_average_starts_from_scratch(
     ):
         module = Regrown()
         beside = Beside(module, (), ())
-        keeper = ModelCheckpoint(tmp_path / str(number), every_n_train_steps=1, save_top_k=-1)
+        keeper = ModelCheckpoint(
+            tmp_path / str(number), every_n_train_steps=1, save_top_k=-1
+        )
         averaging = callback()
         train(module, [averaging, beside, keeper], val_check_interval=4)
         assert capsys.readouterr().out.count("the averages of 2 weights restart") == 1
         found = copied(module)
-        for name in ("net.0.weight", "net.1.running_mean", "turns", "net.4.weight", "net.4.bias"):
+        for name in (
+            "net.0.weight",
+            "net.1.running_mean",
+            "turns",
+            "net.4.weight",
+            "net.4.bias",
+        ):
             own = beside.own[4:] if name.startswith("net.4") else beside.own
-            torch.testing.assert_close(found[name], expected(own, name), rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                found[name], expected(own, name), rtol=0, atol=1e-6
+            )
         first_since = module.validated[2]["net.4.weight"]  # each validates two batches
         torch.testing.assert_close(
             first_since, expected(beside.own[4:6], "net.4.weight"), rtol=0, atol=1e-6
         )
         last = read_checkpoint(keeper.last_model_path)
         assert_same(last["model"], found, 0.0)
-        assert_same({**last["model"], **last["current_model_state"]}, beside.own[-1], 0.0)
+        assert_same(
+            {**last["model"], **last["current_model_state"]}, beside.own[-1], 0.0
+        )
         again, resumed = Regrown(), callback()
         train(
             again,
@@ -335,7 +369,9 @@ def test_sixteen_bits_are_averaged_in_thirty_two(tmp_path: Path) -> None:
         ckpt_path=sorted(map(str, tmp_path.glob("step-*")))[2],
     )
     assert again._averages is not None
-    assert torch.equal(again._averages.state(beside=False)["averages"]["net.0.weight"], kept)
+    assert torch.equal(
+        again._averages.state(beside=False)["averages"]["net.0.weight"], kept
+    )
 
 
 @pytest.mark.slow
@@ -371,9 +407,13 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(
     tmp_path: Path,
 ) -> None:
     def callbacks(path: Path, **options: Any) -> list[Any]:
-        keeper = ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1, save_last=True)
+        keeper = ModelCheckpoint(
+            path, every_n_train_steps=1, save_top_k=-1, save_last=True
+        )
         return [
-            StochasticWeightAveraging(**{"swa_lrs": 0.01, "annealing_epochs": 2, **options}),
+            StochasticWeightAveraging(
+                **{"swa_lrs": 0.01, "annealing_epochs": 2, **options}
+            ),
             keeper,
         ]
 
@@ -398,7 +438,12 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(
     for step in (1, 2, 3, 4):
         again = Stepped()
         resumed = callbacks(tmp_path / "again", swa_epoch_start=start)
-        train(again, resumed, ckpt_path=str(tmp_path / "1" / f"step-{step:08d}"), **options)
+        train(
+            again,
+            resumed,
+            ckpt_path=str(tmp_path / "1" / f"step-{step:08d}"),
+            **options,
+        )
         found = read_checkpoint(resumed[1].last_model_path)
         for part in ("model", "current_model_state"):
             assert_same(found[part], expected[part], 0.0)
@@ -406,12 +451,18 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(
         assert found["lr_schedulers"] == expected["lr_schedulers"]
     at_once = Stepped()
     train(
-        at_once, callbacks(tmp_path / "at-once", annealing_epochs=0, swa_epoch_start=2), **options
+        at_once,
+        callbacks(tmp_path / "at-once", annealing_epochs=0, swa_epoch_start=2),
+        **options,
     )
     assert at_once.rates[::7] == [0.1, 0.01, 0.01, 0.01, 0.01]
     again = Stepped()
-    resumed = callbacks(tmp_path / "again-at-once", annealing_epochs=0, swa_epoch_start=2)
-    train(again, resumed, ckpt_path=str(tmp_path / "at-once" / "step-00000003"), **options)
+    resumed = callbacks(
+        tmp_path / "again-at-once", annealing_epochs=0, swa_epoch_start=2
+    )
+    train(
+        again, resumed, ckpt_path=str(tmp_path / "at-once" / "step-00000003"), **options
+    )
     assert again.rates == [0.01] * 14
     assert_same(copied(again), copied(at_once), 0.0)
 
@@ -442,7 +493,11 @@ def test_the_learning_rate_of_each_epoch_is_that_of_lightning(
 
     swa = StochasticWeightAveraging(0.02, start, annealing, "linear")
     trainer = tk.Trainer(
-        max_epochs=6, callbacks=[swa], enable_checkpointing=False, logger=False, accelerator="cpu"
+        max_epochs=6,
+        callbacks=[swa],
+        enable_checkpointing=False,
+        logger=False,
+        accelerator="cpu",
     )
     trainer.fit(Rates(), [torch.ones(2, 32)])
     assert seen == pytest.approx(rates)
@@ -458,14 +513,23 @@ def test_arguments() -> None:
             StochasticWeightAveraging(**wrong)
     quiet: dict[str, Any] = {"enable_checkpointing": False}
     with pytest.raises(
-        ConfigurationError, match=r"1 optimizers with \[1\] parameter groups, 2 learning rates"
+        ConfigurationError,
+        match=r"1 optimizers with \[1\] parameter groups, 2 learning rates",
     ):
         train(Norms(), StochasticWeightAveraging([0.1, 0.2]), **quiet)
-    with pytest.raises(ConfigurationError, match="a fraction of an unknown number of epochs"):
-        train(Norms(), StochasticWeightAveraging(0.1), max_epochs=-1, max_steps=2, **quiet)
+    with pytest.raises(
+        ConfigurationError, match="a fraction of an unknown number of epochs"
+    ):
+        train(
+            Norms(), StochasticWeightAveraging(0.1), max_epochs=-1, max_steps=2, **quiet
+        )
     with pytest.raises(ConfigurationError, match="only one averaging function"):
         WeightAveraging(avg_fn=get_ema_avg_fn(), multi_avg_fn=get_ema_multi_avg_fn())
     with pytest.raises(ConfigurationError, match=r"decay=1\.5"):
         EMAWeightAveraging(decay=1.5)
     with pytest.raises(ConfigurationError, match="two callbacks average"):
-        train(Norms(), [WeightAveraging(), EMAWeightAveraging()], enable_checkpointing=False)
+        train(
+            Norms(),
+            [WeightAveraging(), EMAWeightAveraging()],
+            enable_checkpointing=False,
+        )

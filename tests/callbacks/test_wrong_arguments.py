@@ -47,7 +47,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "arguments"), WRONG)
-def test_a_wrong_argument_is_answered_at_once(name: str, arguments: dict[str, Any]) -> None:
+def test_a_wrong_argument_is_answered_at_once(
+    name: str, arguments: dict[str, Any]
+) -> None:
     wrong, value = list(arguments.items())[-1]
     with pytest.raises(ConfigurationError) as raised:
         getattr(callbacks, name)(**arguments)
@@ -59,7 +61,10 @@ def test_what_fits_is_taken() -> None:
     import numpy as np
 
     assert (
-        callbacks.EarlyStopping("loss", patience=np.int64(3), min_delta=1, verbose=1).patience == 3
+        callbacks.EarlyStopping(
+            "loss", patience=np.int64(3), min_delta=1, verbose=1
+        ).patience
+        == 3
     )
     assert callbacks.EarlyStopping("loss", verbose=np.bool_(True)).verbose
     assert callbacks.SpikeDetection(rtol=2).rtol == 2

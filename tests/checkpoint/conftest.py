@@ -25,7 +25,10 @@ def _make_state(seed=0):
         "model": model.state_dict(),
         "optimizers": [optimizer.state_dict()],
         "progress": {"step": 12},
-        "rng": {"torch": torch.get_rng_state(), "numpy": np.random.RandomState(1).get_state()},
+        "rng": {
+            "torch": torch.get_rng_state(),
+            "numpy": np.random.RandomState(1).get_state(),
+        },
         "callbacks": {"Best": {"score": float("nan"), "paths": ("a", "b")}},
     }
 
@@ -68,7 +71,9 @@ def bytes_of(tensor):
 def _through(value, folder=None):
     """Through JSON text, and through a file where a folder is given."""
     tensors = {}
-    text = json.dumps(encode(value, tensors, at="part", copy=folder is None), allow_nan=False)
+    text = json.dumps(
+        encode(value, tensors, at="part", copy=folder is None), allow_nan=False
+    )
     if folder is not None:
         path = folder / f"{len(list(folder.iterdir()))}.safetensors"
         write_file(path, safetensors_bytes(tensors)[1])

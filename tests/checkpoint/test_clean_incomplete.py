@@ -89,7 +89,9 @@ def dead_name(target, suffix="tmp"):
 def test_only_our_own_dead_work_is_cleaned(saved, tmp_path):
     dead = dead_name(tmp_path / "c")
     host = dead.name.rpartition("-")[2][:6]
-    other_host = dead.name.replace(f"-{host}", f"-{hashlib.sha256(b'other').hexdigest()[:6]}")
+    other_host = dead.name.replace(
+        f"-{host}", f"-{hashlib.sha256(b'other').hexdigest()[:6]}"
+    )
     keep = [
         hidden_path(tmp_path / "c", "tmp").name,  # this very process
         other_host,
@@ -113,7 +115,13 @@ def test_only_our_own_dead_work_is_cleaned(saved, tmp_path):
     index = dead_name(tmp_path / "index.json")
     index.write_text("{")
     assert sorted(clean_incomplete(tmp_path)) == ["c", "index.json"]
-    assert set(os.listdir(tmp_path)) == {*keep, foreign.name, file.name, link.name, "step-12"}
+    assert set(os.listdir(tmp_path)) == {
+        *keep,
+        foreign.name,
+        file.name,
+        link.name,
+        "step-12",
+    }
     verify_checkpoint(saved)
     assert clean_incomplete(tmp_path / "absent") == []
 
@@ -126,5 +134,7 @@ def test_a_process_number_that_was_given_away_is_dead(tmp_path):
     assert Hidden.parse(f"{head}-{token[:6]}ffffff{token[12:]}") == Hidden(
         "c", "tmp", here=True, stale=True
     )
-    assert Hidden.parse(".c.d.9999999999-" + token) == Hidden("c.d", "tmp", here=True, stale=True)
+    assert Hidden.parse(".c.d.9999999999-" + token) == Hidden(
+        "c.d", "tmp", here=True, stale=True
+    )
     assert Hidden.parse("step-12") is None

@@ -170,13 +170,16 @@ def random_value(rng, depth):
         dtype = rng.choice(
             [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
         )
-        tensor = torch.randint(0, 2, [rng.randrange(4) for _ in range(rng.randrange(4))]).to(dtype)
+        tensor = torch.randint(
+            0, 2, [rng.randrange(4) for _ in range(rng.randrange(4))]
+        ).to(dtype)
         return rng.choice(
             [tensor, tensor.t() if tensor.dim() < 3 else tensor, (tensor != 0).numpy()]
         )
     children = [random_value(rng, depth - 1) for _ in range(rng.randrange(4))]
     keys = rng.sample(
-        ["a", "b.c", "", "$", "v", 1, -1.5, None, True, (1, ("x",)), b"k", "é"], len(children)
+        ["a", "b.c", "", "$", "v", 1, -1.5, None, True, (1, ("x",)), b"k", "é"],
+        len(children),
     )
     if kind < 8:
         return children

@@ -29,7 +29,9 @@ ALL_DTYPES = [
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 5)], ids=str)
 def test_tensors_of_every_dtype_and_shape(dtype, shape, tmp_path, same, through):
     size = math.prod(shape) * torch.empty((), dtype=dtype).element_size()
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (size,), dtype=torch.uint8)
+    raw = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (size,), dtype=torch.uint8
+    )
     tensor = raw.view(dtype).reshape(shape)
     assert same(through({"x": tensor}, tmp_path), {"x": tensor})
 
@@ -154,7 +156,11 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_torch_optimizer(name, tmp_path, same, through):
     cls = OPTIMIZERS[name]
-    model = nn.Embedding(3, 2, sparse=name == "SparseAdam") if name != "Muon" else nn.Linear(2, 2)
+    model = (
+        nn.Embedding(3, 2, sparse=name == "SparseAdam")
+        if name != "Muon"
+        else nn.Linear(2, 2)
+    )
     parameters = [p for p in model.parameters() if p.dim() == 2]
     options = {"lr": 0.1, "momentum": 0.9} if name == "SGD" else {"lr": 0.1}
     optimizer = cls(parameters, **options)
@@ -162,7 +168,11 @@ def test_every_torch_optimizer(name, tmp_path, same, through):
     def loss():
         optimizer.zero_grad()
         out = (
-            model(torch.tensor([0, 1]) if isinstance(model, nn.Embedding) else torch.ones(1, 2))
+            model(
+                torch.tensor([0, 1])
+                if isinstance(model, nn.Embedding)
+                else torch.ones(1, 2)
+            )
             .square()
             .sum()
         )
@@ -190,7 +200,9 @@ def schedulers():
         "one_cycle": lambda o: s.OneCycleLR(o, 0.1, 10),
         "cyclic": lambda o: s.CyclicLR(o, 0.1, 0.2),
         "plateau": lambda o: s.ReduceLROnPlateau(o),
-        "sequential": lambda o: s.SequentialLR(o, [s.ConstantLR(o), s.ExponentialLR(o, 0.9)], [2]),
+        "sequential": lambda o: s.SequentialLR(
+            o, [s.ConstantLR(o), s.ExponentialLR(o, 0.9)], [2]
+        ),
         "chained": lambda o: s.ChainedScheduler([s.LinearLR(o), s.PolynomialLR(o)]),
     }
 

@@ -147,7 +147,9 @@ def test_a_dataclass_and_a_partial():
 
 
 def test_a_registered_class_is_stored_by_its_functions_or_by_its_attributes():
-    with pytest.raises(CheckpointError, match=r"(?s)test_codecs\.Scaler.*tk\.checkpoint\.codec"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)test_codecs\.Scaler.*tk\.checkpoint\.codec"
+    ):
         encode(Scaler(1.0), {})
     registered = tk.checkpoint.codec(
         Scaler, lambda scaler: [scaler.mean], lambda parts: Scaler(*parts)
@@ -168,7 +170,9 @@ def test_a_registered_class_is_stored_by_its_functions_or_by_its_attributes():
         tk.checkpoint.codec(Scaler(1))
 
 
-@pytest.mark.parametrize("value", [lambda x: x, eval, torch.load, Lists([1]), object(), sys])
+@pytest.mark.parametrize(
+    "value", [lambda x: x, eval, torch.load, Lists([1]), object(), sys]
+)
 def test_what_has_no_name_is_refused(value):
     with pytest.raises(CheckpointError, match=r"cannot be (saved|named)"):
         encode({"x": value}, {})
@@ -216,7 +220,9 @@ def test_a_file_cannot_name_what_it_likes(name):
         record = decode({"$": tag, "v": [name, []]}, {})
         assert type(record) is ObjectRecord
     call = {"$": "partial", "v": [{"$": "name", "v": name}, ["x"], {}]}
-    assert decode(call, {}) == ObjectRecord("functools.partial", [ObjectRecord(name), ["x"], {}])
+    assert decode(call, {}) == ObjectRecord(
+        "functools.partial", [ObjectRecord(name), ["x"], {}]
+    )
     assert set(sys.modules) == modules
 
 
@@ -244,5 +250,7 @@ def test_a_damaged_record_is_refused(tree):
 
 
 def test_a_partial_of_a_function_of_the_program_is_not_made():
-    record = decode({"$": "partial", "v": [{"$": "name", "v": f"{__name__}.scale"}, [1], {}]}, {})
+    record = decode(
+        {"$": "partial", "v": [{"$": "name", "v": f"{__name__}.scale"}, [1], {}]}, {}
+    )
     assert record == ObjectRecord("functools.partial", [scale, [1], {}])

@@ -33,7 +33,13 @@ def listing(folder):
 
 def test_a_written_checkpoint_is_read_back(saved, same, make_state):
     assert same(read_checkpoint(saved), make_state())
-    assert list(read_checkpoint(saved)) == ["model", "optimizers", "progress", "rng", "callbacks"]
+    assert list(read_checkpoint(saved)) == [
+        "model",
+        "optimizers",
+        "progress",
+        "rng",
+        "callbacks",
+    ]
     assert read_info(saved) == {"step": 12}
     manifest = verify_checkpoint(saved)
     assert manifest["parts"] == {
@@ -45,7 +51,9 @@ def test_a_written_checkpoint_is_read_back(saved, same, make_state):
     }
     assert manifest["versions"]["torch"] == str(torch.__version__)
     assert {name: entry["size"] for name, entry in manifest["files"].items()} == {
-        path.name: path.stat().st_size for path in saved.iterdir() if path.name != "manifest.json"
+        path.name: path.stat().st_size
+        for path in saved.iterdir()
+        if path.name != "manifest.json"
     }
     assert [path.name for path in saved.parent.iterdir()] == ["step-12"]
 
@@ -56,11 +64,16 @@ def test_the_info_keeps_its_types(tmp_path):
 
 def test_the_model_file_is_an_ordinary_safetensors_file(saved, make_state):
     tensors = safetensors.torch.load_file(saved / "model.safetensors")
-    assert all(torch.equal(tensors[name], value) for name, value in make_state()["model"].items())
+    assert all(
+        torch.equal(tensors[name], value)
+        for name, value in make_state()["model"].items()
+    )
 
 
 def test_equal_states_give_equal_bytes(saved, tmp_path, make_state):
-    again = write_checkpoint(tmp_path / "elsewhere" / "again", make_state(), info={"step": 12})
+    again = write_checkpoint(
+        tmp_path / "elsewhere" / "again", make_state(), info={"step": 12}
+    )
     assert without_commit(listing(again)) == without_commit(listing(saved))
 
 
@@ -73,7 +86,10 @@ def without_commit(files):
 
 
 def test_parts_are_read_alone(saved, same, make_state):
-    assert list(read_checkpoint(saved, parts=["rng", "progress"])) == ["rng", "progress"]
+    assert list(read_checkpoint(saved, parts=["rng", "progress"])) == [
+        "rng",
+        "progress",
+    ]
     data = bytearray((saved / "optimizers.safetensors").read_bytes())
     data[-1] ^= 1
     (saved / "optimizers.safetensors").write_bytes(data)
@@ -111,7 +127,10 @@ def test_awkward_part_names(tmp_path, same):
 
 def test_empty_and_wrong_states(tmp_path):
     assert read_checkpoint(write_checkpoint(tmp_path / "empty", {})) == {}
-    for state, key in [({1: 2}, "1"), ({"callbacks": {"EMA": {"fn": print}}}, "callbacks.EMA.fn")]:
+    for state, key in [
+        ({1: 2}, "1"),
+        ({"callbacks": {"EMA": {"fn": print}}}, "callbacks.EMA.fn"),
+    ]:
         with pytest.raises(CheckpointError) as caught:
             write_checkpoint(tmp_path / "new" / "wrong", state)
         assert caught.value.key == key
@@ -160,7 +179,8 @@ def test_no_file_is_a_pickle(saved):
         data = path.read_bytes()
         assert not data.startswith((b"PK", b"\x80"))
         with pytest.raises(
-            ValueError, match=r"opcode|pickle|exhausted|expected|invalid|not enough|newline"
+            ValueError,
+            match=r"opcode|pickle|exhausted|expected|invalid|not enough|newline",
         ):
             list(pickletools.genops(data))
 
@@ -216,7 +236,9 @@ def test_a_failed_overwrite_leaves_a_whole_checkpoint(
         raise OSError(errno.EIO, "Input/output error")
 
     if call == "rmtree":
-        monkeypatch.setattr(commit.shutil, "rmtree", lambda path, ignore_errors=False: None)
+        monkeypatch.setattr(
+            commit.shutil, "rmtree", lambda path, ignore_errors=False: None
+        )
         write_checkpoint(saved, new, overwrite=True)
         assert read_checkpoint(saved) == new
         return
@@ -289,14 +311,20 @@ def test_remove(saved, tmp_path):
 
 def test_too_little_space_is_reported_before_a_byte_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(
+        commit.shutil, "disk_usage", lambda path: usage._replace(free=1000)
+    )
     with pytest.raises(
         CheckpointError, match=r"No space left.*\(need 4\.\d+ kB, free 1 kB\)\n  fix:"
     ) as caught:
-        write_checkpoint(tmp_path / "a" / "b" / "c", {"model": {"w": torch.zeros(1000)}})
+        write_checkpoint(
+            tmp_path / "a" / "b" / "c", {"model": {"w": torch.zeros(1000)}}
+        )
     assert caught.value.file == str(tmp_path / "a" / "b" / "c")
     assert os.listdir(tmp_path) == []
-    monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: usage._replace(total=0, free=0))
+    monkeypatch.setattr(
+        commit.shutil, "disk_usage", lambda path: usage._replace(total=0, free=0)
+    )
     verify_checkpoint(write_checkpoint(tmp_path / "c", {}))
 
 
@@ -307,8 +335,12 @@ def test_a_file_that_the_system_cuts_short_leaves_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.raises(CheckpointError, match=r"too large \(need [\d.]+ kB, free [\d.]+ .B\)"):
-            write_checkpoint(tmp_path / "a" / "c", {"model": {"w": torch.zeros(10_000)}})
+        with pytest.raises(
+            CheckpointError, match=r"too large \(need [\d.]+ kB, free [\d.]+ .B\)"
+        ):
+            write_checkpoint(
+                tmp_path / "a" / "c", {"model": {"w": torch.zeros(10_000)}}
+            )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(tmp_path) == []
@@ -330,7 +362,9 @@ def test_any_failing_fsync_leaves_nothing(tmp_path, monkeypatch, after, make_sta
     assert os.listdir(tmp_path) == []
 
 
-def test_every_file_and_directory_is_synced_before_and_after_the_rename(tmp_path, monkeypatch):
+def test_every_file_and_directory_is_synced_before_and_after_the_rename(
+    tmp_path, monkeypatch
+):
     events = []
     real_sync, real_rename = os.fsync, os.rename
 

@@ -20,7 +20,9 @@ def compare(tmp_path):
         names = [f"{len(list(tmp_path.iterdir()))}-{name}" for name in "ab"]
         pair = [
             write_checkpoint(tmp_path / name, state, info=info)
-            for name, state, info in zip(names, (a, b), infos or (None, None), strict=True)
+            for name, state, info in zip(
+                names, (a, b), infos or (None, None), strict=True
+            )
         ]
         return diff(*pair)
 
@@ -76,7 +78,9 @@ def test_each_difference_is_one_line(compare, a, b, line):
 
 
 def test_parts_and_info(compare):
-    found = compare({"a": {}, "b": {}}, {"b": {}, "c": {"k": 1}}, {"step": 3}, {"step": 4})
+    found = compare(
+        {"a": {}, "b": {}}, {"b": {}, "c": {"k": 1}}, {"step": 3}, {"step": 4}
+    )
     assert [str(d) for d in found] == [
         "info: step: value 3 != 4",
         "a: only in the first",

@@ -25,7 +25,9 @@ WEIGHTS = {
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    return write_checkpoint(tmp_path / "in" / "step-3", {"model": WEIGHTS, "progress": {"step": 3}})
+    return write_checkpoint(
+        tmp_path / "in" / "step-3", {"model": WEIGHTS, "progress": {"step": 3}}
+    )
 
 
 def check(found):
@@ -81,7 +83,8 @@ def test_a_lightning_file_becomes_safetensors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("size", "count"), [("5GB", 5 * 10**9), ("1GiB", 2**30), ("1.5 kb", 1500), ("12", 12), (7, 7)]
+    ("size", "count"),
+    [("5GB", 5 * 10**9), ("1GiB", 2**30), ("1.5 kb", 1500), ("12", 12), (7, 7)],
 )
 def test_sizes(size, count):
     assert in_bytes(size, "size") == count
@@ -99,17 +102,23 @@ def test_unsupported_exports_are_refused(checkpoint, tmp_path):
         export(checkpoint, tmp_path / "taken.pt")
     assert (tmp_path / "taken.pt").read_text() == "mine"
     with pytest.raises(
-        ConfigurationError, match=r"(?s)model\.onnx.*huggingface, lightning, safetensors, torch"
+        ConfigurationError,
+        match=r"(?s)model\.onnx.*huggingface, lightning, safetensors, torch",
     ):
         export(checkpoint, tmp_path / "model.onnx")
     with pytest.raises(ConfigurationError, match="'onnx'"):
         export(checkpoint, tmp_path / "model.pt", "onnx")
-    odd = write_checkpoint(tmp_path / "odd", {"model": {"c": torch.ones(2, dtype=torch.complex64)}})
-    with pytest.raises(CheckpointError, match=r"do not hold torch\.complex64") as caught:
+    odd = write_checkpoint(
+        tmp_path / "odd", {"model": {"c": torch.ones(2, dtype=torch.complex64)}}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"do not hold torch\.complex64"
+    ) as caught:
         export(odd, tmp_path / "odd.safetensors")
     assert caught.value.key == "c"
     assert torch.equal(
-        torch.load(export(odd, tmp_path / "odd.pt"), weights_only=True)["c"], torch.ones(2) + 0j
+        torch.load(export(odd, tmp_path / "odd.pt"), weights_only=True)["c"],
+        torch.ones(2) + 0j,
     )
     (checkpoint / "model.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
@@ -130,12 +139,19 @@ def test_a_failed_export_leaves_nothing(checkpoint, tmp_path, monkeypatch, name)
 
 def test_a_tied_weight_is_written_once_and_read_back_under_all_its_names(tmp_path):
     weights = {"emb.weight": torch.randn(16, 8), "body.weight": torch.randn(8, 8)}
-    weights["head.weight"], weights["row"] = weights["emb.weight"], weights["emb.weight"][0]
+    weights["head.weight"], weights["row"] = (
+        weights["emb.weight"],
+        weights["emb.weight"][0],
+    )
     one, several = tmp_path / "one.safetensors", tmp_path / "hub"
     export(weights, one)
     export(weights, several, max_shard_size=300)
     export(weights, tmp_path / "one.pt")
-    assert list(safetensors.torch.load_file(one)) == ["body.weight", "emb.weight", "row"]
+    assert list(safetensors.torch.load_file(one)) == [
+        "body.weight",
+        "emb.weight",
+        "row",
+    ]
     with safetensors.safe_open(one, "pt") as opened:
         assert opened.metadata() == {"format": "pt", "head.weight": "emb.weight"}
     index = json.loads((several / "model.safetensors.index.json").read_text())

@@ -11,13 +11,20 @@ from trainer_kit.checkpoint.commit import (
     write_checkpoint,
 )
 from trainer_kit.checkpoint.manifest import dump_manifest
-from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, verify_checkpoint
+from trainer_kit.checkpoint.read import (
+    is_complete,
+    read_checkpoint,
+    read_info,
+    verify_checkpoint,
+)
 from trainer_kit.core.errors import CheckpointError
 
 
 def test_every_flipped_bit_of_a_small_checkpoint_is_noticed(tmp_path):
     path = write_checkpoint(
-        tmp_path / "c", {"m": {"w": torch.ones(2), "é": (1,)}}, info={"note": "é", "x": 1.5}
+        tmp_path / "c",
+        {"m": {"w": torch.ones(2), "é": (1,)}},
+        info={"note": "é", "x": 1.5},
     )
     for file in sorted(path.iterdir()):
         good = file.read_bytes()
@@ -53,7 +60,9 @@ def test_damage_names_file_and_reason(saved, name, harm):
         data[len(data) // 2] ^= 16
         file.write_bytes(data)
     elif harm in ("truncate", "empty", "extend"):
-        file.write_bytes({"truncate": data[:-1], "empty": b"", "extend": data + b"\n"}[harm])
+        file.write_bytes(
+            {"truncate": data[:-1], "empty": b"", "extend": data + b"\n"}[harm]
+        )
     else:
         file.rename(saved.parent / "elsewhere")
         if harm == "link":
@@ -124,13 +133,25 @@ def rename_entry(name):
         (lambda m: m.update(parts=None), "no files or no parts"),
         (lambda m: m["files"].pop("state.json"), "no files"),
         (lambda m: m["files"].pop("rng.safetensors"), "not listed"),
-        (lambda m: m["files"]["state.json"].pop("xxh3_64"), "without size and checksum"),
-        (lambda m: m["files"]["state.json"].update(size="1"), "without size and checksum"),
+        (
+            lambda m: m["files"]["state.json"].pop("xxh3_64"),
+            "without size and checksum",
+        ),
+        (
+            lambda m: m["files"]["state.json"].update(size="1"),
+            "without size and checksum",
+        ),
         (lambda m: m["files"].update({"../x": {"size": 1, "xxh3_64": ""}}), "lead out"),
-        (lambda m: m["files"].update({"/etc/passwd": {"size": 1, "xxh3_64": ""}}), "lead out"),
+        (
+            lambda m: m["files"].update({"/etc/passwd": {"size": 1, "xxh3_64": ""}}),
+            "lead out",
+        ),
         (lambda m: m["files"].update({"a\\b": {"size": 1, "xxh3_64": ""}}), "lead out"),
         (lambda m: m["files"].update({"..": {"size": 1, "xxh3_64": ""}}), "lead out"),
-        (lambda m: m["files"].update({"manifest.json": {"size": 1, "xxh3_64": ""}}), "lead out"),
+        (
+            lambda m: m["files"].update({"manifest.json": {"size": 1, "xxh3_64": ""}}),
+            "lead out",
+        ),
         (lambda m: m["files"].update({"new": {"size": 1, "xxh3_64": ""}}), "missing"),
         (lambda m: m["parts"].update(more=None), "not in the file"),
         (lambda m: m["parts"].update(more=3), "not listed"),

@@ -27,7 +27,8 @@ from trainer_kit.testing.conformance import assert_same
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+        importlib.util.find_spec("deepspeed") is None,
+        reason="DeepSpeed is not installed",
     ),
 ]
 
@@ -60,7 +61,9 @@ def write(directory: str) -> None:
         torch.manual_seed(0)
         model = make_model()
         if half:
-            model.net[1] = nn.Identity()  # its statistics are float32, which bfloat16 does not meet
+            model.net[1] = (
+                nn.Identity()
+            )  # its statistics are float32, which bfloat16 does not meet
         optimizer, schedule = make_optimizer(model)
         config = {
             "train_batch_size": 4,
@@ -116,11 +119,19 @@ def goes_on(path: Path, **options: Any) -> tuple[tk.Accelerator, Any]:
 
 def go_on_divided(directory: str) -> None:
     later = {
-        stage: torch.load(f"{directory}/{stage}-later.pt", weights_only=True) for stage in (2, 3)
+        stage: torch.load(f"{directory}/{stage}-later.pt", weights_only=True)
+        for stage in (2, 3)
     }
     for stage, options in (
         (2, {"fsdp_plugin": tk.FullyShardedDataParallelPlugin(fsdp_version=2)}),
-        (3, {"deepspeed_plugin": tk.DeepSpeedPlugin(zero_stage=1, gradient_clipping=0.0)}),
+        (
+            3,
+            {
+                "deepspeed_plugin": tk.DeepSpeedPlugin(
+                    zero_stage=1, gradient_clipping=0.0
+                )
+            },
+        ),
     ):
         accelerator, _ = goes_on(Path(directory) / f"{stage}-universal", **options)
         found = accelerator.get_state_dict(accelerator._models[0])
@@ -131,16 +142,22 @@ def go_on_divided(directory: str) -> None:
 
 def run(*command: str) -> None:
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
+    subprocess.run(
+        command, check=True, env=environment, capture_output=True, timeout=120
+    )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
     run_distributed(write, 2, str(tmp_path), timeout=150)
-    wanted = {stage: torch.load(tmp_path / f"{stage}.pt", weights_only=True) for stage in (0, 2, 3)}
+    wanted = {
+        stage: torch.load(tmp_path / f"{stage}.pt", weights_only=True)
+        for stage in (0, 2, 3)
+    }
     later = {
-        stage: torch.load(tmp_path / f"{stage}-later.pt", weights_only=True) for stage in (0, 2, 3)
+        stage: torch.load(tmp_path / f"{stage}-later.pt", weights_only=True)
+        for stage in (0, 2, 3)
     }
     same_state(read_weights(tmp_path / "0"), wanted[0])
     assert_same(goes_on(tmp_path / "0")[1].state_dict(), later[0], 1e-6)
@@ -150,7 +167,9 @@ def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
     accelerator.prepare(model, *make_optimizer(model))
     accelerator.load_state(tmp_path / "0-half")
     masters = torch.load(tmp_path / "masters.pt", weights_only=True)
-    for group, known in zip(accelerator._optimizers[0].param_groups, masters, strict=True):
+    for group, known in zip(
+        accelerator._optimizers[0].param_groups, masters, strict=True
+    ):
         for parameter, master in zip(group["params"], known, strict=True):
             assert torch.equal(parameter, master)
             assert not torch.equal(master, master.bfloat16().float())
@@ -162,7 +181,9 @@ def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
             for read in (
                 lambda path=path: read_weights(path),
                 lambda path=path: tk.TrainModule.load_from_checkpoint(path),
-                lambda path=path: trainer.fit(make_model(), make_batches(2), ckpt_path=path),
+                lambda path=path: trainer.fit(
+                    make_model(), make_batches(2), ckpt_path=path
+                ),
                 lambda path=path: tk.Accelerator(cpu=True).load_state(path),
             ):
                 with pytest.raises(
@@ -186,11 +207,15 @@ def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
         made = tmp_path / f"{stage}-universal" / "global_step2"
         for path in (made, made.parent):
             same_state(read_weights(path), wanted[stage])
-            with pytest.raises(CheckpointError, match="holds only weights, and cannot be resumed"):
+            with pytest.raises(
+                CheckpointError, match="holds only weights, and cannot be resumed"
+            ):
                 trainer.fit(make_model(), make_batches(2), ckpt_path=path)
             assert_same(goes_on(path)[1].state_dict(), later[stage], 1e-6)
     run_distributed(go_on_divided, 2, str(tmp_path), timeout=100)
-    with pytest.raises(CheckpointError, match="one model and one optimizer, not 0 models"):
+    with pytest.raises(
+        CheckpointError, match="one model and one optimizer, not 0 models"
+    ):
         tk.Accelerator(cpu=True).load_state(made)
     for kind, schedule, told in (
         (torch.optim.SGD, None, "moments of Adam, and SGD is prepared"),
@@ -202,7 +227,9 @@ def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
     ):
         accelerator, model = tk.Accelerator(cpu=True), make_model()
         optimizer = kind(model.parameters(), lr=0.1)
-        accelerator.prepare(model, optimizer, *([] if schedule is None else [schedule(optimizer)]))
+        accelerator.prepare(
+            model, optimizer, *([] if schedule is None else [schedule(optimizer)])
+        )
         with pytest.raises(CheckpointError, match=told):
             accelerator.load_state(made)
     loaded = make_model(seed=4)

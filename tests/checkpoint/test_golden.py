@@ -59,8 +59,15 @@ def make_golden_state():
         "model": model,
         "optimizer_states": [
             {
-                "state": {"layer.weight": {"step": torch.tensor(12.0), "exp_avg": weight.square()}},
-                "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": ["layer.weight"]}],
+                "state": {
+                    "layer.weight": {
+                        "step": torch.tensor(12.0),
+                        "exp_avg": weight.square(),
+                    }
+                },
+                "param_groups": [
+                    {"lr": 0.1, "betas": (0.9, 0.999), "params": ["layer.weight"]}
+                ],
             }
         ],
         "tensors": {
@@ -71,7 +78,12 @@ def make_golden_state():
             "array": np.arange(4, dtype=np.int32).reshape(2, 2),
             "words": np.array(["a", "bc"]),
         },
-        "rng": [{"torch": torch.arange(16, dtype=torch.uint8), "python": (3, (1, 2, 2**63), None)}],
+        "rng": [
+            {
+                "torch": torch.arange(16, dtype=torch.uint8),
+                "python": (3, (1, 2, 2**63), None),
+            }
+        ],
         "callbacks": {
             "Best": {
                 "score": float("-inf"),
@@ -79,7 +91,17 @@ def make_golden_state():
                 3: {"by": "number"},
                 "$": "a key",
             },
-            "plain": [None, True, -1, 2**70, 1e-300, "é", b"\x00\xff", bytearray(b"x"), 1 - 2j],
+            "plain": [
+                None,
+                True,
+                -1,
+                2**70,
+                1e-300,
+                "é",
+                b"\x00\xff",
+                bytearray(b"x"),
+                1 - 2j,
+            ],
             "kinds": [
                 {1, 2},
                 frozenset({"a"}),
@@ -104,7 +126,9 @@ def write_together(path):
     def rows(tensor):
         half = -(-len(tensor) // 2)
         own = tensor[:half] if mesh.get_rank() == 0 else tensor[half:]
-        return DTensor.from_local(own, mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride())
+        return DTensor.from_local(
+            own, mesh, [Shard(0)], shape=tensor.shape, stride=tensor.stride()
+        )
 
     moments = state["optimizer_states"][0]["state"]["layer.weight"]
     state["model"]["layer.weight"] = rows(state["model"]["layer.weight"])
@@ -128,7 +152,10 @@ def golden(request):
 
 
 def test_there_is_one_for_each_format():
-    assert sorted(path.name for path in GOLDEN.glob("format-*")) == ["format-1", "format-2"]
+    assert sorted(path.name for path in GOLDEN.glob("format-*")) == [
+        "format-1",
+        "format-2",
+    ]
 
 
 def test_it_is_read(golden, same):
@@ -161,7 +188,8 @@ def test_todays_files_equal_the_golden_ones(golden, tmp_path):
 def test_it_loads_into_a_state(golden, same):
     state = {
         "model": {
-            name: torch.zeros_like(value) for name, value in make_golden_state()["model"].items()
+            name: torch.zeros_like(value)
+            for name, value in make_golden_state()["model"].items()
         }
     }
     read_sharded(golden, state)
@@ -176,8 +204,12 @@ def test_a_newer_format_is_refused_with_both_versions(golden, tmp_path):
     (newer / "manifest.json").write_bytes(dump_manifest({**manifest, "version": 7}))
     for read in (verify_checkpoint, read_checkpoint, read_weights, read_info):
         with pytest.raises(
-            CheckpointError, match=r"format 7, this library reads 1 and 2\n(.|\n)*fix: +upgrade"
+            CheckpointError,
+            match=r"format 7, this library reads 1 and 2\n(.|\n)*fix: +upgrade",
         ) as caught:
             read(newer)
-        assert (caught.value.file, caught.value.key) == (str(newer / "manifest.json"), "version")
+        assert (caught.value.file, caught.value.key) == (
+            str(newer / "manifest.json"),
+            "version",
+        )
     assert not is_complete(newer)

@@ -24,7 +24,9 @@ WEIGHTS = {
 
 
 def same(one, two):
-    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    return one.keys() == two.keys() and all(
+        torch.equal(one[name], two[name]) for name in one
+    )
 
 
 @pytest.fixture
@@ -54,15 +56,23 @@ def test_shapes_are_those_of_the_weights(sharded, tmp_path):
 
 def test_shapes_of_dtypes_that_safetensors_does_not_hold(tmp_path):
     carried = {
-        dtype: carrier for dtype, carrier in CARRIERS.items() if dtype is not torch.complex32
+        dtype: carrier
+        for dtype, carrier in CARRIERS.items()
+        if dtype is not torch.complex32
     }  # torch warns
     odd = {
         f"{dtype}": torch.zeros(2, 6, dtype=carrier).view(dtype)
         for dtype, carrier in carried.items()
     }
-    state = {"model": OrderedDict({**odd, "layer._extra_state": np.ones(3), "w#2": torch.ones(2)})}
+    state = {
+        "model": OrderedDict(
+            {**odd, "layer._extra_state": np.ones(3), "w#2": torch.ones(2)}
+        )
+    }
     for write in (write_checkpoint, write_sharded):
-        check_shapes(write(tmp_path / write.__name__, state), {**odd, "w#2": torch.ones(2)})
+        check_shapes(
+            write(tmp_path / write.__name__, state), {**odd, "w#2": torch.ones(2)}
+        )
 
 
 def check_shapes(place, weights):
@@ -110,10 +120,15 @@ def one_more(content):
             r"lists this weight here, but the file does not hold it\n  found: key '(n|a\.w)'",
         ),
         (no_map, "not an index of weights"),
-        (one_more, r"lists this weight here, but the file does not hold it\n  found: key 'ghost'"),
+        (
+            one_more,
+            r"lists this weight here, but the file does not hold it\n  found: key 'ghost'",
+        ),
     ],
 )
-def test_an_index_that_does_not_match_its_files_is_refused(sharded, tmp_path, change, reason):
+def test_an_index_that_does_not_match_its_files_is_refused(
+    sharded, tmp_path, change, reason
+):
     save_file({"n": torch.zeros(2)}, tmp_path / "outside.safetensors")
     index_of(sharded, change)
     with pytest.raises(CheckpointError, match=reason):
@@ -123,7 +138,9 @@ def test_an_index_that_does_not_match_its_files_is_refused(sharded, tmp_path, ch
 def test_two_files_with_the_same_name_are_refused(tmp_path):
     for name in ("a", "b"):
         save_file({"w": torch.ones(1)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(CheckpointError, match="another file of this directory holds it too"):
+    with pytest.raises(
+        CheckpointError, match="another file of this directory holds it too"
+    ):
         read_weights(tmp_path)
 
 
@@ -140,7 +157,8 @@ def test_a_distributed_checkpoint_is_refused_and_nothing_of_it_runs(tmp_path, in
     (directory / ".metadata").write_bytes(pickle.dumps(Evil()))
     (directory / "__0_0.distcp").write_bytes(b"PK")
     with pytest.raises(
-        CheckpointError, match=r"mkdir does not belong in .* is a pickle, which can run any code"
+        CheckpointError,
+        match=r"mkdir does not belong in .* is a pickle, which can run any code",
     ):
         read_weights(tmp_path / "dcp")
     assert not (tmp_path / "made").exists()
@@ -168,7 +186,9 @@ def test_a_distributed_checkpoint_of_two_processes_is_whole(tmp_path):
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 1, dtype=torch.bfloat16))
+    model = nn.Sequential(
+        nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 1, dtype=torch.bfloat16)
+    )
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     fully_shard(model)
     dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "dcp"))

@@ -52,7 +52,10 @@ def counted(total, current=None, **more):
     names = ("ready", "started", "processed", "completed")
     of = {
         key: dict(zip(names, v if isinstance(v, tuple) else (v,) * 4, strict=True))
-        for key, v in (("total", total), ("current", total if current is None else current))
+        for key, v in (
+            ("total", total),
+            ("current", total if current is None else current),
+        )
     }
     return {**of, **more}
 
@@ -91,7 +94,10 @@ def lightning_file(path, moment, steps):
                 ),
                 "epoch_loop.automatic_optimization.state_dict": {},
                 "epoch_loop.automatic_optimization.optim_progress": {
-                    "optimizer": {"step": counted(steps, now), "zero_grad": counted(steps, now)}
+                    "optimizer": {
+                        "step": counted(steps, now),
+                        "zero_grad": counted(steps, now),
+                    }
                 },
                 "epoch_loop.manual_optimization.state_dict": {},
                 "epoch_loop.manual_optimization.optim_step_progress": counted(0),
@@ -100,7 +106,9 @@ def lightning_file(path, moment, steps):
             "validate_loop": {},
         },
         "callbacks": {
-            "ModelCheckpoint{'monitor': None}": {"best_model_path": "/elsewhere/best.ckpt"}
+            "ModelCheckpoint{'monitor': None}": {
+                "best_model_path": "/elsewhere/best.ckpt"
+            }
         },
         "optimizer_states": [optimizer.state_dict()],
         "lr_schedulers": [schedule.state_dict()],
@@ -108,7 +116,10 @@ def lightning_file(path, moment, steps):
         "hyper_parameters": {"width": 8, "lr": 0.1},
     }
     torch.save(content, path)
-    return [_step(module, optimizer, schedule, step) for step in range(steps, BATCHES * EPOCHS)]
+    return [
+        _step(module, optimizer, schedule, step)
+        for step in range(steps, BATCHES * EPOCHS)
+    ]
 
 
 def _step(module, optimizer, schedule, step):
@@ -123,7 +134,11 @@ def _step(module, optimizer, schedule, step):
 
 
 def trainer(**options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     return tk.Trainer(
         **{
             "max_epochs": EPOCHS,
@@ -171,7 +186,9 @@ def test_manual_optimization_counts_batches(tmp_path):
     lightning_file(tmp_path / "x.ckpt", "after fit", 12)
     content = torch.load(tmp_path / "x.ckpt", weights_only=True)
     loop = content["loops"]["fit_loop"]
-    loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"] = counted(0)
+    loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"] = (
+        counted(0)
+    )
     loop["epoch_loop.manual_optimization.optim_step_progress"] = counted(24)
     torch.save({**content, "global_step": 24}, tmp_path / "x.ckpt")
     progress = read_checkpoint(import_lightning(tmp_path / "x.ckpt"))["progress"]
@@ -186,13 +203,18 @@ def test_checkpoints_with_only_weights_and_with_user_entries_are_imported(tmp_pa
         "pytorch-lightning_version": "2.1.0",
         "state_dict": module.state_dict(),
     }
-    named = {"hparams_name": "kwargs", "hyper_parameters": {"width": 4}, "vocabulary": ["a", "b"]}
+    named = {
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"width": 4},
+        "vocabulary": ["a", "b"],
+    }
     torch.save({**content, **named}, tmp_path / "w.ckpt")
     path = import_lightning(tmp_path / "w.ckpt", tmp_path / "deep" / "w")
     back = Net.load_from_checkpoint(path)
     assert back.hparams.width == 4
     assert all(
-        torch.equal(value, module.state_dict()[name]) for name, value in back.state_dict().items()
+        torch.equal(value, module.state_dict()[name])
+        for name, value in back.state_dict().items()
     )
     assert read_checkpoint(path)["vocabulary"] == ["a", "b"]
     with pytest.raises(
@@ -247,7 +269,8 @@ def test_unsupported_files_are_refused(tmp_path, change, match):
     lightning_file(tmp_path / "x.ckpt", "after fit", 6)
     content = {**torch.load(tmp_path / "x.ckpt", weights_only=True), **change}
     torch.save(
-        {name: value for name, value in content.items() if value is not None}, tmp_path / "x.ckpt"
+        {name: value for name, value in content.items() if value is not None},
+        tmp_path / "x.ckpt",
     )
     code, printed = call("import", tmp_path / "x.ckpt")
     assert code == 1
@@ -295,7 +318,9 @@ def kept(tmp_path):
 
 
 @pytest.mark.parametrize(("index", "epoch", "batch"), [(0, 0, 4), (2, 2, 0)])
-def test_an_export_has_the_entries_that_lightning_reads(kept, tmp_path, index, epoch, batch):
+def test_an_export_has_the_entries_that_lightning_reads(
+    kept, tmp_path, index, epoch, batch
+):
     record = kept[0][index]
     assert call("export", "--lightning", record.path, tmp_path / "x.ckpt") == (
         0,
@@ -318,7 +343,8 @@ def test_an_export_has_the_entries_that_lightning_reads(kept, tmp_path, index, e
     for name, parameter in fresh.named_parameters():
         held = state["optimizer_states"][0]["state"][name]
         assert all(
-            torch.equal(held[key], value) for key, value in optimizer.state[parameter].items()
+            torch.equal(held[key], value)
+            for key, value in optimizer.state[parameter].items()
         )
     loop = content["loops"]["fit_loop"]
     begun = epoch + (batch > 0)
@@ -327,7 +353,8 @@ def test_an_export_has_the_entries_that_lightning_reads(kept, tmp_path, index, e
         record.step, batch, is_last_batch=batch == 0
     )
     steps = [
-        _step(fresh, optimizer, schedule, step) for step in range(record.step, BATCHES * EPOCHS)
+        _step(fresh, optimizer, schedule, step)
+        for step in range(record.step, BATCHES * EPOCHS)
     ]
     assert steps == kept[1].losses[record.step :]
 
@@ -342,7 +369,9 @@ def test_there_and_back(kept, tmp_path):
 
 def test_exports_of_weights_and_of_values_that_become_plain(kept, tmp_path):
     weights = kept[1].state_dict()
-    content = torch.load(export(weights, tmp_path / "w.ckpt", "lightning"), weights_only=True)
+    content = torch.load(
+        export(weights, tmp_path / "w.ckpt", "lightning"), weights_only=True
+    )
     assert content["state_dict"].keys() == weights.keys()
     assert "optimizer_states" not in content
     state = {
@@ -350,7 +379,9 @@ def test_exports_of_weights_and_of_values_that_become_plain(kept, tmp_path):
         "hyper_parameters": {"root": Path("x"), "secret": {"repr": "'***'"}},
     }
     path = tk.checkpoint.write_checkpoint(tmp_path / "odd", state)
-    content = torch.load(export(path, tmp_path / "odd.ckpt", "lightning"), weights_only=True)
+    content = torch.load(
+        export(path, tmp_path / "odd.ckpt", "lightning"), weights_only=True
+    )
     assert content["hyper_parameters"] == {"root": "x"}
     path = tk.checkpoint.write_checkpoint(
         tmp_path / "masked", {**state, "hyper_parameters": {"key": {"repr": "***"}}}
@@ -369,19 +400,23 @@ def test_exports_of_weights_and_of_values_that_become_plain(kept, tmp_path):
 def test_paths_of_files_name_the_directory(kept, tmp_path):
     last = kept[0][-1].path
     with pytest.raises(
-        CheckpointError, match=rf"(?s)does not exist.*pass {last}: a checkpoint is a directory"
+        CheckpointError,
+        match=rf"(?s)does not exist.*pass {last}: a checkpoint is a directory",
     ):
         Net.load_from_checkpoint(f"{last}.ckpt")
     with pytest.raises(
-        CheckpointError, match=rf'(?s)does not exist.*pass {last}: "last" is a name in the index'
+        CheckpointError,
+        match=rf'(?s)does not exist.*pass {last}: "last" is a name in the index',
     ):
         Net.load_from_checkpoint(tmp_path / "kept" / "last.ckpt")
     with pytest.raises(
-        CheckpointError, match=rf"(?s)does not exist.*pass {last}: a checkpoint is a directory"
+        CheckpointError,
+        match=rf"(?s)does not exist.*pass {last}: a checkpoint is a directory",
     ):
         trainer().fit(Net(), loader(), ckpt_path=f"{last}.ckpt")
     with pytest.raises(
-        CheckpointError, match=r'(?s)does not exist.*pass "last": it is a name in the index'
+        CheckpointError,
+        match=r'(?s)does not exist.*pass "last": it is a name in the index',
     ):
         trainer().fit(Net(), loader(), ckpt_path=tmp_path / "kept" / "last.ckpt")
 
@@ -389,7 +424,9 @@ def test_paths_of_files_name_the_directory(kept, tmp_path):
 def test_a_fit_from_a_lightning_file_explains_how_to_import_it(tmp_path):
     lightning_file(tmp_path / "last.ckpt", "after fit", 6)
     fix = rf'trainer-kit checkpoint import {tmp_path}/last\.ckpt, and ckpt_path="{tmp_path}/last"'
-    with pytest.raises(CheckpointError, match=rf"(?s)pass a checkpoint directory.*{fix}"):
+    with pytest.raises(
+        CheckpointError, match=rf"(?s)pass a checkpoint directory.*{fix}"
+    ):
         trainer().fit(Net(), loader(), ckpt_path=tmp_path / "last.ckpt")
     start = Net.load_from_checkpoint(tmp_path / "last.ckpt")
     module = Net()
@@ -397,4 +434,6 @@ def test_a_fit_from_a_lightning_file_explains_how_to_import_it(tmp_path):
         module, loader(), ckpt_path=tmp_path / "last.ckpt", load_weights_only=True
     )
     first = next(iter(loader()))
-    assert module.losses[0] == nn.functional.mse_loss(start.net(first[0]), first[1]).item()
+    assert (
+        module.losses[0] == nn.functional.mse_loss(start.net(first[0]), first[1]).item()
+    )

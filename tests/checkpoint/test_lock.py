@@ -18,7 +18,11 @@ from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.core.atomic_files import Process
 from trainer_kit.core.errors import CheckpointError
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "OMP_NUM_THREADS": "1",
+}
 HOLDS = """
 import sys, time
 from trainer_kit.checkpoint.lock import DirectoryLock
@@ -73,11 +77,15 @@ def test_releasing_a_lock_keeps_existing_directories(tmp_path):
 @pytest.mark.slow
 def test_a_killed_process_holds_nothing(tmp_path):
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, env=ENVIRONMENT
+        [sys.executable, "-c", HOLDS, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env=ENVIRONMENT,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(CheckpointError, match=f"locked by pid {process.pid} on host"):
+        with pytest.raises(
+            CheckpointError, match=f"locked by pid {process.pid} on host"
+        ):
             DirectoryLock(tmp_path)
         assert owner_of(tmp_path).process.pid == process.pid
         process.kill()
@@ -89,7 +97,8 @@ def test_a_killed_process_holds_nothing(tmp_path):
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/stat").exists(), reason="the start of a process is read from /proc"
+    not Path("/proc/self/stat").exists(),
+    reason="the start of a process is read from /proc",
 )
 def test_a_process_number_that_was_given_away_holds_nothing(tmp_path):
     write_lock(tmp_path, start="1")
@@ -98,7 +107,9 @@ def test_a_process_number_that_was_given_away_holds_nothing(tmp_path):
 
 def test_other_hosts_are_believed(tmp_path):
     write_lock(tmp_path, host="elsewhere", pid=1, start="")
-    with pytest.raises(CheckpointError, match="pid 1 on host elsewhere since 2024-01-01"):
+    with pytest.raises(
+        CheckpointError, match="pid 1 on host elsewhere since 2024-01-01"
+    ):
         DirectoryLock(tmp_path)
 
 
@@ -143,7 +154,8 @@ def without(what):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    sys.platform == "win32", reason="a dead process is told from a living one by POSIX calls"
+    sys.platform == "win32",
+    reason="a dead process is told from a living one by POSIX calls",
 )
 @pytest.mark.parametrize("lacks", ["nothing", "flock", "links"])
 def test_of_many_that_take_over_at_once_one_wins(tmp_path, monkeypatch, lacks):
@@ -162,7 +174,9 @@ def test_of_many_that_take_over_at_once_one_wins(tmp_path, monkeypatch, lacks):
         directory = tmp_path / str(trial)
         write_lock(directory, pid=2**22 + 1, host=Process.this().host)
         with ThreadPoolExecutor(4) as pool:
-            held = [lock for lock in pool.map(take, [directory] * 4) if lock is not None]
+            held = [
+                lock for lock in pool.map(take, [directory] * 4) if lock is not None
+            ]
         assert len(held) == 1
         assert os.listdir(directory) == [LOCK]
         held[0].release()
@@ -170,8 +184,14 @@ def test_of_many_that_take_over_at_once_one_wins(tmp_path, monkeypatch, lacks):
 
 def test_a_directory_that_cannot_be_made_or_written(tmp_path):
     (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "a" / "b", tmp_path / "a" / ("x" * 300)):
-        with pytest.raises(CheckpointError, match="no checkpoint can be written here") as caught:
+    for path in (
+        tmp_path / "file",
+        tmp_path / "file" / "a" / "b",
+        tmp_path / "a" / ("x" * 300),
+    ):
+        with pytest.raises(
+            CheckpointError, match="no checkpoint can be written here"
+        ) as caught:
             DirectoryLock(path)
         assert caught.value.file == str(path)
     assert os.listdir(tmp_path) == ["file"]

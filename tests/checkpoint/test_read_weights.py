@@ -42,16 +42,22 @@ def module():
 
 def check(weights, module):
     assert list(weights) == list(module.state_dict())
-    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    assert all(
+        torch.equal(weights[name], value) for name, value in module.state_dict().items()
+    )
     assert not any(value.requires_grad for value in weights.values())
     module.load_state_dict(weights)
 
 
 def test_our_checkpoint(module, tmp_path):
-    path = write_checkpoint(tmp_path / "c", {"model": module.state_dict(), "progress": {"step": 1}})
+    path = write_checkpoint(
+        tmp_path / "c", {"model": module.state_dict(), "progress": {"step": 1}}
+    )
     check(read_weights(path), module)
     assert list(
-        read_weights(write_checkpoint(tmp_path / "e", {"model": Extra(1, 1).state_dict()}))
+        read_weights(
+            write_checkpoint(tmp_path / "e", {"model": Extra(1, 1).state_dict()})
+        )
     ) == [
         "weight",
         "bias",
@@ -85,7 +91,9 @@ def test_torch_save(module, tmp_path, zipped, lightning):
 
 def test_parameters_come_back_detached(tmp_path):
     torch.save(dict(nn.Linear(2, 2).named_parameters()), tmp_path / "w.pt")
-    assert not any(value.requires_grad for value in read_weights(tmp_path / "w.pt").values())
+    assert not any(
+        value.requires_grad for value in read_weights(tmp_path / "w.pt").values()
+    )
 
 
 class Bomb:
@@ -93,7 +101,9 @@ class Bomb:
         return os.mkdir, (os.environ["BOMB"],)
 
 
-@pytest.mark.parametrize("how", ["zip", "legacy", "pickle", "beside", "hyper_parameters"])
+@pytest.mark.parametrize(
+    "how", ["zip", "legacy", "pickle", "beside", "hyper_parameters"]
+)
 def test_pickles_that_would_run_code_do_not(tmp_path, monkeypatch, how):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     weights = {"w": torch.ones(1)}
@@ -121,7 +131,13 @@ def test_whole_modules_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [[torch.ones(1)], torch.ones(1), {"w": 3}, {1: torch.ones(1)}, {"state_dict": {"a": "b"}}],
+    [
+        [torch.ones(1)],
+        torch.ones(1),
+        {"w": 3},
+        {1: torch.ones(1)},
+        {"state_dict": {"a": "b"}},
+    ],
 )
 def test_content_that_is_not_a_state_dict_is_named(tmp_path, content):
     torch.save(content, tmp_path / "w.pt")
@@ -146,12 +162,16 @@ def header(text, data=b""):
         struct.pack("<Q", 100) + b"{}",
         header(b"{"),
         header(b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
-        header(b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"\0" * 4),
+        header(
+            b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"\0" * 4
+        ),
         header(
             b'{"w": {"dtype": "F32", "shape": [4611686018427387904], "data_offsets": [0, 4]}}',
             b"\0" * 4,
         ),
-        header(b'{"w": {"dtype": "Q99", "shape": [1], "data_offsets": [0, 4]}}', b"\0" * 4),
+        header(
+            b'{"w": {"dtype": "Q99", "shape": [1], "data_offsets": [0, 4]}}', b"\0" * 4
+        ),
         header(
             b'{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},'
             b' "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}}',

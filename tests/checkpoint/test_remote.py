@@ -75,10 +75,18 @@ def test_the_same_state_comes_back_and_the_files_are_those_of_a_local_one(
     assert isinstance(path, RemotePath)
     assert str(path) == f"{root}/step-12"
     assert same(read_checkpoint(path), state)
-    assert same(read_checkpoint(str(path), parts=["progress"]), {"progress": state["progress"]})
+    assert same(
+        read_checkpoint(str(path), parts=["progress"]), {"progress": state["progress"]}
+    )
     assert {
-        file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"
-    } == {file.name: file.read_bytes() for file in local.iterdir() if file.name != "manifest.json"}
+        file.name: file.read_bytes()
+        for file in path.iterdir()
+        if file.name != "manifest.json"
+    } == {
+        file.name: file.read_bytes()
+        for file in local.iterdir()
+        if file.name != "manifest.json"
+    }
     there, here = verify_checkpoint(path), verify_checkpoint(local)
     assert there.pop("committed") <= here.pop("committed")
     assert there == here
@@ -119,7 +127,9 @@ def test_the_manifest_goes_last_and_nothing_but_the_checkpoint_stays(bucket):
     ]
     bucket.done.clear()
     remove_checkpoint("bucket://run/step-3")
-    assert next(key.rpartition("/")[2] for _, key in bucket.done[1:-1]) == "manifest.json"
+    assert (
+        next(key.rpartition("/")[2] for _, key in bucket.done[1:-1]) == "manifest.json"
+    )
     assert keys(bucket) == []
 
 
@@ -131,12 +141,17 @@ def test_until_the_new_manifest_is_there_the_old_checkpoint_is_whole(bucket):
     def look(operation, key):
         if key.startswith("run/only") and operation == "put":
             seen.append(
-                (read_checkpoint(path)["model"]["w"].tolist(), len(checkpoints("bucket://run")))
+                (
+                    read_checkpoint(path)["model"]["w"].tolist(),
+                    len(checkpoints("bucket://run")),
+                )
             )
 
     for value in (2.0, 3.0):
         bucket.before = staticmethod(look)
-        write_checkpoint(path, {"model": {"w": torch.full((2,), value)}}, overwrite=True)
+        write_checkpoint(
+            path, {"model": {"w": torch.full((2,), value)}}, overwrite=True
+        )
         bucket.before = staticmethod(lambda operation, key: None)
         assert read_checkpoint(path)["model"]["w"].tolist() == [value, value]
     assert seen == [([1.0, 1.0], 1)] * 4 + [([2.0, 2.0], 1)] * 4
@@ -171,7 +186,9 @@ def test_a_manifest_that_arrived_though_its_request_failed_means_files_that_are_
 
 def test_a_copy_of_one_that_was_replaced_reads_on_a_disk(bucket, tmp_path):
     for value in (1.0, 2.0):
-        write_checkpoint("bucket://run/only", {"model": {"w": torch.tensor(value)}}, overwrite=True)
+        write_checkpoint(
+            "bucket://run/only", {"model": {"w": torch.tensor(value)}}, overwrite=True
+        )
     assert read_checkpoint(bucket.directory / "run" / "only")["model"]["w"] == 2.0
     verify_checkpoint(bucket.directory / "run" / "only")
 
@@ -182,7 +199,8 @@ def test_overwriting_needs_a_request_and_never_replaces_other_files(root):
         write_checkpoint(path, {})
     locate(f"{root}/theirs/notes.txt").write_bytes(b"mine")
     with pytest.raises(
-        CheckpointError, match="not a checkpoint of this library, so it is not overwritten"
+        CheckpointError,
+        match="not a checkpoint of this library, so it is not overwritten",
     ):
         write_checkpoint(f"{root}/theirs", {}, overwrite=True)
     with pytest.raises(
@@ -198,7 +216,8 @@ def test_names_in_the_directory(root):
     assert checkpoints(root) == []
     assert lookup(root, "last") is None
     three, twenty = (
-        write_checkpoint(f"{root}/step-{step}", {}, info={"step": step}) for step in (3, 20)
+        write_checkpoint(f"{root}/step-{step}", {}, info={"step": step})
+        for step in (3, 20)
     )
     assert [(record.path, record.step) for record in checkpoints(root)] == [
         (three, 3),
@@ -234,7 +253,10 @@ def test_a_flipped_byte_is_found_and_the_one_before_it_taken(root, name):
     assert sound == locate(f"{root}/step-3")
     assert [path.name for path, _ in damaged] == ["step-20"]
     assert str(set_aside(damaged[0][0])) == f"{root}/step-20.damaged"
-    assert sorted(entry.name for entry in locate(root).iterdir()) == ["step-20.damaged", "step-3"]
+    assert sorted(entry.name for entry in locate(root).iterdir()) == [
+        "step-20.damaged",
+        "step-3",
+    ]
     assert (locate(f"{root}/step-20.damaged") / name).read_bytes() == bytes(data)
 
 
@@ -245,7 +267,9 @@ def test_missing_and_foreign_files(root):
         verify_checkpoint(path)
     (path / "notes.txt").unlink()
     (path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: the file is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: the file is missing"
+    ):
         read_checkpoint(path)
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         read_checkpoint(f"{root}/step-4")
@@ -296,18 +320,24 @@ def test_the_command_line(root, tmp_path):
         .output.splitlines()[-1]
         .startswith("model: w: values")
     )
-    exported = run(main, ["checkpoint", "export", str(one), str(tmp_path / "w.safetensors")])
+    exported = run(
+        main, ["checkpoint", "export", str(one), str(tmp_path / "w.safetensors")]
+    )
     assert load_file(exported.output.strip())["w"].tolist() == [3, 3]
     (two / "state.json").write_bytes(b"[]")
     verified = run(main, ["checkpoint", "verify", root])
     assert verified.exit_code == 1
     assert f"{two}: damaged: state.json: 2 bytes" in verified.output
-    assert "set aside as step-20.damaged" in run(main, ["checkpoint", "repair", root]).output
+    assert (
+        "set aside as step-20.damaged"
+        in run(main, ["checkpoint", "repair", root]).output
+    )
     unknown = run(main, ["checkpoint", "ls", "s4://run"])
     assert unknown.exit_code == 2
     assert "s4:// is an unknown storage protocol" in unknown.output
     assert (
-        run(main, ["checkpoint", "ls", f"{root}/none"]).output == f"no checkpoints in {root}/none\n"
+        run(main, ["checkpoint", "ls", f"{root}/none"]).output
+        == f"no checkpoints in {root}/none\n"
     )
 
 
@@ -327,17 +357,18 @@ def test_two_runs_in_one_directory(root):
 
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])
-def test_the_lock_of_a_dead_run_is_taken_over_and_that_of_another_host_is_kept(root, host):
+def test_the_lock_of_a_dead_run_is_taken_over_and_that_of_another_host_is_kept(
+    root, host
+):
     name = socket.gethostname() if host == "here" else "node-17"
-    content = (
-        f'{{"host": "{name}", "pid": 4194399, "start": "12", "since": "2026-01-02 03:04:05+00:00"}}'
-    )
+    content = f'{{"host": "{name}", "pid": 4194399, "start": "12", "since": "2026-01-02 03:04:05+00:00"}}'
     locate(f"{root}/{LOCK}").write_bytes(content.encode())
     if host == "here":
         DirectoryLock(root).release()
     else:
         with pytest.raises(
-            CheckpointError, match="locked by pid 4194399 on host node-17 since 2026-01-02"
+            CheckpointError,
+            match="locked by pid 4194399 on host node-17 since 2026-01-02",
         ):
             DirectoryLock(root)
         assert locate(f"{root}/{LOCK}").read_bytes() == content.encode()
@@ -354,7 +385,9 @@ def test_an_unwritable_storage_is_refused(bucket):
         raise PermissionError("403 Forbidden")
 
     bucket.before = staticmethod(refuse)
-    with pytest.raises(CheckpointError, match="no checkpoint can be written here: 403 Forbidden"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint can be written here: 403 Forbidden"
+    ):
         DirectoryLock("bucket://run")
 
 
@@ -362,19 +395,26 @@ def test_an_unwritable_storage_is_refused(bucket):
 def test_the_probe_writes_and_deletes(bucket, operation):
     def refuse(name, key):
         if name == operation:
-            raise RuntimeError("AccessDenied")  # not every storage's library raises an OSError
+            raise RuntimeError(
+                "AccessDenied"
+            )  # not every storage's library raises an OSError
 
     bucket.before = staticmethod(refuse)
     with pytest.raises(
-        CheckpointError, match="no checkpoint can be written here: RuntimeError: AccessDenied"
+        CheckpointError,
+        match="no checkpoint can be written here: RuntimeError: AccessDenied",
     ):
         DirectoryLock("bucket://run")
 
 
 def test_the_root_of_a_storage_is_a_directory_too(memory):
-    path = write_checkpoint("memory://step-3", {"model": {"w": torch.ones(2)}}, info={"step": 3})
+    path = write_checkpoint(
+        "memory://step-3", {"model": {"w": torch.ones(2)}}, info={"step": 3}
+    )
     mark("memory://", last=path)
-    assert [str(record.path) for record in checkpoints("memory://")] == ["memory://step-3"]
+    assert [str(record.path) for record in checkpoints("memory://")] == [
+        "memory://step-3"
+    ]
     assert lookup("memory://", "last") == path
     DirectoryLock("memory://").release()
     remove_checkpoint(path)
@@ -402,7 +442,9 @@ def test_a_failed_cleanup_deletes_nothing(bucket):
 def hidden(target, host, pid=4194399):
     import hashlib
 
-    return f".{target}.{pid}-{hashlib.sha256(host.encode()).hexdigest()[:6]}{'0' * 12}.tmp"
+    return (
+        f".{target}.{pid}-{hashlib.sha256(host.encode()).hexdigest()[:6]}{'0' * 12}.tmp"
+    )
 
 
 def test_dead_uploads_are_cleaned_and_living_ones_are_not(root):
@@ -431,10 +473,15 @@ def test_dead_uploads_are_cleaned_and_living_ones_are_not(root):
     verify_checkpoint(f"{root}/undeclared")
 
 
-def test_a_storage_that_fails_while_it_is_asked_is_not_a_directory_without_checkpoints(bucket):
+def test_a_storage_that_fails_while_it_is_asked_is_not_a_directory_without_checkpoints(
+    bucket,
+):
     write_checkpoint("bucket://run/step-3", {})
     bucket.unreachable = True
-    for ask in (lambda: newest_verified("bucket://run"), lambda: checkpoints("bucket://run")):
+    for ask in (
+        lambda: newest_verified("bucket://run"),
+        lambda: checkpoints("bucket://run"),
+    ):
         with pytest.raises(CheckpointError, match="cannot be read: no route to host"):
             ask()
     with pytest.raises(CheckpointError, match="no route to host"):

@@ -8,10 +8,21 @@ import shutil
 
 import pytest
 
-from trainer_kit.checkpoint import checkpoints, repair, verify_checkpoint, write_checkpoint
+from trainer_kit.checkpoint import (
+    checkpoints,
+    repair,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.manifest import dump_manifest
-from trainer_kit.checkpoint.store import candidates, lookup, mark, newest_verified, set_aside
+from trainer_kit.checkpoint.store import (
+    candidates,
+    lookup,
+    mark,
+    newest_verified,
+    set_aside,
+)
 from trainer_kit.core.errors import CheckpointError
 
 
@@ -56,7 +67,9 @@ def test_a_manifest_without_run_metadata_is_a_candidate(several):
 
 def test_the_best_to_go_on_from_is_first(several):
     assert [path.name for path in candidates(several)] == ["step-9", "step-6", "step-3"]
-    mark(several, last=several / "step-6")  # a run that went back, or died ahead of its index
+    mark(
+        several, last=several / "step-6"
+    )  # a run that went back, or died ahead of its index
     assert [path.name for path in candidates(several)] == ["step-6", "step-9", "step-3"]
     (several / "index.json").unlink()
     (several / "step-6" / "manifest.json").unlink()
@@ -89,7 +102,10 @@ def test_repair(several, damage, make_state):
     damaged = {file.name: file.read_bytes() for file in (several / "step-9").iterdir()}
     done = repair(several)
     assert [path.name for path in done.sound] == ["step-6"]
-    assert {path.name for path, _ in done.damaged} == {"step-3.damaged", "step-9.damaged"}
+    assert {path.name for path, _ in done.damaged} == {
+        "step-3.damaged",
+        "step-9.damaged",
+    }
     assert (done.left, done.discarded) == ([], 0)
     assert {
         file.name: file.read_bytes() for file in (several / "step-9.damaged").iterdir()
@@ -105,9 +121,9 @@ def test_repair(several, damage, make_state):
 
 @pytest.mark.parametrize("index", [None, b"", b"{}", b"\x00\xff"])
 def test_the_index_is_built_again(several, index):
-    (several / "index.json").unlink() if index is None else (several / "index.json").write_bytes(
-        index
-    )
+    (several / "index.json").unlink() if index is None else (
+        several / "index.json"
+    ).write_bytes(index)
     repair(several)
     names = json.loads((several / "index.json").read_text())["names"]
     assert names == {"last": "step-9"}

@@ -18,7 +18,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from trainer_kit.checkpoint import (
@@ -47,25 +51,34 @@ def build(layout, seed=0):
     """A model whose rows do not divide evenly, and its optimizer, in one of four layouts."""
     torch.manual_seed(seed)
     module = nn.Sequential(
-        nn.Linear(16, 34), nn.Tanh(), nn.Linear(34, 5), nn.BatchNorm1d(5, dtype=torch.float64)
+        nn.Linear(16, 34),
+        nn.Tanh(),
+        nn.Linear(34, 5),
+        nn.BatchNorm1d(5, dtype=torch.float64),
     )
     module = module.double()
     if layout == "tp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        parallelize_module(module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        parallelize_module(
+            module, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
     elif layout == "fsdp":
         fully_shard(module[0])
         fully_shard(module)
     elif layout == "hsdp":
         mesh = init_device_mesh(
-            "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+            "cpu",
+            (2, dist.get_world_size() // 2),
+            mesh_dim_names=("replicate", "shard"),
         )
         fully_shard(module, mesh=mesh)
     elif layout == "both":
         mesh = init_device_mesh(
             "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor")
         )
-        parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        parallelize_module(
+            module, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
         fully_shard(module, mesh=mesh["data"])
     return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
 
@@ -96,10 +109,20 @@ def save(path, layout):
     for number in range(SAVED_AFTER):
         step(module, optimizer, number)
     model, optim = get_state_dict(module, optimizer)
-    extra = {"name": "run", "betas": (0.9, 0.999), "array": np.arange(3), 5: float("inf")}
+    extra = {
+        "name": "run",
+        "betas": (0.9, 0.999),
+        "array": np.arange(3),
+        5: float("inf"),
+    }
     write_sharded(
         path,
-        {"model": model, "optim": optim, "step": torch.tensor(SAVED_AFTER), "extra": extra},
+        {
+            "model": model,
+            "optim": optim,
+            "step": torch.tensor(SAVED_AFTER),
+            "extra": extra,
+        },
         info=INFO,
     )
     state = whole({"model": model, "optim": optim})
@@ -121,7 +144,10 @@ def load(path, layout):
     assert state["extra"] == {"name": "run", "betas": (0.9, 0.999), 5: float("inf")}
     loaded = whole({"model": state["model"], "optim": state["optim"]})
     set_state_dict(
-        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        module,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
     )
     step(module, optimizer, SAVED_AFTER)
     return said, loaded, whole(dict(module.state_dict()))
@@ -163,7 +189,11 @@ def by_two(tmp_path_factory):
 )
 def test_a_checkpoint_of_two_ranks_resumes_on_any_layout(by_two, ranks, layout):
     path, state, after = by_two
-    results = run_distributed(load, ranks, str(path), layout) if ranks else [load(path, layout)]
+    results = (
+        run_distributed(load, ranks, str(path), layout)
+        if ranks
+        else [load(path, layout)]
+    )
     for said, loaded, end in results:
         assert said == (None if ranks == 2 else f"resharding 2 → {ranks or 1}")
         assert equal(loaded, state)
@@ -200,7 +230,12 @@ def test_a_checkpoint_of_one_process_loads_into_shards(tmp_path):
     extra = {"name": "run", "betas": (0.9, 0.999), 5: float("inf")}
     write_checkpoint(
         tmp_path / "c",
-        {"model": model, "optim": optim, "step": torch.tensor(SAVED_AFTER), "extra": extra},
+        {
+            "model": model,
+            "optim": optim,
+            "step": torch.tensor(SAVED_AFTER),
+            "extra": extra,
+        },
     )
     said, loaded, _ = run_distributed(load, 3, str(tmp_path / "c"), "fsdp")[2]
     assert said == "resharding 1 → 3"
@@ -229,14 +264,18 @@ def test_the_other_commands_work_on_it(by_two, tmp_path):
     assert diff(path, plain) == []
     weights = read_weights(path)
     assert equal(whole(weights), state["model"])
-    assert equal(whole(load_file(export(path, tmp_path / "one.safetensors"))), state["model"])
     assert equal(
-        whole(torch.load(export(path, tmp_path / "one.pt"), weights_only=True)), state["model"]
+        whole(load_file(export(path, tmp_path / "one.safetensors"))), state["model"]
+    )
+    assert equal(
+        whole(torch.load(export(path, tmp_path / "one.pt"), weights_only=True)),
+        state["model"],
     )
     hub = export(path, tmp_path / "hub", max_shard_size=2000)
     index = json.loads((hub / "model.safetensors.index.json").read_text())["weight_map"]
     assert equal(
-        {name: whole(load_file(hub / file)[name]) for name, file in index.items()}, state["model"]
+        {name: whole(load_file(hub / file)[name]) for name, file in index.items()},
+        state["model"],
     )
     assert len(set(index.values())) > 1
 
@@ -316,7 +355,12 @@ def spread(tensors, empty=False):
         if name == "conjugate":
             local = local.conj().clone().conj()
         state[name] = DTensor.from_local(
-            local, mesh, [Shard(dim)], run_check=False, shape=value.shape, stride=value.stride()
+            local,
+            mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
         )
     return state
 
@@ -331,7 +375,8 @@ def load_kinds(path):
     expected = spread(kinds())
     for name, value in state["a part/of its own"].items():
         local, wanted = (
-            v.to_local() if isinstance(v, DTensor) else v for v in (value, expected[name])
+            v.to_local() if isinstance(v, DTensor) else v
+            for v in (value, expected[name])
         )
         local, wanted = (
             v.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
@@ -344,9 +389,13 @@ def load_kinds(path):
 def test_every_dtype_and_split(tmp_path, same):
     run_distributed(save_kinds, 3, str(tmp_path / "c"))
     whole_ones = {name: tensor for name, (tensor, _) in kinds().items()}
-    assert same(read_checkpoint(tmp_path / "c"), {"a part/of its own": whole_ones, "none": {}})
+    assert same(
+        read_checkpoint(tmp_path / "c"), {"a part/of its own": whole_ones, "none": {}}
+    )
     plain = {
-        "a part/of its own": {name: torch.zeros_like(tensor) for name, tensor in whole_ones.items()}
+        "a part/of its own": {
+            name: torch.zeros_like(tensor) for name, tensor in whole_ones.items()
+        }
     }
     read_sharded(tmp_path / "c", plain)
     assert same(plain["a part/of its own"], whole_ones)
@@ -357,13 +406,16 @@ def test_every_dtype_and_split(tmp_path, same):
 
 
 def save_alike(path):
-    write_sharded(path, {"model": {f"w{i}": torch.full((100,), float(i)) for i in range(8)}})
+    write_sharded(
+        path, {"model": {f"w{i}": torch.full((100,), float(i)) for i in range(8)}}
+    )
 
 
 def test_replicated_values_are_written_once_and_shared_over_ranks(tmp_path):
     run_distributed(save_alike, 2, str(tmp_path / "c"))
     sizes = [
-        len(load_file(tmp_path / "c" / f"model-0000{rank}-of-00002.safetensors")) for rank in (1, 2)
+        len(load_file(tmp_path / "c" / f"model-0000{rank}-of-00002.safetensors"))
+        for rank in (1, 2)
     ]
     assert sizes == [4, 4]
 
@@ -372,7 +424,9 @@ def save_stages(path):
     """As the stages of a pipeline: each has other layers, and what is replicated comes from the first."""
     rank = dist.get_rank()
     model = {f"layer{rank}.weight": torch.full((2,), float(rank))}
-    write_sharded(path, {"model": model, "progress": {"step": 3 + rank, f"only{rank}": rank}})
+    write_sharded(
+        path, {"model": model, "progress": {"step": 3 + rank, f"only{rank}": rank}}
+    )
 
 
 def load_stages(path):
@@ -391,7 +445,10 @@ def test_ranks_with_other_keys_make_one_state(tmp_path, same):
             "progress": {"step": 3, "only0": 0, "only1": 1},
         },
     )
-    assert run_distributed(load_stages, 2, str(tmp_path / "c")) == [[1.0, 1.0], [0.0, 0.0]]
+    assert run_distributed(load_stages, 2, str(tmp_path / "c")) == [
+        [1.0, 1.0],
+        [0.0, 0.0],
+    ]
 
 
 def refuse(path):
@@ -456,10 +513,16 @@ def save_behind(path):
     """The second half runs in a thread, over a group of its own, while the main thread computes and communicates."""
     background = dist.new_group(backend="gloo")
     weight = torch.full((50, 3), float(dist.get_rank()))
-    state = {"model": {"w": DTensor.from_local(weight, init_device_mesh("cpu", (2,)), [Shard(0)])}}
+    state = {
+        "model": {
+            "w": DTensor.from_local(weight, init_device_mesh("cpu", (2,)), [Shard(0)])
+        }
+    }
     snapshot = take_sharded_snapshot(state, info=INFO, copy=HostBuffers())
     writer = threading.Thread(
-        target=write_sharded_snapshot, args=(path, snapshot), kwargs={"group": background}
+        target=write_sharded_snapshot,
+        args=(path, snapshot),
+        kwargs={"group": background},
     )
     writer.start()
     for _ in range(50):
@@ -477,7 +540,8 @@ def test_a_snapshot_is_written_while_training_continues(tmp_path, same):
 
 def test_entries_that_do_not_match_the_state_are_named(tmp_path):
     path = write_sharded(
-        tmp_path / "c", {"model": {"w": torch.ones(2, 3), "name": "x", "l": [torch.ones(1)]}}
+        tmp_path / "c",
+        {"model": {"w": torch.ones(2, 3), "name": "x", "l": [torch.ones(1)]}},
     )
     cases = [
         ({"modle": {}}, "modle", "no such part"),
@@ -487,8 +551,16 @@ def test_entries_that_do_not_match_the_state_are_named(tmp_path):
             "model.w",
             r"\[2, 3\] is stored, the state has \[3, 2\]",
         ),
-        ({"model": {"name": torch.ones(2)}}, "model.name", "where the checkpoint has none"),
-        ({"model": {"l": [torch.ones(1)] * 2}}, "model.l", "1 items are stored, the state has 2"),
+        (
+            {"model": {"name": torch.ones(2)}},
+            "model.name",
+            "where the checkpoint has none",
+        ),
+        (
+            {"model": {"l": [torch.ones(1)] * 2}},
+            "model.l",
+            "1 items are stored, the state has 2",
+        ),
         ({"model": {"w": torch.ones(2, 3, device="meta")}}, "model.w", "no memory"),
     ]
     for state, key, said in cases:
@@ -526,14 +598,21 @@ def interleave(path):
     row = mesh.get_coordinate()[0] * 4 + mesh.get_coordinate()[1]
     local = torch.tensor([[float(row)], [row + 2.0]])
     placements = [Shard(0), _StridedShard(0, split_factor=2)]
-    mine = DTensor.from_local(local, mesh, placements, run_check=False, shape=(8, 1), stride=(1, 1))
+    mine = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=(8, 1), stride=(1, 1)
+    )
     if dist.get_rank() == 0:
-        write_checkpoint(f"{path}/alone", {"model": {"w": torch.arange(8.0).reshape(8, 1)}})
+        write_checkpoint(
+            f"{path}/alone", {"model": {"w": torch.arange(8.0).reshape(8, 1)}}
+        )
     dist.barrier()
     said = []
     for act in (write_sharded, read_sharded):
         with pytest.raises(CheckpointError, match="overlap") as caught:
-            act(f"{path}/alone" if act is read_sharded else f"{path}/c", {"model": {"w": mine}})
+            act(
+                f"{path}/alone" if act is read_sharded else f"{path}/c",
+                {"model": {"w": mine}},
+            )
         said.append(caught.value.key)
     return said
 
@@ -548,7 +627,9 @@ def save_and_load_in_part(path):
     group = dist.new_group([1, 2], backend="gloo")
     if dist.get_rank() == 0:
         return None
-    state = {"model": {"w": torch.ones(3), "h": torch.tensor(1 / 3, dtype=torch.float64)}}
+    state = {
+        "model": {"w": torch.ones(3), "h": torch.tensor(1 / 3, dtype=torch.float64)}
+    }
     write_sharded(path, state, group=group)
     other = {"model": {"w": torch.zeros(3), "h": torch.tensor(0.0)}}
     return (
@@ -561,13 +642,17 @@ def save_and_load_in_part(path):
 @pytest.mark.slow
 def test_a_group_of_some_ranks_is_enough_and_tensors_keep_their_dtype(tmp_path):
     found = (None, [1.0] * 3, torch.tensor(1 / 3).item())
-    assert run_distributed(save_and_load_in_part, 3, str(tmp_path / "c")) == [None, found, found]
+    assert run_distributed(save_and_load_in_part, 3, str(tmp_path / "c")) == [
+        None,
+        found,
+        found,
+    ]
 
 
 @pytest.mark.slow
 def test_the_planner_is_imported_when_it_is_needed():
-    code = (
-        "import sys, trainer_kit.checkpoint; print('torch.distributed.checkpoint' in sys.modules)"
+    code = "import sys, trainer_kit.checkpoint; print('torch.distributed.checkpoint' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

@@ -132,7 +132,13 @@ def save_twice(path, how):
             "rank 1: Input/output error",
             5,
         ),
-        ("bug", "RankError", "", "rank 1: TypeError: 'NoneType' object is not callable", None),
+        (
+            "bug",
+            "RankError",
+            "",
+            "rank 1: TypeError: 'NoneType' object is not callable",
+            None,
+        ),
         ("manifest", "CheckpointError", "step-2", "No space left on device", 28),
         ("rename", "CheckpointError", "step-2", "Input/output error", 5),
     ],
@@ -176,7 +182,9 @@ def die(path, victim, where):
 @pytest.mark.parametrize(
     ("victim", "where"), [(1, "model-"), (0, "model-"), (0, "layout"), (0, "manifest")]
 )
-def test_a_rank_that_is_killed_in_a_save_leaves_the_earlier_checkpoint(tmp_path, victim, where):
+def test_a_rank_that_is_killed_in_a_save_leaves_the_earlier_checkpoint(
+    tmp_path, victim, where
+):
     path = tmp_path / "step-3"
     run_distributed(save, 2, str(path))
     before = {file.name: file.read_bytes() for file in path.iterdir()}
@@ -242,9 +250,14 @@ def test_a_missing_shard_is_named(saved):
     ):
         with pytest.raises(CheckpointError) as caught:
             read(saved)
-        assert (caught.value.file, caught.value.reason) == (str(file), "step-70 lacks shard 3 of 3")
+        assert (caught.value.file, caught.value.reason) == (
+            str(file),
+            "step-70 lacks shard 3 of 3",
+        )
     assert checkpoints(saved.parent) == []
-    assert [path.name for path, _ in repair(saved.parent).damaged] == ["step-70.damaged"]
+    assert [path.name for path, _ in repair(saved.parent).damaged] == [
+        "step-70.damaged"
+    ]
 
 
 def seal(path, manifest=None, layout=None):
@@ -257,7 +270,9 @@ def seal(path, manifest=None, layout=None):
         (path / "layout.json").write_text(json.dumps(whole))
     for file in path.iterdir():
         if file.name in content["files"]:
-            content["files"][file.name].update(size=file.stat().st_size, xxh3_64=checksum(file))
+            content["files"][file.name].update(
+                size=file.stat().st_size, xxh3_64=checksum(file)
+            )
     if manifest is not None:
         manifest(content)
     (path / "manifest.json").write_bytes(dump_manifest(content))
@@ -276,11 +291,16 @@ def chunk(whole, index=0):
         (lambda w: chunk(w).update(offsets=[0]), "not inside"),
         (lambda w: chunk(w).update(offsets=[0, 0.0]), "damaged layout"),
         (lambda w: chunk(w).update(offsets=[False, 0]), "damaged layout"),
-        (lambda w: chunk(w).update(sizes=[1, 4]), "chunks of 20 elements for a tensor of 24"),
+        (
+            lambda w: chunk(w).update(sizes=[1, 4]),
+            "chunks of 20 elements for a tensor of 24",
+        ),
         (lambda w: chunk(w).update(sizes=[2**62, 4]), "not inside"),
         (lambda w: chunk(w).update(sizes=[2**70, 4]), "beyond 64 bits"),
         (
-            lambda w: chunk(w).update(file="../step-70/model-00001-of-00003.safetensors"),
+            lambda w: chunk(w).update(
+                file="../step-70/model-00001-of-00003.safetensors"
+            ),
             "not listed",
         ),
         (lambda w: chunk(w).update(file="/etc/passwd"), "not listed"),
@@ -288,16 +308,23 @@ def chunk(whole, index=0):
         (lambda w: chunk(w).update(key="b"), "not what the layout says|cannot be read"),
         (lambda w: chunk(w).update(key="__metadata__"), "cannot be read"),
         (lambda w: chunk(w).pop("file"), "damaged layout"),
-        (lambda w: w["model"]["w"].update(dtype="float64"), "smaller|not what the layout says"),
+        (
+            lambda w: w["model"]["w"].update(dtype="float64"),
+            "smaller|not what the layout says",
+        ),
         (lambda w: w["model"]["w"].update(dtype="int32"), "not what the layout says"),
         (lambda w: w["model"]["w"].update(dtype="save"), "damaged layout"),
         (lambda w: w["model"]["w"].update(shape=[2**40, 4]), "for a tensor of"),
         (lambda w: w["model"]["w"].update(shape=6), "damaged layout"),
         (lambda w: w["model"]["w"].update(chunks=None), "damaged layout"),
-        (lambda w: w["model"]["w"].update(chunks=w["model"]["w"]["chunks"] * 2), "for a tensor of"),
+        (
+            lambda w: w["model"]["w"].update(chunks=w["model"]["w"]["chunks"] * 2),
+            "for a tensor of",
+        ),
         (
             lambda w: w["model"]["w"].update(
-                shape=[2**30, 4], chunks=[{**chunk(w), "sizes": [2**30, 4], "offsets": [0, 0]}]
+                shape=[2**30, 4],
+                chunks=[{**chunk(w), "sizes": [2**30, 4], "offsets": [0, 0]}],
             ),
             "which is smaller",
         ),

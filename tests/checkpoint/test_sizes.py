@@ -49,7 +49,9 @@ def quick():
     assert time.monotonic() - began < 20, "a terabyte takes minutes"
 
 
-@pytest.mark.parametrize("read", [tk.verify_checkpoint, read_checkpoint], ids=["verify", "read"])
+@pytest.mark.parametrize(
+    "read", [tk.verify_checkpoint, read_checkpoint], ids=["verify", "read"]
+)
 @pytest.mark.parametrize("kind", ["tensors", "state.json"])
 def test_a_terabyte_of_nothing_is_not_hashed(tmp_path, quick, read, kind):
     path = write_checkpoint(tmp_path / "step-1", STATE, info={"step": 1})
@@ -71,14 +73,17 @@ def test_nor_of_a_state_that_ranks_wrote(tmp_path, quick):
 
 
 @pytest.mark.parametrize(
-    "header", [b"", b"{", b"[]", b'{"w": 3}', b'{"w": {"data_offsets": [0, "x"]}}', b'{"w": {}}']
+    "header",
+    [b"", b"{", b"[]", b'{"w": 3}', b'{"w": {"data_offsets": [0, "x"]}}', b'{"w": {}}'],
 )
 def test_a_header_that_is_none(tmp_path, quick, header):
     path = write_checkpoint(tmp_path / "step-1", STATE, info={"step": 1})
     name = tensors(path)
     (path / name).write_bytes(len(header).to_bytes(8, "little") + header)
     grow(path, name)
-    with pytest.raises(CheckpointError, match="does not begin with a header of tensors"):
+    with pytest.raises(
+        CheckpointError, match="does not begin with a header of tensors"
+    ):
         tk.verify_checkpoint(path)
 
 
@@ -117,7 +122,9 @@ def test_a_run_passes_it_by_at_once(tmp_path, quick, capsys):
 def test_nothing_is_fetched_from_a_storage_before_sizes_are_known(monkeypatch):
     path = write_checkpoint("memory://sizes/step-1", STATE, info={"step": 1})
     name = next(
-        name for name in tk.verify_checkpoint(path)["files"] if name.endswith(".safetensors")
+        name
+        for name in tk.verify_checkpoint(path)["files"]
+        if name.endswith(".safetensors")
     )
     file = path / name
     content = file.read_bytes()

@@ -136,7 +136,9 @@ def test_last_needs_no_index(folder, text):
     assert lookup(folder, "best") is None
     mark(folder, best=folder / "step-20")
     assert lookup(folder, "best") == folder / "step-20"
-    assert json.loads((folder / "index.json").read_text())["format"] == "trainer_kit.index"
+    assert (
+        json.loads((folder / "index.json").read_text())["format"] == "trainer_kit.index"
+    )
     shutil.rmtree(folder.parent / "elsewhere")
 
 

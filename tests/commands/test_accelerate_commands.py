@@ -80,13 +80,17 @@ def write(folder: Path, text: str, name: str = "fsdp.yaml") -> Path:
 
 def strategy_of(path: Path) -> dict[str, Any]:
     values = read_configuration(path).values
-    return fsdp_from_launcher({key: str(values[key]) for key in FSDP_KEYS if key in values})
+    return fsdp_from_launcher(
+        {key: str(values[key]) for key in FSDP_KEYS if key in values}
+    )
 
 
 def test_lines_and_comments_are_kept(tmp_path: Path) -> None:
     path = write(tmp_path, FSDP1)
     before = strategy_of(path)
-    said = call("to-fsdp2", "--config_file", path, "--output_file", tmp_path / "new.yaml")
+    said = call(
+        "to-fsdp2", "--config_file", path, "--output_file", tmp_path / "new.yaml"
+    )
     assert path.read_text() == FSDP1
     assert (tmp_path / "new.yaml").read_text() == FSDP2
     assert [line.split(": ")[:2] for line in said.splitlines()[:-1]] == [
@@ -106,13 +110,19 @@ def test_a_file_is_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:
         write(tmp_path, "x: 1", "other.yaml"),
     )
     for words in ((), ("--output_file", other)):
-        assert "only with --overwrite" in call("to-fsdp2", "--config_file", path, *words, code=2)
+        assert "only with --overwrite" in call(
+            "to-fsdp2", "--config_file", path, *words, code=2
+        )
     call("to-fsdp2", "--config_file", path, "--output_file", other, "--overwrite")
     call("to-fsdp2", "--config_file", path, "--overwrite")
-    assert path.read_bytes() == other.read_bytes() == FSDP2.replace("\n", "\r\n").encode()
+    assert (
+        path.read_bytes() == other.read_bytes() == FSDP2.replace("\n", "\r\n").encode()
+    )
     assert "FSDP2 already" in call("to-fsdp2", "--config_file", path, "--overwrite")
     assert path.read_bytes() == other.read_bytes()
-    assert "the configuration file" in call("to-fsdp2", "--config_file", tmp_path / "none", code=2)
+    assert "the configuration file" in call(
+        "to-fsdp2", "--config_file", tmp_path / "none", code=2
+    )
     write(tmp_path, "fsdp_config: {fsdp_versoin: 1}")
     assert "did you mean 'fsdp_version'" in call(
         "to-fsdp2", "--config_file", path, "--overwrite", code=2
@@ -134,9 +144,15 @@ def test_a_file_is_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:
             ["fsdp_sharding_strategy: 'FULL_SHARD'"],
             ["fsdp_version: 2", "fsdp_reshard_after_forward: true"],
         ),
-        (["fsdp_offload_params: true"], ["fsdp_version: 2", "fsdp_offload_params: true"]),
+        (
+            ["fsdp_offload_params: true"],
+            ["fsdp_version: 2", "fsdp_offload_params: true"],
+        ),
         (["fsdp_sync_module_states: true"], ["fsdp_version: 2"]),
-        (["sharding_strategy: FULL_SHARD"], ["version: 2", "reshard_after_forward: true"]),
+        (
+            ["sharding_strategy: FULL_SHARD"],
+            ["version: 2", "reshard_after_forward: true"],
+        ),
         (
             ["fsdp_version:", "fsdp_offload_params: true"],
             ["fsdp_version: 2", "fsdp_offload_params: true"],
@@ -148,7 +164,10 @@ def test_keys_and_values(lines: list[str], expected: list[str]) -> None:
         return "fsdp_config:\n" + "".join(f"  {line}\n" for line in of)
 
     assert rewrite(text(lines))[0] == text(expected)
-    assert rewrite(text(lines).removesuffix("\n"))[0].splitlines() == text(expected).splitlines()
+    assert (
+        rewrite(text(lines).removesuffix("\n"))[0].splitlines()
+        == text(expected).splitlines()
+    )
 
 
 def test_a_file_without_fsdp_stays() -> None:
@@ -162,8 +181,14 @@ def test_a_file_without_fsdp_stays() -> None:
     [
         ("fsdp_sharding_strategy: NO_SHARD", "MULTI_GPU"),
         ("fsdp_sharding_strategy: 3", "MULTI_GPU"),
-        ("fsdp_sharding_strategy: HYBRID_SHARD", "parallelism_config_dp_replicate_size"),
-        ("fsdp_reshard_after_forward: HYBRID_SHARD_ZERO2", "parallelism_config_dp_replicate_size"),
+        (
+            "fsdp_sharding_strategy: HYBRID_SHARD",
+            "parallelism_config_dp_replicate_size",
+        ),
+        (
+            "fsdp_reshard_after_forward: HYBRID_SHARD_ZERO2",
+            "parallelism_config_dp_replicate_size",
+        ),
         ("fsdp_state_dict_type: LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
     ],
 )
@@ -183,7 +208,12 @@ def test_what_is_not_rewritten_is_refused(tmp_path: Path) -> None:
         rewrite("fsdp_config: {fsdp_offload_params: true}")
     path = write(tmp_path, FSDP1)
     refused = call(
-        "to-fsdp2", "--config_file", path, "--output_file", tmp_path / "none" / "new.yaml", code=2
+        "to-fsdp2",
+        "--config_file",
+        path,
+        "--output_file",
+        tmp_path / "none" / "new.yaml",
+        code=2,
     )
     assert "the file cannot be written" in refused
     with pytest.raises(ConfigurationError, match="behind aliases"):
@@ -215,16 +245,27 @@ def _no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_for_the_machines_of_a_pod(tmp_path: Path) -> None:
-    file = write(tmp_path, "#!/bin/sh\n\necho one\n  # in between\necho two\n", "setup.sh")
+    file = write(
+        tmp_path, "#!/bin/sh\n\necho one\n  # in between\necho two\n", "setup.sh"
+    )
     listed = write(tmp_path, POD + "commands:\n- pip list\n- ls\n", "listed.yaml")
     filed = write(tmp_path, POD + f"command_file: {file}\n", "filed.yaml")
     bare = ("--tpu_name", "pod", "--tpu_zone", "us-central1-a", "--debug")
     of_file = "echo one; echo two"
     assert call("tpu-config", *bare, "--command", "ls") == LINE.format("ls")
-    assert call("tpu-config", "--config_file", listed, "--debug") == LINE.format("pip list; ls")
+    assert call("tpu-config", "--config_file", listed, "--debug") == LINE.format(
+        "pip list; ls"
+    )
     assert call("tpu-config", "--config_file", filed, "--debug") == LINE.format(of_file)
     assert call(
-        "tpu-config", "--config_file", filed, "--command", "a", "--command", "b c", "--debug"
+        "tpu-config",
+        "--config_file",
+        filed,
+        "--command",
+        "a",
+        "--command",
+        "b c",
+        "--debug",
     ) == LINE.format("a; b c")
     assert call(
         "tpu-config", "--config_file", listed, "--command_file", file, "--debug"
@@ -247,7 +288,14 @@ def test_gcloud_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     said = call(
-        "tpu-config", "--tpu_name", "pod", "--tpu_zone", "us-central1-a", "--command", "ls", code=1
+        "tpu-config",
+        "--tpu_name",
+        "pod",
+        "--tpu_zone",
+        "us-central1-a",
+        "--command",
+        "ls",
+        code=1,
     )
     assert said.startswith(LINE.format("ls"))
     assert "does not run gcloud" in said
@@ -258,7 +306,10 @@ def test_an_incomplete_command_is_refused(tmp_path: Path) -> None:
     whole = {"--tpu_name": "pod", "--tpu_zone": "zone", "--command": "ls"}
     for left_out in whole:
         words = [
-            word for flag, value in whole.items() if flag != left_out for word in (flag, value)
+            word
+            for flag, value in whole.items()
+            if flag != left_out
+            for word in (flag, value)
         ]
         assert f"add {left_out}" in call("tpu-config", *words, code=2)
     words = [word for pair in whole.items() for word in pair]
@@ -266,7 +317,12 @@ def test_an_incomplete_command_is_refused(tmp_path: Path) -> None:
         "tpu-config", *words, "--command_file", tmp_path / "none", code=2
     )
     refused = call(
-        "tpu-config", *words, "--install_accelerate", "--accelerate_version", "x y", code=2
+        "tpu-config",
+        *words,
+        "--install_accelerate",
+        "--accelerate_version",
+        "x y",
+        code=2,
     )
     assert "this is not a version" in refused
     assert "has no effect without" in call(
@@ -275,7 +331,9 @@ def test_an_incomplete_command_is_refused(tmp_path: Path) -> None:
 
 
 @beside
-@pytest.mark.parametrize("more", [[], ["--command", "ls"], ["--install_accelerate", "--use_alpha"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--command", "ls"], ["--install_accelerate", "--use_alpha"]]
+)
 def test_the_words_are_those_of_accelerate(
     more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,7 +348,8 @@ def test_the_words_are_those_of_accelerate(
     words = ["--config_file", str(path), "--debug", *more]
     tpu_command_launcher(tpu_command_parser().parse_args(words))
     assert (
-        capsys.readouterr().out == f"Running {' '.join(shlex.split(call('tpu-config', *words)))}\n"
+        capsys.readouterr().out
+        == f"Running {' '.join(shlex.split(call('tpu-config', *words)))}\n"
     )
 
 
@@ -306,7 +365,15 @@ def test_a_job_is_printed_and_refused(tmp_path: Path) -> None:
     script = write(tmp_path, "raise SystemExit('ran')", "train.py")
     for command in ("launch", "explain"):
         said = call(
-            command, "--config_file", path, script, "--lr", "5e-5", "--do-train", "True", code=2
+            command,
+            "--config_file",
+            path,
+            script,
+            "--lr",
+            "5e-5",
+            "--do-train",
+            "True",
+            code=2,
         )
         assert 'estimator role: "role"\n' in said
         assert 'estimator entry_point: "train.py"\n' in said
@@ -325,7 +392,13 @@ def test_a_job_is_printed_and_refused(tmp_path: Path) -> None:
         assert '"api_key": "***"' in masked
         assert "hunter3" not in masked
     secret = call(
-        "launch", "--config_file", path, "--aws_secret_access_key", "hunter2", script, code=2
+        "launch",
+        "--config_file",
+        path,
+        "--aws_secret_access_key",
+        "hunter2",
+        script,
+        code=2,
     )
     assert "AWS keys are not read" in secret
     assert "hunter2" not in secret
@@ -343,10 +416,15 @@ def test_files_of_inputs_and_metrics(tmp_path: Path) -> None:
     )
     assert inputs == {"train": "s3://bucket/train"}
     assert found["metric_definitions"] == [{"Name": "loss", "Regex": "loss=(.*)"}]
-    assert (found["source_dir"], found["hyperparameters"]) == ("a", {"n": 3, "least": -1e-3})
+    assert (found["source_dir"], found["hyperparameters"]) == (
+        "a",
+        {"n": 3, "least": -1e-3},
+    )
     assert (found["disable_profiler"], found["tags"]) == (True, ["one", "two"])
     with pytest.raises(ConfigurationError, match="not a table of names"):
-        estimator_arguments(job(tmp_path, text.replace("inputs.tsv", "none.tsv")), "train.py", [])
+        estimator_arguments(
+            job(tmp_path, text.replace("inputs.tsv", "none.tsv")), "train.py", []
+        )
 
 
 @pytest.mark.parametrize(
@@ -360,7 +438,9 @@ def test_arguments_that_sagemaker_cannot_pass(words: list[str], tmp_path: Path) 
         estimator_arguments(options, "train.sh", [])
     with pytest.raises(ConfigurationError, match="needs iam_role_name"):
         estimator_arguments(
-            job(tmp_path, SAMPLES["sagemaker.yaml"].replace("iam_role_name: role", "")), "a.py", []
+            job(tmp_path, SAMPLES["sagemaker.yaml"].replace("iam_role_name: role", "")),
+            "a.py",
+            [],
         )
 
 
@@ -373,7 +453,9 @@ def test_the_job_is_that_of_accelerate(
     from accelerate.utils.launch import prepare_sagemager_args_inputs
 
     for name in ("AWS_DEFAULT_REGION", "AWS_PROFILE"):
-        monkeypatch.setenv(name, "")  # restored afterwards: Accelerate's function sets them
+        monkeypatch.setenv(
+            name, ""
+        )  # restored afterwards: Accelerate's function sets them
     text = SAMPLES["sagemaker.yaml"].replace("DATA_PARALLEL", kind)
     text += "mixed_precision: bf16\ndebug: false\nuse_cpu: false\n"
     path = write(tmp_path, text, "job.yaml")
@@ -405,7 +487,9 @@ def test_the_job_is_that_of_accelerate(
 
 
 @pytest.mark.slow
-def test_options_of_accelerate_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_accelerate_for_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     # Accelerate's own test expects 433249280 and 90669056 bytes for bert-base-cased.
     words = (
@@ -422,7 +506,9 @@ def test_options_of_accelerate_for_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert said[2].split()[-2:] == ["90.7", "MB"]
     assert len(call(*words, "--dtypes", "int8", "--dtypes", "int4").splitlines()) == 5
     assert "did you mean 'float32'" in call(*words, "--dtypes", "float23", code=2)
-    wrong = call("estimate-memory", "BertModle", "--library_name", "transformers", code=2)
+    wrong = call(
+        "estimate-memory", "BertModle", "--library_name", "transformers", code=2
+    )
     assert "did you mean 'BertModel'" in wrong
     assert "models are not downloaded" in call(
         "estimate-memory", "org/name", "--library_name", "timm", code=2
@@ -431,13 +517,21 @@ def test_options_of_accelerate_for_memory(tmp_path: Path, monkeypatch: pytest.Mo
         '{"model_type": "bert", "auto_map": {"AutoConfig": "own.Config"}}'
     )
     (tmp_path / "own.py").write_text("raise SystemExit('ran')")
-    assert "Traceback" not in call("estimate-memory", tmp_path, "--library_name", "transformers")
+    assert "Traceback" not in call(
+        "estimate-memory", tmp_path, "--library_name", "transformers"
+    )
     for mapped in (
         '"auto_map": {"AutoConfig": "org/code--own.Config"}',
         '"text_config": {"auto_map": {"AutoTokenizer": [null, "org/code--own.Tokens"]}}',
     ):
         (tmp_path / "config.json").write_text(f'{{"model_type": "bert", {mapped}}}')
-        words = "estimate-memory", tmp_path, "--library_name", "transformers", "--trust_remote_code"
+        words = (
+            "estimate-memory",
+            tmp_path,
+            "--library_name",
+            "transformers",
+            "--trust_remote_code",
+        )
         refused = call(*words, code=2)
         assert "takes its Python files from another repository" in refused
         assert "auto_map: org/code--own." in refused

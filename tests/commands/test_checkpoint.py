@@ -28,8 +28,13 @@ def call(*arguments):
 @pytest.fixture
 def kept(tmp_path):
     for step in (3, 6, 9):
-        state = {"model": {"w": torch.full((2, 2), float(step))}, "progress": {"step": step}}
-        write_checkpoint(tmp_path / f"step-{step}", state, info={"step": step, "epoch": step // 4})
+        state = {
+            "model": {"w": torch.full((2, 2), float(step))},
+            "progress": {"step": step},
+        }
+        write_checkpoint(
+            tmp_path / f"step-{step}", state, info={"step": step, "epoch": step // 4}
+        )
     mark(tmp_path, last=tmp_path / "step-9", best=tmp_path / "step-6")
     return tmp_path
 
@@ -43,9 +48,21 @@ def test_ls(kept):
     code, said = call("ls", kept)
     assert code == 0
     header, six, nine = said.splitlines()
-    assert header.split() == ["CHECKPOINT", "STEP", "EPOCH", "SIZE", "SAVED", "(UTC)", "NAMES"]
-    assert re.fullmatch(r"step-6 +6 +1 +\S+ k?B +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  best", six)
-    assert re.fullmatch(r"step-9 +9 +2 +\S+ k?B +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  last", nine)
+    assert header.split() == [
+        "CHECKPOINT",
+        "STEP",
+        "EPOCH",
+        "SIZE",
+        "SAVED",
+        "(UTC)",
+        "NAMES",
+    ]
+    assert re.fullmatch(
+        r"step-6 +6 +1 +\S+ k?B +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  best", six
+    )
+    assert re.fullmatch(
+        r"step-9 +9 +2 +\S+ k?B +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  last", nine
+    )
 
 
 def test_sharded_checkpoints_are_verified_compared_listed_and_exported(kept):
@@ -54,8 +71,14 @@ def test_sharded_checkpoints_are_verified_compared_listed_and_exported(kept):
     assert call("verify", path) == (0, f"{path}: ok\n")
     assert call("diff", kept / "step-9", path) == (0, "")
     assert re.search(r"^step-12 +9 +2 +\S+ k?B ", call("ls", kept)[1], re.MULTILINE)
-    assert call("export", path, kept / "w.safetensors") == (0, f"{kept}/w.safetensors\n")
-    assert safetensors.torch.load_file(kept / "w.safetensors")["w"].tolist() == [[9.0, 9.0]] * 2
+    assert call("export", path, kept / "w.safetensors") == (
+        0,
+        f"{kept}/w.safetensors\n",
+    )
+    assert (
+        safetensors.torch.load_file(kept / "w.safetensors")["w"].tolist()
+        == [[9.0, 9.0]] * 2
+    )
     (path / "model-00001-of-00001.safetensors").unlink()
     said = f"{path}: damaged: model-00001-of-00001.safetensors: step-12 lacks shard 1 of 1\n"
     assert call("verify", path) == (1, said)
@@ -76,7 +99,8 @@ def test_verify(kept):
     assert code == 1
     assert said.splitlines()[::2] == [f"{kept}/step-3: ok", f"{kept}/step-9: ok"]
     assert re.fullmatch(
-        r".*/step-6: damaged: state\.json: 2 bytes, but \d+ were written", said.splitlines()[1]
+        r".*/step-6: damaged: state\.json: 2 bytes, but \d+ were written",
+        said.splitlines()[1],
     )
 
 
@@ -116,7 +140,9 @@ def test_verify_names_what_is_left_of_a_checkpoint(kept):
 @pytest.mark.parametrize(
     "place", ["version_0/checkpoints", "checkpoints", "lightning/version_0/checkpoints"]
 )
-def test_the_checkpoints_of_a_run_are_found_below_its_directory(kept, tmp_path_factory, place):
+def test_the_checkpoints_of_a_run_are_found_below_its_directory(
+    kept, tmp_path_factory, place
+):
     run = tmp_path_factory.mktemp("run")
     (run / place).parent.mkdir(parents=True, exist_ok=True)
     shutil.copytree(kept, run / place)
@@ -152,13 +178,17 @@ def test_diff(kept):
 def test_export(kept):
     target = kept / "out.safetensors"
     assert call("export", kept / "step-3", target) == (0, f"{target}\n")
-    assert torch.equal(safetensors.torch.load_file(target)["w"], torch.full((2, 2), 3.0))
+    assert torch.equal(
+        safetensors.torch.load_file(target)["w"], torch.full((2, 2), 3.0)
+    )
     assert call("export", kept / "step-3", kept / "x.y", "--format", "torch") == (
         0,
         f"{kept}/x.y\n",
     )
     assert torch.load(kept / "x.y", weights_only=True)["w"].shape == (2, 2)
-    assert call("export", kept / "step-3", kept / "hub", "--max-shard-size", "1KB")[0] == 0
+    assert (
+        call("export", kept / "step-3", kept / "hub", "--max-shard-size", "1KB")[0] == 0
+    )
     assert os.listdir(kept / "hub") == ["model.safetensors"]
     code, said = call("export", kept / "step-3", target)
     assert code == 1
@@ -261,6 +291,10 @@ def test_the_module_is_the_command(kept):
     assert done.stdout.splitlines()[0] == "step-6: ok"
     code = "import sys, trainer_kit.commands.main; print('torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
     )
     assert done.stdout == "False\n", "--help does not wait for torch"

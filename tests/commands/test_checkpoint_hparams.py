@@ -9,7 +9,11 @@ from torch import nn
 import trainer_kit as tk
 from trainer_kit import LightningCLI
 
-QUIET = ["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.enable_progress_bar=false"]
+QUIET = [
+    "--trainer.accelerator=cpu",
+    "--trainer.devices=1",
+    "--trainer.enable_progress_bar=false",
+]
 QUIET += ["--trainer.logger=false", "--trainer.enable_model_summary=false"]
 BATCHES = [torch.ones(2, 3)] * 2
 
@@ -89,7 +93,12 @@ def test_arguments_come_from_the_checkpoint(command, subclass, checkpoint, capsy
 
 def test_words_and_files_win(checkpoint, tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("model:\n  scale: 1.0\n")
-    words = [f"--config={tmp_path / 'c.yaml'}", "--ckpt_path", checkpoint, "--model.sizes=[7,8]"]
+    words = [
+        f"--config={tmp_path / 'c.yaml'}",
+        "--ckpt_path",
+        checkpoint,
+        "--model.sizes=[7,8]",
+    ]
     hparams = run("test", *words)
     assert (hparams.width, hparams.scale, tuple(hparams.sizes)) == (6, 1.0, (7, 8))
     said = capsys.readouterr().out

@@ -94,7 +94,11 @@ def script(tmp_path, programs):
     def call(*words, choose=False, lines="", anew=False):
         environment = {**os.environ, "CHOOSE": "1"} if choose else os.environ
         return programs.run(
-            "train.py", *map(str, words), environment=environment, given=lines, anew=anew
+            "train.py",
+            *map(str, words),
+            environment=environment,
+            given=lines,
+            anew=anew,
         )
 
     return call
@@ -110,14 +114,20 @@ def several(script, cases, **options):
     """What several command lines of one process did."""
     lines = "".join(f"{json.dumps([str(word) for word in words])}\n" for words in cases)
     done = script("each", lines=lines, **options)
-    ran = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    ran = [
+        json.loads(line[6:])
+        for line in done.stdout.splitlines()
+        if line.startswith("FOUND ")
+    ]
     assert (done.returncode, len(ran)) == (0, len(cases)), done.stderr
     return ran
 
 
 def refusals(script, cases, **options):
     """What each command line is answered with; none may leave with anything but 2."""
-    done = script("each", lines="".join(f"{json.dumps(words)}\n" for words in cases), **options)
+    done = script(
+        "each", lines="".join(f"{json.dumps(words)}\n" for words in cases), **options
+    )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     parts = done.stderr.split("LEFT ")
@@ -133,10 +143,22 @@ def test_options_are_saved_in_a_configuration_file(script, tmp_path):
         "--model.lr=0.25",
         "--seed_everything=5",
     ]
-    callbacks = ["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks+=EarlyStopping"]
-    more = ["--trainer.callbacks.monitor=val_loss", "--trainer.logger=csv", "--data.api_key=hush"]
+    callbacks = [
+        "--trainer.callbacks+=LearningRateMonitor",
+        "--trainer.callbacks+=EarlyStopping",
+    ]
+    more = [
+        "--trainer.callbacks.monitor=val_loss",
+        "--trainer.logger=csv",
+        "--data.api_key=hush",
+    ]
     first = found(script("fit", *QUIET, *options, *callbacks, *more))
-    assert (first["step"], first["epochs"], first["lr"], first["key"]) == (4, 2, 0.25, "hush")
+    assert (first["step"], first["epochs"], first["lr"], first["key"]) == (
+        4,
+        2,
+        0.25,
+        "hush",
+    )
     assert {"LearningRateMonitor", "EarlyStopping"} <= set(first["callbacks"])
 
     kept = Path(first["directory"]) / "config.yaml"
@@ -149,10 +171,21 @@ def test_options_are_saved_in_a_configuration_file(script, tmp_path):
     assert configuration["seed_everything"] == 5
 
     checkpoint = tk.checkpoints(Path(first["directory"]) / "checkpoints")[-1].path
-    test = ["test", "--config", kept, "--ckpt_path", checkpoint, "--trainer.logger=false"]
+    test = [
+        "test",
+        "--config",
+        kept,
+        "--ckpt_path",
+        checkpoint,
+        "--trainer.logger=false",
+    ]
     again, tested = several(script, [["fit", "--config", kept], test])
     assert again["directory"] != first["directory"]
-    assert {**again, "directory": "", "key": ""} == {**first, "directory": "", "key": ""}
+    assert {**again, "directory": "", "key": ""} == {
+        **first,
+        "directory": "",
+        "key": "",
+    }
 
     assert tested["command"] == "test"
     assert tested["weight"] == first["weight"]
@@ -173,18 +206,31 @@ def test_print_config_prints_an_equivalent_file(script, tmp_path):
     file, fewer = "--config=mine.yaml", "--trainer.max_steps=1"
     once, twice, *rest = several(
         script,
-        [["fit", *QUIET, *options], ["fit", file], ["fit", file, fewer], ["fit", fewer, file]],
+        [
+            ["fit", *QUIET, *options],
+            ["fit", file],
+            ["fit", file, fewer],
+            ["fit", fewer, file],
+        ],
     )
     assert once == twice
     assert once["step"] == 3
-    assert [one["step"] for one in rest] == [1, 3]  # the later word wins, in either direction
+    assert [one["step"] for one in rest] == [
+        1,
+        3,
+    ]  # the later word wins, in either direction
 
 
 def test_a_subclass_by_class_path(script, tmp_path):
     ways = {
-        "bare.yaml": {"model": {"class_path": "Wide", "init_args": {"width": 7, "lr": 0.5}}},
+        "bare.yaml": {
+            "model": {"class_path": "Wide", "init_args": {"width": 7, "lr": 0.5}}
+        },
         "full.yaml": {
-            "model": {"class_path": "__main__.Wide", "init_args": {"width": 7, "lr": 0.5}}
+            "model": {
+                "class_path": "__main__.Wide",
+                "init_args": {"width": 7, "lr": 0.5},
+            }
         },
     }
     for name, content in ways.items():
@@ -192,10 +238,16 @@ def test_a_subclass_by_class_path(script, tmp_path):
     rest = [*QUIET, "--trainer.fast_dev_run=true"]
     option = ["fit", "--model=Wide", "--model.width=7", "--model.lr=0.5", *rest]
     *by_file, by_option = several(
-        script, [*(["fit", "--config", name, *rest] for name in ways), option], choose=True
+        script,
+        [*(["fit", "--config", name, *rest] for name in ways), option],
+        choose=True,
     )
     assert by_file == [by_option] * 2
-    assert (by_option["module"], by_option["width"], by_option["lr"]) == ("Wide", 7, 0.5)
+    assert (by_option["module"], by_option["width"], by_option["lr"]) == (
+        "Wide",
+        7,
+        0.5,
+    )
     assert not (tmp_path / "config.yaml").exists()  # fast_dev_run writes nothing
 
 
@@ -223,7 +275,9 @@ def test_parts_by_class_path_and_every_verb(script, tmp_path):
             }
         )
     )
-    cases = [[verb, "--config=parts.yaml"] for verb in ("fit", "validate", "test", "predict")]
+    cases = [
+        [verb, "--config=parts.yaml"] for verb in ("fit", "validate", "test", "predict")
+    ]
     ran = several(script, cases)
     assert [one["command"] for one in ran] == ["fit", "validate", "test", "predict"]
     assert all(one["loggers"] == ["CSVLogger"] for one in ran)
@@ -237,7 +291,12 @@ def test_two_processes_from_a_file_write_one_configuration(script, tmp_path):
         "trainer: {devices: 2, accelerator: cpu, max_epochs: 1, logger: csv}\n"
     )
     ran = found(
-        script("fit", "--config=two.yaml", "--trainer.enable_model_summary=false", anew=True)
+        script(
+            "fit",
+            "--config=two.yaml",
+            "--trainer.enable_model_summary=false",
+            anew=True,
+        )
     )
     assert (ran["world"], ran["step"]) == (2, 2)
     assert [path.name for path in tmp_path.rglob("config*.yaml")] == ["config.yaml"]
@@ -275,7 +334,10 @@ OPTION = {
     "does not take 'duraton', did you mean 'duration'?",
 }
 WRONG = [
-    *((["fit", option], f"train.py fit: --trainer.{said}") for option, said in OPTION.items()),
+    *(
+        (["fit", option], f"train.py fit: --trainer.{said}")
+        for option, said in OPTION.items()
+    ),
     (["fit", "--model.lr=x"], "train.py fit: --model.lr: expected float, found x"),
     (["fit", "--model.lr"], "train.py fit: --model.lr: expected one argument"),
     (
@@ -293,7 +355,9 @@ WRONG = [
 
 
 def test_a_wrong_call_is_one_line(script):
-    assert refusals(script, [words for words, _ in WRONG]) == [line for _, line in WRONG]
+    assert refusals(script, [words for words, _ in WRONG]) == [
+        line for _, line in WRONG
+    ]
 
 
 def test_an_error_of_the_trainer_prints_no_traceback(script):
@@ -308,7 +372,10 @@ def test_an_error_of_the_trainer_prints_no_traceback(script):
         "unknown precision '3'",
         "no strategy is called 'dpd'",
     ]
-    assert ["did you mean 'csv'?" in said[0], "did you mean 'ddp'?" in said[2]] == [True, True]
+    assert ["did you mean 'csv'?" in said[0], "did you mean 'ddp'?" in said[2]] == [
+        True,
+        True,
+    ]
 
 
 def test_a_wrong_choice_of_a_class_is_one_line(script):
@@ -320,7 +387,9 @@ def test_a_wrong_choice_of_a_class_is_one_line(script):
             "--model.wdth=3",
         ): "__main__.Wide does not take 'wdth', did you mean 'width'?",
         ("--model=Wide", "--model.width=x"): "width: expected int, found x",
-        ("--model=no.such.Class",): "no.such.Class cannot be imported: No module named 'no'",
+        (
+            "--model=no.such.Class",
+        ): "no.such.Class cannot be imported: No module named 'no'",
         ("--model=torch.nn.Linear",): "torch.nn.Linear is not a subclass of TinyModule",
     }
     said = refusals(script, [["fit", *options] for options in cases], choose=True)
@@ -364,7 +433,9 @@ def test_a_wrong_file_is_one_line_with_its_place(script, tmp_path):
         (tmp_path / f"{number}.yaml").write_text(content)
     cases = [["fit", f"--config={number}.yaml"] for number in range(len(FILES))]
     said = refusals(script, [*cases, ["fit", "--config", "none.yaml"]])
-    assert said[:-1] == [f"{number}.yaml{line}" for number, line in enumerate(FILES.values())]
+    assert said[:-1] == [
+        f"{number}.yaml{line}" for number, line in enumerate(FILES.values())
+    ]
     assert said[-1] == "none.yaml: the file does not exist"
     assert not (tmp_path / "made").exists()
 
@@ -385,7 +456,10 @@ class Loose(TinyModule):
             ["--model.names={a: " + FLAT + "}"],
             "--model.names: more than 2000 values, aliases written out",
         ),
-        (["--model.part", FLAT], "--model.part: more than 2000 values, aliases written out"),
+        (
+            ["--model.part", FLAT],
+            "--model.part: more than 2000 values, aliases written out",
+        ),
         (["--model.lr", "[" * 3000], "--model.lr: nested deeper than 50 levels"),
         (
             ["--model.part={class_path: pathlib.Path, init_args: {}}"],
@@ -399,11 +473,16 @@ class Loose(TinyModule):
         ),
     ],
 )
-def test_values_that_would_do_harm_or_nothing_are_refused(words, said, capsys, monkeypatch):
+def test_values_that_would_do_harm_or_nothing_are_refused(
+    words, said, capsys, monkeypatch
+):
     monkeypatch.setattr(sys, "argv", ["train.py"])
     with pytest.raises(SystemExit) as caught:
         tk.cli(Loose, args=["fit", *words])
-    assert (caught.value.code, capsys.readouterr().err) == (2, f"train.py fit: {said}\n")
+    assert (caught.value.code, capsys.readouterr().err) == (
+        2,
+        f"train.py fit: {said}\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -413,9 +492,14 @@ def test_values_that_would_do_harm_or_nothing_are_refused(words, said, capsys, m
         ("{backend: nonsense}", "Invalid backend: 'nonsense'"),
     ],
 )
-def test_wrong_arguments_of_compile_are_reported_before_anything_runs(options, said, capsys):
+def test_wrong_arguments_of_compile_are_reported_before_anything_runs(
+    options, said, capsys
+):
     with pytest.raises(SystemExit) as caught:
-        tk.cli(Loose, args=["fit", f"--trainer.compile={options}", "--trainer.barebones=true"])
+        tk.cli(
+            Loose,
+            args=["fit", f"--trainer.compile={options}", "--trainer.barebones=true"],
+        )
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -434,7 +518,9 @@ def test_a_file_sets_every_form_of_the_hang_timeout(value, seconds, tmp_path):
         f"trainer: {{hang_timeout: {value}, barebones: true, max_epochs: 1, accelerator: cpu}}"
     )
     assert (
-        tk.cli(Loaded, args=["fit", f"--config={tmp_path}/run.yaml"]).trainer.hang_timeout
+        tk.cli(
+            Loaded, args=["fit", f"--config={tmp_path}/run.yaml"]
+        ).trainer.hang_timeout
         == seconds
     )
 
@@ -489,10 +575,16 @@ def test_mutated_files_are_read_or_refused_in_a_line(script, tmp_path, programs)
 
 
 def test_a_value_under_a_secret_name_is_not_shown(script, tmp_path):
-    text = (tmp_path / "train.py").read_text().replace('api_key: str = ""', "api_key: int = 0")
+    text = (
+        (tmp_path / "train.py")
+        .read_text()
+        .replace('api_key: str = ""', "api_key: int = 0")
+    )
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "key.yaml").write_text("data: {api_key: hunter2}\n")
-    said = refusals(script, [["fit", "--data.api_key=hunter2"], ["fit", "--config=key.yaml"]])
+    said = refusals(
+        script, [["fit", "--data.api_key=hunter2"], ["fit", "--config=key.yaml"]]
+    )
     assert said == [
         "train.py fit: --data.api_key: expected int, found ***",
         "key.yaml:1: data.api_key: expected int, found ***",
@@ -514,7 +606,11 @@ def test_a_wrong_call_leaves_with_2_and_help_with_0(script):
 
 
 def test_the_users_own_mistake_keeps_its_traceback(script, tmp_path):
-    text = (tmp_path / "train.py").read_text().replace("self.batch_size, self.api_key =", "1 / 0 #")
+    text = (
+        (tmp_path / "train.py")
+        .read_text()
+        .replace("self.batch_size, self.api_key =", "1 / 0 #")
+    )
     (tmp_path / "train.py").write_text(text)
     done = script("fit")
     assert done.returncode == 1
@@ -533,16 +629,27 @@ def test_the_optimizer_and_the_scheduler_are_named_in_place_of_code(script, tmp_
         "--lr_scheduler.step_size=1",
         "--lr_scheduler_interval=step",
     ]
-    options = ["--trainer.logger=csv", "--optimizer", "AdamW", "--optimizer.lr=0.5", *scheduled]
+    options = [
+        "--trainer.logger=csv",
+        "--optimizer",
+        "AdamW",
+        "--optimizer.lr=0.5",
+        *scheduled,
+    ]
     cases = [[*quiet, *options], [*quiet, "--config=named.yaml"], quiet]
     one, file, own = several(script, cases)
-    assert (one["optimizers"], one["schedulers"]) == ([["AdamW", 0.5]], [["StepLR", "step", None]])
+    assert (one["optimizers"], one["schedulers"]) == (
+        [["AdamW", 0.5]],
+        [["StepLR", "step", None]],
+    )
     assert file["optimizers"] == [["SGD", 0.25]]
     assert file["schedulers"] == [["ReduceLROnPlateau", "epoch", "val_loss"]]
     assert (own["optimizers"], own["schedulers"]) == ([["SGD", own["lr"]]], [])
     left = [f"--config={one['directory']}/config.yaml", "--trainer.logger=false"]
     again, _ = several(script, [["fit", *left], ["test", *left]])
-    assert all(again[name] == one[name] for name in ("optimizers", "schedulers", "weight"))
+    assert all(
+        again[name] == one[name] for name in ("optimizers", "schedulers", "weight")
+    )
     assert (
         "--optimizer counts: TinyModule.configure_optimizers is not called"
         in script(*quiet, *options).stdout
@@ -556,7 +663,9 @@ def test_the_optimizer_and_the_scheduler_are_named_in_place_of_code(script, tmp_
         "--optimizer=SGD --lr_scheduler=ReduceLROnPlateau": "ReduceLROnPlateau needs --lr_scheduler_monitor",
     }
     for said, expected in zip(
-        refusals(script, [[*quiet, *words.split()] for words in wrong]), wrong.values(), strict=True
+        refusals(script, [[*quiet, *words.split()] for words in wrong]),
+        wrong.values(),
+        strict=True,
     ):
         assert expected in said
 
@@ -569,11 +678,16 @@ class Keeps(TinyModule):
         return [torch.ones(2, 32)]
 
 
-def test_a_checkpoint_callback_of_the_module_counts_for_the_configuration(tmp_path: Path) -> None:
+def test_a_checkpoint_callback_of_the_module_counts_for_the_configuration(
+    tmp_path: Path,
+) -> None:
     quiet = [
         "--trainer.logger=false",
         "--trainer.enable_checkpointing=false",
         "--trainer.enable_progress_bar=false",
     ]
-    tk.cli(Keeps, args=["fit", "--trainer.max_steps=1", "--trainer.accelerator=cpu", *quiet])
+    tk.cli(
+        Keeps,
+        args=["fit", "--trainer.max_steps=1", "--trainer.accelerator=cpu", *quiet],
+    )
     assert [path.name for path in tmp_path.rglob("config*.yaml")] == ["config.yaml"]

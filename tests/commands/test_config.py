@@ -27,7 +27,13 @@ DOWN, UP = "\x1b[B", "\x1b[A"
 def environ(**more: str) -> dict[str, str]:
     here = os.getcwd()
     own = {name: value for name, value in os.environ.items() if name != "HF_HOME"}
-    return {**own, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": here, "XDG_CACHE_HOME": here, **more}
+    return {
+        **own,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CONFIG_HOME": here,
+        "XDG_CACHE_HOME": here,
+        **more,
+    }
 
 
 def call(*words: str, text: str | None = None, **more: str) -> tuple[int, str]:
@@ -59,7 +65,9 @@ class Terminal:
     def answer(self, question: str, keys: str) -> None:
         deadline = time.monotonic() + 60
         while question not in self.seen:
-            assert time.monotonic() < deadline, f"{question!r} is not asked: {self.seen!r}"
+            assert time.monotonic() < deadline, (
+                f"{question!r} is not asked: {self.seen!r}"
+            )
             self.read(0.1)
         self.seen = self.seen.partition(question)[2]
         os.write(self.master, keys.encode())
@@ -140,10 +148,16 @@ def test_without_a_terminal_questions_are_plain() -> None:
     code, output = call("config", text="1\n2\n1\nmany\n2\n1\n1\n1\n")
     assert code == 0
     assert "Error: it is a whole number" in output
-    assert re.search(r"  2  several processes on the CPU\n(  .*\n)+number \[\d\]: 2\n", output)
+    assert re.search(
+        r"  2  several processes on the CPU\n(  .*\n)+number \[\d\]: 2\n", output
+    )
     found = read_configuration(WRITTEN).values
     assert found["distributed_type"] == "MULTI_CPU"
-    assert (found["use_cpu"], found["num_processes"], found["mixed_precision"]) == (True, 2, "no")
+    assert (found["use_cpu"], found["num_processes"], found["mixed_precision"]) == (
+        True,
+        2,
+        "no",
+    )
     assert not list(WRITTEN.parent.glob(".*"))
     code, output = call("config", text="1\n1\n1\n1\n1\n2\n")
     assert (code, output.splitlines()[-1]) == (0, "nothing was written")
@@ -165,13 +179,22 @@ def test_incomplete_answers_write_nothing() -> None:
         (4, "MEGATRON_LM", "megatron_lm_tp_degree", 1),
     ],
 )
-def test_engines_can_be_configured(number: int, kind: str, key: str, value: object) -> None:
+def test_engines_can_be_configured(
+    number: int, kind: str, key: str, value: object
+) -> None:
     code, output = call(
-        "config", "--config_file", "other.yaml", text=f"1\n3\n1\n8\n{number}\n" + "\n" * 12
+        "config",
+        "--config_file",
+        "other.yaml",
+        text=f"1\n3\n1\n8\n{number}\n" + "\n" * 12,
     )
     assert code == 0, output
     found = read_configuration(Path("other.yaml")).values
-    assert (found["distributed_type"], found["num_processes"], found[key]) == (kind, 8, value)
+    assert (found["distributed_type"], found["num_processes"], found[key]) == (
+        kind,
+        8,
+        value,
+    )
     assert "--config_file other.yaml" in output
     code, output = call("launch", "--config_file", "other.yaml", "train.py")
     assert code == 2

@@ -39,7 +39,9 @@ def doctor(monkeypatch, tmp_path):
 
     def call(directory=tmp_path):
         result = CliRunner().invoke(main, ["doctor", "--directory", str(directory)])
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit), (
+            result.output
+        )
         return result.exit_code, result.output
 
     return call
@@ -157,7 +159,8 @@ def test_it_measures_this_process(doctor):
     _, printed = doctor()
     for about in ("GEMM", "memory", "disk"):
         assert any(
-            line[8:].startswith(about) and line.endswith("/s") for line in printed.splitlines()
+            line[8:].startswith(about) and line.endswith("/s")
+            for line in printed.splitlines()
         ), about
     assert "clocks" not in printed  # there is one rank
 
@@ -166,14 +169,18 @@ def test_it_measures_this_process(doctor):
 def test_it_starts_ranks_and_compares_them(monkeypatch, tmp_path):
     def report(*more):
         result = CliRunner().invoke(
-            main, ["doctor", "--directory", str(tmp_path), "--devices", "2", "--json", *more]
+            main,
+            ["doctor", "--directory", str(tmp_path), "--devices", "2", "--json", *more],
         )
         return result.exit_code, json.loads(result.output)
 
     code, found = report()
     assert code == int(any(each["level"] == "fix" for each in found["findings"]))
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
-    assert all(set(rank["speeds"]) >= {"GEMM", "memory", "all-reduce"} for rank in found["ranks"])
+    assert all(
+        set(rank["speeds"]) >= {"GEMM", "memory", "all-reduce"}
+        for rank in found["ranks"]
+    )
     assert "disk" not in found["ranks"][1]["speeds"], "once for each machine"
     versions = survey.versions
     monkeypatch.setattr(
@@ -184,7 +191,9 @@ def test_it_starts_ranks_and_compares_them(monkeypatch, tmp_path):
     code, found = report()  # forked ranks have the change
     assert code == 1
     (wrong,) = [
-        each for each in found["findings"] if each["about"] == "versions" and each["level"] == "fix"
+        each
+        for each in found["findings"]
+        if each["about"] == "versions" and each["level"] == "fix"
     ]
     assert wrong["text"].startswith("torch 1.1 on rank 1 (")
 
@@ -213,9 +222,17 @@ def test_under_a_launcher_rank_0_reports_for_all(tmp_path):
     assert done.returncode == int(bool(wrong)), done.stdout + done.stderr
     assert sum(" checks: " in line for line in lines) == 1
     assert sum(line[8:].startswith("python") for line in lines) == 1
-    assert any(line[8:].startswith("versions") and "equal on 2 ranks" in line for line in lines)
-    assert any(line[8:].startswith("ports") and "connects the 2 ranks" in line for line in lines)
-    assert any(line[8:].startswith("ranks") and "rank 0 of 2 (torchrun)" in line for line in lines)
+    assert any(
+        line[8:].startswith("versions") and "equal on 2 ranks" in line for line in lines
+    )
+    assert any(
+        line[8:].startswith("ports") and "connects the 2 ranks" in line
+        for line in lines
+    )
+    assert any(
+        line[8:].startswith("ranks") and "rank 0 of 2 (torchrun)" in line
+        for line in lines
+    )
 
 
 @pytest.mark.slow

@@ -109,7 +109,9 @@ def _scripts(tmp_path: Path) -> None:
     Path("raw.py").write_text(RAW)
     Path("fit.py").write_text(TRAINER)
     Path("plain.py").write_text(PLAIN)
-    Path("hello.sh").write_text('#!/bin/sh\necho "shell $RANK of $WORLD_SIZE: $1 $A"\nexit $2\n')
+    Path("hello.sh").write_text(
+        '#!/bin/sh\necho "shell $RANK of $WORLD_SIZE: $1 $A"\nexit $2\n'
+    )
     Path("hello.sh").chmod(0o755)
 
 
@@ -198,12 +200,18 @@ def ranks_that_listen_to_nobody_outside(
         time.sleep(0.05)
     if sys.platform != "linux":  # reads /proc
         return
-    pids = {agent.pid for agent in agents}.union(*(children(agent.pid) for agent in agents))
+    pids = {agent.pid for agent in agents}.union(
+        *(children(agent.pid) for agent in agents)
+    )
     addresses = listening(pids)
     assert len(pids) == processes
     assert addresses
     # 127.0.0.1, ::ffff:127.0.0.1 and ::1
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    loopback = {
+        "0100007F",
+        "0000000000000000FFFF00000100007F",
+        "00000000000000000000000001000000",
+    }
     assert addresses <= loopback
 
 
@@ -215,7 +223,9 @@ def call(*words: str, **more: str) -> tuple[int, str]:
 
 
 def test_one_process_and_the_scripts_own_words() -> None:
-    code, out, err = launch("--cpu", "--mixed-precision", "bf16", "raw.py", "--cpu", "--", "-x")
+    code, out, err = launch(
+        "--cpu", "--mixed-precision", "bf16", "raw.py", "--cpu", "--", "-x"
+    )
     assert (code, err) == (0, "")
     assert (
         out
@@ -230,7 +240,8 @@ def test_two_processes_with_a_configuration() -> None:
     code, out, err = launch("--config_file", "two.yaml", "raw.py")
     assert (code, err) == (0, "trainer-kit: configuration from two.yaml\n")
     assert sorted(out.splitlines()) == [
-        f"rank {rank} of 2 saw [0, 1] 32-true steps=4 machine=0 attempt=0 []" for rank in range(2)
+        f"rank {rank} of 2 saw [0, 1] 32-true steps=4 machine=0 attempt=0 []"
+        for rank in range(2)
     ]
 
 
@@ -249,19 +260,30 @@ def test_a_trainer_on_two_processes_as_a_module() -> None:
             "FSDPTiny",
         ),
         pytest.param(
-            ["--cpu", "--use_deepspeed", "--num_processes", "2", "--env", "NCCL_DEBUG=INFO"],
+            [
+                "--cpu",
+                "--use_deepspeed",
+                "--num_processes",
+                "2",
+                "--env",
+                "NCCL_DEBUG=INFO",
+            ],
             "DEEPSPEED",
             "EngineModule",
             marks=pytest.mark.long,
         ),
     ],
 )
-def test_an_engine_on_the_cpu_is_that_engine(words: list[str], kind: str, wraps: str) -> None:
+def test_an_engine_on_the_cpu_is_that_engine(
+    words: list[str], kind: str, wraps: str
+) -> None:
     Path("fsdp2.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\nenvironment: {NCCL_DEBUG: INFO}\n"
     )
     Path("engine.py").write_text(ENGINE)
-    code, out, err = launch("--log_dir", "logs", "--monitor_interval", "0.05", *words, "engine.py")
+    code, out, err = launch(
+        "--log_dir", "logs", "--monitor_interval", "0.05", *words, "engine.py"
+    )
     assert code == 0, err
     role = "worker" if "--role" in words else "rank"
     lines = [f"{rank} of 2 {kind} {wraps} cpu INFO" for rank in range(2)]
@@ -275,7 +297,9 @@ def test_an_engine_on_the_cpu_is_that_engine(words: list[str], kind: str, wraps:
 
 def test_a_program_of_any_language() -> None:
     shared = ("--no_python", "--env", "A=1")
-    code, out, err = launch("--cpu", "--num_processes", "2", *shared, "./hello.sh", "x", "0")
+    code, out, err = launch(
+        "--cpu", "--num_processes", "2", *shared, "./hello.sh", "x", "0"
+    )
     assert (code, err, sorted(out.splitlines())) == (
         0,
         "",
@@ -292,9 +316,7 @@ def test_an_environment_variable_overrides_a_default_of_the_wizard() -> None:
     Path("debug.py").write_text(
         "from trainer_kit import Accelerator\nprint(Accelerator().state.debug)\n"
     )
-    said = (
-        f"debug=True (environment ACCELERATE_DEBUG_MODE, before the default in {file.absolute()}:2)"
-    )
+    said = f"debug=True (environment ACCELERATE_DEBUG_MODE, before the default in {file.absolute()}:2)"
     with start("debug.py", ACCELERATE_DEBUG_MODE="1") as process:
         out, err = process.communicate(timeout=100)
     assert (process.returncode, out.splitlines()[-1]) == (0, "True"), err
@@ -334,10 +356,15 @@ def test_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
         f"rank {rank} of 4 saw [0, 1, 2, 3] 32-true steps=1 machine={rank // 2} attempt=0 []"
         for rank in range(4)
     ]
-    assert (sorted(out.splitlines()), sorted(other_out.splitlines())) == (said[:2], said[2:])
+    assert (sorted(out.splitlines()), sorted(other_out.splitlines())) == (
+        said[:2],
+        said[2:],
+    )
 
 
-@pytest.mark.parametrize("script", ["plain.py", pytest.param("raw.py", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "script", ["plain.py", pytest.param("raw.py", marks=pytest.mark.long)]
+)
 def test_one_rank_killed_on_one_of_two_machines(script: str) -> None:
     (code, _, err), (other_code, _, other_err) = on_two_machines(
         "--num_processes", "2", script, "kill", "1"
@@ -360,16 +387,15 @@ def test_two_machines_restart_together() -> None:
     assert other_err.count("ValueError: only at first") == 2
     assert "attempt=1" in out
     assert "attempt=1" in other_out
-    line = (
-        "any host that reaches 127.0.0.1 can send commands to this run; set TRAINER_KIT_RUN_TOKEN"
-    )
+    line = "any host that reaches 127.0.0.1 can send commands to this run; set TRAINER_KIT_RUN_TOKEN"
     assert line in err
     assert line not in other_err
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("number", "said"), [("SIGKILL", "machine 0 is gone"), ("SIGTERM", "received a stop signal")]
+    ("number", "said"),
+    [("SIGKILL", "machine 0 is gone"), ("SIGTERM", "received a stop signal")],
 )
 def test_a_machine_that_ends_ends_the_others(number: str, said: str) -> None:
     shared = (
@@ -411,15 +437,16 @@ def mpi(rank: int) -> dict[str, str]:
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     values = (rank, 2, rank, 2)
     return {
-        f"OMPI_COMM_WORLD_{name}": str(value) for name, value in zip(names, values, strict=True)
+        f"OMPI_COMM_WORLD_{name}": str(value)
+        for name, value in zip(names, values, strict=True)
     }
 
 
 def all_out(tasks: list[subprocess.Popen[str]]) -> list[str]:
     outputs = [task.communicate(timeout=100) for task in tasks]
-    assert [(task.returncode, err) for task, (_, err) in zip(tasks, outputs, strict=True)] == [
-        (0, "")
-    ] * len(tasks)
+    assert [
+        (task.returncode, err) for task, (_, err) in zip(tasks, outputs, strict=True)
+    ] == [(0, "")] * len(tasks)
     return sorted(line for out, _ in outputs for line in out.splitlines())
 
 
@@ -453,7 +480,8 @@ def test_one_task_of_slurm_on_each_node_starts_the_processes_there() -> None:
 def test_mpi_needs_no_options() -> None:
     port = str(free_port())
     tasks = [
-        start("fit.py", TRAINER_KIT_USE_CPU="1", MASTER_PORT=port, **mpi(rank)) for rank in range(2)
+        start("fit.py", TRAINER_KIT_USE_CPU="1", MASTER_PORT=port, **mpi(rank))
+        for rank in range(2)
     ]
     assert all_out(tasks) == ["rank 0 of 2 step 2", "rank 1 of 2 step 2"]
 
@@ -471,14 +499,20 @@ def test_mpi_needs_no_options() -> None:
         (["--cpu", "--no_python", "-m", "raw"], "--no_python runs a program"),
         (["--cpu", "--no_python", "no-such-program"], "no program no-such-program"),
         (["--cpu", "--tee", "4", "raw.py"], "is 0 to 3 (none, stdout, stderr, both)"),
-        (["--cpu", "--monitor_interval", "0", "raw.py"], "is a number of seconds above 0"),
+        (
+            ["--cpu", "--monitor_interval", "0", "raw.py"],
+            "is a number of seconds above 0",
+        ),
         (["--cpu", "--env", "A", "raw.py"], "a variable is written as NAME=TEXT"),
         (["--cpu", "--rdzv_conf", "is_host=1", "raw.py"], "not by torch's rendezvous"),
         (
             ["--cpu", "--use_parallelism_config", "raw.py"],
             "a parallelism_config needs an axis above 1",
         ),
-        (["--multi_gpu", "--use_deepspeed", "raw.py"], "this machine has no accelerator"),
+        (
+            ["--multi_gpu", "--use_deepspeed", "raw.py"],
+            "this machine has no accelerator",
+        ),
         (["--cpu", "--multi_gpu", "raw.py"], "only one kind of run can be chosen"),
         (
             ["--config_file", "bad.yaml", "raw.py"],
@@ -489,7 +523,10 @@ def test_mpi_needs_no_options() -> None:
             ["--config_file", "none.yaml", "raw.py"],
             "the configuration file none.yaml does not exist",
         ),
-        (["--config_file", "fsdp.yaml", "--cpu", "none.py"], "the script does not exist"),
+        (
+            ["--config_file", "fsdp.yaml", "--cpu", "none.py"],
+            "the script does not exist",
+        ),
     ],
 )
 def test_wrong_calls_leave_with_2(words: list[str], said: str) -> None:
@@ -519,7 +556,15 @@ def test_help_fits_one_screen(command: str) -> None:
 
 def test_options_without_effect_are_named() -> None:
     code, output = call(
-        "explain", "--cpu", "--vm", "one", "--vm", "two", "--rdzv_backend", "c10d", "raw.py"
+        "explain",
+        "--cpu",
+        "--vm",
+        "one",
+        "--vm",
+        "two",
+        "--rdzv_backend",
+        "c10d",
+        "raw.py",
     )
     assert code == 0
     assert (
@@ -536,8 +581,14 @@ def test_options_without_effect_are_named() -> None:
         "--main_process_ip",
         "10.0.0.7",
     )
-    assert "run token: none (TRAINER_KIT_RUN_TOKEN)" in call("explain", *shared, "raw.py")[1]
-    assert "run token: given" in call("explain", *shared, "raw.py", TRAINER_KIT_RUN_TOKEN="x")[1]
+    assert (
+        "run token: none (TRAINER_KIT_RUN_TOKEN)"
+        in call("explain", *shared, "raw.py")[1]
+    )
+    assert (
+        "run token: given"
+        in call("explain", *shared, "raw.py", TRAINER_KIT_RUN_TOKEN="x")[1]
+    )
     code, output = call("explain", "--cpu", "--env", "WANDB_API_KEY=hush", "raw.py")
     assert code == 0
     assert "the script receives WANDB_API_KEY=***" in output
@@ -547,7 +598,14 @@ def test_options_without_effect_are_named() -> None:
 def test_explain_shows_values_and_origins() -> None:
     Path("two.yaml").write_text("mixed_precision: bf16\nnum_processes: 4\n")
     code, output = call(
-        "explain", "--cpu", "--num-processes", "2", "--config_file", "two.yaml", "raw.py", "-x"
+        "explain",
+        "--cpu",
+        "--num-processes",
+        "2",
+        "--config_file",
+        "two.yaml",
+        "raw.py",
+        "-x",
     )
     assert code == 0
     rows = {
@@ -586,6 +644,8 @@ def test_the_guides_commands_and_file() -> None:
 
 
 def test_a_refused_plan_shows_the_source_of_each_value() -> None:
-    code, output = call("explain", "--num_machines", "2", "--rdzv_conf", "a=1", "raw.py")
+    code, output = call(
+        "explain", "--num_machines", "2", "--rdzv_conf", "a=1", "raw.py"
+    )
     assert code != 0
     assert "flag --num_machines" in output

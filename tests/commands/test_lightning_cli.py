@@ -25,7 +25,11 @@ import trainer_kit as tk
 from trainer_kit.callbacks import EarlyStopping, ModelCheckpoint
 from trainer_kit.loggers import CSVLogger
 
-QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +45,17 @@ class Data(tk.LightningDataModule):
     def train_dataloader(self):
         points = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
         return DataLoader(
-            TensorDataset(points, points.sum(1, keepdim=True)), batch_size=self.batch_size
+            TensorDataset(points, points.sum(1, keepdim=True)),
+            batch_size=self.batch_size,
         )
 
     val_dataloader = test_dataloader = train_dataloader
 
 
 class Net(tk.LightningModule):
-    def __init__(self, width: int = 4, batch_size: int = 0, optim: dict | None = None) -> None:
+    def __init__(
+        self, width: int = 4, batch_size: int = 0, optim: dict | None = None
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1))
@@ -78,14 +85,27 @@ def test_values_from_the_environment(monkeypatch):
 
     def made(words, **options):
         cli = LightningCLI(
-            Trained, Data, run=False, args=words, trainer_defaults=QUIET, parser_kwargs=options
+            Trained,
+            Data,
+            run=False,
+            args=words,
+            trainer_defaults=QUIET,
+            parser_kwargs=options,
         )
-        return cli.model.hparams.width, cli.model.hparams.batch_size, cli.trainer.max_epochs
+        return (
+            cli.model.hparams.width,
+            cli.model.hparams.batch_size,
+            cli.trainer.max_epochs,
+        )
 
     assert made(["--trainer.max_epochs=9"], default_env=True) == (8, 6, 9)
     assert made(["--trainer.max_epochs=9"]) == (4, 0, 9)
     monkeypatch.setenv("APP_MODEL__WIDTH", "3")
-    assert made(["--trainer.max_epochs=9"], default_env=True, env_prefix="APP") == (3, 0, 9)
+    assert made(["--trainer.max_epochs=9"], default_env=True, env_prefix="APP") == (
+        3,
+        0,
+        9,
+    )
 
 
 @pytest.mark.parametrize("prefix", ["PL_FIT__", "PL_VALIDATE__"])
@@ -98,7 +118,11 @@ def test_values_of_a_command_from_the_environment(prefix, monkeypatch):
     monkeypatch.setenv(f"{prefix}MODEL__WIDTH", "8")
     monkeypatch.setenv(f"{prefix}TRAINER__MAX_EPOCHS", "6")
     LightningCLI(
-        Trained, Data, trainer_class=Recording, args=["fit"], parser_kwargs={"default_env": True}
+        Trained,
+        Data,
+        trainer_class=Recording,
+        args=["fit"],
+        parser_kwargs={"default_env": True},
     )
     assert seen == [(8, 6) if prefix == "PL_FIT__" else (4, tk.Trainer().max_epochs)]
 
@@ -119,7 +143,10 @@ def plain(seed=0, epochs=2, rate=0.1, decay=1.0, batch_size=4):
 
 
 def assert_equal(module, expected):
-    assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
+    assert all(
+        torch.equal(value, expected[name])
+        for name, value in module.state_dict().items()
+    )
 
 
 def words(*more, command="fit"):
@@ -175,16 +202,28 @@ def test_an_optimizer_and_a_scheduler_are_chosen_by_options():
         "--lr_scheduler.gamma=0.5",
     )
     cli = LightningCLI(
-        Net, Data, trainer_defaults=QUIET, seed_everything_default=7, args=words(*options)
+        Net,
+        Data,
+        trainer_defaults=QUIET,
+        seed_everything_default=7,
+        args=words(*options),
     )
     assert_equal(cli.model, plain(seed=7, decay=0.5))
 
 
 def test_classes_alone_with_run_false():
     cli = LightningCLI(
-        Trained, Data, run=False, trainer_defaults=QUIET, args=["--trainer.max_epochs=2"]
+        Trained,
+        Data,
+        run=False,
+        trainer_defaults=QUIET,
+        args=["--trainer.max_epochs=2"],
     )
-    assert (cli.subcommand, cli.config.trainer.max_epochs, cli.config.model.width) == (None, 2, 4)
+    assert (cli.subcommand, cli.config.trainer.max_epochs, cli.config.model.width) == (
+        None,
+        2,
+        4,
+    )
     cli.trainer.fit(cli.model, cli.datamodule)
     assert_equal(cli.model, plain())
     assert cli.trainer.test(datamodule=cli.datamodule)[0]["val_loss"] >= 0
@@ -197,7 +236,9 @@ class MyCLI(LightningCLI):
         parser.set_defaults(
             {"my_early_stopping.monitor": "val_loss", "my_early_stopping.patience": 5}
         )
-        parser.set_defaults({"trainer.max_epochs": 2, "my_checkpoint.filename": "mine-{epoch}"})
+        parser.set_defaults(
+            {"trainer.max_epochs": 2, "my_checkpoint.filename": "mine-{epoch}"}
+        )
         parser.link_arguments("data.batch_size", "model.batch_size")
         parser.add_argument("--notification_email", default="will@email.com")
 
@@ -225,14 +266,19 @@ class Batched(Trained):
 
 
 def test_arguments_defaults_links_and_calls_around_a_command():
-    cli = MyCLI(Batched, Data, trainer_defaults=QUIET, args=["fit", "--data.batch_size=8"])
+    cli = MyCLI(
+        Batched, Data, trainer_defaults=QUIET, args=["fit", "--data.batch_size=8"]
+    )
     assert cli.calls == [
         "before_instantiate_classes",
         "model 8",
         "before_fit will@email.com",
         "after_fit 6",
     ]
-    stopping, keeper = cli.trainer.early_stopping_callback, cli.trainer.checkpoint_callback
+    stopping, keeper = (
+        cli.trainer.early_stopping_callback,
+        cli.trainer.checkpoint_callback,
+    )
     assert (stopping.monitor, stopping.patience, Path(keeper.best_model_path).name) == (
         "val_loss",
         5,
@@ -271,7 +317,9 @@ def test_an_optimizer_passed_as_an_argument():
                 torch.optim.SGD, nested_key="optim_one", link_to="model.optim"
             )
 
-    cli = LinkedCLI(Trained, Data, trainer_defaults=QUIET, args=words("--optim_one.lr=0.2"))
+    cli = LinkedCLI(
+        Trained, Data, trainer_defaults=QUIET, args=words("--optim_one.lr=0.2")
+    )
     assert_equal(cli.model, plain(rate=0.2))
 
 
@@ -282,7 +330,9 @@ def test_two_optimizers_that_replace_the_modules_own():
             parser.add_optimizer_args(torch.optim.SGD, nested_key="two")
 
     with pytest.raises(SystemExit) as left:
-        TwoCLI(Net, Data, trainer_defaults=QUIET, args=words("--one.lr=1", "--two.lr=1"))
+        TwoCLI(
+            Net, Data, trainer_defaults=QUIET, args=words("--one.lr=1", "--two.lr=1")
+        )
     assert left.value.code == 2
 
 
@@ -325,7 +375,9 @@ def test_a_function_that_makes_the_module():
     def make(units: int = 4) -> Net:
         return Trained(width=units)
 
-    cli = LightningCLI(make, Data, run=False, trainer_defaults=QUIET, args=["--model.units=7"])
+    cli = LightningCLI(
+        make, Data, run=False, trainer_defaults=QUIET, args=["--model.units=7"]
+    )
     assert cli.model.hparams.width == 7
 
 
@@ -355,7 +407,9 @@ def test_a_trainer_that_a_subclass_makes():
     class MyTrainer(tk.Trainer):
         pass
 
-    cli = Steps(Trained, Data, trainer_class=MyTrainer, trainer_defaults=QUIET, args=words())
+    cli = Steps(
+        Trained, Data, trainer_class=MyTrainer, trainer_defaults=QUIET, args=words()
+    )
     assert (type(cli.trainer), cli.trainer.global_step) == (MyTrainer, 5)
 
 
@@ -368,12 +422,16 @@ def saved(cli):
 
 def test_the_configuration_is_saved_and_read_again():
     defaults = {**QUIET, "logger": "csv"}
-    first = LightningCLI(Trained, Data, trainer_defaults=defaults, args=words("--model.width=5"))
+    first = LightningCLI(
+        Trained, Data, trainer_defaults=defaults, args=words("--model.width=5")
+    )
     assert saved(first) == ["config.yaml"]
     kept = Path(first.trainer.log_dir, "config.yaml")
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert yaml.safe_load(kept.read_text())["seed_everything"] is True
-    again = LightningCLI(Trained, Data, trainer_defaults=defaults, args=["fit", "-c", str(kept)])
+    again = LightningCLI(
+        Trained, Data, trainer_defaults=defaults, args=["fit", "-c", str(kept)]
+    )
     assert_equal(again.model, first.model.state_dict())
 
 
@@ -396,7 +454,11 @@ def test_ways_to_save_the_configuration():
     assert saved(cli) == ["name.yaml"]
     assert "max_epochs: 2" in Path(cli.trainer.log_dir, "hparams.json").read_text()
     bare = LightningCLI(
-        Trained, Data, save_config_callback=None, trainer_defaults=defaults, args=words()
+        Trained,
+        Data,
+        save_config_callback=None,
+        trainer_defaults=defaults,
+        args=words(),
     )
     assert saved(bare) == []
 
@@ -408,10 +470,16 @@ def test_an_existing_file_is_kept_or_replaced(tmp_path):
             Trained,
             Data,
             save_config_kwargs=options,
-            trainer_defaults={**QUIET, "logger": False, "default_root_dir": str(tmp_path)},
+            trainer_defaults={
+                **QUIET,
+                "logger": False,
+                "default_root_dir": str(tmp_path),
+            },
             args=words(),
         )
-        assert sorted(path.name for path in Path(cli.trainer.run_dir).glob("*.yaml")) == [
+        assert sorted(
+            path.name for path in Path(cli.trainer.run_dir).glob("*.yaml")
+        ) == [
             "config-2.yaml",
             "config.yaml",
         ]
@@ -423,10 +491,14 @@ def test_a_configuration_in_several_files_is_refused():
         SaveConfigCallback(None, None, multifile=True)
 
 
-@pytest.mark.parametrize("name", ["subcommands", "parse_arguments", "add_core_arguments_to_parser"])
+@pytest.mark.parametrize(
+    "name", ["subcommands", "parse_arguments", "add_core_arguments_to_parser"]
+)
 def test_methods_that_are_never_called_are_refused(name):
     mine = type("Mine", (LightningCLI,), {name: lambda self, *args: {}})
-    with pytest.raises(tk.ConfigurationError, match=rf"Mine\.{name} would never be called"):
+    with pytest.raises(
+        tk.ConfigurationError, match=rf"Mine\.{name} would never be called"
+    ):
         mine(Net, run=False, args=[])
 
 
@@ -453,7 +525,10 @@ def test_an_optimizer_and_a_schedule_as_arguments():
         "--model.scheduler.factor=0.5",
     ]
     made = LightningCLI(
-        Chosen, Data, trainer_defaults=QUIET, args=["fit", "--trainer.max_epochs=1", *words]
+        Chosen,
+        Data,
+        trainer_defaults=QUIET,
+        args=["fit", "--trainer.max_epochs=1", *words],
     )
     [optimizer] = made.trainer.optimizers
     assert (

@@ -11,7 +11,10 @@ from trainer_kit.testing import TinyModule
 
 def test_the_version():
     shown = CliRunner().invoke(main, ["--version"])
-    assert (shown.exit_code, shown.output) == (0, f"trainer-kit, version {tk.__version__}\n")
+    assert (shown.exit_code, shown.output) == (
+        0,
+        f"trainer-kit, version {tk.__version__}\n",
+    )
     assert "--version" in CliRunner().invoke(main, ["--help"]).output
 
 

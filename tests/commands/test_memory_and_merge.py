@@ -106,7 +106,10 @@ def test_a_module_that_is_built_late_and_mistakes(tmp_path, monkeypatch):
     code, said = call("estimate-memory", "late_models:Late")
     assert (code, said.splitlines()[2].split()[1:3]) == (0, ["4", "MB"])
     said = call(
-        "estimate-memory", "torch.nn:Linear", "--args", "{in_features: 2, out_features: 3}"
+        "estimate-memory",
+        "torch.nn:Linear",
+        "--args",
+        "{in_features: 2, out_features: 3}",
     )[1]
     assert said.startswith(
         "torch.nn:Linear: 9 numbers, 9 trained; the largest layer is the model itself\n"
@@ -119,7 +122,11 @@ def test_a_module_that_is_built_late_and_mistakes(tmp_path, monkeypatch):
         ("nowhere.at.all:Net",): "nowhere.at.all cannot be imported",
         ("nowhere",): "this is not a model",
         ("late_models:Net", "--args", "{width: "): "--args cannot be read",
-        ("late_models:Net", "--args", BOMB): "--args cannot be read: more than 5000 values",
+        (
+            "late_models:Net",
+            "--args",
+            BOMB,
+        ): "--args cannot be read: more than 5000 values",
         ("late_models:Net", "--args", "[1]"): "--args must map names to values",
     }
     for words, expected in wrong.items():
@@ -163,14 +170,19 @@ def test_a_config_of_transformers(tmp_path):
 def test_merge_of_every_kind(tmp_path):
     weights = {f"layer.{n}": torch.full((4,), float(n)) for n in range(5)}
     shards = export(weights, tmp_path / "hub", max_shard_size=32)
-    ranks = write_sharded(tmp_path / "step-1", {"model": weights, "progress": {"step": 1}})
+    ranks = write_sharded(
+        tmp_path / "step-1", {"model": weights, "progress": {"step": 1}}
+    )
     for number, source in enumerate((shards, ranks)):
         target = tmp_path / f"{number}.safetensors"
         assert call("merge-weights", source, target) == (0, f"{target}\n")
         merged = read_weights(target)
         assert merged.keys() == weights.keys()
         assert all(torch.equal(merged[name], weights[name]) for name in weights)
-    assert call("merge-weights", shards, tmp_path / "fewer", "--max-shard-size", "48")[0] == 0
+    assert (
+        call("merge-weights", shards, tmp_path / "fewer", "--max-shard-size", "48")[0]
+        == 0
+    )
     assert len(list((tmp_path / "fewer").glob("*.safetensors"))) == 2
     assert call("merge-weights", shards, tmp_path / "fewer")[0] == 1
     assert call("merge-weights", tmp_path / "none", tmp_path / "x")[0] == 2
@@ -194,13 +206,17 @@ def test_a_distributed_checkpoint_of_torch_is_merged(tmp_path):
         checkpoint_id=str(tmp_path / "state" / "optimizer_0"),
         no_dist=True,
     )
-    assert call("merge-weights", tmp_path / "state", tmp_path / "out.safetensors")[0] == 0
+    assert (
+        call("merge-weights", tmp_path / "state", tmp_path / "out.safetensors")[0] == 0
+    )
     merged = read_weights(tmp_path / "out.safetensors")
     assert merged.keys() == weights.keys()
     assert all(torch.equal(merged[name], weights[name]) for name in weights)
     (damaged,) = (tmp_path / "state" / "pytorch_model_fsdp_0").glob("*.distcp")
     damaged.write_bytes(damaged.read_bytes()[:-900])
-    code, said = call("merge-weights", tmp_path / "state", tmp_path / "again.safetensors")
+    code, said = call(
+        "merge-weights", tmp_path / "state", tmp_path / "again.safetensors"
+    )
     assert code == 1
     assert "pytorch_model_fsdp_0" in said
     assert not (tmp_path / "again.safetensors").exists()

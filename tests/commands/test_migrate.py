@@ -104,7 +104,9 @@ def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
     moved = script.read_text()
     assert "lightning" not in moved
     kept = [
-        line for line in SCRIPT.splitlines() if "lightning" not in line and "L.pytorch" not in line
+        line
+        for line in SCRIPT.splitlines()
+        if "lightning" not in line and "L.pytorch" not in line
     ]
     assert [line for line in moved.splitlines() if line in kept] == kept
     assert "trainer = L.Trainer(max_epochs=3, " in moved
@@ -116,7 +118,9 @@ def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for start in [*range(0, 32, 8)] * 3:
         optimizer.zero_grad()
-        nn.functional.mse_loss(layer(x[start : start + 8]), y[start : start + 8]).backward()
+        nn.functional.mse_loss(
+            layer(x[start : start + 8]), y[start : start + 8]
+        ).backward()
         optimizer.step()
     assert module.seen == 96
     assert torch.equal(module.layer.weight, layer.weight)
@@ -134,22 +138,37 @@ def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
             "import lightning.pytorch\nx = lightning.pytorch.Trainer",
             "import trainer_kit\nx = trainer_kit.Trainer",
         ),
-        ("import lightning.pytorch.callbacks as c, os", "import trainer_kit.callbacks as c, os"),
+        (
+            "import lightning.pytorch.callbacks as c, os",
+            "import trainer_kit.callbacks as c, os",
+        ),
         ("from lightning import pytorch", "import trainer_kit as pytorch"),
         ("from lightning import pytorch as pl", "import trainer_kit as pl"),
         (
             "from lightning import pytorch as pl, Trainer",
             "from trainer_kit import pytorch as pl, Trainer",
         ),
-        ("from pytorch_lightning.callbacks import *", "from trainer_kit.callbacks import *"),
-        ("from accelerate import Accelerator as A", "from trainer_kit import Accelerator as A"),
+        (
+            "from pytorch_lightning.callbacks import *",
+            "from trainer_kit.callbacks import *",
+        ),
+        (
+            "from accelerate import Accelerator as A",
+            "from trainer_kit import Accelerator as A",
+        ),
         (
             "import accelerate\nf(accelerate=1)\nx.accelerate",
             "import trainer_kit\nf(accelerate=1)\nx.accelerate",
         ),
         ("patch('pytorch_lightning.Trainer.fit')", "patch('trainer_kit.Trainer.fit')"),
-        ("'lightning.pytorch.nothing.like.this'", "'lightning.pytorch.nothing.like.this'"),
-        ("from lightning_utilities import core", "from lightning_utilities import core"),
+        (
+            "'lightning.pytorch.nothing.like.this'",
+            "'lightning.pytorch.nothing.like.this'",
+        ),
+        (
+            "from lightning_utilities import core",
+            "from lightning_utilities import core",
+        ),
         (
             "from .lightning import x\nimport mylightning",
             "from .lightning import x\nimport mylightning",
@@ -181,7 +200,9 @@ def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
         ("try:\r\n\timport lightning as L\r\nexcept ImportError:\r\n\tL=None", None),
     ],
 )
-def test_python_that_is_rewritten(before: str, after: str | None, tmp_path: Path) -> None:
+def test_python_that_is_rewritten(
+    before: str, after: str | None, tmp_path: Path
+) -> None:
     file = tmp_path / "code.py"
     file.write_bytes(before.encode())
     call(file, "--write")
@@ -193,13 +214,17 @@ def test_python_that_is_rewritten(before: str, after: str | None, tmp_path: Path
 def test_a_file_keeps_its_coding_and_mode(tmp_path: Path) -> None:
     file = tmp_path / "code.py"
     file.write_bytes(
-        "# -*- coding: latin-1 -*-\nfrom lightning import Trainer  # é\n".encode("latin-1")
+        "# -*- coding: latin-1 -*-\nfrom lightning import Trainer  # é\n".encode(
+            "latin-1"
+        )
     )
     file.chmod(0o755)
     call(file, "--write")
     assert (
         file.read_bytes()
-        == "# -*- coding: latin-1 -*-\nfrom trainer_kit import Trainer  # é\n".encode("latin-1")
+        == "# -*- coding: latin-1 -*-\nfrom trainer_kit import Trainer  # é\n".encode(
+            "latin-1"
+        )
     )
     assert file.stat().st_mode & 0o777 == 0o755
 
@@ -229,8 +254,13 @@ def test_configurations(tmp_path: Path) -> None:
         "run.yaml:3: Trainer has no argument 'gpus' (gpus=2)\n    fix: accelerator=\"gpu\", devices=2\n"
         in output
     )
-    assert "run.yaml:9: EarlyStopping has no argument 'on_nan' (on_nan=stop)\n" in output
-    assert "run.yaml:10: module 'trainer_kit.callbacks' has no attribute 'Nothing'" in output
+    assert (
+        "run.yaml:9: EarlyStopping has no argument 'on_nan' (on_nan=stop)\n" in output
+    )
+    assert (
+        "run.yaml:10: module 'trainer_kit.callbacks' has no attribute 'Nothing'"
+        in output
+    )
     call(file, "--write")
     moved = before.replace("lightning.pytorch.Trainer ", "trainer_kit.Trainer ")
     assert file.read_text() == moved.replace(
@@ -346,7 +376,14 @@ if pl.__version__ < "2" or find_spec("pytorch_lightning"):
     importlib.import_module("lightning.pytorch.nothing")
 '''
     found = [line for line in report_of(text, tmp_path) if not line.startswith("fix")]
-    assert [line.partition(":")[0] for line in found] == ["7", "8", "10", "10", "11", "11"]
+    assert [line.partition(":")[0] for line in found] == [
+        "7",
+        "8",
+        "10",
+        "10",
+        "11",
+        "11",
+    ]
     assert "'runs/last.ckpt': checkpoints are directories" in found[0]
     assert "torch.load reads no checkpoint directory" in found[1]
     assert "this becomes the version of trainer_kit" in found[3]
@@ -387,7 +424,9 @@ class Loop:
 
 
 @pytest.mark.parametrize("package", ["accelerate", "torch"])
-def test_a_loss_that_is_multiplied_by_the_number_of_steps(package: str, tmp_path: Path) -> None:
+def test_a_loss_that_is_multiplied_by_the_number_of_steps(
+    package: str, tmp_path: Path
+) -> None:
     text = f"""
 import {package}
 size = args.batch_size * args.gradient_accumulation_steps
@@ -476,7 +515,9 @@ class Another:
     assert "Accelerator has no 'backwards'" in found[0]
 
 
-def test_attributes_that_a_constructor_with_arguments_sets_are_known(tmp_path: Path) -> None:
+def test_attributes_that_a_constructor_with_arguments_sets_are_known(
+    tmp_path: Path,
+) -> None:
     text = """
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
@@ -493,7 +534,9 @@ class Stop(EarlyStopping):
     assert "nothing defines self.monitor_op" in found[0]
 
 
-def test_a_loader_hook_that_the_project_calls_may_have_parameters(tmp_path: Path) -> None:
+def test_a_loader_hook_that_the_project_calls_may_have_parameters(
+    tmp_path: Path,
+) -> None:
     text = """
 import lightning as L
 
@@ -591,22 +634,41 @@ except ImportError:
     Callback = None
 Callback.nothing_9
 """
-    found = [line.partition(": ") for line in report_of(text, tmp_path) if line[0].isdigit()]
+    found = [
+        line.partition(": ") for line in report_of(text, tmp_path) if line[0].isdigit()
+    ]
     lines = text.splitlines()
     assert all(
         "nothing_" in lines[int(number) - 1] or "gpus=2" in lines[int(number) - 1]
         for number, _, _ in found
     )
-    assert [int(number) for number, _, _ in found] == [6, 14, 17, 19, 19, 22, 26, 27, 27, 32]
+    assert [int(number) for number, _, _ in found] == [
+        6,
+        14,
+        17,
+        19,
+        19,
+        22,
+        26,
+        27,
+        27,
+        32,
+    ]
 
 
 def test_a_single_file_of_another_kind(tmp_path: Path) -> None:
-    script, data, notebook = tmp_path / "train", tmp_path / "train.csv", tmp_path / "train.ipynb"
+    script, data, notebook = (
+        tmp_path / "train",
+        tmp_path / "train.csv",
+        tmp_path / "train.ipynb",
+    )
     script.write_text("#!/usr/bin/env python\nfrom lightning import Trainer\n")
     data.write_text("")
     notebook.write_text('{"lightning": 1}')
     assert call(script, "--write")[0] == 0
-    assert script.read_text() == "#!/usr/bin/env python\nfrom trainer_kit import Trainer\n"
+    assert (
+        script.read_text() == "#!/usr/bin/env python\nfrom trainer_kit import Trainer\n"
+    )
     code, output = call(data)
     assert code == 2
     assert "neither Python, YAML nor a notebook" in output
@@ -632,12 +694,21 @@ def test_without_libcst_the_command_names_the_extra(
 @pytest.mark.slow
 def test_other_commands_do_not_import_libcst() -> None:
     code = "import sys, trainer_kit.commands.main; sys.exit('libcst' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], timeout=100, check=False
+        ).returncode
+        == 0
+    )
 
 
 NOTEBOOK = {
     "cells": [
-        {"cell_type": "markdown", "metadata": {}, "source": ["import lightning is only text here"]},
+        {
+            "cell_type": "markdown",
+            "metadata": {},
+            "source": ["import lightning is only text here"],
+        },
         {
             "cell_type": "code",
             "metadata": {},
@@ -658,11 +729,18 @@ NOTEBOOK = {
         {
             "cell_type": "code",
             "metadata": {},
-            "outputs": [{"output_type": "stream", "name": "stdout", "text": ["café\n"]}],
+            "outputs": [
+                {"output_type": "stream", "name": "stdout", "text": ["café\n"]}
+            ],
             "source": "%%time\ntrainer = L.pytorch.Trainer(gpus=2)\nfiles = !ls *.ckpt\nprint(f'{files}')",
         },
         {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["print 'two'"]},
-        {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["trainer._data_connector"]},
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "outputs": [],
+            "source": ["trainer._data_connector"],
+        },
     ],
     "metadata": {},
     "nbformat": 4,
@@ -693,16 +771,23 @@ def test_notebooks_are_rewritten_and_reported_by_cell(tmp_path: Path) -> None:
     assert "train.ipynb cell 5:1: Trainer._data_connector is private" in output
 
 
-def test_an_import_that_is_added_to_a_notebook_stands_in_its_first_cell(tmp_path: Path) -> None:
+def test_an_import_that_is_added_to_a_notebook_stands_in_its_first_cell(
+    tmp_path: Path,
+) -> None:
     cells = [
         "from accelerate import Accelerator",
         "accelerator = Accelerator(gradient_accumulation_steps=4)",
     ]
     file = tmp_path / "train.ipynb"
-    document = {"cells": [{"cell_type": "code", "source": [cell]} for cell in cells], "nbformat": 4}
+    document = {
+        "cells": [{"cell_type": "code", "source": [cell]} for cell in cells],
+        "nbformat": 4,
+    }
     file.write_text(json.dumps(document))
     call(file, "--write")
-    first, second = ("".join(cell["source"]) for cell in json.loads(file.read_text())["cells"])
+    first, second = (
+        "".join(cell["source"]) for cell in json.loads(file.read_text())["cells"]
+    )
     assert first == "from trainer_kit import GradientAccumulationPlugin, Accelerator"
     assert "fixed_divisor=True" in second
 
@@ -723,7 +808,8 @@ path = "runs/last.ckpt"
 torch.load("best_model.ckpt")
 """
     before = [
-        line.replace("lightning.pytorch.", "trainer_kit.") for line in report_of(text, tmp_path)
+        line.replace("lightning.pytorch.", "trainer_kit.")
+        for line in report_of(text, tmp_path)
     ]
     file = tmp_path / "code.py"
     call(file, "--write")
@@ -800,7 +886,9 @@ def test_requirements_and_commands_are_reported(
     assert [int(line.partition(":")[0]) for line in found] == lines
     assert (tmp_path / name).read_text() == text
     if name in ("run.sh", "Makefile"):
-        assert "trainer-kit launch" in output or "python -m trainer_kit launch" in output
+        assert (
+            "trainer-kit launch" in output or "python -m trainer_kit launch" in output
+        )
 
 
 def test_configurations_of_other_frameworks(tmp_path: Path) -> None:
@@ -813,13 +901,18 @@ def test_configurations_of_other_frameworks(tmp_path: Path) -> None:
     )
     file.write_text(before)
     _, output = call(file, "--check")
-    assert "run.yaml:3: Trainer has no argument 'gpus' (gpus=0,1)\n    fix: accelerator=" in output
+    assert (
+        "run.yaml:3: Trainer has no argument 'gpus' (gpus=0,1)\n    fix: accelerator="
+        in output
+    )
     assert "run.yaml:8: ModelCheckpoint has no argument 'every' (every=3)\n" in output
     assert "run.yaml:12: " in output
     assert "3 findings" in output
     call(file, "--write")
     moved = before.replace("pytorch_lightning.callbacks", "trainer_kit.callbacks")
-    assert file.read_text() == moved.replace("lightning.pytorch.loggers", "trainer_kit.loggers")
+    assert file.read_text() == moved.replace(
+        "lightning.pytorch.loggers", "trainer_kit.loggers"
+    )
     assert "run.yaml:3: Trainer has no argument 'gpus'" in call(file, "--check")[1]
 
 
@@ -857,8 +950,12 @@ class Net(pl.LightningModule):
 
 
 def test_a_base_class_in_a_file_that_names_no_package_is_read(tmp_path: Path) -> None:
-    (tmp_path / "base.py").write_text("import lightning as L\nclass Base(L.LightningModule): ...\n")
-    (tmp_path / "middle.py").write_text("from base import Base\nclass Middle(Base): ...\n")
+    (tmp_path / "base.py").write_text(
+        "import lightning as L\nclass Base(L.LightningModule): ...\n"
+    )
+    (tmp_path / "middle.py").write_text(
+        "from base import Base\nclass Middle(Base): ...\n"
+    )
     (tmp_path / "net.py").write_text(
         "from middle import Middle\nclass Net(Middle):\n    def validation_epoch_end(self, outputs): self.extra\n"
     )
@@ -877,7 +974,9 @@ def test_large_projects_are_rewritten_in_processes(
     monkeypatch.setattr("trainer_kit.commands.migrate_files._MANY_BYTES", 1)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for number in range(3):
-        (tmp_path / f"{number}.py").write_text(f"from lightning import Trainer  # {number}\n")
+        (tmp_path / f"{number}.py").write_text(
+            f"from lightning import Trainer  # {number}\n"
+        )
     (tmp_path / "wrong.py").write_text("import lightning\nprint 'two'\n")
     _, output = call(tmp_path, "--write")
     assert "4 files read, 3 rewritten" in output

@@ -48,16 +48,36 @@ def run(*words):
 
 
 def test_a_script_becomes_a_table_a_page_and_json():
-    done = run("--world", "16", "--device", "h200", "--html", "plan.html", "--", "--width", "128")
+    done = run(
+        "--world",
+        "16",
+        "--device",
+        "h200",
+        "--html",
+        "plan.html",
+        "--",
+        "--width",
+        "128",
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith(
         "H200: 64 samples a step, at most 127 GB for a rank\n\n16 ranks\n"
     )
-    assert "the script begins" in done.stderr, "the script's output is not part of the result"
-    assert 'devices=8, num_nodes=2, precision="bf16-mixed", global_batch_size=64)' in done.stdout
-    assert "--machine_rank RANK --main_process_ip HOST train.py --width 128\n" in done.stdout
+    assert "the script begins" in done.stderr, (
+        "the script's output is not part of the result"
+    )
+    assert (
+        'devices=8, num_nodes=2, precision="bf16-mixed", global_batch_size=64)'
+        in done.stdout
+    )
+    assert (
+        "--machine_rank RANK --main_process_ip HOST train.py --width 128\n"
+        in done.stdout
+    )
     assert max(map(len, done.stdout.splitlines())) <= 100
-    assert "<title>Plan for H200</title>" in Path("plan.html").read_text(encoding="utf-8")
+    assert "<title>Plan for H200</title>" in Path("plan.html").read_text(
+        encoding="utf-8"
+    )
     made = json.loads(
         run("--world", "16", "--device", "h200", "--strategy", "fsdp", "--json").stdout
     )
@@ -82,12 +102,18 @@ def test_wrong_calls_exit_with_2():
             ("--world", "2", "--device", "h200", "--max-memory", "lots"),
             "--max-memory must be a number of bytes",
         ),
-        (("--world", "2", "--device", "h200", "--", "--height", "1"), "calls no Trainer.fit"),
+        (
+            ("--world", "2", "--device", "h200", "--", "--height", "1"),
+            "calls no Trainer.fit",
+        ),
         (
             ("--world", "2", "--device", "h200", "--html", "none/plan.html"),
             "is not a writable directory",
         ),
-        (("--world", "2", "--device", "h200", "--strategy", "dpp"), "no strategy is called 'dpp'"),
+        (
+            ("--world", "2", "--device", "h200", "--strategy", "dpp"),
+            "no strategy is called 'dpp'",
+        ),
         (("--device", "h200"), "Missing option '--world'"),
     ):
         done = run(*words)
@@ -102,7 +128,9 @@ def test_errors_of_the_scripts_data_are_answered_in_three_lines():
         "    __len__ = lambda self: 8\n"
         "    def __getitem__(self, index):\n"
     )
-    source = SCRIPT.replace("parser =", f"{broken}        raise KeyError('pixels')\nparser =", 1)
+    source = SCRIPT.replace(
+        "parser =", f"{broken}        raise KeyError('pixels')\nparser =", 1
+    )
     source = source.replace("torch.randn(64, width)", "Broken()")
     Path("train.py").write_text(source, encoding="utf-8")
     done = run("--world", "2", "--device", "h200")
@@ -116,10 +144,13 @@ def test_errors_of_the_scripts_data_are_answered_in_three_lines():
 
 
 def test_a_wrong_argument_of_the_scripts_trainer_keeps_its_own_words():
-    Path("train.py").write_text(SCRIPT.replace("num_nodes=2", "num_node=2"), encoding="utf-8")
+    Path("train.py").write_text(
+        SCRIPT.replace("num_nodes=2", "num_node=2"), encoding="utf-8"
+    )
     done = run("--world", "2", "--device", "h200")
     assert (
-        "failed before its Trainer.fit (line 18): Trainer has no argument 'num_node'" in done.output
+        "failed before its Trainer.fit (line 18): Trainer has no argument 'num_node'"
+        in done.output
     )
     assert done.output.count("found:") == done.output.count("fix:") == 1
     assert "did you mean 'num_nodes'?" in done.output

@@ -21,7 +21,9 @@ def call(*arguments):
 
 def make_run(directory, loss):
     JSONLLogger(directory, "", "").log_metrics({"loss": loss}, 3)
-    append_event(directory, "start", 0, stage="fit", run=directory.name, journal=0, title="Net")
+    append_event(
+        directory, "start", 0, stage="fit", run=directory.name, journal=0, title="Net"
+    )
 
 
 def test_one_run_and_several(tmp_path, monkeypatch):
@@ -48,7 +50,10 @@ def test_a_watched_run_is_written_until_it_ends(tmp_path, monkeypatch):
         append_event(tmp_path / "a", "end", 3, stage="fit", status="finished")
 
     monkeypatch.setattr("trainer_kit.commands.report.time.sleep", end_after)
-    assert call(tmp_path / "a", "--watch", "--every", 5, "-o", tmp_path / "page.html")[0] == 0
+    assert (
+        call(tmp_path / "a", "--watch", "--every", 5, "-o", tmp_path / "page.html")[0]
+        == 0
+    )
     (while_running,) = pages
     assert '<meta http-equiv="refresh" content="5">' in while_running
     last = tmp_path / "page.html"
@@ -63,4 +68,8 @@ def test_mistakes(tmp_path):
     assert (code, "contains no run" in output) == (2, True)
     make_run(tmp_path / "a", 1.0)
     code, output = call(tmp_path / "a", "-o", tmp_path / "no" / "page.html")
-    assert (code, "could not be written" in output, "--output" in output) == (2, True, True)
+    assert (code, "could not be written" in output, "--output" in output) == (
+        2,
+        True,
+        True,
+    )

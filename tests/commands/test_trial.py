@@ -51,9 +51,9 @@ def test_one_process(tmp_path):
     assert (done.returncode, levels(done)) == (0, ["OK"] * 4), done.stdout
     assert "trained on 1 x cpu, single_device, 32-true" in done.stdout
     assert "resumed in new processes, with the same bits" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
-        "sitecustomize.py"
-    ]
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if path.name != "__pycache__"
+    ) == ["sitecustomize.py"]
 
 
 @pytest.mark.slow
@@ -119,16 +119,22 @@ def test_a_run_that_does_not_end_is_terminated(tmp_path):
         prelude="import sys, time\n'test' in sys.argv or time.sleep(90)\n",
     )
     assert done.returncode == 124
-    assert done.stdout.startswith("TIMEOUT  the run that was started did not end: 2 s are over")
+    assert done.stdout.startswith(
+        "TIMEOUT  the run that was started did not end: 2 s are over"
+    )
     assert "try --timeout=6" in done.stdout
-    assert "WRONG" not in done.stdout, "running out of time says nothing about the result"
+    assert "WRONG" not in done.stdout, (
+        "running out of time says nothing about the result"
+    )
     assert time.monotonic() - began < 60
 
 
 def left(directory, weights):
     for step in (STEPS // 2, STEPS):
         write_checkpoint(
-            directory / "checkpoints" / f"step-{step}", {"model": weights}, info={"step": step}
+            directory / "checkpoints" / f"step-{step}",
+            {"model": weights},
+            info={"step": step},
         )
     return directory
 
@@ -144,15 +150,27 @@ def check(capsys, function, *arguments):
 def test_weights_that_differ_from_a_plain_loop_are_reported(tmp_path, capsys):
     about = {"world_size": 1, "device": "cpu", "precision": "32-true"}
     before, after = plain_weights(1)
-    code, said = check(capsys, command._check_weights, left(tmp_path / "right", after), about)
+    code, said = check(
+        capsys, command._check_weights, left(tmp_path / "right", after), about
+    )
     assert (code, said.count("OK")) == (0, 2)
     off = {name: tensor + 1e-3 for name, tensor in after.items()}
-    code, said = check(capsys, command._check_weights, left(tmp_path / "off", off), about)
+    code, said = check(
+        capsys, command._check_weights, left(tmp_path / "off", off), about
+    )
     assert (code, "WRONG  training comes out differently" in said) == (1, True)
     still = {name: tensor.clone() for name, tensor in before.items()}
-    assert check(capsys, command._check_weights, left(tmp_path / "still", still), about)[0] == 1
-    nan = {name: torch.full_like(tensor, float("nan")) for name, tensor in after.items()}
-    assert check(capsys, command._check_weights, left(tmp_path / "nan", nan), about)[0] == 1
+    assert (
+        check(capsys, command._check_weights, left(tmp_path / "still", still), about)[0]
+        == 1
+    )
+    nan = {
+        name: torch.full_like(tensor, float("nan")) for name, tensor in after.items()
+    }
+    assert (
+        check(capsys, command._check_weights, left(tmp_path / "nan", nan), about)[0]
+        == 1
+    )
     (tmp_path / "right/checkpoints/step-6/model.safetensors").write_bytes(b"x")
     code, said = check(capsys, command._check_weights, tmp_path / "right", about)
     assert (code, "WRONG" in said) == (1, True)
@@ -160,11 +178,15 @@ def test_weights_that_differ_from_a_plain_loop_are_reported(tmp_path, capsys):
 
 def test_a_resume_with_other_bits(tmp_path, capsys):
     about = {"world_size": 1, "device": "cpu", "precision": "32-true"}
-    weights = {name: tensor.clone() for name, tensor in TrialModule().state_dict().items()}
+    weights = {
+        name: tensor.clone() for name, tensor in TrialModule().state_dict().items()
+    }
     one, same = left(tmp_path / "one", weights), left(tmp_path / "same", weights)
     assert check(capsys, command._check_resume, one, same, about)[0] == 0
     weights["layers.0.bias"][3] += 1e-7
-    code, said = check(capsys, command._check_resume, one, left(tmp_path / "other", weights), about)
+    code, said = check(
+        capsys, command._check_resume, one, left(tmp_path / "other", weights), about
+    )
     assert (code, "WRONG  a resumed run ends with other weights" in said) == (1, True)
 
 

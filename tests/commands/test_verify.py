@@ -53,9 +53,21 @@ def verify(tmp_path):
     script.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
 
     def call(*arguments, **options):
-        command = [sys.executable, "-m", "trainer_kit", "verify", "train.py", *map(str, arguments)]
+        command = [
+            sys.executable,
+            "-m",
+            "trainer_kit",
+            "verify",
+            "train.py",
+            *map(str, arguments),
+        ]
         return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=240, **options
+            command,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            **options,
         )
 
     return call
@@ -63,7 +75,9 @@ def verify(tmp_path):
 
 def test_a_right_configuration(verify, tmp_path):
     page = tmp_path / "page.html"
-    ran = verify("--strategy", "ddp", "--devices", 2, "--steps", 2, "--json", "--html", page)
+    ran = verify(
+        "--strategy", "ddp", "--devices", 2, "--steps", 2, "--json", "--html", page
+    )
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert found["ok"]
@@ -81,27 +95,39 @@ def test_a_wrong_one(verify):
     assert ran.returncode == 1, ran.stderr
     last = ran.stdout.splitlines()[-1]
     assert last.startswith("first difference: step 0: loss is ")
-    assert "every loss is 0.5 times the reference: averaged over the 2 ranks twice" in last
+    assert (
+        "every loss is 0.5 times the reference: averaged over the 2 ranks twice" in last
+    )
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)]
+)
 def test_ranks_of_this_process(verify, strategy):
-    ran = verify("--strategy", strategy, "--devices", 2, "--steps", 2, "--local", "--json")
+    ran = verify(
+        "--strategy", strategy, "--devices", 2, "--steps", 2, "--local", "--json"
+    )
     assert ran.returncode == 0, ran.stderr
     assert (
         json.loads(ran.stdout)["configuration"]
         == f"strategy {strategy}, precision 32-true, 2 processes"
     )
-    ran = verify("--strategy", strategy, "--devices", 2, "--steps", 2, "--local", "--", "wrong")
+    ran = verify(
+        "--strategy", strategy, "--devices", 2, "--steps", 2, "--local", "--", "wrong"
+    )
     assert ran.returncode == 1, ran.stderr
     assert "averaged over the 2 ranks twice" in ran.stdout.splitlines()[-1]
 
 
 def test_a_breakpoint_in_a_rank(verify):
     commands = "p 'rank', torch.distributed.get_rank(), batch[0].shape\nq\n"
-    ran = verify("--strategy", "ddp", "--devices", 2, "--local", "--", "break", input=commands)
+    ran = verify(
+        "--strategy", "ddp", "--devices", 2, "--local", "--", "break", input=commands
+    )
     assert "('rank', 1, torch.Size([4, 8]))" in ran.stderr
-    assert (ran.returncode, "could not check: BdbQuit" in ran.stderr) == (2, True), ran.stderr
+    assert (ran.returncode, "could not check: BdbQuit" in ran.stderr) == (2, True), (
+        ran.stderr
+    )
 
 
 def test_what_could_not_be_checked(verify, tmp_path):
@@ -109,14 +135,20 @@ def test_what_could_not_be_checked(verify, tmp_path):
     assert (ran.returncode, "could not check" in ran.stderr) == (2, True)
     ran = verify("--html", "none/page.html")
     assert (ran.returncode, "is not a writable directory" in ran.stderr) == (2, True)
-    (tmp_path / "train.py").write_text(SCRIPT.replace("batch[1])", "batch[2])"), encoding="utf-8")
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace("batch[1])", "batch[2])"), encoding="utf-8"
+    )
     ran = verify("--strategy", "ddp", "--devices", 2)
     line = (
-        SCRIPT.splitlines().index("        loss = F.cross_entropy(self.net(batch[0]), batch[1])")
+        SCRIPT.splitlines().index(
+            "        loss = F.cross_entropy(self.net(batch[0]), batch[1])"
+        )
         + 1
     )
     assert ran.returncode == 2
-    assert "could not check: IndexError: list index out of range\n  found: " in ran.stderr
+    assert (
+        "could not check: IndexError: list index out of range\n  found: " in ran.stderr
+    )
     assert ran.stderr.rstrip().endswith(f"train.py, line {line}, in training_step")
     (tmp_path / "train.py").write_text("raise ValueError('broken')\n", encoding="utf-8")
     ran = verify()
@@ -128,13 +160,25 @@ def test_a_killed_verify_leaves_its_files_until_the_next_one(verify, tmp_path):
     place = tmp_path / "temporary"
     place.mkdir()
     environment = {**os.environ, "TMPDIR": str(place)}
-    command = [sys.executable, "-m", "trainer_kit", "verify", "train.py", "--steps", "1000000"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "trainer_kit",
+        "verify",
+        "train.py",
+        "--steps",
+        "1000000",
+    ]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL
+    )
     while not list(place.glob("trainer_kit-verify-*")):
         assert process.poll() is None
         time.sleep(0.05)
     left = next(place.glob("trainer_kit-verify-*"))
-    (place / "trainer_kit-verify-of-another").write_text("no directory", encoding="utf-8")
+    (place / "trainer_kit-verify-of-another").write_text(
+        "no directory", encoding="utf-8"
+    )
     code = "from trainer_kit.planning.verify_runs import locked_directory\nwith locked_directory() as one: print(one)"
     start = [sys.executable, "-c", code]
     subprocess.run(start, env=environment, check=True, timeout=120)
@@ -145,4 +189,6 @@ def test_a_killed_verify_leaves_its_files_until_the_next_one(verify, tmp_path):
     while left.exists():  # its ranks hold the lock until the kernel has ended them too
         subprocess.run(start, env=environment, check=True, timeout=120)
         assert time.monotonic() < deadline
-    assert [each.name for each in place.glob("trainer_kit-*")] == ["trainer_kit-verify-of-another"]
+    assert [each.name for each in place.glob("trainer_kit-*")] == [
+        "trainer_kit-verify-of-another"
+    ]

@@ -21,7 +21,8 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(450),
     pytest.mark.skipif(
-        importlib.util.find_spec("accelerate") is None, reason="needs the package accelerate"
+        importlib.util.find_spec("accelerate") is None,
+        reason="needs the package accelerate",
     ),
 ]
 
@@ -255,7 +256,9 @@ def ended(
         assert "3 findings" in result.output
         text = script.read_text("utf-8")
         assert "accelerate" not in text
-        script.write_text(text.replace(", fixed_divisor=True", "") if own else text, "utf-8")
+        script.write_text(
+            text.replace(", fixed_divisor=True", "") if own else text, "utf-8"
+        )
     given = (script, str(place / "end.pt"), *words)
     runs = (
         programs.run_ranks(count, *given, timeout=200)
@@ -273,10 +276,14 @@ def test_a_moved_script_trains_to_the_weights_of_accelerate(
     count: int, programs: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    theirs, ours = (ended(programs, tmp_path / str(moved), moved, count) for moved in (False, True))
+    theirs, ours = (
+        ended(programs, tmp_path / str(moved), moved, count) for moved in (False, True)
+    )
     assert len(theirs) == 12
     for feature, weights in theirs.items():
-        torch.testing.assert_close(ours[feature], weights, rtol=0, atol=1e-7, msg=feature)
+        torch.testing.assert_close(
+            ours[feature], weights, rtol=0, atol=1e-7, msg=feature
+        )
 
 
 @pytest.mark.parametrize("samples", [20, 14])
@@ -294,18 +301,27 @@ def test_the_last_window_is_that_of_accelerate_or_a_mean_over_its_samples(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for start in range(0, samples, 8):
             window = [
-                (x[at : at + 4], y[at : at + 4]) for at in range(start, min(start + 8, samples), 4)
+                (x[at : at + 4], y[at : at + 4])
+                for at in range(start, min(start + 8, samples), 4)
             ]
             total = sum(len(targets) for _, targets in window)
             for inputs, targets in window:
                 share = len(targets) / total if mean_of_samples else 1 / 2
-                (torch.nn.functional.cross_entropy(model(inputs), targets) * share).backward()
+                (
+                    torch.nn.functional.cross_entropy(model(inputs), targets) * share
+                ).backward()
             optimizer.step()
             optimizer.zero_grad()
         return model
 
     for moved, own in ((False, False), (True, False), (True, True)):
         place = tmp_path / f"{moved} {own}"
-        weights = ended(programs, place, moved, 1, str(samples), own=own)["short_windows"]
-        torch.testing.assert_close(weights, dict(plain(own).state_dict()), rtol=0, atol=1e-7)
-        assert not torch.allclose(weights["weight"], plain(not own).weight, rtol=0, atol=1e-5)
+        weights = ended(programs, place, moved, 1, str(samples), own=own)[
+            "short_windows"
+        ]
+        torch.testing.assert_close(
+            weights, dict(plain(own).state_dict()), rtol=0, atol=1e-7
+        )
+        assert not torch.allclose(
+            weights["weight"], plain(not own).weight, rtol=0, atol=1e-5
+        )

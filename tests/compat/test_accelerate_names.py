@@ -53,7 +53,10 @@ def test_every_path_is_a_module_with_its_names() -> None:
     for path, names in PATHS.items():
         module = import_module(f"trainer_kit.{path}" if path else "trainer_kit")
         for name in names:
-            assert callable(module) if name == "__call__" else hasattr(module, name), (path, name)
+            assert callable(module) if name == "__call__" else hasattr(module, name), (
+                path,
+                name,
+            )
 
 
 def test_no_name_is_both_here_and_elsewhere() -> None:
@@ -97,7 +100,9 @@ def test_imports_as_scripts_have_them() -> None:
     assert found["OfScheduler"] is AcceleratedScheduler
     assert found["OfDataclasses"] is found["DistributedType"] is tk.DistributedType
     assert (
-        list(found["of_tqdm"]([1], disable=True)) == list(found["tqdm"]([1], disable=True)) == [1]
+        list(found["of_tqdm"]([1], disable=True))
+        == list(found["tqdm"]([1], disable=True))
+        == [1]
     )
     assert found["send_to_device"] is tk.send_to_device
     assert tk.optimizer(
@@ -108,10 +113,16 @@ def test_imports_as_scripts_have_them() -> None:
 @pytest.mark.parametrize(
     ("line", "fix"),
     [
-        ("from trainer_kit.utils import HfDeepSpeedConfig", "DeepSpeedPlugin(hf_ds_config=...)"),
+        (
+            "from trainer_kit.utils import HfDeepSpeedConfig",
+            "DeepSpeedPlugin(hf_ds_config=...)",
+        ),
         ("from trainer_kit.utils.launch import PrepareForLaunch", "notebook_launcher"),
         ("from trainer_kit.commands.launch import launch_command", "notebook_launcher"),
-        ("from trainer_kit.state import SharedDict", "each Accelerator has its own state"),
+        (
+            "from trainer_kit.state import SharedDict",
+            "each Accelerator has its own state",
+        ),
         ("from trainer_kit.test_utils import RegressionModel", "trainer_kit.testing"),
         ("from trainer_kit.hooks import ModelHok", "did you mean 'ModelHook'?"),
     ],
@@ -123,10 +134,18 @@ def test_a_missing_name_says_what_to_use(line: str, fix: str) -> None:
 
 def test_nested_tensors() -> None:
     half = torch.ones(2, dtype=torch.float16)
-    nested = {"a": [torch.arange(2), (half, "s")], "b": torch.ones(2, dtype=torch.bfloat16)}
-    assert utilities.listify(nested) == {"a": [[0, 1], ([1.0, 1.0], "s")], "b": [1.0, 1.0]}
+    nested = {
+        "a": [torch.arange(2), (half, "s")],
+        "b": torch.ones(2, dtype=torch.bfloat16),
+    }
+    assert utilities.listify(nested) == {
+        "a": [[0, 1], ([1.0, 1.0], "s")],
+        "b": [1.0, 1.0],
+    }
     structure = utilities.get_data_structure(nested)
-    assert structure["b"] == utilities.TensorInformation(torch.Size([2]), torch.bfloat16)
+    assert structure["b"] == utilities.TensorInformation(
+        torch.Size([2]), torch.bfloat16
+    )
     assert utilities.initialize_tensors(structure)["a"][0].shape == (2,)
     assert utilities.get_shape(nested)["a"][0] == [2]
     assert utilities.convert_to_fp32(nested)["a"][1][0].dtype == torch.float32
@@ -134,7 +153,12 @@ def test_nested_tensors() -> None:
     assert utilities.ignorant_find_batch_size({"a": "text"}) is None
     assert utilities.find_device(["text", {"x": half}]) == torch.device("cpu")
     assert utilities.find_device(3) is None
-    assert utilities.concatenate([nested["a"][:1], nested["a"][:1]])[0].tolist() == [0, 1, 0, 1]
+    assert utilities.concatenate([nested["a"][:1], nested["a"][:1]])[0].tolist() == [
+        0,
+        1,
+        0,
+        1,
+    ]
     assert utilities.pad_input_tensors(torch.ones(5, 2), 5, 4).shape == (8, 2)
     for wrong in ([], "text", torch.tensor(1)):
         with pytest.raises(ConfigurationError, match="one entry a sample"):
@@ -147,7 +171,8 @@ def test_send_to_device_leaves_skipped_keys() -> None:
     batch = {"x": torch.ones(1), "deep": [{"y": torch.ones(1), "x": torch.ones(1)}]}
     moved = utilities.send_to_device(batch, "meta", non_blocking=False, skip_keys=["y"])
     assert [
-        one.device.type for one in (moved["x"], moved["deep"][0]["y"], moved["deep"][0]["x"])
+        one.device.type
+        for one in (moved["x"], moved["deep"][0]["y"], moved["deep"][0]["x"])
     ] == [
         "meta",
         "cpu",
@@ -162,7 +187,9 @@ def test_numbers_names_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
         "1.95 KB",
         "1024.0 PB",
     ]
-    assert [utilities.convert_file_size_to_int(text) for text in ("3MB", "2KiB", "8Gb", 7)] == [
+    assert [
+        utilities.convert_file_size_to_int(text) for text in ("3MB", "2KiB", "8Gb", 7)
+    ] == [
         3_000_000,
         2048,
         10**9,
@@ -181,7 +208,10 @@ def test_numbers_names_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert utilities.parse_choice_from_env("NONE_OF_TWO", "no") == "no"
     assert utilities.DynamoBackend("INDUCTOR") is utilities.DynamoBackend.INDUCTOR
     assert str(utilities.RNGType.TORCH) == "torch"
-    assert pickle.loads(pickle.dumps(utilities.PrecisionType.BF16)) is utilities.PrecisionType.BF16
+    assert (
+        pickle.loads(pickle.dumps(utilities.PrecisionType.BF16))
+        is utilities.PrecisionType.BF16
+    )
     assert utilities.PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
     port = utilities.get_free_port()
     assert 0 < port < 65536
@@ -193,7 +223,10 @@ def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(KeyError, match="NOT_THERE"),
         utilities.patch_environment(before_all=2, new_one=3),
     ):
-        assert os.environ.pop("BEFORE_ALL") + os.environ["NEW_ONE"] == os.environ["NOT_THERE"]
+        assert (
+            os.environ.pop("BEFORE_ALL") + os.environ["NEW_ONE"]
+            == os.environ["NOT_THERE"]
+        )
     assert os.environ["BEFORE_ALL"] == "1"
     assert "NEW_ONE" not in os.environ
     with utilities.clear_environment():
@@ -226,7 +259,9 @@ def test_probes_report_installed_packages() -> None:
 
 
 def test_tensors_of_modules() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1, bias=False))
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1, bias=False)
+    )
     names = [name for name, _ in modules.named_module_tensors(model, recurse=True)]
     assert names == [*dict(model.named_parameters()), *dict(model.named_buffers())]
     modules.set_module_tensor_to_device(model, "0.weight", "meta")
@@ -241,7 +276,11 @@ def test_tensors_of_modules() -> None:
     assert model[0].weight.requires_grad
     modules.set_module_tensor_to_device(model, "1.running_mean", "cpu", torch.ones(4))
     assert model[1].running_mean.tolist() == [1.0] * 4
-    for name, value in (("0.weights", None), ("9.weight", None), ("0.weight", torch.ones(1))):
+    for name, value in (
+        ("0.weights", None),
+        ("9.weight", None),
+        ("0.weight", torch.ones(1)),
+    ):
         with pytest.raises(ConfigurationError):
             modules.set_module_tensor_to_device(model, name, "cpu", value)
     assert modules.get_max_layer_size(
@@ -257,7 +296,9 @@ def test_a_parameter_that_stays_on_its_device_stays_the_optimizers() -> None:
     with modules.align_module_device(layer, "cpu"):
         assert layer.weight is held[0]
     modules.add_hook_to_module(layer, modules.AlignDevicesHook("cpu"))
-    assert all(one is before for one, before in zip(layer.parameters(), held, strict=True))
+    assert all(
+        one is before for one, before in zip(layer.parameters(), held, strict=True)
+    )
     before = layer.weight.detach().clone()
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -282,7 +323,9 @@ class Recorded(modules.ModelHook):
     def __init__(self, name: str, calls: list[str], no_grad: bool = False) -> None:
         self.name, self.calls, self.no_grad = name, calls, no_grad
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         self.calls.append(f"{self.name} before")
         return tuple(one + 1 for one in args), kwargs
 
@@ -326,7 +369,9 @@ def test_a_hook_without_gradients_restores_them_after_an_error() -> None:
     with pytest.raises(KeyError):
         model(torch.ones(1))
     assert torch.is_grad_enabled()
-    linear = modules.add_hook_to_module(nn.Linear(1, 1), Recorded("a", [], no_grad=True))
+    linear = modules.add_hook_to_module(
+        nn.Linear(1, 1), Recorded("a", [], no_grad=True)
+    )
     assert not linear(torch.ones(1)).requires_grad
     assert torch.is_grad_enabled()
 
@@ -351,10 +396,14 @@ def test_weights_that_a_hook_offloads_are_there_in_the_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn]
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn],
 )
 def test_weights_in_a_folder(tmp_path: Path, dtype: torch.dtype) -> None:
-    state = {"w": torch.tensor([[1.0, 0.0]]).to(dtype), "n": torch.tensor(1.0).to(dtype)}
+    state = {
+        "w": torch.tensor([[1.0, 0.0]]).to(dtype),
+        "n": torch.tensor(1.0).to(dtype),
+    }
     modules.offload_state_dict(tmp_path, state)
     found = modules.OffloadedWeightsLoader({"extra": torch.ones(1)}, tmp_path)
     assert sorted(found) == ["extra", "n", "w"]
@@ -376,10 +425,19 @@ def test_weights_of_a_folder_go_into_a_model_on_meta(tmp_path: Path) -> None:
 
 
 def test_state_dicts_are_read_to_their_devices(tmp_path: Path) -> None:
-    torch.save({"a.weight": torch.ones(1), "b.weight": torch.ones(1)}, tmp_path / "weights.bin")
-    found = modules.load_state_dict(tmp_path / "weights.bin", {"a": "meta", "b": "disk"})
-    assert [found[name].device.type for name in ("a.weight", "b.weight")] == ["meta", "cpu"]
-    assert torch.equal(utilities.load(tmp_path / "weights.bin")["a.weight"], torch.ones(1))
+    torch.save(
+        {"a.weight": torch.ones(1), "b.weight": torch.ones(1)}, tmp_path / "weights.bin"
+    )
+    found = modules.load_state_dict(
+        tmp_path / "weights.bin", {"a": "meta", "b": "disk"}
+    )
+    assert [found[name].device.type for name in ("a.weight", "b.weight")] == [
+        "meta",
+        "cpu",
+    ]
+    assert torch.equal(
+        utilities.load(tmp_path / "weights.bin")["a.weight"], torch.ones(1)
+    )
 
 
 def test_results_of_prepare_are_recognised() -> None:
@@ -390,7 +448,9 @@ def test_results_of_prepare_are_recognised() -> None:
     assert not isinstance(loader, script_names.DataLoaderDispatcher)
     assert not isinstance(DataLoader(DATA), script_names.DataLoaderShard)
     assert isinstance(tk.skip_first_batches(loader, 1), script_names.SkipDataLoader)
-    with pytest.raises(ConfigurationError, match="a DataLoaderShard is created by prepare"):
+    with pytest.raises(
+        ConfigurationError, match="a DataLoaderShard is created by prepare"
+    ):
         script_names.DataLoaderShard(DATA)
 
 
@@ -411,7 +471,10 @@ def test_the_state_is_the_newest_accelerator() -> None:
         assert not gradients.sync_gradients
     with pytest.raises(ConfigurationError, match="'fp16' after 'bf16'"):
         script_names.AcceleratorState(mixed_precision="fp16")
-    for reset in (script_names.AcceleratorState._reset_state, accelerator.state._reset_state):
+    for reset in (
+        script_names.AcceleratorState._reset_state,
+        accelerator.state._reset_state,
+    ):
         script_names.AcceleratorState(cpu=True)
         reset(True)
         assert not script_names.is_initialized()
@@ -424,7 +487,9 @@ def test_models_are_unwrapped_and_saved(tmp_path: Path) -> None:
     accelerator, model, *_ = parts()
     assert script_names.extract_model_from_parallel(nn.DataParallel(model)) is model
     whole = nn.Sequential(nn.DataParallel(nn.Linear(1, 1)))
-    assert isinstance(script_names.extract_model_from_parallel(whole, recursive=True)[0], nn.Linear)
+    assert isinstance(
+        script_names.extract_model_from_parallel(whole, recursive=True)[0], nn.Linear
+    )
     script_names.save_fsdp_model(None, accelerator, model, tmp_path)
     before = model.weight.detach().clone()
     with torch.no_grad():
@@ -435,15 +500,23 @@ def test_models_are_unwrapped_and_saved(tmp_path: Path) -> None:
         script_names.merge_fsdp_weights(
             tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", safe
         )
-        assert torch.equal(modules.load_state_dict(tmp_path / "merged" / name)["weight"], before)
+        assert torch.equal(
+            modules.load_state_dict(tmp_path / "merged" / name)["weight"], before
+        )
     script_names.merge_fsdp_weights(
-        tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", remove_checkpoint_dir=True
+        tmp_path / "pytorch_model_fsdp_0",
+        tmp_path / "merged",
+        remove_checkpoint_dir=True,
     )
     assert not (tmp_path / "pytorch_model_fsdp_0").exists()
-    script_names.save({"w": before}, tmp_path / "w.safetensors", safe_serialization=True)
+    script_names.save(
+        {"w": before}, tmp_path / "w.safetensors", safe_serialization=True
+    )
     assert torch.equal(modules.load_state_dict(tmp_path / "w.safetensors")["w"], before)
     with pytest.raises(ConfigurationError, match="adapter_only=True"):
-        script_names.save_fsdp_model(None, accelerator, model, tmp_path, adapter_only=True)
+        script_names.save_fsdp_model(
+            None, accelerator, model, tmp_path, adapter_only=True
+        )
 
 
 def test_trackers_by_name(tmp_path: Path) -> None:
@@ -461,7 +534,9 @@ def test_shares_of_samplers_and_streams() -> None:
         sampler = BatchSampler(
             range(total), options.pop("batch_size", 2), options.pop("drop_last", False)
         )
-        made = [loaders.BatchSamplerShard(sampler, 2, rank, **options) for rank in (0, 1)]
+        made = [
+            loaders.BatchSamplerShard(sampler, 2, rank, **options) for rank in (0, 1)
+        ]
         found = [list(one) for one in made]
         assert [len(one) for one in found] == [len(one) for one in made]
         return found
@@ -478,7 +553,9 @@ def test_shares_of_samplers_and_streams() -> None:
 
 
 def test_handlers_return_their_options() -> None:
-    handler = tk.DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="fp16")
+    handler = tk.DistributedDataParallelKwargs(
+        find_unused_parameters=True, comm_hook="fp16"
+    )
     assert handler.to_kwargs() == {"find_unused_parameters": True}
     assert tk.GradScalerKwargs(init_scale=2.0).to_dict()["init_scale"] == 2.0
     plugin = tk.TorchDynamoPlugin(
@@ -501,8 +578,12 @@ def check_two_processes() -> None:
     alone = script_names.prepare_data_loader(
         DataLoader(DATA, batch_size=5), None, 2, rank, put_on_device=True
     )
-    assert [batch[0].flatten().tolist() for batch in alone] == [[5.0 * rank + i for i in range(5)]]
-    with pytest.raises(ConfigurationError, match=f"process 0 of 3 in process {rank} of 2"):
+    assert [batch[0].flatten().tolist() for batch in alone] == [
+        [5.0 * rank + i for i in range(5)]
+    ]
+    with pytest.raises(
+        ConfigurationError, match=f"process 0 of 3 in process {rank} of 2"
+    ):
         script_names.prepare_data_loader(DataLoader(DATA), None, 3, 0)
     copied = script_names.copy_tensor_to_devices(torch.tensor([7]) if rank else None)
     assert copied.tolist() == [7]

@@ -21,7 +21,8 @@ FOUND = importlib.util.find_spec("accelerate")
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
-        FOUND is None, reason="needs the package accelerate, whose test scripts these are"
+        FOUND is None,
+        reason="needs the package accelerate, whose test scripts these are",
     ),
 ]
 
@@ -70,8 +71,16 @@ NO_ARGUMENTS: dict[str, dict[str, tuple[int, ...]]] = {
                     "test_split_between_processes_nested_dict",
                     "test_split_between_processes_tensor",
                 ),
-                *("test_split_between_processes_evenly", "rng_sync_check", "dl_preparation_check"),
-                *("central_dl_preparation_check", "custom_sampler_check", "check_seedable_sampler"),
+                *(
+                    "test_split_between_processes_evenly",
+                    "rng_sync_check",
+                    "dl_preparation_check",
+                ),
+                *(
+                    "central_dl_preparation_check",
+                    "custom_sampler_check",
+                    "check_seedable_sampler",
+                ),
                 *(
                     "check_seedable_sampler_with_data_seed",
                     "test_trigger",
@@ -103,7 +112,12 @@ NO_ARGUMENTS: dict[str, dict[str, tuple[int, ...]]] = {
     "test_notebook": {
         "test_can_initialize": BOTH,
         **dict.fromkeys(
-            ("test_clean_cuda_fork", "test_static_rdzv_backend", "test_c10d_rdzv_backend"), TWO
+            (
+                "test_clean_cuda_fork",
+                "test_static_rdzv_backend",
+                "test_c10d_rdzv_backend",
+            ),
+            TWO,
         ),
         # The last one fails under Accelerate, too, on one process.
         **dict.fromkeys(
@@ -181,15 +195,25 @@ def checks() -> list[tuple[str, str, int]]:
         LOADERS["shuffle"].format(True),
         *list(LOADERS.values())[1:],
     ):
-        add("test_distributed_data_loop", f"test_data_loader({loader}, accelerator)", TWO)
+        add(
+            "test_distributed_data_loop",
+            f"test_data_loader({loader}, accelerator)",
+            TWO,
+        )
     for name in ("test_stateful_dataloader", "test_stateful_dataloader_save_state"):
         add("test_distributed_data_loop", f"{name}(accelerator)", TWO)
     for hook, wrapper, state in HOOKS:
         kind = "DDPCommunicationHookType"
-        add("test_ddp_comm_hook", f"test_ddp_comm_hook({kind}.{hook}, {kind}.{wrapper}, {state})")
+        add(
+            "test_ddp_comm_hook",
+            f"test_ddp_comm_hook({kind}.{hook}, {kind}.{wrapper}, {state})",
+        )
     for split, dispatch in product((True, False), repeat=2):
         config = f"DataLoaderConfiguration(split_batches={split}, dispatch_batches={dispatch})"
-        add("test_metrics", f"test_torch_metrics(Accelerator(dataloader_config={config}), 99)")
+        add(
+            "test_metrics",
+            f"test_torch_metrics(Accelerator(dataloader_config={config}), 99)",
+        )
     add("test_metrics", "test_torch_metrics(Accelerator(), 512)")
     for name in ("safetensors", "command_safetensors", "pytorch", "command_pytorch"):
         add("test_merge_weights", MERGE.format(f"test_merge_weights_{name}"), TWO)
@@ -198,7 +222,12 @@ def checks() -> list[tuple[str, str, int]]:
 
 def prelude(script: str) -> str:
     """What a script's ``main`` does ahead of its checks."""
-    if script in ("test_cli", "test_notebook", "test_merge_weights", "test_ddp_comm_hook"):
+    if script in (
+        "test_cli",
+        "test_notebook",
+        "test_merge_weights",
+        "test_ddp_comm_hook",
+    ):
         return ""
     if script == "test_ops":
         return "state = PartialState()\n"
@@ -258,10 +287,13 @@ def different(statement: str, count: int) -> str | None:
 
 
 def test_every_difference_is_in_the_guide() -> None:
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "raw-loops.md").read_text(
-        "utf-8"
-    )
-    found = {part: sum(part in statement for _, statement, _ in checks()) for part in DIFFERENT}
+    guide = (
+        Path(__file__).resolve().parents[2] / "docs" / "guide" / "raw-loops.md"
+    ).read_text("utf-8")
+    found = {
+        part: sum(part in statement for _, statement, _ in checks())
+        for part in DIFFERENT
+    }
     rows = {
         part: next((row for row in guide.splitlines() if f"`{part}` |" in row), "")
         for part in DIFFERENT
@@ -269,11 +301,15 @@ def test_every_difference_is_in_the_guide() -> None:
     assert all(found.values()), found
     assert all(rows.values()), rows
     assert all("| private: " in row for row in rows.values()), rows
-    assert f"{len(checks()) - sum(found.values())} of {len(checks())} checks pass" in guide
+    assert (
+        f"{len(checks()) - sum(found.values())} of {len(checks())} checks pass" in guide
+    )
 
 
 @pytest.mark.parametrize("check", checks(), ids=name_of)
-def test_a_check_of_accelerate(check: tuple[str, str, int], scripts: Path, programs: Any) -> None:
+def test_a_check_of_accelerate(
+    check: tuple[str, str, int], scripts: Path, programs: Any
+) -> None:
     script, statement, count = check
     words = (scripts / "driver.py", script, prelude(script) + statement)
     if script == "test_notebook":
@@ -281,7 +317,9 @@ def test_a_check_of_accelerate(check: tuple[str, str, int], scripts: Path, progr
         ended = [programs.run(*words, environment=environment, timeout=60)]
     else:
         ended = programs.run_ranks(count, *words, timeout=60)
-    passed = [each.returncode == 0 and each.stdout.endswith("passed\n") for each in ended]
+    passed = [
+        each.returncode == 0 and each.stdout.endswith("passed\n") for each in ended
+    ]
     text = "\n".join(each.stdout[-2000:] + each.stderr[-4000:] for each in ended)
     error = different(statement, count)
     if error is None:

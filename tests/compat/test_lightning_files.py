@@ -140,14 +140,21 @@ def ended(place: Path, moved: bool) -> dict[str, dict[str, torch.Tensor]]:
         result = CliRunner().invoke(main, ["migrate", str(place), "--write"])
         assert "lightning" not in "".join(
             line
-            for line in (place / "files" / "boring_classes.py").read_text("utf-8").splitlines()
+            for line in (place / "files" / "boring_classes.py")
+            .read_text("utf-8")
+            .splitlines()
             if "import" in line
         ).replace("lightning_utilities", ""), result.output
     path = os.pathsep.join([str(ROOT), *([] if moved else [SITE])])
     done = subprocess.run(
         [sys.executable, "program.py"],
         cwd=place,
-        env={**os.environ, "PYTHONPATH": path, "PL_USE_MOCKED_MNIST": "1", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": path,
+            "PL_USE_MOCKED_MNIST": "1",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=180,

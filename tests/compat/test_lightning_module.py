@@ -26,7 +26,9 @@ class Wide(tk.LightningModule):
     def __init__(self, width=2, options=None):
         super().__init__()
         self.save_hyperparameters()
-        self.layer = nn.Sequential(nn.Linear(3, width), nn.Dropout(0.5), nn.Linear(width, 1))
+        self.layer = nn.Sequential(
+            nn.Linear(3, width), nn.Dropout(0.5), nn.Linear(width, 1)
+        )
         self.example_input_array = torch.ones(1, 3)
 
     def forward(self, x):
@@ -47,7 +49,9 @@ class Rows(tk.LightningDataModule):
 
     def train_dataloader(self):
         self.served += 1
-        return DataLoader(torch.randn(self.hparams.size, 3), batch_size=self.hparams.batch_size)
+        return DataLoader(
+            torch.randn(self.hparams.size, 3), batch_size=self.hparams.batch_size
+        )
 
     def state_dict(self):
         return {"served": self.served}
@@ -114,15 +118,24 @@ def test_a_file_that_holds_no_plain_hyperparameters_is_refused(tmp_path, text, p
     if text is not None:
         (tmp_path / "h.yaml").write_text(text)
     with pytest.raises(tk.ConfigurationError, match=problem):
-        Wide.load_from_checkpoint(tmp_path / "old.ckpt", hparams_file=tmp_path / "h.yaml")
+        Wide.load_from_checkpoint(
+            tmp_path / "old.ckpt", hparams_file=tmp_path / "h.yaml"
+        )
 
 
 def test_a_datamodule_is_loaded_from_a_checkpoint(tmp_path):
     path = saved(tmp_path, Wide(), Rows(size=6, batch_size=3))
     loaded = Rows.load_from_checkpoint(path)
     assert (loaded.hparams, loaded.served) == ({"size": 6, "batch_size": 3}, 1)
-    assert Rows.load_from_checkpoint(path, batch_size=1).hparams == {"size": 6, "batch_size": 1}
-    theirs = {"state_dict": {}, "datamodule_hyper_parameters": {"size": 8}, "Rows": {"served": 4}}
+    assert Rows.load_from_checkpoint(path, batch_size=1).hparams == {
+        "size": 6,
+        "batch_size": 1,
+    }
+    theirs = {
+        "state_dict": {},
+        "datamodule_hyper_parameters": {"size": 8},
+        "Rows": {"served": 4},
+    }
     torch.save(theirs, tmp_path / "old.ckpt")
     old = Rows.load_from_checkpoint(tmp_path / "old.ckpt")
     assert (old.hparams.size, old.served) == (8, 4)

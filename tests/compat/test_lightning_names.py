@@ -39,7 +39,10 @@ def test_imports_in_the_form_of_lightning():
     """Lines of real projects after ``s/lightning.pytorch/trainer_kit/``."""
     from trainer_kit.callbacks.lr_monitor import LearningRateMonitor
     from trainer_kit.callbacks.progress import TQDMProgressBar
-    from trainer_kit.callbacks.progress.rich_progress import RichProgressBar, RichProgressBarTheme
+    from trainer_kit.callbacks.progress.rich_progress import (
+        RichProgressBar,
+        RichProgressBarTheme,
+    )
     from trainer_kit.loggers.logger import Logger, rank_zero_experiment
     from trainer_kit.plugins import MixedPrecision
     from trainer_kit.profilers import SimpleProfiler
@@ -52,9 +55,18 @@ def test_imports_in_the_form_of_lightning():
     from trainer_kit.utilities.exceptions import MisconfigurationException
     from trainer_kit.utilities.model_summary import ModelSummary, summarize
     from trainer_kit.utilities.seed import isolate_rng
-    from trainer_kit.utilities.types import EVAL_DATALOADERS, STEP_OUTPUT, OptimizerLRScheduler
+    from trainer_kit.utilities.types import (
+        EVAL_DATALOADERS,
+        STEP_OUTPUT,
+        OptimizerLRScheduler,
+    )
 
-    from trainer_kit import LightningDataModule, LightningModule, Trainer, seed_everything
+    from trainer_kit import (
+        LightningDataModule,
+        LightningModule,
+        Trainer,
+        seed_everything,
+    )
     from trainer_kit.callbacks import Callback, ModelCheckpoint
     from trainer_kit.callbacks.early_stopping import EarlyStopping
     from trainer_kit.core import LightningModule as OfCore
@@ -70,7 +82,13 @@ def test_imports_in_the_form_of_lightning():
     assert Tuner is tk.tuner.Tuner
     assert issubclass(tk.TrainModule, (DataHooks, ModelHooks))
     assert ModelCheckpoint is BehindPytorch is tk.callbacks.ModelCheckpoint
-    assert (EarlyStopping, LearningRateMonitor, TQDMProgressBar, RichProgressBar, Callback) == (
+    assert (
+        EarlyStopping,
+        LearningRateMonitor,
+        TQDMProgressBar,
+        RichProgressBar,
+        Callback,
+    ) == (
         tk.callbacks.EarlyStopping,
         tk.callbacks.LearningRateMonitor,
         tk.callbacks.TQDMProgressBar,
@@ -159,7 +177,9 @@ _FILES = [
 
 
 def test_every_module_is_an_attribute_without_an_import():
-    subprocess.run([sys.executable, "-W", "error", "-c", _WALK % _FILES], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", _WALK % _FILES], check=True, timeout=100
+    )
 
 
 @pytest.mark.slow
@@ -184,7 +204,10 @@ for one in (before, tk.cli, cli):
     ("line", "fix"),
     [
         ("from trainer_kit.callbacks import Checkpoint", "subclass Callback"),
-        ("from trainer_kit.callbacks.checkpoint import Checkpoint", "subclass Callback"),
+        (
+            "from trainer_kit.callbacks.checkpoint import Checkpoint",
+            "subclass Callback",
+        ),
         (
             "from trainer_kit.plugins.environments import SLURMEnvironment",
             "torchrun, SLURM and MPI are found",
@@ -193,11 +216,20 @@ for one in (before, tk.cli, cli):
             "from trainer_kit.plugins.environments.slurm import SLURMEnvironment",
             "torchrun, SLURM and MPI are found",
         ),
-        ("from trainer_kit.plugins.io import AsyncCheckpointIO", r"Trainer\(async_save=False\)"),
+        (
+            "from trainer_kit.plugins.io import AsyncCheckpointIO",
+            r"Trainer\(async_save=False\)",
+        ),
         ("import trainer_kit.loops.fit_loop", "Trainer arguments and callback hooks"),
         ("from trainer_kit import LightningLite", r"trainer_kit\.Fabric"),
-        ("from trainer_kit.strategies import DDPSpawnStrategy", r'Trainer\(strategy="ddp"\)'),
-        ("from trainer_kit.utilities.parsing import lightning_getattr", "module.hparams"),
+        (
+            "from trainer_kit.strategies import DDPSpawnStrategy",
+            r'Trainer\(strategy="ddp"\)',
+        ),
+        (
+            "from trainer_kit.utilities.parsing import lightning_getattr",
+            "module.hparams",
+        ),
     ],
 )
 def test_an_import_of_a_missing_name_says_what_to_use(line, fix):
@@ -212,14 +244,26 @@ def test_an_import_of_a_missing_name_says_what_to_use(line, fix):
     ("line", "fix"),
     [
         ("from trainer_kit import Trainr", "did you mean 'Trainer'?"),
-        ("from trainer_kit.callbacks import EarlyStoping", "did you mean 'EarlyStopping'?"),
-        ("from trainer_kit.utilities.types import STEP_OUTPUTS", "did you mean 'STEP_OUTPUT'?"),
+        (
+            "from trainer_kit.callbacks import EarlyStoping",
+            "did you mean 'EarlyStopping'?",
+        ),
+        (
+            "from trainer_kit.utilities.types import STEP_OUTPUTS",
+            "did you mean 'STEP_OUTPUT'?",
+        ),
         (
             "from trainer_kit.callbacks import rank_zero_only",
             "from trainer_kit.utilities import rank_zero_only",
         ),
-        ("from trainer_kit.strategies import Trainer", "from trainer_kit import Trainer"),
-        ("from trainer_kit.utilities import zzz", r"dir(trainer_kit.utilities) lists its names"),
+        (
+            "from trainer_kit.strategies import Trainer",
+            "from trainer_kit import Trainer",
+        ),
+        (
+            "from trainer_kit.utilities import zzz",
+            r"dir(trainer_kit.utilities) lists its names",
+        ),
         ("import trainer_kit.callbaks", "did you mean 'callbacks'?"),
     ],
 )
@@ -245,7 +289,11 @@ from trainer_kit.callbacks import ModelCheckpoint
 print([name for name in sys.modules if name.startswith("trainer_kit.compat.lightning_")])
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
     assert done.stdout.strip() == "[]"
 
@@ -257,7 +305,10 @@ def test_the_boring_model_trains_validates_tests_and_predicts():
         ManualOptimBoringModel,
     )
 
-    model, quiet = BoringModel(), {"barebones": True, "accelerator": "cpu", "devices": 1}
+    model, quiet = (
+        BoringModel(),
+        {"barebones": True, "accelerator": "cpu", "devices": 1},
+    )
     before = model.layer.weight.detach().clone()
     trainer = tk.Trainer(max_epochs=2, **quiet)
     trainer.fit(model)
@@ -272,7 +323,10 @@ def test_the_boring_model_trains_validates_tests_and_predicts():
 
 def test_the_demo_model_trains():
     from trainer_kit.demos import DemoModel
-    from trainer_kit.demos.boring_classes import RandomDictDataset, RandomIterableDatasetWithLen
+    from trainer_kit.demos.boring_classes import (
+        RandomDictDataset,
+        RandomIterableDatasetWithLen,
+    )
 
     rows = RandomIterableDatasetWithLen(32, 8)
     trainer = tk.Trainer(max_epochs=1, barebones=True, accelerator="cpu", devices=1)
@@ -303,7 +357,9 @@ def test_helpers(monkeypatch):
     model.step(torch.ones(4, 32)).backward()
     norms = grad_norm(model, 2)
     parts = torch.stack([parameter.grad.norm() for parameter in model.parameters()])
-    assert norms["grad_2.0_norm/layer.bias"] == pytest.approx(model.layer.bias.grad.norm().item())
+    assert norms["grad_2.0_norm/layer.bias"] == pytest.approx(
+        model.layer.bias.grad.norm().item()
+    )
     assert norms["grad_2.0_norm_total"] == pytest.approx(parts.norm().item())
     with pytest.raises(tk.ConfigurationError, match="a positive number"):
         grad_norm(model, 0)
@@ -357,7 +413,9 @@ def test_the_demo_of_words(tmp_path):
     torch.testing.assert_close(out.exp().sum(1), torch.ones(5))
     module = LightningTransformer(data.vocab_size)
     before = module.model.decoder.weight.detach().clone()
-    tk.Trainer(max_steps=2, barebones=True, accelerator="cpu").fit(module, DataLoader(data))
+    tk.Trainer(max_steps=2, barebones=True, accelerator="cpu").fit(
+        module, DataLoader(data)
+    )
     assert not torch.equal(module.model.decoder.weight, before)
 
 
@@ -381,16 +439,24 @@ def test_the_data_module_of_digits(monkeypatch):
             loaded.append((root, train, download))
 
     loaded = []
-    steps = SimpleNamespace(ToTensor=object, Normalize=lambda **options: options, Compose=list)
+    steps = SimpleNamespace(
+        ToTensor=object, Normalize=lambda **options: options, Compose=list
+    )
     monkeypatch.setitem(
         sys.modules,
         "torchvision",
         SimpleNamespace(datasets=SimpleNamespace(MNIST=Digits), transforms=steps),
     )
-    data = MNISTDataModule("here", val_split=8, num_workers=0, batch_size=4, normalize=True)
+    data = MNISTDataModule(
+        "here", val_split=8, num_workers=0, batch_size=4, normalize=True
+    )
     data.prepare_data()
     data.setup("fit")
-    assert loaded == [("here", True, True), ("here", False, True), ("here", True, False)]
+    assert loaded == [
+        ("here", True, True),
+        ("here", False, True),
+        ("here", True, False),
+    ]
     seen = [
         x
         for loader in (data.train_dataloader(), data.val_dataloader())
@@ -447,7 +513,9 @@ def test_a_servable_module_answers_its_own_example():
         fit(served({"sum": 7.0}))
     with pytest.raises(tk.ConfigurationError, match="needs a ServableModule"):
         fit(TinyModule())
-    with pytest.raises(tk.ConfigurationError, match="ServableModule without configure_payload"):
+    with pytest.raises(
+        tk.ConfigurationError, match="ServableModule without configure_payload"
+    ):
         ServableModule().configure_payload()
 
 
@@ -464,7 +532,9 @@ def test_a_parallel_strategy_answers_isinstance():
         Asks(), DataLoader(torch.randn(8, 32))
     )
     assert seen == [False]
-    with pytest.raises(tk.ConfigurationError, match=r"trainer_kit\.strategies\.Strategy"):
+    with pytest.raises(
+        tk.ConfigurationError, match=r"trainer_kit\.strategies\.Strategy"
+    ):
         type("Mine", (ParallelStrategy,), {})
 
 

@@ -21,8 +21,15 @@ from trainer_kit.plugins.io import CheckpointIO, TorchCheckpointIO  # type: igno
 import trainer_kit as tk
 from trainer_kit import ConfigurationError, Trainer, seed_everything
 from trainer_kit.checkpoint.weights import read_weights
-from trainer_kit.compat.fabric_names import convert_zero_checkpoint_to_fp32_state_dict, lazy_load
-from trainer_kit.compat.lightning_parsing import clean_namespace, collect_init_args, get_init_args
+from trainer_kit.compat.fabric_names import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    lazy_load,
+)
+from trainer_kit.compat.lightning_parsing import (
+    clean_namespace,
+    collect_init_args,
+    get_init_args,
+)
 from trainer_kit.compat.throughput import Throughput, ThroughputMonitor
 from trainer_kit.core.seed import reset_seed
 from trainer_kit.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry  # type: ignore[attr-defined]
@@ -31,7 +38,13 @@ from trainer_kit.testing import TinyModule
 
 def _trainer(**options: Any) -> Trainer:
     return Trainer(
-        **{"max_epochs": 1, "barebones": True, "accelerator": "cpu", "devices": 1, **options}
+        **{
+            "max_epochs": 1,
+            "barebones": True,
+            "accelerator": "cpu",
+            "devices": 1,
+            **options,
+        }
     )
 
 
@@ -64,7 +77,9 @@ def test_an_accelerator_of_the_user_is_refused_with_what_to_write() -> None:
     class Own(CPUAccelerator):  # type: ignore[misc]
         pass
 
-    with pytest.raises(ConfigurationError, match=r"(?s)accelerator=Own\(\).*device type of torch"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)accelerator=Own\(\).*device type of torch"
+    ):
         _trainer(accelerator=Own())
     with pytest.raises(ConfigurationError, match="accelerators cannot be registered"):
         AcceleratorRegistry.register("own", Own)
@@ -82,7 +97,9 @@ def test_a_registered_strategy_is_a_word_of_the_trainer() -> None:
     trainer = _trainer(strategy="registered_for_a_test")
     trainer.fit(TinyModule(), [torch.ones(2, 32)])
     assert type(trainer.strategy) is Own
-    assert isinstance(StrategyRegistry.get("ddp_find_unused_parameters_true"), DDPStrategy)
+    assert isinstance(
+        StrategyRegistry.get("ddp_find_unused_parameters_true"), DDPStrategy
+    )
     with pytest.raises(KeyError, match="no strategy is called"):
         StrategyRegistry.get("no_such_strategy")
 
@@ -105,24 +122,35 @@ def test_a_checkpoint_plugin_is_refused_with_what_to_write() -> None:
         pass
 
     assert issubclass(Own, CheckpointIO)
-    with pytest.raises(ConfigurationError, match=r"(?s)plugins=Own\(\).*on_checkpoint_committed"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)plugins=Own\(\).*on_checkpoint_committed"
+    ):
         _trainer(plugins=[Own()])
 
 
-def test_weights_of_a_checkpoint_directory_become_one_float32_file(tmp_path: Path) -> None:
+def test_weights_of_a_checkpoint_directory_become_one_float32_file(
+    tmp_path: Path,
+) -> None:
     trainer, module = (
         _trainer(barebones=False, logger=False, enable_progress_bar=False),
         TinyModule(),
     )
     trainer.fit(module, [torch.ones(2, 32)])
     trainer.save_checkpoint(tmp_path / "saved")
-    state = convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "whole.pt")
+    state = convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path / "saved", tmp_path / "whole.pt"
+    )
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    assert whole["hyper_parameters"] == state["hyper_parameters"] == dict(module.hparams)
+    assert (
+        whole["hyper_parameters"] == state["hyper_parameters"] == dict(module.hparams)
+    )
     for name, value in read_weights(tmp_path / "saved").items():
         assert whole["state_dict"][name].dtype is torch.float32
         assert torch.equal(whole["state_dict"][name], value)
-    assert type(module).load_from_checkpoint(tmp_path / "whole.pt").hparams == module.hparams
+    assert (
+        type(module).load_from_checkpoint(tmp_path / "whole.pt").hparams
+        == module.hparams
+    )
 
 
 def test_reset_seed_repeats_the_last_seed() -> None:
@@ -137,7 +165,11 @@ def test_rates_over_a_window() -> None:
     throughput = Throughput(available_flops=1e3, world_size=2, window_size=3)
     for count in range(1, 5):
         throughput.update(
-            time=count * 0.5, batches=count, samples=4 * count, lengths=8 * count, flops=50
+            time=count * 0.5,
+            batches=count,
+            samples=4 * count,
+            lengths=8 * count,
+            flops=50,
         )
     values = throughput.compute()
     assert values == {
@@ -167,7 +199,9 @@ def test_the_monitor_logs_through_its_fabric() -> None:
         def __init__(self) -> None:
             self.rows: list[Any] = []
 
-        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        def log_metrics(
+            self, metrics: dict[str, float], step: int | None = None
+        ) -> None:
             self.rows.append((metrics, step))
 
     logger = Logger()
@@ -187,7 +221,9 @@ def test_arguments_of_constructors() -> None:
             self.collected = collect_init_args(inspect.currentframe(), [])  # type: ignore[arg-type]
 
     class Child(Parent):
-        def __init__(self, width: int, *rest: int, act: str = "relu", **options: int) -> None:
+        def __init__(
+            self, width: int, *rest: int, act: str = "relu", **options: int
+        ) -> None:
             self.arguments = get_init_args(inspect.currentframe())  # type: ignore[arg-type]
             super().__init__(depth=3)
 
@@ -210,7 +246,9 @@ def test_the_log_directory_without_a_logger_is_the_root(tmp_path: Path) -> None:
 def test_layers_on_meta_are_initialized() -> None:
     from trainer_kit.compat.fabric_names import materialize_meta_tensors
 
-    net = nn.Sequential(nn.Linear(2, 3, device="meta"), nn.BatchNorm1d(3, device="meta"))
+    net = nn.Sequential(
+        nn.Linear(2, 3, device="meta"), nn.BatchNorm1d(3, device="meta")
+    )
     materialize_meta_tensors(net, torch.device("cpu"))
     assert not any(tensor.is_meta for tensor in net.state_dict().values())
     assert net[1].running_var.tolist() == [1, 1, 1]

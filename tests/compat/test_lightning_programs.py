@@ -252,7 +252,9 @@ if __name__ == "__main__":
 """
 )
 
-TENSOR, DATA = (f"data_parallel_size={size}, tensor_parallel_size={2 // size}" for size in (1, 2))
+TENSOR, DATA = (
+    f"data_parallel_size={size}, tensor_parallel_size={2 // size}" for size in (1, 2)
+)
 
 ALONE = 'accelerator="cpu", devices=1'
 
@@ -264,19 +266,27 @@ ALONE = 'accelerator="cpu", devices=1'
     [
         (AUTOENCODER.replace("OPTIONS, ", f"{ALONE}, "), [], "END 8 16 1"),
         (
-            AUTOENCODER.replace("OPTIONS, ", 'accelerator="cpu", devices=2, strategy="ddp", '),
+            AUTOENCODER.replace(
+                "OPTIONS, ", 'accelerator="cpu", devices=2, strategy="ddp", '
+            ),
             [],
             "END 4 16 2",
         ),
         (
-            AUTOENCODER.replace("OPTIONS, ", 'accelerator="cpu", devices=2, strategy="fsdp", '),
+            AUTOENCODER.replace(
+                "OPTIONS, ", 'accelerator="cpu", devices=2, strategy="fsdp", '
+            ),
             [],
             "END 4 16 2",
         ),
         (GAN, [], "END 8 ['d_loss', 'g_loss']"),
         (
             CLI,
-            ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.devices=1"],
+            [
+                "--trainer.max_epochs=1",
+                "--trainer.accelerator=cpu",
+                "--trainer.devices=1",
+            ],
             "END 64 5",
         ),
         (FABRIC, [], "END 2 Net"),
@@ -311,7 +321,11 @@ def test_a_program_runs_after_migrate(
     on_two = (
         'Fabric(accelerator="cpu", devices=2' in text
     )  # the Trainer starts its processes itself
-    launched = ["-m", "trainer_kit", "launch", "--num_processes", "2", "--cpu"] if on_two else []
+    launched = (
+        ["-m", "trainer_kit", "launch", "--num_processes", "2", "--cpu"]
+        if on_two
+        else []
+    )
     made = subprocess.run(
         [sys.executable, *launched, "train.py", *arguments],
         cwd=tmp_path,

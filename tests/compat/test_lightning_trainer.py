@@ -25,7 +25,10 @@ QUIET = {
     "enable_model_summary": False,
     "enable_checkpointing": False,
 }
-DATA = [torch.randn(4, 32, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+DATA = [
+    torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+    for number in range(3)
+]
 
 
 class Watch(tk.Callback):
@@ -46,13 +49,17 @@ class Watch(tk.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.note(trainer)
 
-    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+    def on_validation_batch_start(
+        self, trainer, module, batch, batch_idx, dataloader_idx=0
+    ):
         self.note(trainer)
 
     def on_test_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
         self.note(trainer)
 
-    def on_predict_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+    def on_predict_batch_start(
+        self, trainer, module, batch, batch_idx, dataloader_idx=0
+    ):
         self.note(trainer)
 
     def on_exception(self, trainer, module, exception):
@@ -81,7 +88,11 @@ def test_the_state_follows_the_entry_points():
         (running, fitting, RunningStage.VALIDATING),
     ]
     assert trainer.state.finished
-    assert (trainer.state.fn, trainer.state.stage, trainer.interrupted) == ("fit", None, False)
+    assert (trainer.state.fn, trainer.state.stage, trainer.interrupted) == (
+        "fit",
+        None,
+        False,
+    )
     watch.seen.clear()
     trainer.validate(module, DATA, verbose=False)
     trainer.test(module, DATA, verbose=False)
@@ -246,7 +257,9 @@ class Reads(TinyModule):
 
 
 def _numbered():
-    return DataLoader(torch.arange(24.0)[:, None].expand(24, 32) / 1000, batch_size=2, shuffle=True)
+    return DataLoader(
+        torch.arange(24.0)[:, None].expand(24, 32) / 1000, batch_size=2, shuffle=True
+    )
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -312,7 +325,9 @@ def test_a_limit_may_change_during_the_fit():
 def test_a_resumed_fit_with_a_larger_limit(tmp_path):
     module = TinyModule()
     trainer = tk.Trainer(
-        **QUIET | {"enable_checkpointing": True}, max_epochs=2, default_root_dir=tmp_path
+        **QUIET | {"enable_checkpointing": True},
+        max_epochs=2,
+        default_root_dir=tmp_path,
     )
     trainer.fit(module, DATA)
     assert trainer.ckpt_path is None
@@ -335,7 +350,9 @@ def test_wrong_limits_and_other_attributes_of_loops_are_refused():
         _ = trainer.fit_loop.batch_progress
     with pytest.raises(AttributeError, match="PredictLoop has no predictions"):
         trainer.predict_loop.predictions = []
-    with pytest.raises(AttributeError, match=r"no validate_loop: trainer\.validate returns"):
+    with pytest.raises(
+        AttributeError, match=r"no validate_loop: trainer\.validate returns"
+    ):
         _ = trainer.validate_loop
 
 
@@ -363,7 +380,9 @@ def test_setters(tmp_path):
     trainer.logger = logger
     trainer.fit(Validates(), DATA, DATA)
     assert (trainer.logger, trainer.loggers) == (logger, [logger])
-    assert "val_loss" in "".join(path.read_text() for path in tmp_path.rglob("metrics.csv"))
+    assert "val_loss" in "".join(
+        path.read_text() for path in tmp_path.rglob("metrics.csv")
+    )
     trainer.logger = None
     assert trainer.loggers == []
     with pytest.raises(tk.ConfigurationError, match="configure_optimizers"):
@@ -380,17 +399,24 @@ def test_setters(tmp_path):
 
 def test_a_logger_that_was_taken_away_gets_nothing_more(tmp_path):
     trainer = tk.Trainer(
-        **QUIET | {"logger": "csv"}, max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=1
+        **QUIET | {"logger": "csv"},
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        log_every_n_steps=1,
     )
     module = Validates()
     trainer.fit(module, DATA, DATA)
-    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    written = {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    }
     assert any(path.name == "metrics.csv" for path in written)
     trainer.logger = None
     trainer.validate(module, DATA, verbose=False)
     trainer.fit(module, DATA, DATA)
     trainer.log_metrics({"late": 1.0}, step=9)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == written
+    assert {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    } == written
 
 
 def test_a_logger_that_is_set_writes_nothing_in_a_fast_dev_run(tmp_path):
@@ -421,7 +447,9 @@ def test_hyperparameters_are_kept_from_loggers_on_request(tmp_path):
             **QUIET | {"logger": logger}, max_epochs=1, enable_autolog_hparams=logged
         )
         trainer.fit(Named(), DATA)
-        text = "".join(path.read_text() for path in (tmp_path / str(logged)).rglob("hparams.json"))
+        text = "".join(
+            path.read_text() for path in (tmp_path / str(logged)).rglob("hparams.json")
+        )
         assert ("width" in text) is logged
 
 
@@ -448,7 +476,11 @@ def test_a_trainer_can_be_pickled_before_and_after_a_fit():
 
 
 def test_a_trainer_with_a_logger_and_checkpoints_can_be_pickled_after_a_fit(tmp_path):
-    options = QUIET | {"logger": "csv", "enable_checkpointing": True, "enable_progress_bar": True}
+    options = QUIET | {
+        "logger": "csv",
+        "enable_checkpointing": True,
+        "enable_progress_bar": True,
+    }
     trainer = tk.Trainer(**options, max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(TinyModule(), DATA)
     twin = pickle.loads(pickle.dumps(trainer))
@@ -473,7 +505,11 @@ def test_the_strategy_reduces_and_broadcasts():
     trainer = tk.Trainer(**QUIET, max_epochs=1)
     trainer.fit(TinyModule(), DATA)
     strategy, given = trainer.strategy, torch.tensor([1, 3])
-    assert (strategy.root_device.type, strategy.global_rank, strategy.world_size) == ("cpu", 0, 1)
+    assert (strategy.root_device.type, strategy.global_rank, strategy.world_size) == (
+        "cpu",
+        0,
+        1,
+    )
     assert strategy.reduce(given).tolist() == [1.0, 3.0]
     assert strategy.reduce(given, reduce_op="sum") is not given
     assert strategy.broadcast("a") == "a"
@@ -489,7 +525,10 @@ class Reduces(TinyModule):
         mean = strategy.reduce(torch.tensor(strategy.global_rank))
         total = strategy.reduce(strategy.global_rank + 1, reduce_op="sum")
         self.register_buffer(
-            "seen", torch.stack([mean, total.float(), torch.tensor(float(strategy.world_size))])
+            "seen",
+            torch.stack(
+                [mean, total.float(), torch.tensor(float(strategy.world_size))]
+            ),
         )
 
 
@@ -503,10 +542,15 @@ def test_two_spawned_processes_reduce():
     trainer.fit(module, DATA[:2])
     assert module.seen.tolist() == [0.5, 3.0, 2.0]
     assert trainer.device_ids == [0, 1]
-    assert trainer.state == TrainerState(TrainerStatus.FINISHED, TrainerFn.FITTING, None)
+    assert trainer.state == TrainerState(
+        TrainerStatus.FINISHED, TrainerFn.FITTING, None
+    )
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, DATA[:2])
-    assert (trainer.global_step, trainer.continues) == (2, False)  # the next fit is one of its own
+    assert (trainer.global_step, trainer.continues) == (
+        2,
+        False,
+    )  # the next fit is one of its own
 
 
 class Reloads(Validates):
@@ -518,11 +562,15 @@ class Reloads(Validates):
 
     def train_dataloader(self):
         self.asked.append(self.current_epoch)
-        rows = torch.full((4 * (self.current_epoch + 2), 32), float(self.current_epoch + 1))
+        rows = torch.full(
+            (4 * (self.current_epoch + 2), 32), float(self.current_epoch + 1)
+        )
         return DataLoader(rows, batch_size=4)
 
     def val_dataloader(self):
-        return DataLoader(torch.full((4, 32), float(self.current_epoch + 1)), batch_size=4)
+        return DataLoader(
+            torch.full((4, 32), float(self.current_epoch + 1)), batch_size=4
+        )
 
     def training_step(self, batch, batch_idx):
         self.read.append(batch[0, 0].item())
@@ -544,7 +592,10 @@ class Reloads(Validates):
 )
 def test_loaders_are_made_again_every_n_epochs(every, asked, read, validated):
     module = Reloads()
-    options = QUIET | {"num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": every}
+    options = QUIET | {
+        "num_sanity_val_steps": 0,
+        "reload_dataloaders_every_n_epochs": every,
+    }
     trainer = tk.Trainer(**options, max_epochs=4)
     trainer.fit(module)
     assert module.asked == asked
@@ -565,14 +616,19 @@ def test_validation_stops_and_begins_with_its_loaders(none, given, validated, ca
         def val_dataloader(self):
             return super().val_dataloader() if self.current_epoch in given else none()
 
-    options = QUIET | {"num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
+    options = QUIET | {
+        "num_sanity_val_steps": 0,
+        "reload_dataloaders_every_n_epochs": 1,
+    }
     module = Sometimes()
     trainer = tk.Trainer(**options, max_epochs=4)
     trainer.fit(module)
     assert module.validated == validated
     assert trainer.num_val_batches == ([1] if 3 in given else [])
     lines = [
-        line for line in capsys.readouterr().out.splitlines() if "validation from epoch" in line
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "validation from epoch" in line
     ]
     changes = ["no validation from epoch 1", "validation from epoch 3"]
     if given == (1, 2):
@@ -594,9 +650,9 @@ def test_intervals_without_a_validation_loader_are_not_due_when_there_is_one():
         "reload_dataloaders_every_n_epochs": 1,
         "log_every_n_steps": 1,
     }
-    tk.Trainer(**options, max_epochs=4, val_check_interval=4, check_val_every_n_epoch=None).fit(
-        Later()
-    )
+    tk.Trainer(
+        **options, max_epochs=4, val_check_interval=4, check_val_every_n_epoch=None
+    ).fit(Later())
     assert steps == [8, 12]
 
 
@@ -618,7 +674,9 @@ def test_a_run_resumes_in_an_epoch_without_validation(tmp_path):
         tmp_path, every_n_train_steps=4, save_top_k=-1
     )  # in the middle of epoch 1
     with pytest.raises(ArithmeticError):
-        tk.Trainer(**options | {"enable_checkpointing": True}, callbacks=[keeps]).fit(first)
+        tk.Trainer(**options | {"enable_checkpointing": True}, callbacks=[keeps]).fit(
+            first
+        )
     tk.Trainer(**options).fit(then, ckpt_path=tmp_path / "step-00000004")
     assert then.read == whole.read[4:]
     assert first.validated + then.validated == whole.validated == [1, 4]
@@ -635,7 +693,9 @@ def test_a_fraction_of_an_epoch_follows_its_new_length():
     assert module.validated == [1, 1, 1, 1, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("last", [5, 7])  # at the start of the third epoch, and inside it
+@pytest.mark.parametrize(
+    "last", [5, 7]
+)  # at the start of the third epoch, and inside it
 def test_a_resumed_run_has_the_loaders_of_its_epoch(tmp_path, last):
     options = QUIET | {
         "reload_dataloaders_every_n_epochs": 1,
@@ -688,7 +748,10 @@ def test_a_resumed_run_makes_loaders_in_the_same_epochs(tmp_path, last):
         )
         options = QUIET | {"enable_checkpointing": True, "default_root_dir": tmp_path}
         tk.Trainer(
-            **options, reload_dataloaders_every_n_epochs=2, max_epochs=4, callbacks=[keeps]
+            **options,
+            reload_dataloaders_every_n_epochs=2,
+            max_epochs=4,
+            callbacks=[keeps],
         ).fit(module, **fit)
         return module
 
@@ -712,14 +775,19 @@ def test_a_continued_fit_makes_loaders_in_the_same_epochs():
 
 def test_validation_loaders_are_made_again_beside_training_loaders_that_were_passed():
     module = Reloads()
-    options = QUIET | {"num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
+    options = QUIET | {
+        "num_sanity_val_steps": 0,
+        "reload_dataloaders_every_n_epochs": 1,
+    }
     tk.Trainer(**options, max_epochs=3).fit(module, DATA)
     assert (module.asked, module.validated) == ([], [1, 2, 3])
 
 
 def test_loaders_that_were_passed_stay():
     module = Reloads()
-    tk.Trainer(**QUIET, reload_dataloaders_every_n_epochs=1, max_epochs=2).fit(module, DATA)
+    tk.Trainer(**QUIET, reload_dataloaders_every_n_epochs=1, max_epochs=2).fit(
+        module, DATA
+    )
     assert (module.asked, len(module.read)) == ([], 6)
 
 
@@ -728,7 +796,9 @@ def test_a_new_loader_may_be_of_another_kind():
         def train_dataloader(self):
             if self.current_epoch == 1:
                 return DATA
-            return DataLoader(torch.randn(8, 32), batch_size=4, num_workers=self.current_epoch // 2)
+            return DataLoader(
+                torch.randn(8, 32), batch_size=4, num_workers=self.current_epoch // 2
+            )
 
     trainer = tk.Trainer(**QUIET, reload_dataloaders_every_n_epochs=1, max_epochs=3)
     trainer.fit(Changes())
@@ -750,7 +820,12 @@ def test_a_guard_cannot_go_back_to_other_loaders():
 
 @pytest.mark.slow
 def test_two_processes_divide_each_new_loader():
-    options = {"barebones": True, "accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
+    options = {
+        "barebones": True,
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": "ddp_spawn",
+    }
     trainer = tk.Trainer(**options, reload_dataloaders_every_n_epochs=1, max_epochs=4)
     trainer.fit(Reloads())
     assert (
@@ -772,7 +847,7 @@ def test_weights_only_has_the_meaning_of_lightning(tmp_path):
     again.fit(module, DATA, ckpt_path=tmp_path / "saved", load_weights_only=True)
     assert again.global_step == 3
     path = tmp_path / "saved"
-    assert again.validate(module, DATA, ckpt_path=path, weights_only=True) == again.validate(
-        module, DATA, path
-    )
+    assert again.validate(
+        module, DATA, ckpt_path=path, weights_only=True
+    ) == again.validate(module, DATA, path)
     assert len(again.predict(module, DATA, ckpt_path=path, weights_only=False)) == 3

@@ -22,8 +22,14 @@ import trainer_kit as tk
             "_accelerator_connector",
             r"_accelerator_connector'\n  fix:   a private attribute of Lightning's",
         ),
-        ("lr_schedulers", "the Trainer has no lr_schedulers: trainer.lr_scheduler_configs"),
-        ("strategy.checkpoint_io", r"'checkpoint_io'\n  fix:   checkpoints are directories"),
+        (
+            "lr_schedulers",
+            "the Trainer has no lr_schedulers: trainer.lr_scheduler_configs",
+        ),
+        (
+            "strategy.checkpoint_io",
+            r"'checkpoint_io'\n  fix:   checkpoints are directories",
+        ),
         ("strategy.local_rank", r"'local_rank'\n  fix:   trainer\.local_rank"),
         ("strategy.optimizers", r"trainer\.optimizers"),
         ("strategy.nothing", "has no attribute 'nothing'"),

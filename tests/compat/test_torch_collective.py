@@ -100,7 +100,9 @@ print("passed")
 
 
 @pytest.mark.slow
-def test_one_process_plays_and_two_train(tmp_path: Path, programs: Any, monkeypatch: Any) -> None:
+def test_one_process_plays_and_two_train(
+    tmp_path: Path, programs: Any, monkeypatch: Any
+) -> None:
     """The trainers have unequal numbers of batches; torch's ``Join`` lets the one that is done take part."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "program.py"
@@ -126,13 +128,15 @@ def test_each_call_does_what_torch_does() -> None:
     assert world.broadcast(mine.clone(), src=2).item() == 2
     rows = [torch.empty(1) for _ in range(3)]
     assert torch.cat(world.all_gather(rows, mine)).tolist() == [0, 1, 2]
-    assert len(world.gather(mine, [torch.empty(1) for _ in range(3)] if rank == 0 else [])) == (
-        3 if rank == 0 else 0
-    )
+    assert len(
+        world.gather(mine, [torch.empty(1) for _ in range(3)] if rank == 0 else [])
+    ) == (3 if rank == 0 else 0)
     parts = [torch.tensor([10.0 + i]) for i in range(3)] if rank == 0 else []
     assert world.scatter(torch.empty(1), parts).item() == 10 + rank
     if rank < 2:
-        sent = world.recv(torch.empty(1), src=0) if rank else world.send(mine + 5, dst=1)
+        sent = (
+            world.recv(torch.empty(1), src=0) if rank else world.send(mine + 5, dst=1)
+        )
         assert rank == 0 or sent.item() == 5
     assert world.all_gather_object([None] * 3, {"rank": rank})[2] == {"rank": 2}
     assert world.broadcast_object_list([rank], src=1) == [1]
@@ -150,7 +154,9 @@ def test_each_call_does_what_torch_does() -> None:
     with pytest.raises(ConfigurationError, match="has a group already"):
         two.create_group()
     two.teardown()
-    with pytest.raises(ConfigurationError, match=r"has no group\n  fix:   collective.create_group"):
+    with pytest.raises(
+        ConfigurationError, match=r"has no group\n  fix:   collective.create_group"
+    ):
         _ = two.group
     with pytest.raises(ConfigurationError, match="did you mean 'max'"):
         world.all_reduce(mine, "maxx")
@@ -168,14 +174,18 @@ def test_each_call_does_what_torch_does() -> None:
 
 
 def test_a_group_that_is_none() -> None:
-    with pytest.raises(StrategyError, match=r"found: 'gloo'\n  fix:   torch.distributed.new_group"):
+    with pytest.raises(
+        StrategyError, match=r"found: 'gloo'\n  fix:   torch.distributed.new_group"
+    ):
         DDPStrategy(process_group="gloo")  # type: ignore[arg-type]
 
 
 def test_paths_of_lightning() -> None:
     from trainer_kit.fabric.plugins.collectives import TorchCollective as one
     from trainer_kit.fabric.plugins.collectives.collective import CollectibleGroup
-    from trainer_kit.fabric.plugins.collectives.torch_collective import TorchCollective as two
+    from trainer_kit.fabric.plugins.collectives.torch_collective import (
+        TorchCollective as two,
+    )
     from trainer_kit.fabric.utilities.types import ReduceOp
 
     assert one is two is TorchCollective

@@ -33,7 +33,9 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "arguments"), WRONG)
-def test_a_wrong_argument_is_answered_at_once(kind: Any, arguments: dict[str, Any]) -> None:
+def test_a_wrong_argument_is_answered_at_once(
+    kind: Any, arguments: dict[str, Any]
+) -> None:
     wrong, value = list(arguments.items())[-1]
     with pytest.raises(ConfigurationError) as raised:
         kind(**arguments)
@@ -44,7 +46,9 @@ def test_a_wrong_argument_is_answered_at_once(kind: Any, arguments: dict[str, An
 def test_what_fits_is_taken() -> None:
     assert loggers.CSVLogger(".", name="a", version=np.int64(3)).version == 3
     assert strategies.DDPStrategy(find_unused_parameters=np.bool_(True)).describe()
-    assert strategies.MeshStrategy(dp_shard=2, fsdp={"reshard_after_forward": False}).describe()
+    assert strategies.MeshStrategy(
+        dp_shard=2, fsdp={"reshard_after_forward": False}
+    ).describe()
 
     class Own(strategies.DDPStrategy.__base__):  # type: ignore[misc, name-defined]  # a user's constructor is left alone
         def __init__(self, size: int) -> None:

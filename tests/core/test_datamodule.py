@@ -37,7 +37,9 @@ def test_state_is_empty_unless_defined():
 
 
 def test_loaders_for_the_datasets_that_were_given():
-    data = DataModule.from_datasets(torch.arange(8), val_dataset=torch.arange(4), batch_size=2)
+    data = DataModule.from_datasets(
+        torch.arange(8), val_dataset=torch.arange(4), batch_size=2
+    )
     train, val = data.train_dataloader(), data.val_dataloader()
     assert isinstance(train.sampler, RandomSampler)
     assert isinstance(val.sampler, SequentialSampler)

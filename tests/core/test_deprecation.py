@@ -61,7 +61,10 @@ def written(text):
             isinstance(node, ast.Call)
             and ast.unparse(node.func).rpartition(".")[2] == "Deprecation"
         ):
-            yield {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
+            yield {
+                keyword.arg: ast.literal_eval(keyword.value)
+                for keyword in node.keywords
+            }
 
 
 def overdue(text, today):
@@ -79,10 +82,14 @@ def overdue(text, today):
 
 
 def test_nothing_outlives_the_version_that_removes_it():
-    text = 'OLD = Deprecation(what="old", since="0.2.0", gone_in="0.4.0", fix="use new")'
+    text = (
+        'OLD = Deprecation(what="old", since="0.2.0", gone_in="0.4.0", fix="use new")'
+    )
     assert overdue(text, Version("0.3.9")) == []
     assert overdue(text, Version("0.4.0")) == ["old"]
-    assert overdue(text.replace("0.4.0", "0.3.0"), Version("0.2.0")) == ["old"], "too little notice"
+    assert overdue(text.replace("0.4.0", "0.3.0"), Version("0.2.0")) == ["old"], (
+        "too little notice"
+    )
     left = {
         str(path): late
         for path in PACKAGE.rglob("*.py")

@@ -28,7 +28,9 @@ def test_rates_are_those_of_dense_products(row):
     """A sheet's rate with sparsity is twice the dense one: in one column alone it would show here."""
     assert row.half >= row.tf32 >= row.single > 0
     assert row.source
-    if row.tf32 > row.single:  # tensor cores multiply TF32 at half the rate of 16-bit floats
+    if (
+        row.tf32 > row.single
+    ):  # tensor cores multiply TF32 at half the rate of 16-bit floats
         assert row.half == pytest.approx(2 * row.tf32, rel=0.03)
 
 
@@ -61,7 +63,9 @@ def test_words_find_their_rows():
         "v100",
         "mi300x",
     ]
-    assert len({find_device(word).name for word in [*named, "tpu-v5e", "tpu-v5p"]}) == 13
+    assert (
+        len({find_device(word).name for word in [*named, "tpu-v5e", "tpu-v5p"]}) == 13
+    )
     assert find_device("A100") is find_device("a100_80GB")
     assert find_device("nvidia-h100").memory == 80
     with pytest.raises(
@@ -72,11 +76,16 @@ def test_words_find_their_rows():
 
 def test_precisions_of_a_device():
     h200, t4 = find_device("h200"), find_device("t4")
-    assert [h200.flops(word) for word in ("bf16-mixed", "16-true", "64-true", "int8")] == [
+    assert [
+        h200.flops(word) for word in ("bf16-mixed", "16-true", "64-true", "int8")
+    ] == [
         989e12,
         989e12,
         None,
         None,
     ]
-    assert (h200.flops("32-true", tf32=True), h200.flops("32-true", tf32=False)) == (494e12, 67e12)
+    assert (h200.flops("32-true", tf32=True), h200.flops("32-true", tf32=False)) == (
+        494e12,
+        67e12,
+    )
     assert (t4.flops("bf16-mixed"), t4.flops("16-mixed")) == (None, 65e12)

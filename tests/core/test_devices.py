@@ -23,13 +23,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is asked of torch, which shows two CUDA devices, of which the first is the current one."""
     made: list[Any] = []
 
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     # What torch.accelerator asks would initialise CUDA; `torch.cuda` asks NVML.
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: made.append("initialised"))
+    monkeypatch.setattr(
+        torch.accelerator, "device_count", lambda: made.append("initialised")
+    )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(
-        torch.accelerator, "set_device_index", lambda index: made.append(("current", index))
+        torch.accelerator,
+        "set_device_index",
+        lambda index: made.append(("current", index)),
     )
     return made
 
@@ -60,14 +66,25 @@ def test_a_rank_computes_on_its_own_device(
     monkeypatch.setattr(process_group, "ProcessGroup", lambda device, timeout: device)
     monkeypatch.setattr(process_group.atexit, "register", lambda _: None)
     for backend in (None, "nccl", "gloo", "cuda:nccl"):
-        process_group.join_world(torch.device("cuda", 1), backend, timedelta(seconds=1), alone=True)
-    process_group.join_world(torch.device("cpu"), "mpi", timedelta(seconds=1), alone=True)
-    joined = [("joins", backend) for backend in (None, "cpu:gloo,cuda:nccl", "gloo", "cuda:nccl")]
+        process_group.join_world(
+            torch.device("cuda", 1), backend, timedelta(seconds=1), alone=True
+        )
+    process_group.join_world(
+        torch.device("cpu"), "mpi", timedelta(seconds=1), alone=True
+    )
+    joined = [
+        ("joins", backend)
+        for backend in (None, "cpu:gloo,cuda:nccl", "gloo", "cuda:nccl")
+    ]
     # Ahead of joining: a process that joins on another one's device stays there.
-    assert calls == [each for one in joined for each in (("current", 1), one)] + [("joins", "mpi")]
+    assert calls == [each for one in joined for each in (("current", 1), one)] + [
+        ("joins", "mpi")
+    ]
 
 
-def test_deterministic_products_are_allowed_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_products_are_allowed_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[str | None] = []
 
     class Looks(TinyModule):
@@ -76,7 +93,9 @@ def test_deterministic_products_are_allowed_on_cuda(monkeypatch: pytest.MonkeyPa
             return super().training_step(batch, batch_idx)
 
     def fit(**options: Any) -> None:
-        trainer = tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, **options)
+        trainer = tk.Trainer(
+            accelerator="cpu", devices=1, max_epochs=1, barebones=True, **options
+        )
         trainer.fit(Looks(), [torch.ones(2, 32)])
 
     monkeypatch.delenv(WORKSPACE, raising=False)

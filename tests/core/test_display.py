@@ -35,7 +35,8 @@ def test_masked(key):
 
 
 @pytest.mark.parametrize(
-    "key", ["pad_token", "eos_token", "tokenizer", "key", "monitor", "secretary", "tokens"]
+    "key",
+    ["pad_token", "eos_token", "tokenizer", "key", "monitor", "secretary", "tokens"],
 )
 def test_not_a_secret(key):
     assert mask_secrets({key: "value"}) == {key: "value"}
@@ -50,7 +51,11 @@ def test_only_strings_are_masked_and_empty_ones_stay():
 
 
 def test_nested_values_and_lists():
-    given = {"a": [{"password": "x"}, "http://u:p@h/"], "api_key": ("k1", "k2"), 3: {"token": "t"}}
+    given = {
+        "a": [{"password": "x"}, "http://u:p@h/"],
+        "api_key": ("k1", "k2"),
+        3: {"token": "t"},
+    }
     masked = {
         "a": [{"password": MASK}, f"http://u:{MASK}@h/"],
         "api_key": (MASK, MASK),
@@ -94,7 +99,8 @@ def test_names_in_any_spelling(key):
 
 
 @pytest.mark.parametrize(
-    "key", ["max_tokens", "sort_key", "forward_pass", "author", "token_dropout", "num_keys"]
+    "key",
+    ["max_tokens", "sort_key", "forward_pass", "author", "token_dropout", "num_keys"],
 )
 def test_vocabulary_stays(key):
     assert mask_secrets({key: "value"}) == {key: "value"}
@@ -120,7 +126,10 @@ def test_vocabulary_stays(key):
 )
 def test_texts_that_hold_a_secret(text, masked):
     assert mask_secrets({"note": [text]}) == {"note": [masked]}
-    assert str(ConfigurationError("it failed", found=text)) == f"it failed\n  found: {masked}"
+    assert (
+        str(ConfigurationError("it failed", found=text))
+        == f"it failed\n  found: {masked}"
+    )
 
 
 @pytest.mark.parametrize(

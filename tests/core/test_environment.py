@@ -71,14 +71,29 @@ def test_torchrun_comes_before_slurm() -> None:
 
 
 def test_one_process_a_machine_needs_no_local_variables() -> None:
-    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "23456"}
+    given = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "pod-0",
+        "MASTER_PORT": "23456",
+    }
     here = Environment.detect(given)
-    assert (here.local_rank, here.local_world_size, here.node_rank, here.num_nodes) == (0, 1, 1, 2)
+    assert (here.local_rank, here.local_world_size, here.node_rank, here.num_nodes) == (
+        0,
+        1,
+        1,
+        2,
+    )
 
 
 def test_local_ranks_on_loopback_are_one_machine() -> None:
     here = Environment.detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-    assert (here.local_world_size, here.node_rank, here.master_addr, here.master_port) == (
+    assert (
+        here.local_world_size,
+        here.node_rank,
+        here.master_addr,
+        here.master_port,
+    ) == (
         2,
         0,
         "127.0.0.1",
@@ -93,8 +108,14 @@ def test_slurm() -> None:
 
 
 def test_slurm_step_nodes_win_and_ports_agree_over_ranks() -> None:
-    step = {**SLURM, "SLURM_STEP_NODELIST": "node[04-05],x", "SLURM_STEP_TASKS_PER_NODE": "2,3"}
-    first, second = (Environment.detect({**step, "SLURM_PROCID": rank}) for rank in ("0", "3"))
+    step = {
+        **SLURM,
+        "SLURM_STEP_NODELIST": "node[04-05],x",
+        "SLURM_STEP_TASKS_PER_NODE": "2,3",
+    }
+    first, second = (
+        Environment.detect({**step, "SLURM_PROCID": rank}) for rank in ("0", "3")
+    )
     assert first.master_addr == second.master_addr == "node04"
     assert first.master_port == second.master_port
     assert second.local_world_size == 3
@@ -113,7 +134,9 @@ def test_a_batch_script_and_a_shell_in_slurm_are_plain(change: dict[str, str]) -
     assert not Environment.detect({**SLURM, **change}).launched
 
 
-@pytest.mark.parametrize("change", [{"SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_NAME": "interactive"}])
+@pytest.mark.parametrize(
+    "change", [{"SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_NAME": "interactive"}]
+)
 def test_a_step_that_a_shell_starts_is_launched(change: dict[str, str]) -> None:
     """``srun bash -c ...``, and ``srun`` typed into the shell of ``salloc``: its tasks must not train alone."""
     assert Environment.detect({**SLURM, **change}).source == "slurm"
@@ -135,7 +158,12 @@ def test_mpi() -> None:
     here = Environment.detect(OMPI)
     assert here == Environment(3, 4, 1, 2, 1, "head", 29500, "mpi")
     local = Environment.detect({"PMI_RANK": "1", "PMI_SIZE": "2"})
-    assert (local.rank, local.local_rank, local.local_world_size, local.master_addr) == (
+    assert (
+        local.rank,
+        local.local_rank,
+        local.local_world_size,
+        local.master_addr,
+    ) == (
         1,
         1,
         2,
@@ -201,18 +229,26 @@ def test_first_host_of_nothing(hosts: str) -> None:
 class _Accelerators:
     """Stands in for what torch sees, so that machines without an accelerator test the rest."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int
+    ) -> None:
         device = None if kind is None else torch.device(kind)
         monkeypatch.setattr(
-            torch.accelerator, "current_accelerator", lambda check_available=False: device
+            torch.accelerator,
+            "current_accelerator",
+            lambda check_available=False: device,
         )
         monkeypatch.setattr(
-            torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: count)
+            torch,
+            "get_device_module",
+            lambda _: SimpleNamespace(device_count=lambda: count),
         )
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_devices_equal_the_ones_torch_reports(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_devices_equal_the_ones_torch_reports(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     _Accelerators(monkeypatch, kind, 4)
     for word in ("auto", "gpu", kind):
         assert pick_device(word, 2) == torch.device(kind, 2)
@@ -232,7 +268,9 @@ def test_devices_equal_the_ones_torch_reports(monkeypatch: pytest.MonkeyPatch, k
         pick_device("mps")
 
 
-def test_slurm_shows_a_task_only_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_shows_a_task_only_its_own_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _Accelerators(monkeypatch, "cuda", 1)
     with pytest.raises(StrategyError):
         pick_device("auto", 1)
@@ -244,7 +282,12 @@ def test_slurm_shows_a_task_only_its_own_device(monkeypatch: pytest.MonkeyPatch)
 def test_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     _Accelerators(monkeypatch, None, 0)
     assert pick_device("auto") == torch.device("cpu")
-    assert (count_devices("auto"), count_devices(-1), count_devices(3), count_devices("2")) == (
+    assert (
+        count_devices("auto"),
+        count_devices(-1),
+        count_devices(3),
+        count_devices("2"),
+    ) == (
         1,
         1,
         3,

@@ -45,7 +45,9 @@ def test_every_error_is_in_the_tree_of_the_docstring_and_in_all(cls):
     assert cls.__name__ in errors.__all__
 
 
-@pytest.mark.parametrize("cls", [c for c in CLASSES if not issubclass(c, CheckpointError)])
+@pytest.mark.parametrize(
+    "cls", [c for c in CLASSES if not issubclass(c, CheckpointError)]
+)
 def test_every_error_survives_pickling(cls):
     error = pickle.loads(pickle.dumps(cls("problem", found="this", fix="that")))
     assert type(error) is cls
@@ -55,9 +57,13 @@ def test_every_error_survives_pickling(cls):
 
 def test_a_checkpoint_error_names_file_key_and_reason_and_survives_pickling():
     error = pickle.loads(
-        pickle.dumps(CheckpointError("model.safetensors", "layer.weight", "checksum differs"))
+        pickle.dumps(
+            CheckpointError("model.safetensors", "layer.weight", "checksum differs")
+        )
     )
-    assert str(error) == "model.safetensors: checksum differs\n  found: key 'layer.weight'"
+    assert (
+        str(error) == "model.safetensors: checksum differs\n  found: key 'layer.weight'"
+    )
     assert (error.file, error.key, error.reason) == (
         "model.safetensors",
         "layer.weight",
@@ -70,8 +76,15 @@ def test_a_missing_checkpoint_is_also_what_the_references_raise_and_survives_pic
         "nope", "does not exist", found="runs has step-3", fix="pass runs/step-3"
     )
     error = pickle.loads(pickle.dumps(missing))
-    assert str(error) == "nope: does not exist\n  found: runs has step-3\n  fix:   pass runs/step-3"
-    assert (error.file, error.reason, error.found) == ("nope", "does not exist", "runs has step-3")
+    assert (
+        str(error)
+        == "nope: does not exist\n  found: runs has step-3\n  fix:   pass runs/step-3"
+    )
+    assert (error.file, error.reason, error.found) == (
+        "nope",
+        "does not exist",
+        "runs has step-3",
+    )
     for kind in (CheckpointError, FileNotFoundError, ValueError):
         assert isinstance(error, kind)
 
@@ -105,7 +118,9 @@ def test_every_error_is_at_the_top():
     import trainer_kit as tk
     from trainer_kit.core import errors
 
-    raised = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
+    raised = [
+        name for name in errors.__all__ if isinstance(getattr(errors, name), type)
+    ]
     assert len(raised) > 10
     for name in raised:
         assert getattr(tk, name) is getattr(errors, name)

@@ -34,7 +34,12 @@ def test_all_arguments_are_kept_with_their_defaults():
             super().__init__()
             self.save_hyperparameters()
 
-    assert Net(8, lr=0.5, act="relu").hparams == {"width": 8, "depth": 2, "lr": 0.5, "act": "relu"}
+    assert Net(8, lr=0.5, act="relu").hparams == {
+        "width": 8,
+        "depth": 2,
+        "lr": 0.5,
+        "act": "relu",
+    }
 
 
 def test_some_arguments_by_name():
@@ -222,14 +227,18 @@ def test_a_mixin_ignores_what_a_base_class_saves():
     assert "net" not in Mixed("net").hparams
 
 
-def test_omegaconf_comes_back_as_omegaconf_and_its_interpolations_are_not_called(tmp_path):
+def test_omegaconf_comes_back_as_omegaconf_and_its_interpolations_are_not_called(
+    tmp_path,
+):
     omegaconf = pytest.importorskip("omegaconf")
     from trainer_kit.checkpoint.encoding import decode, encode
 
     config = omegaconf.OmegaConf.create(
         {"lr": 0.1, "sizes": [1, 2], "twice": "${lr}", "net": {"width": "${sizes[1]}"}}
     )
-    again = decode(encode({"cfg": config, "net": config.net, "sizes": config.sizes}, {}), {})
+    again = decode(
+        encode({"cfg": config, "net": config.net, "sizes": config.sizes}, {}), {}
+    )
     assert type(again["cfg"]) is omegaconf.DictConfig
     assert again["cfg"].twice == 0.1
     assert again["net"].width == 2
@@ -237,7 +246,11 @@ def test_omegaconf_comes_back_as_omegaconf_and_its_interpolations_are_not_called
     called = []
     omegaconf.OmegaConf.register_new_resolver("call", called.append)
     hostile = decode(
-        {"$": "object", "v": ["omegaconf", {"a": "${call:1}", "b": [{"c": "${oc.env:HOME}"}]}]}, {}
+        {
+            "$": "object",
+            "v": ["omegaconf", {"a": "${call:1}", "b": [{"c": "${oc.env:HOME}"}]}],
+        },
+        {},
     )
     assert hostile.a == "${call:1}"
     assert hostile.b[0].c == "${oc.env:HOME}"

@@ -13,7 +13,9 @@ import pytest
 import trainer_kit
 
 
-@pytest.mark.parametrize("name", ["trainer_kit.unknown", "trainer_kit.callbacks.unknown"])
+@pytest.mark.parametrize(
+    "name", ["trainer_kit.unknown", "trainer_kit.callbacks.unknown"]
+)
 def test_find_spec_of_an_unknown_module_is_none(name: str) -> None:
     assert find_spec(name) is None
     for finder in sys.meta_path:  # as pytest asks
@@ -32,7 +34,9 @@ def test_an_import_of_an_unknown_module_suggests_a_fix() -> None:
         lambda: import_module("trainer_kit.callbaks"),
         lambda: exec("import trainer_kit.callbaks"),
     ):
-        with pytest.raises(ModuleNotFoundError, match=r"fix: +did you mean 'callbacks'\?"):
+        with pytest.raises(
+            ModuleNotFoundError, match=r"fix: +did you mean 'callbacks'\?"
+        ):
             attempt()
     with pytest.raises(ImportError, match=r"fix: +did you mean 'EarlyStopping'\?"):
         exec("from trainer_kit.callbacks import EarlyStoping")

@@ -28,11 +28,17 @@ def test_a_file_url_is_a_plain_path(given, meant):
     assert absolute(given) == Path(os.path.abspath(meant))
 
 
-@pytest.mark.parametrize("url", ["memory://", "memory://a", "memory://a/b/", "MEMORY://a//"])
+@pytest.mark.parametrize(
+    "url", ["memory://", "memory://a", "memory://a/b/", "MEMORY://a//"]
+)
 def test_urls_keep_their_text_but_for_the_last_slash(url):
     path = locate(url)
     assert isinstance(path, RemotePath)
-    assert str(path) == os.fspath(path) == (url if url.endswith("://") else url.rstrip("/"))
+    assert (
+        str(path)
+        == os.fspath(path)
+        == (url if url.endswith("://") else url.rstrip("/"))
+    )
     assert locate(path) is path
     assert locate(str(path)) == pickle.loads(pickle.dumps(path)) == path
     assert path / "x" / "y" == locate(
@@ -50,7 +56,9 @@ def test_an_unknown_protocol_is_refused_with_the_one_that_was_meant():
         match=r"memori:// is an unknown storage protocol\n.*\n.*did you mean 'memory'",
     ):
         locate("memori://bucket/run")
-    with pytest.raises(ConfigurationError, match="s4:// is an unknown storage protocol"):
+    with pytest.raises(
+        ConfigurationError, match="s4:// is an unknown storage protocol"
+    ):
         locate("s4://bucket/run")
 
 
@@ -65,7 +73,10 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         locate("nowhere://bucket/run")
     assert caught.value.problem == "the package for nowhere:// is not installed"
-    assert caught.value.found == "nowhere://bucket/run: Install nowhere_fs to access Nowhere"
+    assert (
+        caught.value.found
+        == "nowhere://bucket/run: Install nowhere_fs to access Nowhere"
+    )
     assert caught.value.fix == "pip install nowhere_fs"
 
 
@@ -83,7 +94,9 @@ def test_urls_without_one_storage_are_refused(url):
 
 
 def test_a_file_url_with_a_host_is_refused():
-    with pytest.raises(ConfigurationError, match="absolute path of this machine") as caught:
+    with pytest.raises(
+        ConfigurationError, match="absolute path of this machine"
+    ) as caught:
         locate("file://runs/1")
     assert caught.value.fix == "file:///runs/1"
 

@@ -42,7 +42,12 @@ def test_it_goes_by_lightning_s_name_too():
 
 def test_it_is_a_plain_module_without_a_trainer():
     net = Net()
-    assert (net.global_step, net.current_epoch, net.global_rank, net.local_rank) == (0, 0, 0, 0)
+    assert (net.global_step, net.current_epoch, net.global_rank, net.local_rank) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert (net.logger, net.loggers) == (None, [])
     assert net.device == torch.device("cpu")
     assert net.dtype == torch.float32
@@ -50,11 +55,16 @@ def test_it_is_a_plain_module_without_a_trainer():
 
 
 def test_a_module_without_tensors_has_a_device_and_a_dtype():
-    assert (TrainModule().device, TrainModule().dtype) == (torch.device("cpu"), torch.float32)
+    assert (TrainModule().device, TrainModule().dtype) == (
+        torch.device("cpu"),
+        torch.float32,
+    )
 
 
 def test_a_missing_trainer_is_an_error_that_names_when_it_exists():
-    with pytest.raises(ConfigurationError, match=r"(?s)Net is not attached to a Trainer.*fix"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)Net is not attached to a Trainer.*fix"
+    ):
         _ = Net().trainer
 
 
@@ -179,7 +189,8 @@ def test_weights_that_do_not_fit_are_refused_unless_asked_for(tmp_path):
     with pytest.raises(RuntimeError, match=r"extra\.weight"):
         More.load_from_checkpoint(tmp_path / "c")
     with pytest.warns(
-        UserWarning, match=r"strict=False; not in the checkpoint.*extra\.bias, extra\.weight"
+        UserWarning,
+        match=r"strict=False; not in the checkpoint.*extra\.bias, extra\.weight",
     ):
         loaded = More.load_from_checkpoint(tmp_path / "c", strict=False)
     assert torch.equal(loaded.layer.weight, net.layer.weight)
@@ -206,7 +217,9 @@ def test_layers_that_are_built_late_are_built_before_loading(tmp_path):
     trainer = Trainer(**QUIET, max_steps=1)
     trainer.fit(net, [torch.randn(2, 2)])
     trainer.save_checkpoint(tmp_path / "c")
-    assert torch.equal(Late.load_from_checkpoint(tmp_path / "c").late.weight, net.late.weight)
+    assert torch.equal(
+        Late.load_from_checkpoint(tmp_path / "c").late.weight, net.late.weight
+    )
 
 
 def test_an_export_needs_an_input():
@@ -286,5 +299,8 @@ def test_on_gpu_says_where_the_module_is():
     module = TrainModule()
     assert module.on_gpu is False
     assert (
-        type(module).on_gpu.fget(type("There", (), {"device": torch.device("cuda", 0)})()) is True
+        type(module).on_gpu.fget(
+            type("There", (), {"device": torch.device("cuda", 0)})()
+        )
+        is True
     )

@@ -39,7 +39,19 @@ def test_text_is_read(text, value, unit):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "ep", "3", "3 epochs", "-3ep", "three ep", "3ep4", "1e400tok", "nan s", "inf h"]
+    "text",
+    [
+        "",
+        "ep",
+        "3",
+        "3 epochs",
+        "-3ep",
+        "three ep",
+        "3ep4",
+        "1e400tok",
+        "nan s",
+        "inf h",
+    ],
 )
 def test_text_that_is_not_a_duration_is_refused(text):
     with pytest.raises(DurationError):
@@ -47,7 +59,9 @@ def test_text_that_is_not_a_duration_is_refused(text):
 
 
 def test_an_unknown_unit_is_refused_with_the_known_ones():
-    with pytest.raises(DurationError, match=r"(?s)'week'.*ep, ba, st, sp, tok, s, min, h, d, dur"):
+    with pytest.raises(
+        DurationError, match=r"(?s)'week'.*ep, ba, st, sp, tok, s, min, h, d, dur"
+    ):
         Duration.parse("3week")
 
 
@@ -125,13 +139,18 @@ def test_text_and_repr_can_be_read_back():
 
 
 def test_durations_are_values():
-    assert len({Duration.parse("2h"), Duration.parse("120min"), Duration.parse("7200s")}) == 1
+    assert (
+        len({Duration.parse("2h"), Duration.parse("120min"), Duration.parse("7200s")})
+        == 1
+    )
     assert pickle.loads(pickle.dumps(Duration.parse("3ep"))) == Duration(3, "ep")
     with pytest.raises(AttributeError):
         Duration(3, "ep").value = 4
 
 
-FULL = Progress(epoch=1, batch=12, step=6, samples=48, tokens=480, epoch_batch=2, seconds=1.5)
+FULL = Progress(
+    epoch=1, batch=12, step=6, samples=48, tokens=480, epoch_batch=2, seconds=1.5
+)
 
 
 def test_it_starts_at_nothing():

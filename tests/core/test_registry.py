@@ -17,7 +17,11 @@ from trainer_kit.core.registry import LOGGERS, PRECISIONS, STRATEGIES, Registry
 
 
 def install(
-    root: Path, package: str, entries: str, source: str = "", group: str = "trainer_kit.engines"
+    root: Path,
+    package: str,
+    entries: str,
+    source: str = "",
+    group: str = "trainer_kit.engines",
 ) -> None:
     """Lay down a module and the metadata that an installer would write for it."""
     module = package.replace("-", "_")
@@ -73,7 +77,9 @@ def test_a_string_is_imported_when_asked_for_and_once(site):
 def test_a_string_that_cannot_be_imported_names_the_cause(target):
     registry = Registry("engine")
     registry.register("broken", target)
-    with pytest.raises(RegistryError, match="engine 'broken' could not be imported") as caught:
+    with pytest.raises(
+        RegistryError, match="engine 'broken' could not be imported"
+    ) as caught:
         registry.get("broken")
     assert target in caught.value.found
     assert caught.value.__cause__ is not None
@@ -134,7 +140,10 @@ def test_entry_points_are_found_by_name_and_loaded_only_then(site):
 
 def test_a_registered_name_comes_before_an_entry_point(site):
     install(
-        site, "plug-shadow", "near = plug_shadow:Other", "raise ImportError('never imported')\n"
+        site,
+        "plug-shadow",
+        "near = plug_shadow:Other",
+        "raise ImportError('never imported')\n",
     )
     registry = Registry("engine")
     registry.register("near", dict)

@@ -13,7 +13,8 @@ from trainer_kit.testing import TinyModule
 
 def test_an_unknown_hook_of_a_callback_is_refused_with_the_nearest():
     with pytest.raises(
-        HookError, match=r"(?s)Misspelt.on_train_epoch_ends is not a hook.*'on_train_epoch_end'"
+        HookError,
+        match=r"(?s)Misspelt.on_train_epoch_ends is not a hook.*'on_train_epoch_end'",
     ):
 
         class Misspelt(Callback):
@@ -30,14 +31,19 @@ def test_an_unknown_hook_of_a_module_is_refused():
 @pytest.mark.parametrize("name", ["traning_step", "validaton_step"])
 def test_misspelt_steps_are_refused(name):
     with pytest.raises(
-        HookError, match=rf"(?s)Old.{name} is not a hook.*did you mean '(training|validation)_step'"
+        HookError,
+        match=rf"(?s)Old.{name} is not a hook.*did you mean '(training|validation)_step'",
     ):
         type("Old", (TrainModule,), {name: lambda self, *arguments: None})
 
 
 def use(cls):
     """Hand an object of the class to a Trainer, at its first entry point."""
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_checkpointing": False,
+    }
     if issubclass(cls, Callback):
         Trainer(callbacks=cls(), fast_dev_run=True, **quiet)
     elif issubclass(cls, DataModule):
@@ -49,7 +55,11 @@ def use(cls):
 @pytest.mark.parametrize(
     ("base", "name", "fix"),
     [
-        (TinyModule, "training_epoch_end", "define on_train_epoch_end .*keep them on self"),
+        (
+            TinyModule,
+            "training_epoch_end",
+            "define on_train_epoch_end .*keep them on self",
+        ),
         (TinyModule, "validation_epoch_end", "define on_validation_epoch_end "),
         (TinyModule, "training_step_end", "define on_train_batch_end$"),
         (TinyModule, "validation_step_end", "define on_validation_batch_end$"),
@@ -79,7 +89,14 @@ def test_a_subclass_puts_a_hook_right():
 
 
 @pytest.mark.parametrize(
-    "name", ["train_step", "pretraining_step", "retraining_step", "training_step_2", "best_step"]
+    "name",
+    [
+        "train_step",
+        "pretraining_step",
+        "retraining_step",
+        "training_step_2",
+        "best_step",
+    ],
 )
 def test_methods_of_one_s_own_are_left_alone(name):
     type("Mine", (TrainModule,), {name: lambda self, *arguments: None})
@@ -136,7 +153,9 @@ def test_star_arguments_and_defaults_fit_every_hook():
 
 def test_an_optional_last_parameter_may_be_left_out():
     class Loaders(Callback):
-        def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx): ...
+        def on_validation_batch_end(
+            self, trainer, module, outputs, batch, batch_idx
+        ): ...
 
     class One(TinyModule):
         def on_validation_batch_start(self, batch, batch_idx): ...
@@ -181,7 +200,9 @@ def test_modules_and_callbacks_know_the_same_moments():
     """But for modes and gradients around an evaluation, which only a module has, and the sanity check."""
     of_callbacks = {name for name in vars(Callback) if name.startswith("on_")}
     of_modules = {
-        name for name in {**vars(ModuleHooks), **vars(DataHooks)} if name.startswith("on_")
+        name
+        for name in {**vars(ModuleHooks), **vars(DataHooks)}
+        if name.startswith("on_")
     }
     modes = {
         f"on_{kind}_model_{to}"
@@ -199,10 +220,14 @@ def test_modules_and_callbacks_know_the_same_moments():
 @pytest.mark.parametrize("cls", [Callback, ModuleHooks, DataHooks])
 def test_every_hook_documents_when_it_is_called(cls):
     hooks = [
-        value for name, value in vars(cls).items() if callable(value) and not name.startswith("_")
+        value
+        for name, value in vars(cls).items()
+        if callable(value) and not name.startswith("_")
     ]
     assert [
-        hook.__name__ for hook in hooks if not hook.__doc__ and hook.__name__ not in ("state_dict",)
+        hook.__name__
+        for hook in hooks
+        if not hook.__doc__ and hook.__name__ not in ("state_dict",)
     ] == []
 
 

@@ -13,7 +13,13 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput
 
 import trainer_kit
-from trainer_kit.core.tensors import children, map_leaves, map_tensors, move_to_device, tensors_of
+from trainer_kit.core.tensors import (
+    children,
+    map_leaves,
+    map_tensors,
+    move_to_device,
+    tensors_of,
+)
 
 
 class Pair(NamedTuple):
@@ -105,7 +111,9 @@ def test_containers_keep_their_class_and_are_not_changed(kind: str) -> None:
     floats = [tensor for tensor in tensors_of(halved) if tensor.is_floating_point()]
     assert floats
     assert all(tensor.dtype == torch.float16 for tensor in floats)
-    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in tensors_of(batch))
+    assert all(
+        tensor.dtype in (torch.float32, torch.int64) for tensor in tensors_of(batch)
+    )
     assert [way for way, _ in children(halved)] == [way for way, _ in children(batch)]
 
 
@@ -122,10 +130,14 @@ def test_what_classes_know_beside_their_items_stays() -> None:
     assert batch["new"] == []
     output = map_tensors(containers()["model output"], torch.Tensor.half)
     assert output.last_hidden_state is output["last_hidden_state"]
-    derived = map_tensors(containers()["dataclass with derived fields"], torch.Tensor.half)
+    derived = map_tensors(
+        containers()["dataclass with derived fields"], torch.Tensor.half
+    )
     assert derived.later.dtype == torch.float16
     assert not hasattr(derived, "unset")
-    packed = map_tensors(pack_sequence([torch.ones(2), torch.ones(1)]), torch.Tensor.double)
+    packed = map_tensors(
+        pack_sequence([torch.ones(2), torch.ones(1)]), torch.Tensor.double
+    )
     assert isinstance(packed, PackedSequence)
     assert packed.data.dtype == torch.float64
 
@@ -143,6 +155,9 @@ def test_nothing_else_in_the_package_walks_batches() -> None:
 def test_other_leaves_are_passed_to_a_function_of_their_own() -> None:
     names: list[Any] = []
     map_leaves(
-        {"x": torch.ones(1), "pair": ("a", None)}, lambda tensor: tensor, torch.Tensor, names.append
+        {"x": torch.ones(1), "pair": ("a", None)},
+        lambda tensor: tensor,
+        torch.Tensor,
+        names.append,
     )
     assert names == ["a", None]

@@ -52,7 +52,9 @@ def data(count: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(float(count)).unsqueeze(1), batch_size=2, **options)  # type: ignore[arg-type]
 
 
-def resumed(first: Any, second: Any, path: Path, **options: Any) -> list[tuple[int, list[float]]]:
+def resumed(
+    first: Any, second: Any, path: Path, **options: Any
+) -> list[tuple[int, list[float]]]:
     """The batches of a run of two epochs that continues after two batches of ``first``."""
     trainer = tk.Trainer(**OPTIONS, max_steps=2)
     trainer.fit(Sees(), first)
@@ -164,22 +166,33 @@ class Resumable(Unsized):
 
 @pytest.mark.filterwarnings("ignore:.*cannot skip by index")
 @pytest.mark.parametrize("kind", [Unsized, Resumable])
-def test_an_unsized_stream_that_is_over_now_gets_a_line(kind: Any, tmp_path: Path) -> None:
+def test_an_unsized_stream_that_is_over_now_gets_a_line(
+    kind: Any, tmp_path: Path
+) -> None:
     with warnings.catch_warnings(record=True) as lines:
         warnings.simplefilter("always")
         seen = resumed(
-            DataLoader(kind(8), batch_size=2), DataLoader(kind(2), batch_size=2), tmp_path / "state"
+            DataLoader(kind(8), batch_size=2),
+            DataLoader(kind(2), batch_size=2),
+            tmp_path / "state",
         )
     assert seen == [(1, [0.0, 1.0])]
-    assert sum("has ended before batch 2, at which" in str(line.message) for line in lines) == 1
+    assert (
+        sum("has ended before batch 2, at which" in str(line.message) for line in lines)
+        == 1
+    )
 
 
 @pytest.mark.parametrize("kind", [Unsized, Resumable])
-def test_a_stream_that_ends_where_the_checkpoint_is_gets_no_line(kind: Any, tmp_path: Path) -> None:
+def test_a_stream_that_ends_where_the_checkpoint_is_gets_no_line(
+    kind: Any, tmp_path: Path
+) -> None:
     with warnings.catch_warnings(record=True) as lines:
         warnings.simplefilter("always")
         resumed(
-            DataLoader(kind(4), batch_size=2), DataLoader(kind(4), batch_size=2), tmp_path / "state"
+            DataLoader(kind(4), batch_size=2),
+            DataLoader(kind(4), batch_size=2),
+            tmp_path / "state",
         )
     assert not any("has ended before" in str(line.message) for line in lines)
 
@@ -189,8 +202,16 @@ def test_a_stream_that_ends_where_the_checkpoint_is_gets_no_line(kind: Any, tmp_
     ("first", "second", "line"),
     [
         (data(8), data(12), "the training data have 12 samples, and had 8"),
-        (data(8), data(2), "batch 2 of epoch 0, which has 1 now: the loader yields no batches"),
-        (data(8), data(8, shuffle=True), "in the order of RandomSampler, and were in that of Seq"),
+        (
+            data(8),
+            data(2),
+            "batch 2 of epoch 0, which has 1 now: the loader yields no batches",
+        ),
+        (
+            data(8),
+            data(8, shuffle=True),
+            "in the order of RandomSampler, and were in that of Seq",
+        ),
         (
             DataLoader(Stream(8), batch_size=2),
             DataLoader(Stream(12), batch_size=2),
@@ -214,7 +235,9 @@ def test_the_accelerator_says_so_too(
     other = again.prepare(second)
     again.load_state(tmp_path / "state")
     output = capsys.readouterr().out
-    assert output.count("may repeat samples") + output.count("yields no batches") == bool(line)
+    assert output.count("may repeat samples") + output.count(
+        "yields no batches"
+    ) == bool(line)
     assert (line or "") in output
     with warnings.catch_warnings(record=True) as lines:
         warnings.simplefilter("always")
@@ -239,4 +262,6 @@ def test_an_accelerator_reads_a_stream_that_is_over_now(
     with warnings.catch_warnings(record=True) as lines:
         warnings.simplefilter("always")
         assert len(list(other)) == (2 if count == 8 else 0)
-    assert any("has ended before" in str(line.message) for line in lines) == (count == 2)
+    assert any("has ended before" in str(line.message) for line in lines) == (
+        count == 2
+    )

@@ -30,7 +30,9 @@ def plain(batch: Any) -> Any:
         return batch.tolist()
     if isinstance(batch, dict):
         return {key: plain(value) for key, value in batch.items()}
-    return [plain(value) for value in batch] if isinstance(batch, (list, tuple)) else batch
+    return (
+        [plain(value) for value in batch] if isinstance(batch, (list, tuple)) else batch
+    )
 
 
 MODES: tuple[Mode, ...] = ("min_size", "max_size_cycle", "max_size", "sequential")
@@ -72,9 +74,10 @@ def test_modes_are_lightnings(mode: Mode) -> None:
 
 def test_unknown_lengths() -> None:
     assert len(CombinedLoader([Unsized(9), range(4)], "min_size")) == 4
-    assert [plain(batch) for batch in CombinedLoader([Unsized(3), range(4)], "max_size_cycle")][
-        -1
-    ] == [0, 3]
+    assert [
+        plain(batch)
+        for batch in CombinedLoader([Unsized(3), range(4)], "max_size_cycle")
+    ][-1] == [0, 3]
     for mode in ("max_size_cycle", "max_size", "sequential"):
         with pytest.raises(TypeError, match="length of a CombinedLoader"):
             len(CombinedLoader([Unsized(3), range(4)], mode))  # type: ignore[arg-type]
@@ -82,9 +85,15 @@ def test_unknown_lengths() -> None:
 
 def test_nothing_to_combine_and_empty_loaders() -> None:
     for mode in MODES:
-        assert (len(CombinedLoader([], mode)), list(CombinedLoader([], mode))) == (0, [])
+        assert (len(CombinedLoader([], mode)), list(CombinedLoader([], mode))) == (
+            0,
+            [],
+        )
     assert list(CombinedLoader([range(0), range(3)], "max_size_cycle")) == []
-    assert list(CombinedLoader([range(0), range(2)], "max_size")) == [[None, 0], [None, 1]]
+    assert list(CombinedLoader([range(0), range(2)], "max_size")) == [
+        [None, 0],
+        [None, 1],
+    ]
 
 
 def test_loaders_that_end_together_are_not_started_again() -> None:
@@ -133,7 +142,8 @@ def loader(count: int, batch_size: int, **options: Any) -> DataLoader[int]:
 def test_a_feed_takes_a_pytree_and_divides_each_leaf() -> None:
     tree = {"a": loader(12, 2), "b": [loader(8, 1)]}
     ranks = [
-        [plain(batch) for batch in Feed(tree, rank=rank, size=2).epoch(0)] for rank in range(2)
+        [plain(batch) for batch in Feed(tree, rank=rank, size=2).epoch(0)]
+        for rank in range(2)
     ]
     assert ranks[0][0] == {"a": [0, 1], "b": [[0]]}
     assert ranks[1][2] == {"a": [10, 11], "b": [[5]]}
@@ -161,12 +171,16 @@ def test_a_list_of_batches_is_not_a_pytree() -> None:
     ]
 
 
-def test_leaves_over_one_dataset_come_in_different_orders_that_are_reproducible() -> None:
+def test_leaves_over_one_dataset_come_in_different_orders_that_are_reproducible() -> (
+    None
+):
     def read() -> list[Any]:
         torch.manual_seed(random.randrange(1000))
         return [
             plain(batch)
-            for batch in Feed({k: loader(30, 30, shuffle=True) for k in "ab"}, seed=1).epoch(2)
+            for batch in Feed(
+                {k: loader(30, 30, shuffle=True) for k in "ab"}, seed=1
+            ).epoch(2)
         ]
 
     (batch,) = read()
@@ -176,7 +190,9 @@ def test_leaves_over_one_dataset_come_in_different_orders_that_are_reproducible(
 
 
 def test_a_cycle_shuffles_each_pass() -> None:
-    both = CombinedLoader([loader(20, 20, shuffle=True), loader(3, 1)], "max_size_cycle")
+    both = CombinedLoader(
+        [loader(20, 20, shuffle=True), loader(3, 1)], "max_size_cycle"
+    )
     passes = [plain(batch)[0] for batch in Feed(both).epoch(0)]
     assert len({str(order) for order in passes}) == 3
     assert all(sorted(order) == list(range(20)) for order in passes)
@@ -184,16 +200,24 @@ def test_a_cycle_shuffles_each_pass() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 2])
-def test_start_continues_at_the_same_batch_as_a_whole_epoch(mode: Mode, size: int) -> None:
+def test_start_continues_at_the_same_batch_as_a_whole_epoch(
+    mode: Mode, size: int
+) -> None:
     def feed(rank: int) -> Feed:
-        leaves = [loader(13, 2, shuffle=True), loader(24, 1, shuffle=True), [1, 2, 3, 4]]
+        leaves = [
+            loader(13, 2, shuffle=True),
+            loader(24, 1, shuffle=True),
+            [1, 2, 3, 4],
+        ]
         return Feed(CombinedLoader(leaves, mode), rank=rank, size=size)
 
     for rank in range(size):
         whole = [plain(batch) for batch in feed(rank).epoch(1)]
         assert len(whole) == feed(rank).length
         for start in range(len(whole) + 1):
-            assert [plain(batch) for batch in feed(rank).epoch(1, start)] == whole[start:]
+            assert [plain(batch) for batch in feed(rank).epoch(1, start)] == whole[
+                start:
+            ]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -213,11 +237,14 @@ def test_a_rank_without_a_share_of_one_leaf() -> None:
     def last(mode: Mode) -> list[Any]:
         leaves = {"short": loader(5, 1), "long": loader(10, 1)}
         return [
-            plain(batch) for batch in Feed(CombinedLoader(leaves, mode), rank=1, size=2).epoch(0)
+            plain(batch)
+            for batch in Feed(CombinedLoader(leaves, mode), rank=1, size=2).epoch(0)
         ]
 
     assert last("min_size")[2:] == [EMPTY]
-    assert last("max_size")[2:] == [{"short": None, "long": [value]} for value in (5, 7, 9)]
+    assert last("max_size")[2:] == [
+        {"short": None, "long": [value]} for value in (5, 7, 9)
+    ]
     assert last("max_size_cycle")[1:4] == [
         {"short": [3], "long": [3]},
         {"short": [3], "long": [5]},  # the batch before it, again

@@ -72,7 +72,9 @@ class Sees(tk.TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fitted(loader: Any, path: Any = None, **options: Any) -> tuple[tk.Trainer, list[float]]:
+def fitted(
+    loader: Any, path: Any = None, **options: Any
+) -> tuple[tk.Trainer, list[float]]:
     module = Sees()
     trainer = tk.Trainer(**OPTIONS, **options)
     trainer.fit(module, loader, ckpt_path=path)
@@ -86,7 +88,9 @@ STARTS_AGAIN = "ignore:the persistent workers of this DataLoader start again"
 @pytest.mark.slow
 def test_persistent_workers_read_each_epoch_in_its_own_order(tmp_path: Path) -> None:
     def loader() -> DataLoader[Any]:
-        return DataLoader(Shuffled(), batch_size=2, num_workers=1, persistent_workers=True)
+        return DataLoader(
+            Shuffled(), batch_size=2, num_workers=1, persistent_workers=True
+        )
 
     _, seen = fitted(loader(), max_epochs=2)
     orders = [list(range(12)), list(range(12))]
@@ -107,7 +111,9 @@ def test_persistent_workers_read_each_epoch_in_its_own_order(tmp_path: Path) -> 
 def test_persistent_workers_of_a_map_style_data_set(name: str) -> None:
     data: Any = Subset(Grows(), range(4)) if name == "inside" else Grows()
     options: dict[str, Any] = {"collate_fn": Collates()} if name == "collate_fn" else {}
-    loader = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True, **options)
+    loader = DataLoader(
+        data, batch_size=2, num_workers=1, persistent_workers=True, **options
+    )
     _, seen = fitted(loader, max_epochs=3)
     assert seen == [float(epoch) for epoch in range(3) for _ in range(4)]
 
@@ -134,8 +140,12 @@ def test_other_persistent_workers_stay() -> None:
 
 
 def test_workers_that_start_again_get_one_line() -> None:
-    loader: Any = DataLoader(Shuffled(), batch_size=2, num_workers=1, persistent_workers=True)
-    line = "workers of this DataLoader start again for each epoch: set_epoch of Shuffled"
+    loader: Any = DataLoader(
+        Shuffled(), batch_size=2, num_workers=1, persistent_workers=True
+    )
+    line = (
+        "workers of this DataLoader start again for each epoch: set_epoch of Shuffled"
+    )
     with pytest.warns(UserWarning, match=line) as lines:
         fitted(loader, max_epochs=2)
     assert len(lines) == 1
@@ -169,7 +179,10 @@ def test_a_state_is_not_asked_for_before_it_is_restored(tmp_path: Path) -> None:
     _, seen = fitted(Begins(), max_epochs=2)
     trainer, _ = fitted(Begins(), max_steps=2)
     trainer.save_checkpoint(tmp_path / "state")
-    options = {**OPTIONS, "enable_checkpointing": True}  # the state is tried before the first step
+    options = {
+        **OPTIONS,
+        "enable_checkpointing": True,
+    }  # the state is tried before the first step
     module = Sees()
     tk.Trainer(**options, max_epochs=2, default_root_dir=tmp_path).fit(
         module, Begins(), ckpt_path=tmp_path / "state"
@@ -185,7 +198,9 @@ def test_torchdata_nodes_resume(tmp_path: Path) -> None:
             range(12), generator=torch.Generator().manual_seed(3)
         )
         batch = nodes.Batcher(nodes.SamplerWrapper(order), 2)
-        return nodes.Loader(nodes.Mapper(batch, lambda ids: torch.tensor(ids).float().unsqueeze(1)))
+        return nodes.Loader(
+            nodes.Mapper(batch, lambda ids: torch.tensor(ids).float().unsqueeze(1))
+        )
 
     _, seen = fitted(loader(), max_epochs=2)
     trainer, _ = fitted(loader(), max_steps=2)
@@ -199,7 +214,9 @@ def test_torchdata_nodes_resume(tmp_path: Path) -> None:
     assert sorted(seen[12:]) == sorted(seen[:12])
 
 
-def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
     class Unsaveable(Begins):
         def state_dict(self) -> dict[str, Any]:
             return {"at": object()}
@@ -207,7 +224,9 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path:
     module = Sees()
     options = {**OPTIONS, "enable_checkpointing": True}
     with pytest.raises(CheckpointError, match="object"):
-        tk.Trainer(**options, max_epochs=1, default_root_dir=tmp_path).fit(module, Unsaveable())
+        tk.Trainer(**options, max_epochs=1, default_root_dir=tmp_path).fit(
+            module, Unsaveable()
+        )
     assert module.seen == []
 
 
@@ -220,7 +239,9 @@ class BufferShuffledExamplesIterable:
 
 class Buffered(IterableDataset[Any]):
     def __init__(self, size: int) -> None:
-        self._ex_iterable = SimpleNamespace(ex_iterable=BufferShuffledExamplesIterable(size))
+        self._ex_iterable = SimpleNamespace(
+            ex_iterable=BufferShuffledExamplesIterable(size)
+        )
         self.at = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -236,7 +257,9 @@ class Buffered(IterableDataset[Any]):
         self.at = state["at"]
 
 
-def test_a_resume_with_a_shuffle_buffer_says_that_it_is_not_exact(tmp_path: Path) -> None:
+def test_a_resume_with_a_shuffle_buffer_says_that_it_is_not_exact(
+    tmp_path: Path,
+) -> None:
     assert [shuffle_buffer(DataLoader(Buffered(size))) for size in (16, 1)] == [16, 0]
     trainer, _ = fitted(DataLoader(Buffered(16)), max_steps=2)
     trainer.save_checkpoint(tmp_path / "state")

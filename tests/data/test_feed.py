@@ -55,7 +55,9 @@ class Careless(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.count):
             yield (
-                random.randrange(100) + int(np.random.randint(100)) + int(torch.randint(100, ()))
+                random.randrange(100)
+                + int(np.random.randint(100))
+                + int(torch.randint(100, ()))
             ) % self.count
 
 
@@ -92,14 +94,20 @@ def flat(batches: list[list[Any]]) -> list[Any]:
 
 def globals_state() -> list[Any]:
     state = rng_state()
-    return [state["python"], [str(part) for part in state["numpy"]], state["torch"].tolist()]
+    return [
+        state["python"],
+        [str(part) for part in state["numpy"]],
+        state["torch"].tolist(),
+    ]
 
 
 SAMPLERS = {
     "sequential": lambda data: SequentialSampler(data),
     "random": lambda data: RandomSampler(data),
     "replacement": lambda data: RandomSampler(data, replacement=True, num_samples=19),
-    "weighted": lambda data: WeightedRandomSampler([1.0 + i for i in range(len(data))], 17),
+    "weighted": lambda data: WeightedRandomSampler(
+        [1.0 + i for i in range(len(data))], 17
+    ),
     "custom": lambda data: Careless(len(data)),
     "unsized": lambda data: Unsized(),
 }
@@ -107,10 +115,14 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_ranks_together_read_the_samples_of_one_process(name: str, drop_last: bool) -> None:
+def test_ranks_together_read_the_samples_of_one_process(
+    name: str, drop_last: bool
+) -> None:
     data = range(11)
     for size in (1, 2, 3, 4):
-        loader = DataLoader(data, batch_size=2, sampler=SAMPLERS[name](data), drop_last=drop_last)
+        loader = DataLoader(
+            data, batch_size=2, sampler=SAMPLERS[name](data), drop_last=drop_last
+        )
         whole = DataLoader(
             data, batch_size=2 * size, sampler=SAMPLERS[name](data), drop_last=drop_last
         )
@@ -147,7 +159,9 @@ def test_epochs_differ_and_are_reproducible() -> None:
     def order(seed: int, epoch: int) -> list[Any]:
         torch.manual_seed(random.randrange(1000))  # whatever the global state
         return plain(
-            Feed(DataLoader(range(50), batch_size=5, shuffle=True), seed=seed).epoch(epoch)
+            Feed(DataLoader(range(50), batch_size=5, shuffle=True), seed=seed).epoch(
+                epoch
+            )
         )
 
     assert order(0, 0) == order(0, 0)
@@ -160,14 +174,21 @@ def test_one_feed_gives_every_epoch_as_a_fresh_one_does() -> None:
     feed = Feed(DataLoader(range(20), batch_size=3, shuffle=True), rank=1, size=2)
     orders = [plain(feed.epoch(epoch)) for epoch in (0, 1, 0)]
     next(feed.epoch(2))  # broken off
-    assert [*orders, plain(feed.epoch(1))] == [orders[0], orders[1], orders[0], orders[1]]
+    assert [*orders, plain(feed.epoch(1))] == [
+        orders[0],
+        orders[1],
+        orders[0],
+        orders[1],
+    ]
     assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_global_generators_are_untouched(name: str) -> None:
     data = range(11)
-    feed = Feed(DataLoader(data, batch_size=2, sampler=SAMPLERS[name](data)), rank=0, size=2)
+    feed = Feed(
+        DataLoader(data, batch_size=2, sampler=SAMPLERS[name](data)), rank=0, size=2
+    )
     before = globals_state()
     for _ in feed.epoch(0):
         assert globals_state() == before
@@ -177,7 +198,10 @@ def test_global_generators_are_untouched(name: str) -> None:
 def test_a_sampler_with_its_own_generator_is_obeyed() -> None:
     def raw(seed: int) -> DataLoader[int]:
         return DataLoader(
-            range(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed)
+            range(12),
+            batch_size=4,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(seed),
         )  # type: ignore[arg-type]
 
     loader, feed = raw(3), Feed(raw(3), seed=99)
@@ -194,7 +218,11 @@ def test_endless_samplers_are_drawn_in_chunks() -> None:
 
     def parts(size: int) -> list[list[Any]]:
         feeds = [
-            Feed(DataLoader(range(100), 4096 // size, sampler=Endless()), rank=r, size=size)
+            Feed(
+                DataLoader(range(100), 4096 // size, sampler=Endless()),
+                rank=r,
+                size=size,
+            )
             for r in range(size)
         ]
         assert feeds[0].length is None
@@ -219,7 +247,9 @@ def test_a_batch_sampler_deals_whole_batches() -> None:
     assert [feed.samples(i) for i in range(4)] == [4, 3, 2, None]
     assert on_ranks(loader, 2, start=1) == [[[4, 5], [7, 8]], [[6], EMPTY]]
 
-    shuffled = DataLoader(range(9), batch_sampler=BatchSampler(RandomSampler(range(9)), 2, False))
+    shuffled = DataLoader(
+        range(9), batch_sampler=BatchSampler(RandomSampler(range(9)), 2, False)
+    )
     assert together(on_ranks(shuffled, 3)) == together(
         [plain(Feed(DataLoader(range(9), 6, shuffle=True)).epoch(0))]
     )
@@ -232,15 +262,24 @@ def test_a_distributed_sampler_is_obeyed_and_gets_the_epoch() -> None:
             sampler: DistributedSampler[int] = DistributedSampler(
                 data, num_replicas=3, rank=rank, seed=4
             )  # type: ignore[arg-type]
-            feed = Feed(DataLoader(data, batch_size=2, sampler=sampler), rank=rank, size=3)
+            feed = Feed(
+                DataLoader(data, batch_size=2, sampler=sampler), rank=rank, size=3
+            )
             got = plain(feed.epoch(epoch))
             sampler.set_epoch(epoch)
             assert flat(got) == list(sampler)
-            assert (feed.length, feed.even, feed.samples(0), feed.samples(1)) == (2, True, 6, 6)
+            assert (feed.length, feed.even, feed.samples(0), feed.samples(1)) == (
+                2,
+                True,
+                6,
+                6,
+            )
 
 
 def test_a_distributed_sampler_for_other_ranks_is_refused() -> None:
-    sampler: DistributedSampler[int] = DistributedSampler(range(10), num_replicas=4, rank=3)  # type: ignore[arg-type]
+    sampler: DistributedSampler[int] = DistributedSampler(
+        range(10), num_replicas=4, rank=3
+    )  # type: ignore[arg-type]
     with pytest.raises(DataError, match="divides the data differently from") as caught:
         Feed(DataLoader(range(10), sampler=sampler), rank=1, size=2)
     assert "num_replicas=4, rank=3 on data rank 1 of 2" in str(caught.value)
@@ -256,7 +295,10 @@ def test_evaluation_undoes_the_padding_of_a_distributed_sampler() -> None:
         ranks.append(
             plain(
                 Feed(
-                    DataLoader(data, batch_size=2, sampler=sampler), rank=rank, size=4, ordered=True
+                    DataLoader(data, batch_size=2, sampler=sampler),
+                    rank=rank,
+                    size=4,
+                    ordered=True,
                 ).epoch(0)
             )
         )
@@ -288,7 +330,9 @@ def test_without_sharding_every_rank_reads_everything() -> None:
             return iter(range(4))
 
     assert (
-        on_ranks(DataLoader(range(4), batch_size=2, sampler=Own()), 2, epoch=3, shard=False)
+        on_ranks(
+            DataLoader(range(4), batch_size=2, sampler=Own()), 2, epoch=3, shard=False
+        )
         == [[[0, 1], [2, 3]]] * 2
     )
     assert Own.epochs == [3, 3]
@@ -350,7 +394,9 @@ def test_the_users_loader_is_not_changed() -> None:
     assert rebuilt.extra is loader.extra  # type: ignore[attr-defined]
 
 
-def test_a_subclass_that_ignores_its_batch_sampler_is_an_error_not_a_silent_copy() -> None:
+def test_a_subclass_that_ignores_its_batch_sampler_is_an_error_not_a_silent_copy() -> (
+    None
+):
     class Deaf(DataLoader[int]):
         def __iter__(self) -> Any:
             return iter([torch.tensor([1]), torch.tensor([2])])
@@ -376,7 +422,8 @@ def test_stop_iteration_from_a_dataset_is_an_error(workers: int) -> None:
     batches = feed.epoch(0)
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(
-        DataError, match="StopIteration from user code ended the data after 2 batches of 5"
+        DataError,
+        match="StopIteration from user code ended the data after 2 batches of 5",
     ) as caught:
         next(batches)
     assert "Stopping" in str(caught.value)
@@ -392,7 +439,8 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor(
-            [index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64
+            [index, torch.rand(()).item(), random.random(), np.random.rand()],
+            dtype=torch.float64,
         )
 
 
@@ -411,7 +459,9 @@ def test_workers_give_the_same_samples_and_augmentations() -> None:
         feeds = [Feed(loader, rank=rank, size=size) for rank in range(size)]
         for epoch in (0, 1):
             parts = zip(*(feed.epoch(epoch, start) for feed in feeds), strict=True)
-            found.append([row for part in parts for batch in part for row in batch.tolist()])
+            found.append(
+                [row for part in parts for batch in part for row in batch.tolist()]
+            )
         return found
 
     before = globals_state()
@@ -425,10 +475,13 @@ def test_workers_give_the_same_samples_and_augmentations() -> None:
 
 
 def test_without_workers_the_same_samples_are_seeded_alike() -> None:
-    def read(workers: int, reproducible: bool = True, size: int = 1, start: int = 0) -> list[Any]:
+    def read(
+        workers: int, reproducible: bool = True, size: int = 1, start: int = 0
+    ) -> list[Any]:
         loader = DataLoader(Noisy(), 6 // size, shuffle=True, num_workers=workers)
         feeds = [
-            Feed(loader, rank=rank, size=size, reproducible=reproducible) for rank in range(size)
+            Feed(loader, rank=rank, size=size, reproducible=reproducible)
+            for rank in range(size)
         ]
         parts = zip(*(feed.epoch(1, start) for feed in feeds), strict=True)
         return [row for part in parts for batch in part for row in batch.tolist()]
@@ -473,7 +526,9 @@ def test_a_stateful_loader_is_fed_like_any_other() -> None:
         return [
             plain(
                 Feed(
-                    module.StatefulDataLoader(range(10), batch_size=2, shuffle=True), rank=r, size=2
+                    module.StatefulDataLoader(range(10), batch_size=2, shuffle=True),
+                    rank=r,
+                    size=2,
                 ).epoch(0)
             )
             for r in range(2)
@@ -514,7 +569,9 @@ def test_a_pickled_empty_is_the_same_object() -> None:
         (range(3), True),
     ],
 )
-def test_loaders_that_draw_in_this_process_are_not_prefetched(loader: Any, draws: bool) -> None:
+def test_loaders_that_draw_in_this_process_are_not_prefetched(
+    loader: Any, draws: bool
+) -> None:
     """A checkpoint has the generators as they are after a step: a batch that was read by then draws again."""
     assert Feed(loader).draws is draws
     assert not Feed(loader, reproducible=True).draws

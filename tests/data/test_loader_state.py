@@ -36,7 +36,9 @@ def plain(batch: Any) -> Any:
         return batch.tolist()
     if isinstance(batch, dict):
         return {key: plain(value) for key, value in batch.items()}
-    return [plain(value) for value in batch] if isinstance(batch, (list, tuple)) else batch
+    return (
+        [plain(value) for value in batch] if isinstance(batch, (list, tuple)) else batch
+    )
 
 
 def saved(state: Any) -> Any:
@@ -50,12 +52,18 @@ class Reader:
     """Reads epochs as `Windows` does, ``ahead`` batches further than what is done; each process has its own."""
 
     def __init__(
-        self, make: Callable[[], Any], limit: int | None = None, rank: int = 0, size: int = 1
+        self,
+        make: Callable[[], Any],
+        limit: int | None = None,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
         self.feed, self.limit = Feed(make(), rank=rank, size=size, seed=4), limit
         self.rank = rank
 
-    def epoch(self, epoch: int, start: int = 0, ahead: int = 0) -> Iterator[tuple[Any, Any]]:
+    def epoch(
+        self, epoch: int, start: int = 0, ahead: int = 0
+    ) -> Iterator[tuple[Any, Any]]:
         """(batch, the state once it is done)."""
         batches = self.feed.epoch(epoch, start)
         if self.limit is not None:
@@ -76,7 +84,9 @@ class Reader:
         return saved(self.feed.loader_state.state_dict(epoch + 1, 0))
 
 
-def undisturbed(make: Callable[[], Any], epochs: int, **options: Any) -> list[list[Any]]:
+def undisturbed(
+    make: Callable[[], Any], epochs: int, **options: Any
+) -> list[list[Any]]:
     reader = Reader(make, **options)
     return [[batch for batch, _ in reader.epoch(epoch)] for epoch in range(epochs)]
 
@@ -107,7 +117,11 @@ def assert_resumes(
             for e in range(epoch + 1, epochs):
                 third = Reader(make, **options)
                 third.feed.loader_state.load_state_dict([again], 0)
-                assert [batch for batch, _ in third.epoch(e)] == whole[e], (epoch, at, e)
+                assert [batch for batch, _ in third.epoch(e)] == whole[e], (
+                    epoch,
+                    at,
+                    e,
+                )
                 again = third.at_end(e)
 
 
@@ -133,18 +147,27 @@ class SquareSampler(Sampler[int]):
 
 def shuffled(**options: Any) -> Any:
     return DataLoader(
-        range(11), 2, shuffle=True, generator=torch.Generator().manual_seed(8), **options
+        range(11),
+        2,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(8),
+        **options,
     )
 
 
 def weighted() -> Any:
     generator = torch.Generator().manual_seed(2)
-    return DataLoader(range(9), 2, sampler=WeightedRandomSampler([1.0] * 9, 9, generator=generator))
+    return DataLoader(
+        range(9), 2, sampler=WeightedRandomSampler([1.0] * 9, 9, generator=generator)
+    )
 
 
 def replaced() -> Any:
     sampler = RandomSampler(
-        range(9), replacement=True, num_samples=70, generator=torch.Generator().manual_seed(2)
+        range(9),
+        replacement=True,
+        num_samples=70,
+        generator=torch.Generator().manual_seed(2),
     )
     return DataLoader(range(9), batch_sampler=BatchSampler(sampler, 10, False))
 
@@ -156,7 +179,9 @@ KINDS: dict[str, Any] = {
     "rolling dataset": lambda: DataLoader(Sharded(rolls=True), batch_size=4),
     "unbatched": lambda: DataLoader(Sharded(5), batch_size=None),
     "generator": shuffled,
-    "generators of NumPy and Python": lambda: DataLoader(range(9), 2, sampler=SquareSampler()),
+    "generators of NumPy and Python": lambda: DataLoader(
+        range(9), 2, sampler=SquareSampler()
+    ),
     "weighted": weighted,
     "with replacement": replaced,
 }
@@ -165,7 +190,9 @@ KINDS: dict[str, Any] = {
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("limit", [None, 2, 4])
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_the_next_batch_is_the_next_batch(make: Any, limit: int | None, ahead: int) -> None:
+def test_the_next_batch_is_the_next_batch(
+    make: Any, limit: int | None, ahead: int
+) -> None:
     assert_resumes(make, limit=limit, ahead=ahead)
 
 
@@ -180,10 +207,15 @@ def test_an_endless_stream_continues_over_epochs(ahead: int) -> None:
     ("rolls", "persistent", "limit"),
     [(False, False, None), (False, False, 3), (False, True, None), (True, True, 3)],
 )
-def test_states_that_live_in_workers(rolls: bool, persistent: bool, limit: int | None) -> None:
+def test_states_that_live_in_workers(
+    rolls: bool, persistent: bool, limit: int | None
+) -> None:
     def make() -> Any:
         return DataLoader(
-            Sharded(rolls=rolls), batch_size=3, num_workers=2, persistent_workers=persistent
+            Sharded(rolls=rolls),
+            batch_size=3,
+            num_workers=2,
+            persistent_workers=persistent,
         )
 
     assert_resumes(make, epochs=2, limit=limit)
@@ -221,21 +253,31 @@ LEAVES: dict[str, Any] = {
         "a": DataLoader(range(7), 2, shuffle=True),
         "b": [DataLoader(range(5), 1, shuffle=True)],
     },
-    "a generator of its own": lambda: {"a": shuffled(), "b": DataLoader(range(5), 2, shuffle=True)},
+    "a generator of its own": lambda: {
+        "a": shuffled(),
+        "b": DataLoader(range(5), 2, shuffle=True),
+    },
     "stateful": lambda: {
         "a": DataLoader(Sharded(7), 2),
         "b": (Rewinding(3), DataLoader(range(5), 2, shuffle=True)),
     },
-    "stateful and longer": lambda: [Rewinding(7), DataLoader(range(5), 2, shuffle=True)],
+    "stateful and longer": lambda: [
+        Rewinding(7),
+        DataLoader(range(5), 2, shuffle=True),
+    ],
     "no length": lambda: [Unsized(3), DataLoader(range(9), 2, shuffle=True)],
     "nested": lambda: [
-        CombinedLoader([Rewinding(2), DataLoader(range(5), 2, shuffle=True)], "max_size_cycle"),
+        CombinedLoader(
+            [Rewinding(2), DataLoader(range(5), 2, shuffle=True)], "max_size_cycle"
+        ),
         Rewinding(5),
     ],
 }
 
 
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+@pytest.mark.parametrize(
+    "mode", ["min_size", "max_size_cycle", "max_size", "sequential"]
+)
 @pytest.mark.parametrize("leaves", LEAVES.values(), ids=LEAVES)
 @pytest.mark.filterwarnings("ignore:Unsized cannot skip by index")
 def test_loaders_that_are_read_together(leaves: Any, mode: Any) -> None:
@@ -270,11 +312,16 @@ def ranks(make: Any, size: int, **options: Any) -> list[Reader]:
     return [Reader(make, rank=rank, size=size, **options) for rank in range(size)]
 
 
-def rounds(readers: list[Reader], epoch: int, start: int = 0) -> list[tuple[list[Any], list[Any]]]:
+def rounds(
+    readers: list[Reader], epoch: int, start: int = 0
+) -> list[tuple[list[Any], list[Any]]]:
     """What all of them have in each micro-batch, and their states."""
     turns = zip(*(list(reader.epoch(epoch, start)) for reader in readers), strict=True)
     return [
-        ([batch for batch, _ in turn if batch is not EMPTY], [state for _, state in turn])
+        (
+            [batch for batch, _ in turn if batch is not EMPTY],
+            [state for _, state in turn],
+        )
         for turn in turns
     ]
 
@@ -285,7 +332,9 @@ def test_a_stream_that_all_ranks_read(size: int) -> None:
         return DataLoader(Sharded(16), batch_size=2)
 
     whole = rounds(ranks(make, size), 0)
-    assert [i for batches, _ in whole for batch in batches for i in batch] == list(range(16))
+    assert [i for batches, _ in whole for batch in batches for i in batch] == list(
+        range(16)
+    )
     for at, (_, states) in enumerate(whole, 1):
         readers = ranks(make, size)
         for reader in readers:
@@ -306,7 +355,10 @@ def test_a_stream_resumes_on_another_number_of_ranks(then: int, now: int) -> Non
     for reader in readers:
         reader.feed.loader_state.load_state_dict(states, reader.rank)
     found = [
-        i for batches, _ in rounds(readers, 0, at * then // now) for batch in batches for i in batch
+        i
+        for batches, _ in rounds(readers, 0, at * then // now)
+        for batch in batches
+        for i in batch
     ]
     assert found == list(range(at * then, 24))
 
@@ -316,7 +368,8 @@ def test_a_stream_divided_by_each_rank_needs_the_same_number_of_ranks() -> None:
     next(feed.epoch(0))
     state = saved(feed.loader_state.state_dict(0, 1))
     with pytest.raises(
-        CheckpointError, match=r"(?s)each rank read its own Rewinding.*the same number of ranks"
+        CheckpointError,
+        match=r"(?s)each rank read its own Rewinding.*the same number of ranks",
     ):
         Feed(Rewinding(9), shard=False).loader_state.load_state_dict([state, state], 0)
     again = Feed(Rewinding(9), shard=False, size=2)
@@ -327,7 +380,9 @@ def test_a_stream_divided_by_each_rank_needs_the_same_number_of_ranks() -> None:
 def test_a_rank_whose_data_ended_has_no_data_after_a_resume() -> None:
     feed = Feed(Rewinding(3), shard=False)
     assert len(list(feed.epoch(0))) == 3
-    state = saved(feed.loader_state.state_dict(0, 5))  # the other ranks are further by now
+    state = saved(
+        feed.loader_state.state_dict(0, 5)
+    )  # the other ranks are further by now
     again = Feed(Rewinding(3), shard=False)
     again.loader_state.load_state_dict([state], 0)
     assert list(again.epoch(0, 5)) == []
@@ -344,9 +399,9 @@ def test_another_number_of_workers_is_refused() -> None:
     with pytest.raises(
         CheckpointError, match=r"(?s)0 worker processes, and there are 2.*num_workers=0"
     ):
-        Feed(DataLoader(Sharded(), batch_size=2, num_workers=2)).loader_state.load_state_dict(
-            [state], 0
-        )
+        Feed(
+            DataLoader(Sharded(), batch_size=2, num_workers=2)
+        ).loader_state.load_state_dict([state], 0)
 
 
 def test_a_loader_in_place_of_another_begins_at_the_position() -> None:
@@ -397,11 +452,19 @@ def test_reading_on_does_not_change_a_state_that_was_taken() -> None:
 
 
 def test_plain_loaders_keep_nothing() -> None:
-    for loader in ([1, 2], DataLoader(range(3)), {"a": DataLoader(range(3)), "b": [1, 2]}):
+    for loader in (
+        [1, 2],
+        DataLoader(range(3)),
+        {"a": DataLoader(range(3)), "b": [1, 2]},
+    ):
         feed = Feed(loader)
         assert not feed.stateful
         list(feed.epoch(0))
-        assert feed.loader_state.state_dict(0, 2) is feed.loader_state.state_dict(1, 0) is None
+        assert (
+            feed.loader_state.state_dict(0, 2)
+            is feed.loader_state.state_dict(1, 0)
+            is None
+        )
 
 
 def test_an_iterator_resumes_over_epochs_by_reading_to_its_position() -> None:
@@ -411,12 +474,17 @@ def test_an_iterator_resumes_over_epochs_by_reading_to_its_position() -> None:
 
     torch.manual_seed(3)
     feed = Feed(stream())
-    whole = [[next(batches).item() for _ in range(3)] for batches in (feed.epoch(0), feed.epoch(1))]
+    whole = [
+        [next(batches).item() for _ in range(3)]
+        for batches in (feed.epoch(0), feed.epoch(1))
+    ]
     state = saved(feed.loader_state.state_dict(1, 1, read=4))
     again = Feed(iter(torch.tensor(whole).flatten()))
     again.loader_state.load_state_dict([state], 0)
     before = torch.get_rng_state()
-    with pytest.warns(UserWarning, match="to start at batch 4, 4 batches were read and discarded"):
+    with pytest.warns(
+        UserWarning, match="to start at batch 4, 4 batches were read and discarded"
+    ):
         assert [batch.item() for batch in again.epoch(1, 1)] == whole[1][1:]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -443,7 +511,8 @@ def test_a_stream_that_is_read_again_draws_its_order_as_it_did() -> None:
         again.feed.loader_state.load_state_dict([state], 0)
         restore_rng(rng)
         with pytest.warns(
-            UserWarning, match=f"to start at batch {at}, {at} batches were read and discarded"
+            UserWarning,
+            match=f"to start at batch {at}, {at} batches were read and discarded",
         ):
             found = [row for row, _ in again.epoch(epoch, at)]
         assert found == rows[6 * epoch + at : 6 * epoch + 6]
@@ -454,7 +523,10 @@ def test_loaders_that_make_their_batches_in_their_own_way_are_left_alone() -> No
         def __iter__(self) -> Any:
             return iter([1, 2, 3])
 
-    for loader in (Own(Sharded()), DataLoader(Sharded(), num_workers=2, in_order=False)):
+    for loader in (
+        Own(Sharded()),
+        DataLoader(Sharded(), num_workers=2, in_order=False),
+    ):
         feed = Feed(loader)
         assert (type(feed._source.loader), feed.stateful) == (type(loader), False)  # type: ignore[attr-defined]
 
@@ -477,9 +549,12 @@ class Slow:
 
 
 @pytest.mark.slow
-def test_reading_for_long_shows_a_bar_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reading_for_long_shows_a_bar_on_one_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.warns(
-        UserWarning, match=r"10 batches were read and discarded in 2\.\d s\. With state_dict\(\)"
+        UserWarning,
+        match=r"10 batches were read and discarded in 2\.\d s\. With state_dict\(\)",
     ):
         assert next(Feed(Slow()).epoch(0, 10)) == 10
     assert "reading up to where it was" in capsys.readouterr().err

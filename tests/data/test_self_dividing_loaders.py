@@ -45,7 +45,9 @@ class Asks(Whole):
 
     def __iter__(self) -> Iterator[Any]:
         yield from (
-            torch.arange(dist.get_rank(), self.count, dist.get_world_size()).float().unsqueeze(1)
+            torch.arange(dist.get_rank(), self.count, dist.get_world_size())
+            .float()
+            .unsqueeze(1)
         )
 
 
@@ -55,7 +57,9 @@ class Knows(Asks):
     def __init__(self, name: str, count: int = 20) -> None:
         super().__init__(count)
         ranks = SimpleNamespace(
-            world_size=dist.get_world_size(), rank=dist.get_rank(), global_rank=dist.get_rank()
+            world_size=dist.get_world_size(),
+            rank=dist.get_rank(),
+            global_rank=dist.get_rank(),
         )
         setattr(self, name, ranks)
 
@@ -70,7 +74,9 @@ class Resumable(Asks):
     def __iter__(self) -> Iterator[Any]:
         while self.at * dist.get_world_size() + dist.get_rank() < self.count:
             self.at += 1
-            yield torch.tensor([(self.at - 1.0) * dist.get_world_size() + dist.get_rank()])
+            yield torch.tensor(
+                [(self.at - 1.0) * dist.get_world_size() + dist.get_rank()]
+            )
         self.at = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,7 +136,16 @@ def batches(dataset: Any, workers: int = 0) -> DataLoader[Any]:
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
-    "name", ["asks", "distributed_env", "_distributed", "whole", "sampler", "iterator", "uneven"]
+    "name",
+    [
+        "asks",
+        "distributed_env",
+        "_distributed",
+        "whole",
+        "sampler",
+        "iterator",
+        "uneven",
+    ],
 )
 def test_every_sample_is_read_once_an_epoch(name: str) -> None:
     loader: Any = {
@@ -145,7 +160,8 @@ def test_every_sample_is_read_once_an_epoch(name: str) -> None:
         "uneven": lambda: batches(Asks(17)),
     }[name]()
     expected = [
-        float(i) for i in range(17 if name == "uneven" else 40 if name == "iterator" else 20)
+        float(i)
+        for i in range(17 if name == "uneven" else 40 if name == "iterator" else 20)
     ]
     module = Sees()
     trainer = tk.Trainer(**OPTIONS, max_epochs=1 if name == "iterator" else 2)
@@ -163,7 +179,9 @@ def test_every_sample_is_read_once_an_epoch(name: str) -> None:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+@pytest.mark.parametrize(
+    "mode", ["min_size", "max_size_cycle", "max_size", "sequential"]
+)
 def test_several_loaders_that_end_at_different_times(mode: Any) -> None:
     class Both(Sees):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -232,9 +250,13 @@ def test_the_accelerator_leaves_them_alone(name: str) -> None:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+@pytest.mark.parametrize(
+    "mode", ["min_size", "max_size_cycle", "max_size", "sequential"]
+)
 @pytest.mark.parametrize("name", ["asks", "knows", "both", "indexed", "sampler"])
-def test_the_accelerator_searches_the_leaves_of_a_combined_loader(name: str, mode: Any) -> None:
+def test_the_accelerator_searches_the_leaves_of_a_combined_loader(
+    name: str, mode: Any
+) -> None:
     """Each sample of each leaf is read once, whichever of them divides the data."""
     accelerator = tk.Accelerator(cpu=True)
     rows = torch.arange(20.0, 40.0).unsqueeze(1)
@@ -260,7 +282,9 @@ def test_the_accelerator_searches_the_leaves_of_a_combined_loader(name: str, mod
             ends.append(accelerator.gradient_state.end_of_dataloader)
         expected = [float(i) for i in range(20)]
         others = (
-            [i + 20.0 for i in expected] if name in ("asks", "indexed", "sampler") else expected
+            [i + 20.0 for i in expected]
+            if name in ("asks", "indexed", "sampler")
+            else expected
         )
         assert everywhere(seen) == sorted(expected + others)
         if mode != "sequential":
@@ -269,19 +293,27 @@ def test_the_accelerator_searches_the_leaves_of_a_combined_loader(name: str, mod
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+@pytest.mark.parametrize(
+    "mode", ["min_size", "max_size_cycle", "max_size", "sequential"]
+)
 def test_leaves_that_end_at_different_times_under_the_accelerator(mode: Any) -> None:
     accelerator = tk.Accelerator(cpu=True)
-    loader = accelerator.prepare(CombinedLoader([batches(Asks(5)), batches(Whole(12))], mode))
+    loader = accelerator.prepare(
+        CombinedLoader([batches(Asks(5)), batches(Whole(12))], mode)
+    )
     counts = [sum(1 for _ in loader) for _ in range(2)]
     assert len(set(everywhere([float(count) for count in counts]))) == 1
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", [Asks, Resumable])
-def test_a_combined_loader_resumes_under_the_accelerator(kind: Any, tmp_path: Path) -> None:
+def test_a_combined_loader_resumes_under_the_accelerator(
+    kind: Any, tmp_path: Path
+) -> None:
     def combined() -> CombinedLoader:
-        return CombinedLoader([batches(kind()), batches(torch.arange(20.0).unsqueeze(1))])
+        return CombinedLoader(
+            [batches(kind()), batches(torch.arange(20.0).unsqueeze(1))]
+        )
 
     def read(loader: Any, seen: list[float]) -> int:
         for index, parts in enumerate(loader):

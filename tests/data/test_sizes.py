@@ -98,7 +98,11 @@ def test_limits(length: int | None, limit: float | None, left: int | None) -> No
 @pytest.mark.parametrize(
     ("length", "limit", "problem"),
     [
-        (None, 0.5, "limit_val_batches is a fraction, but the number of batches is unknown"),
+        (
+            None,
+            0.5,
+            "limit_val_batches is a fraction, but the number of batches is unknown",
+        ),
         (10, 1.5, "limit_val_batches as a float must be a fraction"),
         (10, float("nan"), "limit_val_batches as a float must be a fraction"),
         (10, -1, "limit_val_batches must be a number of batches"),

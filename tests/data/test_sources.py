@@ -15,7 +15,10 @@ from trainer_kit.data import EMPTY, Feed
 
 
 def plain(batches: Any) -> list[Any]:
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in batches]
+    return [
+        batch.tolist() if isinstance(batch, torch.Tensor) else batch
+        for batch in batches
+    ]
 
 
 def on_ranks(loader: Any, size: int) -> list[list[Any]]:
@@ -57,7 +60,10 @@ class TestStreams:
 
     def test_the_batch_size_can_be_replaced(self) -> None:
         feed = Feed(DataLoader(Numbers(), batch_size=2), batch_size=4)
-        assert (feed.per_rank_batch_size, plain(feed.epoch(0))) == (4, [[0, 1, 2, 3], [4, 5, 6]])
+        assert (feed.per_rank_batch_size, plain(feed.epoch(0))) == (
+            4,
+            [[0, 1, 2, 3], [4, 5, 6]],
+        )
 
     def test_start_reads_and_throws_away_with_a_warning(self) -> None:
         feed = Feed(DataLoader(Numbers(), batch_size=2), rank=0, size=2)
@@ -100,7 +106,9 @@ class TestStreams:
 
     def test_workers(self) -> None:
         feed = Feed(
-            DataLoader(Numbers(4), batch_size=2, num_workers=2, persistent_workers=True),
+            DataLoader(
+                Numbers(4), batch_size=2, num_workers=2, persistent_workers=True
+            ),
             rank=1,
             size=2,
         )
@@ -119,7 +127,12 @@ class TestLists:
             for n in (10, 30)
         ]
         assert reads[1] - reads[0] == 20  # of its size, once a batch
-        assert (feed.length, feed.even, list(feed.epoch(0)), list(feed.epoch(1, start=2))) == (
+        assert (
+            feed.length,
+            feed.even,
+            list(feed.epoch(0)),
+            list(feed.epoch(1, start=2)),
+        ) == (
             3,
             True,
             [1, 2, 3],
@@ -141,7 +154,9 @@ class TestLists:
             [12, EMPTY],
         ]
         assert read == [0, 3, 1, 2]
-        assert [list(Feed(batches, rank=r, size=3).epoch(0, start=1)) for r in range(3)] == [
+        assert [
+            list(Feed(batches, rank=r, size=3).epoch(0, start=1)) for r in range(3)
+        ] == [
             [13],
             [EMPTY],
             [EMPTY],

@@ -87,7 +87,9 @@ def test_containers_are_copied_and_keep_their_type() -> None:
         moved["open"].parts[0],
     ]
     assert {tensor.device.type for tensor in found} == {"meta"}
-    assert [type(moved[key]) for key in batch] == [type(value) for value in batch.values()]
+    assert [type(moved[key]) for key in batch] == [
+        type(value) for value in batch.values()
+    ]
     assert moved["pair"].name == moved["frozen"].name == "a"
     assert moved["open"].count == 3
     assert moved["kept"] is batch["kept"]
@@ -133,7 +135,11 @@ def test_prefetch_moves_the_next_batch_before_this_one_is_used() -> None:
 
 
 def test_prefetch_of_an_empty_loader_is_empty() -> None:
-    assert list(Ahead(iter([1, EMPTY, 2]), lambda number: number * 10)) == [10, EMPTY, 20]
+    assert list(Ahead(iter([1, EMPTY, 2]), lambda number: number * 10)) == [
+        10,
+        EMPTY,
+        20,
+    ]
 
 
 @pytest.mark.parametrize("fails", ["read", "move"])
@@ -159,7 +165,9 @@ def test_an_error_arrives_at_its_own_batch(fails: str) -> None:
 class Stream:
     """A stand-in for a stream of a device, which notes what is asked of it."""
 
-    def __init__(self, device: torch.device, log: list[str], name: str = "side") -> None:
+    def __init__(
+        self, device: torch.device, log: list[str], name: str = "side"
+    ) -> None:
         self.device, self.log, self.name = device, log, name
 
     def wait_stream(self, other: Stream) -> None:
@@ -191,7 +199,9 @@ def test_epochs_share_one_stream_whose_copies_wait_for_queued_work(
         return made[-1]
 
     monkeypatch.setattr(torch, "Stream", stream)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: torch.device("cuda")
+    )
     monkeypatch.setattr(
         torch.accelerator, "current_stream", lambda device: Stream(device, log, "main")
     )
@@ -199,14 +209,17 @@ def test_epochs_share_one_stream_whose_copies_wait_for_queued_work(
     try:
         for _ in range(3):
             log.clear()
-            assert list(Ahead(iter([1, 2]), lambda number: number * 10, device)) == [10, 20]
+            assert list(Ahead(iter([1, 2]), lambda number: number * 10, device)) == [
+                10,
+                20,
+            ]
             moved = ["side waits for main", "enter", "record", "exit"]
             assert log == [*moved, "main waits for copy", *moved, "main waits for copy"]
         # Each stream has memory of its own, which no other one gets: one an epoch would be batches an epoch.
         assert [one.device for one in made] == [device]
-        assert list(Ahead(iter([1]), lambda number: number, torch.device("xla", 0))) == [
-            1
-        ]  # torch has no stream there
+        assert list(
+            Ahead(iter([1]), lambda number: number, torch.device("xla", 0))
+        ) == [1]  # torch has no stream there
         assert len(made) == 1
     finally:
         feed._side_stream.cache_clear()

@@ -38,7 +38,10 @@ print(len([pid for pid in ended if pid]))
 def test_starting_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60
+        [sys.executable, tmp_path / "script.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.stdout, done.stderr) == ("3\n", "")
 
@@ -117,15 +120,24 @@ def test_a_worker_that_hangs_after_its_fork_is_forked_again(tmp_path: Path) -> N
     """First of the interpreter's own lock, as where a library's thread entered Python in the moment of the fork."""
     (tmp_path / "script.py").write_text(STANDING_STILL)
     done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60
+        [sys.executable, tmp_path / "script.py"],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stderr == ""
     held, of_the_lock, of_a_hook, at_last, begun, left = json.loads(done.stdout)
     again = "a worker of the loader did not start"
-    mended = sys.version_info >= ((3, 11, 10) if sys.version_info >= (3, 11) else (3, 10, 15))
+    mended = sys.version_info >= (
+        (3, 11, 10) if sys.version_info >= (3, 11) else (3, 10, 15)
+    )
     assert of_the_lock == ([again] if held and not mended else [])
     assert of_a_hook == [again] * 2
-    assert (at_last, begun, left) == ("a worker process of the loader does not start", 0, [])
+    assert (at_last, begun, left) == (
+        "a worker process of the loader does not start",
+        0,
+        [],
+    )
 
 
 def test_a_context_without_fork_is_kept() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from trainer_kit import callbacks
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "callbacks.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "callbacks.md").read_text(
+    encoding="utf-8"
+)
 SECTION = GUIDE.partition("## What others have")[2]
 # `__all__` of lightning.pytorch.callbacks 2.6.6, of composer.callbacks and composer.algorithms 0.32.1, and the
 # subclasses of TrainerCallback in transformers 5.23.0.
@@ -48,7 +50,9 @@ def test_a_callback_of_composer_and_transformers_has_a_line(name: str) -> None:
 def test_what_the_lines_name_exists() -> None:
     """Classes of this library, by their endings; other names in the second column are of other libraries."""
     second = "".join(
-        line.rpartition(" | ")[2] for line in SECTION.splitlines() if line.startswith("| ")
+        line.rpartition(" | ")[2]
+        for line in SECTION.splitlines()
+        if line.startswith("| ")
     )
     named = set(
         re.findall(

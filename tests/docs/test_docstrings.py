@@ -14,7 +14,10 @@ import trainer_kit
 MODULES = sorted(
     [
         "trainer_kit",
-        *(module.name for module in pkgutil.walk_packages(trainer_kit.__path__, "trainer_kit.")),
+        *(
+            module.name
+            for module in pkgutil.walk_packages(trainer_kit.__path__, "trainer_kit.")
+        ),
     ]
 )
 HEAVY = {  # import a library for seconds, or train
@@ -33,7 +36,9 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
         if not name.endswith("__main__")
     ],
 )
-def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstring_examples(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
     output: list[str] = []

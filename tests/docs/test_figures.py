@@ -31,7 +31,9 @@ def test_what_measures_a_figure_exists(figure: dict) -> None:
 
 def test_the_figures_of_other_libraries_are_those_of_the_comparison() -> None:
     calls = next(
-        figure["values"] for figure in FIGURES if figure["name"].startswith("Python calls")
+        figure["values"]
+        for figure in FIGURES
+        if figure["name"].startswith("Python calls")
     )
     rows = (ROOT / "docs" / "compare.md").read_text().splitlines()
     for library in ("Ignite", "Fabric", "Accelerate", "Lightning"):

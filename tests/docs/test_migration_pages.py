@@ -21,7 +21,9 @@ PAGES = Path(__file__).resolve().parents[2] / "docs" / "migrate"
 def rows(page: str, title: str) -> list[tuple[str, str]]:
     """What stands left and right in the table whose head begins with ``title``."""
     table = re.search(
-        rf"^\| {re.escape(title)}.*\n\|-.*\n((?:\|.*\n)+)", (PAGES / page).read_text("utf-8"), re.M
+        rf"^\| {re.escape(title)}.*\n\|-.*\n((?:\|.*\n)+)",
+        (PAGES / page).read_text("utf-8"),
+        re.M,
     )
     assert table, title
     return [
@@ -35,9 +37,15 @@ def test_every_argument_and_hook_of_transformers_has_its_line() -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     for title, names in {
-        "`TrainingArguments`": [field.name for field in dataclasses.fields(TrainingArguments)],
-        "`transformers.Trainer(...)`": [*inspect.signature(Trainer.__init__).parameters][1:],
-        "`TrainerCallback`": [name for name in vars(TrainerCallback) if name.startswith("on_")],
+        "`TrainingArguments`": [
+            field.name for field in dataclasses.fields(TrainingArguments)
+        ],
+        "`transformers.Trainer(...)`": [
+            *inspect.signature(Trainer.__init__).parameters
+        ][1:],
+        "`TrainerCallback`": [
+            name for name in vars(TrainerCallback) if name.startswith("on_")
+        ],
     }.items():
         listed = [
             name
@@ -79,7 +87,9 @@ def test_names_in_the_tables_exist(page: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["lightning.md", "accelerate.md"])
-def test_the_command_turns_the_first_script_into_the_second(page: str, tmp_path: Path) -> None:
+def test_the_command_turns_the_first_script_into_the_second(
+    page: str, tmp_path: Path
+) -> None:
     """The second, and the plain loop beside it, are run with the other scripts of the pages."""
     (mark, before), (_, after), *_ = BLOCK.findall((PAGES / page).read_text("utf-8"))
     assert mark.startswith("not run")

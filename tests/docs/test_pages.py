@@ -19,11 +19,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     [
         ROOT / "README.md",
-        *(page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "decisions"),
+        *(
+            page
+            for page in ROOT.glob("docs/**/*.md")
+            if page.parent.name != "decisions"
+        ),
     ]
 )
 BLOCK = re.compile(
-    r"(?:<!-- *(continues|not run: *\S[^>]*?) *-->\s*\n)?^```python[^\n]*\n(.*?)^```", re.M | re.S
+    r"(?:<!-- *(continues|not run: *\S[^>]*?) *-->\s*\n)?^```python[^\n]*\n(.*?)^```",
+    re.M | re.S,
 )
 
 
@@ -66,7 +71,9 @@ def test_page_scripts_run(source: str, tmp_path: Path, programs: Programs) -> No
     script = tmp_path / "script.py"
     script.write_text(source, encoding="utf-8")
     ran = programs.run(script, anew="devices=" in source)
-    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    assert ran.returncode == 0, (
+        f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    )
 
 
 def test_blocks_join_and_stay_out() -> None:
@@ -99,8 +106,16 @@ def test_decisions_are_whole() -> None:
 def test_the_learn_pages_tell_of_one_model() -> None:
     """A reader saves it on the first page, and sees nothing else on the others."""
     first, *others = [
-        scripts((ROOT / "docs" / "learn" / f"{name}.md").read_text(encoding="utf-8"))[0][1]
-        for name in ("first-run", "real-training", "several-devices", "big-models", "clusters")
+        scripts((ROOT / "docs" / "learn" / f"{name}.md").read_text(encoding="utf-8"))[
+            0
+        ][1]
+        for name in (
+            "first-run",
+            "real-training",
+            "several-devices",
+            "big-models",
+            "clusters",
+        )
     ]
     model = first[: first.index("tk.seed_everything")]
     assert "class LanguageModel" in model

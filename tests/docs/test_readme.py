@@ -26,13 +26,19 @@ def run(tmp_path: Path, source: str, *launcher: str) -> list[str]:
     ran = subprocess.run(
         [sys.executable, *launcher, "train.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
     )
-    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    assert ran.returncode == 0, (
+        f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    )
     return ACCURACY.findall(ran.stdout)
 
 
@@ -44,7 +50,9 @@ def run_here(tmp_path: Path, source: str, programs: Programs) -> list[str]:
     """The same of a script that does not start itself again."""
     (tmp_path / "train.py").write_text(source, encoding="utf-8")
     ran = programs.run("train.py")
-    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    assert ran.returncode == 0, (
+        f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    )
     return ACCURACY.findall(ran.stdout)
 
 
@@ -57,11 +65,16 @@ def test_it_learns(tmp_path: Path, programs: Programs) -> None:
     "launcher",
     [
         ("-W", "error"),
-        pytest.param(("-m", "torch.distributed.run", "--nproc-per-node=2"), marks=pytest.mark.long),
+        pytest.param(
+            ("-m", "torch.distributed.run", "--nproc-per-node=2"),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_it_runs_on_two_processes(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    source = QUICKSTART.replace("max_epochs=5", 'max_epochs=5, devices=2, accelerator="cpu"')
+    source = QUICKSTART.replace(
+        "max_epochs=5", 'max_epochs=5, devices=2, accelerator="cpu"'
+    )
     assert source != QUICKSTART
     accuracies = run(tmp_path, source, *launcher)
     assert len(accuracies) == 2
@@ -71,7 +84,8 @@ def test_it_runs_on_two_processes(launcher: tuple[str, ...], tmp_path: Path) -> 
 
 def test_it_runs_in_a_notebook(tmp_path: Path, programs: Programs) -> None:
     source = QUICKSTART.replace(
-        "max_epochs=5", 'max_epochs=5, devices=2, accelerator="cpu", strategy="ddp_notebook"'
+        "max_epochs=5",
+        'max_epochs=5, devices=2, accelerator="cpu", strategy="ddp_notebook"',
     )
     (accuracy,) = run_here(tmp_path, source, programs)
     assert float(accuracy) > 0.8

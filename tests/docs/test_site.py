@@ -34,7 +34,9 @@ class Loader(yaml.SafeLoader):
 
 
 Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
-Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+Loader.add_multi_constructor(
+    "tag:yaml.org,2002:python/", lambda loader, suffix, node: None
+)
 
 
 def entries(tree: Any) -> Iterator[str]:
@@ -47,11 +49,17 @@ def entries(tree: Any) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = [*entries(yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)["nav"])]
+    listed = [
+        *entries(yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)["nav"])
+    ]
     assert len(listed) == len(set(listed))
-    records = {page.relative_to(DOCS).as_posix() for page in DOCS.glob("decisions/[0-9]*.md")}
+    records = {
+        page.relative_to(DOCS).as_posix() for page in DOCS.glob("decisions/[0-9]*.md")
+    }
     assert records, "the records are listed on a page of their own"
-    assert {page.relative_to(DOCS).as_posix() for page in PAGES} - records == set(listed)
+    assert {page.relative_to(DOCS).as_posix() for page in PAGES} - records == set(
+        listed
+    )
 
 
 def test_icons_are_those_that_mkdocs_material_has_too() -> None:
@@ -86,7 +94,8 @@ def is_there(page: Path, name: str) -> bool:
         if name == directive or name.startswith(f"{directive}."):
             found = REFERENCE["resolve"](directive)
             return all(
-                hasattr(found, part) for part in name.removeprefix(directive).split(".")[1:2]
+                hasattr(found, part)
+                for part in name.removeprefix(directive).split(".")[1:2]
             )
     return False
 
@@ -143,7 +152,9 @@ def options(cls: type) -> set[str]:
     """The names that a call of the class may pass."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
-        name for name, each in inspect.signature(cls).parameters.items() if each.kind not in kinds
+        name
+        for name, each in inspect.signature(cls).parameters.items()
+        if each.kind not in kinds
     }
 
 
@@ -205,7 +216,9 @@ def keys_of_tables(page: str) -> set[str]:
     }
 
 
-def test_every_key_of_a_scripts_file_is_in_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_of_a_scripts_file_is_in_its_table(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """What `--print_config` prints is the whole file, with every key."""
     calls = {
         "tk.cli": lambda words: tk.cli(args=words),
@@ -215,7 +228,13 @@ def test_every_key_of_a_scripts_file_is_in_its_table(capsys: pytest.CaptureFixtu
     for name, call in calls.items():
         for command in ("fit", "validate", "test", "predict"):
             with pytest.raises(SystemExit):
-                call([command, "--model=trainer_kit.testing.TinyModule", "--print_config"])
+                call(
+                    [
+                        command,
+                        "--model=trainer_kit.testing.TinyModule",
+                        "--print_config",
+                    ]
+                )
             found = yaml.safe_load(capsys.readouterr().out)
             keys = {*found, *found.pop("trainer")} - {"trainer"}
             assert len(keys) > 50, name
@@ -235,7 +254,9 @@ def test_every_key_of_a_launch_file_is_in_its_table(tmp_path: Path) -> None:
             assert {option.name, *option.aliases} <= listed
     headings = set(
         re.findall(
-            r"^## `(\w+)`$", (DOCS / "reference" / "configuration.md").read_text("utf-8"), re.M
+            r"^## `(\w+)`$",
+            (DOCS / "reference" / "configuration.md").read_text("utf-8"),
+            re.M,
         )
     )
     assert headings == set(SECTIONS)
@@ -264,7 +285,11 @@ def test_every_described_argument_has_its_default_in_the_signature() -> None:
         if inspect.isclass(value) and "__init__" in vars(value):
             parsed = docstring_parser.parse(inspect.getdoc(value) or "")
             taken = inspect.signature(value).parameters
-            words = {word.arg_name.lstrip("*") for word in parsed.params if word.args[0] == "param"}
+            words = {
+                word.arg_name.lstrip("*")
+                for word in parsed.params
+                if word.args[0] == "param"
+            }
             if words - taken.keys():
                 unseen[name] = words - taken.keys()
     assert not unseen
@@ -295,24 +320,33 @@ def test_every_argument_of_a_public_function_is_described() -> None:
 )
 def test_lists_and_pictures_are_current(script: str, page: str) -> None:
     rendered = runpy.run_path(str(DOCS / script))["render"]()
-    assert (DOCS / page).read_text(encoding="utf-8") == rendered, "run `make docs pictures`"
+    assert (DOCS / page).read_text(encoding="utf-8") == rendered, (
+        "run `make docs pictures`"
+    )
 
 
 def test_the_curves_are_those_of_every_strategy() -> None:
     """Real runs of examples/lm.py, whose losses tests/examples/test_lm.py compares again."""
     curves = runpy.run_path(str(DOCS / "draw" / "curves.py"))
-    losses = json.loads((DOCS / "pictures" / "curves.json").read_text(encoding="utf-8"))["losses"]
+    losses = json.loads(
+        (DOCS / "pictures" / "curves.json").read_text(encoding="utf-8")
+    )["losses"]
     assert list(losses) == list(curves["RANKS"])
     assert len(losses) == 16
     for name, values in losses.items():
         assert [int(step) for step in values] == [*range(1, curves["STEPS"] + 1)]
-        assert curves["difference"](values, losses["auto"]) < 1e-5, name  # as README.md says
+        assert curves["difference"](values, losses["auto"]) < 1e-5, (
+            name
+        )  # as README.md says
 
 
 def test_the_picture_of_the_loop_has_every_hook() -> None:
     loop = runpy.run_path(str(DOCS / "generate_loop.py"))
     drawn = {name for _, column in loop["OTHERS"] for name in loop["names"](column)}
-    hooks = {name for name in vars(tk.Callback) if name.startswith("on_")} | {"setup", "teardown"}
+    hooks = {name for name in vars(tk.Callback) if name.startswith("on_")} | {
+        "setup",
+        "teardown",
+    }
     elsewhere = {
         name for name in hooks if re.match("on_(test|predict)_", name)
     }  # drawn as those of validation
@@ -326,7 +360,9 @@ def test_the_picture_of_the_loop_has_every_hook() -> None:
 @pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     if not (ROOT / ".venv-site" / ".stamp").exists():
-        pytest.skip("`make site` was never run here: it makes .venv-site, which has zensical")
+        pytest.skip(
+            "`make site` was never run here: it makes .venv-site, which has zensical"
+        )
     for name in ("Makefile", "mkdocs.yml"):
         shutil.copy2(ROOT / name, tmp_path)
     shutil.copytree(DOCS, tmp_path / "docs")
@@ -343,7 +379,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     site = tmp_path / "site"
     # Pages name nothing outside of their version's directory, so a copy is a second version.
     shutil.copytree(site / "0.9", site / "0.10")
-    subprocess.run([sys.executable, DOCS / "finish_site.py", site], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, DOCS / "finish_site.py", site], check=True, timeout=60
+    )
     assert 'url=0.10/"' in (site / "index.html").read_text(encoding="utf-8")
     versions = yaml.safe_load((site / "versions.json").read_text(encoding="utf-8"))
     assert [(each["version"], each["aliases"]) for each in versions] == [
@@ -354,7 +392,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'id="trainer_kit.Trainer.fit"' in text
     for argument in inspect.signature(tk.Trainer).parameters:
         assert f"<code>{argument}</code>" in text
-    loaded = re.compile(r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
+    loaded = re.compile(
+        r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*"'
+    )
     for page in (site / "0.10").glob("**/*.html"):
         assert not loaded.findall(page.read_text(encoding="utf-8")), (
             f"{page} loads from another host"
@@ -363,7 +403,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     # Two versions stand side by side, and the theme on each page finds the list of them beside its own directory.
     for version in ("0.9", "0.10"):
         text = (site / version / "index.html").read_text(encoding="utf-8")
-        assert json.loads(re.search(r'<script id="__config"[^>]*>(.*?)</script>', text)[1])[
-            "version"
-        ] == {"provider": "mike"}
+        assert json.loads(
+            re.search(r'<script id="__config"[^>]*>(.*?)</script>', text)[1]
+        )["version"] == {"provider": "mike"}
     assert not list(site.glob("*/requirements*.txt"))

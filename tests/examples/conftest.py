@@ -22,9 +22,15 @@ def run(programs: Programs) -> Run:
         environment = os.environ | {"PYTHONWARNINGS": "error"}
         script = EXAMPLES / f"{example}.py"
         ran = programs.run(
-            script, *flags, environment=environment, timeout=115, anew="--devices" in flags
+            script,
+            *flags,
+            environment=environment,
+            timeout=115,
+            anew="--devices" in flags,
         )
-        assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+        assert ran.returncode == 0, (
+            f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+        )
         return ran.stdout
 
     return call

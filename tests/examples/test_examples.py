@@ -52,10 +52,17 @@ def test_digits_are_learned_alike_on_one_and_on_two_processes(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [(), pytest.param(("--devices", "2", "--precision", "bf16-mixed"), marks=pytest.mark.slow)],
+    [
+        (),
+        pytest.param(
+            ("--devices", "2", "--precision", "bf16-mixed"), marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_char_transformer_trains_and_writes(flags: tuple[str, ...], run: Run) -> None:
-    said = run("char_transformer", "--steps", "3", "--width", "16", "--letters", "40", *flags)
+    said = run(
+        "char_transformer", "--steps", "3", "--width", "16", "--letters", "40", *flags
+    )
     assert number(r"characters seen: (\d+)", said) > 3 * 16 * 40
     assert 3 < number(r"validation loss: ([\d.]+)", said) < 6
     assert len(said.partition("a sample:\n")[2].removesuffix("\n")) == len("The ") + 40
@@ -63,20 +70,31 @@ def test_char_transformer_trains_and_writes(flags: tuple[str, ...], run: Run) ->
 
 @pytest.mark.slow
 def test_char_transformer_learns(run: Run) -> None:
-    assert number(r"validation loss: ([\d.]+)", run("char_transformer", "--steps", "300")) < 2.45
+    assert (
+        number(r"validation loss: ([\d.]+)", run("char_transformer", "--steps", "300"))
+        < 2.45
+    )
 
 
 @pytest.mark.slow
 def test_qlora_learns(run: Run) -> None:
     said = run("qlora", "--steps", "100")
     assert number(r"a frozen weight: (\d+) bits", said) == 4
-    assert number(r"tuned ([\d.]+)", said) < number(r"shouted text: ([\d.]+)", said) - 1.5
+    assert (
+        number(r"tuned ([\d.]+)", said) < number(r"shouted text: ([\d.]+)", said) - 1.5
+    )
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(("--devices", "2"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--devices", "2"), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("example", ["gan_named", "gan_manual"])
 def test_gan_runs(example: str, flags: tuple[str, ...], run: Run) -> None:
-    assert 0 <= number(r"centres reached: (\d) of 8", run(example, "--steps", "20", *flags)) <= 8
+    assert (
+        0
+        <= number(r"centres reached: (\d) of 8", run(example, "--steps", "20", *flags))
+        <= 8
+    )
 
 
 @pytest.mark.slow
@@ -152,7 +170,9 @@ def test_raw_loop_under_torchrun(run: Run) -> None:
 
 
 def test_raw_gan_runs(run: Run) -> None:
-    assert 0 <= number(r"centres reached: (\d) of 8", run("raw_gan", "--steps", "20")) <= 8
+    assert (
+        0 <= number(r"centres reached: (\d) of 8", run("raw_gan", "--steps", "20")) <= 8
+    )
 
 
 @pytest.mark.slow

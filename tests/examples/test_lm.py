@@ -20,9 +20,22 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lm.py"
 
 def losses(strategy: str, root: str, *more: str) -> dict[str, float]:
     """As the example prints them; on ranks that are there already."""
-    flags = ["--steps", "9", "--every", "3", "--strategy", strategy, "--root", root, *more]
+    flags = [
+        "--steps",
+        "9",
+        "--every",
+        "3",
+        "--strategy",
+        strategy,
+        "--root",
+        root,
+        *more,
+    ]
     printed = io.StringIO()
-    with mock.patch.object(sys, "argv", [str(EXAMPLE), *flags]), redirect_stdout(printed):
+    with (
+        mock.patch.object(sys, "argv", [str(EXAMPLE), *flags]),
+        redirect_stdout(printed),
+    ):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     return {
         step: float(loss)

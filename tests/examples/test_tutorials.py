@@ -34,7 +34,9 @@ def curve(said: str, name: str) -> list[float]:
     """The logged values of the run whose report is named, in order; the report has them too."""
     (report,) = re.findall(r"curves: (\S+/report\.html)", said)
     assert f'"{name}"' in Path(report).read_text(encoding="utf-8")
-    lines = (Path(report).parent / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (Path(report).parent / "journal.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     records = [json.loads(line) for line in lines]
     return [record[name] for record in records if name in record]
 
@@ -48,14 +50,21 @@ def picture(name: str) -> Image.Image:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_text_classifier_learns_what_a_bag_of_words_cannot(size: list[str], run: Run) -> None:
+def test_the_text_classifier_learns_what_a_bag_of_words_cannot(
+    size: list[str], run: Run
+) -> None:
     said = run("tutorials/text_classifier", *size)
-    assert number(r"(\d+) reviews to train on", said) > 5 * number(r"(\d+) to validate", said) > 0
+    assert (
+        number(r"(\d+) reviews to train on", said)
+        > 5 * number(r"(\d+) to validate", said)
+        > 0
+    )
     assert number(r"(\d+) to test; one: \('the ", said) > 0
     assert number(r"test accuracy ([\d.]+)", said) > (0.9 if size else 0.95)
     assert number(r"bag of words ([\d.]+)", said) < 0.6
     positive, negative = (
-        number(rf"([\d.]+)  the music was never {word}", said) for word in ("tedious", "funny")
+        number(rf"([\d.]+)  the music was never {word}", said)
+        for word in ("tedious", "funny")
     )
     assert positive > 0.5 > negative
     assert len(curve(said, "val_acc")) >= 3
@@ -69,7 +78,9 @@ def test_the_forecast_is_better_than_the_naive_one(size: list[str], run: Run) ->
         number(r"naive forecast ([\d.]+)", said),
     )
     assert error < (0.95 if size else 0.9) * naive
-    assert re.search(r"stopped after step \d+: val_mae_unseen = \S+ has not improved", said)
+    assert re.search(
+        r"stopped after step \d+: val_mae_unseen = \S+ has not improved", said
+    )
     assert len(curve(said, "val_mae")) == len(curve(said, "val_mae_unseen")) >= 5
     assert picture("forecast.png").width > 300
 
@@ -95,7 +106,9 @@ def test_the_policy_learns_to_balance_the_pole(run: Run) -> None:
 
 RESULT = re.compile(r"world size (\d): loss ([\d.]+), accuracy ([\d.]+)")
 CLUSTER = EXAMPLES / "tutorials" / "notebook_to_cluster.py"
-BARE = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+BARE = {
+    name: value for name, value in os.environ.items() if not name.startswith("SLURM")
+}
 
 
 def result(said: str) -> tuple[int, float, float]:
@@ -108,7 +121,9 @@ def result(said: str) -> tuple[int, float, float]:
 def test_the_cells_run_in_a_notebook(programs: Programs) -> None:
     """One after the other in one namespace, without a file."""
     code = [
-        body for text, body in GENERATOR["cells"](CLUSTER.read_text(encoding="utf-8")) if not text
+        body
+        for text, body in GENERATOR["cells"](CLUSTER.read_text(encoding="utf-8"))
+        if not text
     ]
     assert len(code) == 2
     script = "import sys\nsys.argv[1:] = ['-f', 'kernel.json']\nspace = {'__name__': '__main__'}\n"
@@ -130,7 +145,9 @@ def run_plainly(*flags: str, launcher: tuple[str, ...] = (), **environment: str)
         timeout=115,
         check=False,
     )
-    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    assert ran.returncode == 0, (
+        f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    )
     return ran.stdout
 
 
@@ -172,7 +189,11 @@ def test_the_tasks_of_a_job_find_each_other() -> None:
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_JOB_NAME": "train",
     }
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SLURM_STEP_NODELIST": "localhost"}
+    shared |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "SLURM_STEP_NODELIST": "localhost",
+    }
     tasks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", str(CLUSTER), "--accelerator", "cpu"],
@@ -191,13 +212,24 @@ def test_the_tasks_of_a_job_find_each_other() -> None:
 @pytest.mark.long
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole = result(run_plainly("--root", "whole", "--epochs", "20"))
-    command = [sys.executable, "-W", "ignore", str(CLUSTER), "--root", "parts", "--epochs", "20"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(CLUSTER),
+        "--root",
+        "parts",
+        "--epochs",
+        "20",
+    ]
     environment = {**BARE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as killed:
         for _ in polls():
-            if killed.poll() is not None or list(tmp_path.glob("parts/**/checkpoints/step-*")):
+            if killed.poll() is not None or list(
+                tmp_path.glob("parts/**/checkpoints/step-*")
+            ):
                 break
         killed.send_signal(signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
@@ -222,11 +254,16 @@ def test_its_page_is_current(name: str) -> None:
 
 
 def test_every_tutorial_has_a_page_that_is_listed() -> None:
-    pages = {path.stem for path in (ROOT / "docs" / "tutorials").glob("*.md")} - {"index"}
+    pages = {path.stem for path in (ROOT / "docs" / "tutorials").glob("*.md")} - {
+        "index"
+    }
     assert pages == set(GENERATOR["TUTORIALS"])
-    scripts = {script for _, scripts in GENERATOR["TUTORIALS"].values() for script in scripts}
+    scripts = {
+        script for _, scripts in GENERATOR["TUTORIALS"].values() for script in scripts
+    }
     assert {
-        f"examples/tutorials/{path.name}" for path in (EXAMPLES / "tutorials").glob("*.py")
+        f"examples/tutorials/{path.name}"
+        for path in (EXAMPLES / "tutorials").glob("*.py")
     } <= scripts
     index = (ROOT / "docs" / "tutorials" / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\((\w+)\.md\)", index)) == pages
@@ -234,7 +271,8 @@ def test_every_tutorial_has_a_page_that_is_listed() -> None:
 
 def test_every_picture_of_a_page_is_drawn_by_the_command() -> None:
     pages = [
-        path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "tutorials").glob("*.md")
+        path.read_text(encoding="utf-8")
+        for path in (ROOT / "docs" / "tutorials").glob("*.md")
     ]
     shown = set(re.findall(r"\]\(\.\./pictures/([^)]+\.png)\)", "\n".join(pages)))
     assert shown == set(PICTURES["PLOTS"].values())

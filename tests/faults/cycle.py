@@ -47,7 +47,9 @@ class Run(tk.Callback):
     def __init__(self, moment: str, watch: Callable[[], None]) -> None:
         self.moment, self.watch = moment, watch
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self.moment == "save":
             self.moment = ""
             self.watch()
@@ -67,7 +69,9 @@ def fit(directory: Path, steps: int, moment: str, watch: Callable[[], None]) -> 
         "enable_model_summary": False,
         "accelerator": "cpu",
     }
-    trainer = tk.Trainer(max_steps=steps, callbacks=[keeper, Says(moment, watch)], **options)
+    trainer = tk.Trainer(
+        max_steps=steps, callbacks=[keeper, Says(moment, watch)], **options
+    )
     trainer.print = lambda *values, **_: said.append(" ".join(map(str, values)))
     if moment == "start":
         watch()
@@ -87,7 +91,11 @@ def become(command: dict[str, Any]) -> None:
         warnings.simplefilter(
             "ignore" if command["fault"] else "error"
         )  # that something was not deleted is a warning
-        watches = {"strace": stop, "audit": lambda: audit(command), "none": lambda: None}
+        watches = {
+            "strace": stop,
+            "audit": lambda: audit(command),
+            "none": lambda: None,
+        }
         code = fit(directory, count, command["moment"], watches[command["by"]])
     except BaseException:
         Path(command["said"]).write_text(traceback.format_exc())
@@ -114,21 +122,33 @@ def audit(command: dict[str, Any]) -> None:
             if fault["error"] == "KILL":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise OSError(
-                getattr(errno, fault["error"]), os.strerror(getattr(errno, fault["error"]))
+                getattr(errno, fault["error"]),
+                os.strerror(getattr(errno, fault["error"])),
             )
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal in_tree
-        if event == "shutil.rmtree":  # whose files are named relative to an open directory
+        if (
+            event == "shutil.rmtree"
+        ):  # whose files are named relative to an open directory
             in_tree = within in str(arguments[0])
-        if event not in EVENTS or not isinstance(arguments[0], str | bytes | os.PathLike):
+        if event not in EVENTS or not isinstance(
+            arguments[0], str | bytes | os.PathLike
+        ):
             return
-        relative = event in ("os.remove", "os.rmdir") and arguments[-1] not in (None, -1)
+        relative = event in ("os.remove", "os.rmdir") and arguments[-1] not in (
+            None,
+            -1,
+        )
         if (relative and in_tree) or within in str(arguments[0]):
             writes = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
             call = "create" if writes else event.removeprefix("os.")
             operation(
-                call, *(str(path) for path in arguments[: 2 if call in ("rename", "link") else 1])
+                call,
+                *(
+                    str(path)
+                    for path in arguments[: 2 if call in ("rename", "link") else 1]
+                ),
             )
 
     def fsync(descriptor: int) -> None:
@@ -151,7 +171,11 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
         if not os.WIFSTOPPED(status):
             break
         fault = command["fault"]
-        inject = [f"inject={fault['call']}:{fault['how']}:when={fault['at']}"] if fault else []
+        inject = (
+            [f"inject={fault['call']}:{fault['how']}:when={fault['at']}"]
+            if fault
+            else []
+        )
         arguments = [
             part
             for expression in [f"trace={command['calls']}", *inject]
@@ -191,7 +215,9 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as directory:  # whatever is imported when it is first needed
+    with (
+        tempfile.TemporaryDirectory() as directory
+    ):  # whatever is imported when it is first needed
         fit(Path(directory), 1, "", stop)
     gc.freeze()  # no collection in a run looks at, and so copies, what is here
     for line in sys.stdin:

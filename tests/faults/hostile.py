@@ -344,11 +344,27 @@ def record(draw: random.Random, depth: int = 0) -> Any:
     made = {"$": tag, "v": value}
     if draw.random() < 0.4:
         made["dtype"] = draw.choice(
-            [*DTYPES, nasty(draw, depth + 1), "complex64", "quint8", "float8_e8m0fnu", "bits8"]
+            [
+                *DTYPES,
+                nasty(draw, depth + 1),
+                "complex64",
+                "quint8",
+                "float8_e8m0fnu",
+                "bits8",
+            ]
         )
     if draw.random() < 0.4:
         made["shape"] = draw.choice(
-            [nasty(draw, depth + 1), [2**62, 0], [2**40], [-1], [10**30], ["a"], [1.5], []]
+            [
+                nasty(draw, depth + 1),
+                [2**62, 0],
+                [2**40],
+                [-1],
+                [10**30],
+                ["a"],
+                [1.5],
+                [],
+            ]
         )
     if draw.random() < 0.1:
         made["metadata"] = nasty(draw, depth + 1)
@@ -418,13 +434,24 @@ def shard(draw: random.Random, good: bytes) -> bytes:
     kind = draw.randrange(12)
     if kind == 0:
         return (
-            struct.pack("<Q", draw.choice([2**40, 2**60, 2**64 - 1, 0, 1, len(good), size + 1]))
+            struct.pack(
+                "<Q", draw.choice([2**40, 2**60, 2**64 - 1, 0, 1, len(good), size + 1])
+            )
             + good[8:]
         )
     if kind == 1:
         entry = header[draw.choice(names)]
         entry["data_offsets"] = draw.choice(
-            [[0, 2**60], [2**60, 2**60], [8, 0], [-1, 4], [0.5, 1], "x", [], [0, 10**30]]
+            [
+                [0, 2**60],
+                [2**60, 2**60],
+                [8, 0],
+                [-1, 4],
+                [0.5, 1],
+                "x",
+                [],
+                [0, 10**30],
+            ]
         )
     elif kind == 2:
         huge = [
@@ -487,13 +514,19 @@ def torch_file(draw: random.Random, directory: Path) -> bytes:
         [
             {**weights, "more": evil},
             {"state_dict": weights, "callbacks": evil},
-            {"state_dict": weights, "hyper_parameters": draw.choice([evil, 3, [1], "x", {1: 2}])},
+            {
+                "state_dict": weights,
+                "hyper_parameters": draw.choice([evil, 3, [1], "x", {1: 2}]),
+            },
             {"state_dict": evil},
             evil,
             [weights],
             {"state_dict": {1: torch.ones(2)}},
             {"state_dict": {"w": "text"}},
-            {name: value[:1].expand(2**40, *value.shape[1:]) for name, value in weights.items()},
+            {
+                name: value[:1].expand(2**40, *value.shape[1:])
+                for name, value in weights.items()
+            },
             {
                 "w": torch.sparse_coo_tensor(
                     torch.zeros(1, 1, dtype=torch.long), torch.ones(1), (2**40,)
@@ -518,7 +551,10 @@ def torch_file(draw: random.Random, directory: Path) -> bytes:
         return bytes(bad)
     if kind in (5, 6) and zipfile.is_zipfile(io.BytesIO(good)):
         made = io.BytesIO()
-        with zipfile.ZipFile(io.BytesIO(good)) as old, zipfile.ZipFile(made, "w") as new:
+        with (
+            zipfile.ZipFile(io.BytesIO(good)) as old,
+            zipfile.ZipFile(made, "w") as new,
+        ):
             for entry in old.infolist():
                 data = (
                     bytes(50 << 20)
@@ -530,7 +566,11 @@ def torch_file(draw: random.Random, directory: Path) -> bytes:
                     if kind == 5
                     else f"../../{draw.choice(NAMES[:5])}/{entry.filename}"
                 )
-                new.writestr(name, data, zipfile.ZIP_DEFLATED if kind == 5 else zipfile.ZIP_STORED)
+                new.writestr(
+                    name,
+                    data,
+                    zipfile.ZIP_DEFLATED if kind == 5 else zipfile.ZIP_STORED,
+                )
         return made.getvalue()
     return good
 
@@ -586,7 +626,9 @@ def make(draw: random.Random, path: Path, root: Path) -> str:
         document.write_bytes(raw_json(draw, document.read_bytes()))
         seal(path)
     elif kind == "manifest text":
-        (path / "manifest.json").write_bytes(raw_json(draw, (path / "manifest.json").read_bytes()))
+        (path / "manifest.json").write_bytes(
+            raw_json(draw, (path / "manifest.json").read_bytes())
+        )
     elif kind == "header":
         file = draw.choice(shards)
         file.write_bytes(shard(draw, file.read_bytes()))
@@ -603,7 +645,9 @@ def make(draw: random.Random, path: Path, root: Path) -> str:
             draw.choice(["last", "best", *NAMES]): draw.choice([*NAMES, nasty(draw)])
             for _ in range(3)
         }
-        names["last"] = draw.choice([*NAMES, "../outside/step-2", "step-2", "link", nasty(draw)])
+        names["last"] = draw.choice(
+            [*NAMES, "../outside/step-2", "step-2", "link", nasty(draw)]
+        )
         index = {
             "format": "trainer_kit.index",
             "version": 1,
@@ -628,15 +672,25 @@ def make(draw: random.Random, path: Path, root: Path) -> str:
             path.parent
             / f".{draw.choice(['..', 'step-2', 'index.json', 'x'])}.1-{'0' * 18}.{draw.choice(['tmp', 'old'])}"
         ).mkdir()
-        (path.parent / f".index.json.99999-{'0' * 18}.tmp").symlink_to(root / "outside" / "secret")
+        (path.parent / f".index.json.99999-{'0' * 18}.tmp").symlink_to(
+            root / "outside" / "secret"
+        )
     elif kind == "sparse":
         os.truncate(
-            draw.choice([path / "manifest.json", document, path.parent / "index.json"]), 1 << 40
+            draw.choice([path / "manifest.json", document, path.parent / "index.json"]),
+            1 << 40,
         )
     elif kind == "shelf":
         tree = json.loads(document.read_bytes())
-        shelf = next(state for key, state in tree["callbacks"].items() if "ModelCheckpoint" in key)
-        elsewhere, named = str(root / "outside" / "step-2"), ["kept", "yielding", "newest", "best"]
+        shelf = next(
+            state
+            for key, state in tree["callbacks"].items()
+            if "ModelCheckpoint" in key
+        )
+        elsewhere, named = (
+            str(root / "outside" / "step-2"),
+            ["kept", "yielding", "newest", "best"],
+        )
         for holder, key in places(shelf):
             if key in draw.sample(named, draw.randrange(1, 5)):
                 holder[key] = {"kept": {elsewhere: 0.0}, "yielding": [elsewhere]}.get(
@@ -646,9 +700,9 @@ def make(draw: random.Random, path: Path, root: Path) -> str:
         seal(path)
     else:
         (path.parent / "file").write_bytes(
-            draw.choice([torch_file, torch_file, lambda d, _: shard(d, shards[0].read_bytes())])(
-                draw, root
-            )
+            draw.choice(
+                [torch_file, torch_file, lambda d, _: shard(d, shards[0].read_bytes())]
+            )(draw, root)
         )
     return kind
 
@@ -659,7 +713,9 @@ def misname(draw: random.Random, manifest: Any) -> None:
     if where != "parts":
         old = draw.choice(list(manifest["files"]))
         manifest["files"][name] = (
-            manifest["files"][old] if draw.random() < 0.5 else manifest["files"].pop(old)
+            manifest["files"][old]
+            if draw.random() < 0.5
+            else manifest["files"].pop(old)
         )
     if where != "files":
         manifest["parts"][draw.choice([*manifest["parts"], name])] = name
@@ -687,7 +743,9 @@ def fit(kept: Path, ckpt_path: Any, **options: Any) -> None:
     """Everything up to the first step, of which there is none left."""
     keeper = ModelCheckpoint(kept, every_n_train_steps=1, save_top_k=-1)
     root = os.path.dirname(str(keeper.dirpath))  # a run leaves its record there
-    trainer = tk.Trainer(max_steps=2, default_root_dir=root, callbacks=[keeper, Keeps()], **QUIET)
+    trainer = tk.Trainer(
+        max_steps=2, default_root_dir=root, callbacks=[keeper, Keeps()], **QUIET
+    )
     trainer.fit(TinyModule(), BATCHES, ckpt_path=ckpt_path, **options)
 
 
@@ -770,7 +828,9 @@ def peak_memory() -> int:
     """In bytes. ``ru_maxrss`` starts with that of the process that started this one."""
     status = Path("/proc/self/status").read_text()
     return 1024 * next(
-        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")
+        int(line.split()[1])
+        for line in status.splitlines()
+        if line.startswith("VmHWM:")
     )
 
 

@@ -44,7 +44,9 @@ PATIENCE = 30.0
 
 def main() -> None:
     prctl(ADOPT_ORPHANS, 1)
-    faulthandler.register(signal.SIGUSR2)  # whoever is forked says where it is, if it is asked
+    faulthandler.register(
+        signal.SIGUSR2
+    )  # whoever is forked says where it is, if it is asked
     gc.freeze()  # no collection in a script looks at, and so copies, what is here
     for line in sys.stdin:
         command = json.loads(line)
@@ -71,12 +73,16 @@ def rank_environments(count: int) -> list[dict[str, str]]:
     if count == 1:
         return [{}]
     shared = {**local_environment(count), "TRAINER_KIT_PATIENCE": str(PATIENCE / 6)}
-    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    return [
+        {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
+    ]
 
 
 def become(command: dict[str, Any], rank: int, environment: dict[str, str]) -> None:
     """The script, in a process of its own."""
-    prctl(DIE_WITH_PARENT, signal.SIGKILL)  # not inherited: its own children are its own business
+    prctl(
+        DIE_WITH_PARENT, signal.SIGKILL
+    )  # not inherited: its own children are its own business
     os.environ.update(environment)
     os.chdir(command["directory"])
     said = os.open(f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -96,11 +102,16 @@ def die_at(point: int, within: str) -> None:
 
     def count_down(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal count, in_tree
-        if event == "shutil.rmtree":  # its files are then named relative to an open directory
+        if (
+            event == "shutil.rmtree"
+        ):  # its files are then named relative to an open directory
             in_tree = within in str(arguments[0])
         if event not in FILE_EVENTS or os.getpid() != owner:
             return
-        relative = event in ("os.remove", "os.rmdir") and arguments[-1] not in (None, -1)
+        relative = event in ("os.remove", "os.rmdir") and arguments[-1] not in (
+            None,
+            -1,
+        )
         if (relative and in_tree) or within in str(arguments[0]):
             count += 1
             if count == point:
@@ -125,7 +136,10 @@ def supervise(pids: list[int], command: dict[str, Any]) -> dict[str, Any]:
                 continue
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
-                statuses[rank], first_end = os.waitstatus_to_exitcode(status), first_end or now
+                statuses[rank], first_end = (
+                    os.waitstatus_to_exitcode(status),
+                    first_end or now,
+                )
         if first_end is not None and now - first_end > PATIENCE:
             for rank, pid in enumerate(pids):
                 if rank not in statuses:
@@ -163,9 +177,12 @@ def describe(pid: int) -> str:
         for line in (process / "status").read_text().splitlines()
         if line.startswith(("State", "Sig", "PPid"))
     ]
-    facts += [f"{name}: {_read(process / name)}" for name in ("wchan", "stack", "syscall")]
     facts += [
-        f"thread {task.name}: {_read(task / 'wchan')}" for task in (process / "task").iterdir()
+        f"{name}: {_read(process / name)}" for name in ("wchan", "stack", "syscall")
+    ]
+    facts += [
+        f"thread {task.name}: {_read(task / 'wchan')}"
+        for task in (process / "task").iterdir()
     ]
     os.kill(pid, signal.SIGUSR2)
     time.sleep(1)

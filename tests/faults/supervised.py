@@ -46,7 +46,12 @@ class Server:
         return json.loads(self.process.stdout.readline())
 
     def run(
-        self, directory: Path, text: str, ranks: int = 1, words: tuple[str, ...] = (), **kill: Any
+        self,
+        directory: Path,
+        text: str,
+        ranks: int = 1,
+        words: tuple[str, ...] = (),
+        **kill: Any,
     ) -> Any:
         """Start the script, anew or again; see `killing.supervise`."""
         script = directory.parent / "script.py"

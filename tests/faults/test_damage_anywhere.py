@@ -19,7 +19,13 @@ from trainer_kit import Trainer
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
-from trainer_kit.checkpoint.store import lookup, mark, newest_verified, read_index, repair
+from trainer_kit.checkpoint.store import (
+    lookup,
+    mark,
+    newest_verified,
+    read_index,
+    repair,
+)
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.testing import TinyModule
 
@@ -44,7 +50,9 @@ class Small(TinyModule):
 
 def fit(directory, ckpt_path=None, steps=6):
     keeper = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1)
-    trainer = Trainer(max_steps=steps, callbacks=keeper, default_root_dir=directory.parent, **QUIET)
+    trainer = Trainer(
+        max_steps=steps, callbacks=keeper, default_root_dir=directory.parent, **QUIET
+    )
     trainer.fit(Small(), [torch.ones(2, 32)] * 8, ckpt_path=ckpt_path)
     return trainer
 
@@ -54,7 +62,12 @@ def whole(tmp_path_factory):
     """What a run left, and where it was."""
     place = tmp_path_factory.mktemp("run")
     fit(place / "kept")
-    assert sorted(os.listdir(place / "kept")) == ["index.json", "step-00000002", BEFORE, NEWEST]
+    assert sorted(os.listdir(place / "kept")) == [
+        "index.json",
+        "step-00000002",
+        BEFORE,
+        NEWEST,
+    ]
     return Path(shutil.copytree(place / "kept", place / "whole"))
 
 
@@ -93,7 +106,9 @@ def zero(draw, file):
     data = bytearray(file.read_bytes())
     start = draw.randrange(len(data) - 1)
     end = min(len(data), start + draw.choice([8, 512, 4096]))
-    data[start:end] = bytes(end - start) if any(data[start:end]) else b"\1" * (end - start)
+    data[start:end] = (
+        bytes(end - start) if any(data[start:end]) else b"\1" * (end - start)
+    )
     file.write_bytes(data)
 
 
@@ -110,7 +125,9 @@ def exchange(draw, file):
 def foreign(draw, file):
     (
         file.parent
-        / draw.choice(["notes.txt", "optimizer-9.safetensors", ".hidden", "\udcff", "a\nb"])
+        / draw.choice(
+            ["notes.txt", "optimizer-9.safetensors", ".hidden", "\udcff", "a\nb"]
+        )
     ).write_text("x")
 
 
@@ -160,7 +177,9 @@ def refusal(act, *arguments):
 
 
 @LIMIT
-@pytest.mark.parametrize("flips", [FLIPS // 5, pytest.param(FLIPS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "flips", [FLIPS // 5, pytest.param(FLIPS, marks=pytest.mark.long)]
+)
 def test_every_one_is_noticed_and_the_checkpoint_before_is_taken(kept, flips):
     newest = kept / NEWEST
     good = {file: file.read_bytes() for file in files_of(newest)}
@@ -180,7 +199,9 @@ def test_every_one_is_noticed_and_the_checkpoint_before_is_taken(kept, flips):
                 assert error.file == str(newest if manifest_gone else file), case
         found, damaged = newest_verified(kept)
         # A manifest of step 2 that fits the sizes of these files says that nothing else was taken before this.
-        assert found == kept / BEFORE or (damage is exchange and file.name == "manifest.json"), case
+        assert found == kept / BEFORE or (
+            damage is exchange and file.name == "manifest.json"
+        ), case
         assert [path for path, _ in damaged] == [newest], case
         file.write_bytes(good[file])
     verify_checkpoint(newest)
@@ -188,7 +209,9 @@ def test_every_one_is_noticed_and_the_checkpoint_before_is_taken(kept, flips):
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
 @pytest.mark.parametrize("damage", KINDS)
-def test_a_run_continues_from_the_checkpoint_before_the_damaged_one(kept, capsys, damage, name):
+def test_a_run_continues_from_the_checkpoint_before_the_damaged_one(
+    kept, capsys, damage, name
+):
     file = kept / NEWEST / name
     damage(random.Random(name), file)
     with pytest.raises(CheckpointError):
@@ -218,7 +241,11 @@ def test_the_index_is_not_needed(kept, damage):
     if damage is directory:  # somebody else's, perhaps
         assert "index.json: could not be written" in str(refusal(repair, kept))
     else:
-        assert [path.name for path in repair(kept).sound] == [NEWEST, BEFORE, "step-00000002"]
+        assert [path.name for path in repair(kept).sound] == [
+            NEWEST,
+            BEFORE,
+            "step-00000002",
+        ]
         assert read_index(kept)["last"] == NEWEST
 
 
@@ -243,7 +270,9 @@ def test_a_damaged_lock_is_taken_over_or_reported(kept):
     for number in range(30):
         bad = bytearray(dead)
         bad[draw.randrange(len(bad))] ^= 1 << draw.randrange(8)
-        (kept / ".lock").write_bytes(bad[: draw.randrange(len(bad))] if number % 3 == 0 else bad)
+        (kept / ".lock").write_bytes(
+            bad[: draw.randrange(len(bad))] if number % 3 == 0 else bad
+        )
         error = refusal(lambda: DirectoryLock(kept).release())
         if error is not None:  # of another host, as far as can be seen
             assert "locked by pid" in error.reason
@@ -253,7 +282,9 @@ def test_a_damaged_lock_is_taken_over_or_reported(kept):
 
 
 @pytest.mark.skipif(not POSIX, reason="permissions are POSIX")
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "."])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "state.json", "model.safetensors", "."]
+)
 def test_an_unreadable_checkpoint_is_neither_damaged_nor_skipped(whole, name):
     """Permissions can be given back; what a run overwrites that quietly went back to step 4 cannot."""
     with tempfile.TemporaryDirectory() as place:
@@ -270,7 +301,11 @@ def test_an_unreadable_checkpoint_is_neither_damaged_nor_skipped(whole, name):
                     os.setuid(65534)
                 error = refusal(newest_verified, kept)
                 code = (
-                    0 if error and "Permission denied" in str(error) and NEWEST in error.file else 8
+                    0
+                    if error
+                    and "Permission denied" in str(error)
+                    and NEWEST in error.file
+                    else 8
                 )
             finally:
                 os._exit(code)

@@ -31,12 +31,18 @@ def flip(file):
 
 
 DAMAGES = {
-    "bit": (lambda path: flip(path / "model.safetensors"), "model.safetensors: damaged: checksum"),
+    "bit": (
+        lambda path: flip(path / "model.safetensors"),
+        "model.safetensors: damaged: checksum",
+    ),
     "cut": (
         lambda path: os.truncate(path / "model.safetensors", 9),
         "model.safetensors: 9 bytes, but",
     ),
-    "gone": (lambda path: (path / "state.json").unlink(), "state.json: the file is missing"),
+    "gone": (
+        lambda path: (path / "state.json").unlink(),
+        "state.json: the file is missing",
+    ),
     "empty": (
         lambda path: (path / "manifest.json").write_bytes(b""),
         "manifest.json: damaged JSON",
@@ -70,7 +76,9 @@ def test_the_one_before_is_taken(kept, capsys, damage):
     assert trainer.global_step == 12
     rejected, resumed = capsys.readouterr().out.splitlines()
     assert rejected.startswith(f"checkpoint step-00000006 rejected: {reason}")
-    assert rejected.endswith("; falling back to step-00000004; it is now step-00000006.damaged")
+    assert rejected.endswith(
+        "; falling back to step-00000004; it is now step-00000006.damaged"
+    )
     assert resumed == f"resuming from step 4 ({kept / 'step-00000004'})"
     assert (kept / "step-00000006.damaged").is_dir()
     assert [record.step for record in tk.checkpoints(kept)] == [2, 4, 6, 8, 10, 12]
@@ -93,7 +101,9 @@ def test_nothing_sound_is_an_error_not_a_new_run(kept):
     for step in (2, 4, 6):
         flip(kept / f"step-{step:08d}" / "state.json")
     before = sorted(os.listdir(kept))
-    with pytest.raises(CheckpointError, match="contains no intact checkpoint") as caught:
+    with pytest.raises(
+        CheckpointError, match="contains no intact checkpoint"
+    ) as caught:
         fit(kept, epochs=2, ckpt_path="last")
     assert caught.value.file == str(kept / "step-00000006" / "state.json")
     assert sorted(os.listdir(kept)) == before
@@ -110,7 +120,10 @@ def test_an_evaluation_passes_by_but_moves_nothing(kept, capsys):
     flip(kept / "step-00000006" / "model.safetensors")
     trainer = Trainer(default_root_dir=kept, callbacks=ModelCheckpoint(kept), **QUIET)
     trainer.test(TinyModule(), BATCHES, ckpt_path="last", verbose=False)
-    assert "checkpoint step-00000006 rejected: model.safetensors: " in capsys.readouterr().out
+    assert (
+        "checkpoint step-00000006 rejected: model.safetensors: "
+        in capsys.readouterr().out
+    )
     assert (kept / "step-00000006").is_dir()
 
 
@@ -118,7 +131,9 @@ def test_a_run_in_a_new_directory_takes_no_checkpoint_of_another_one(tmp_path, c
     old = tmp_path / "one" / "checkpoints"
     fit(old)
     flip(old / "step-00000006" / "state.json")
-    trainer = fit(tmp_path / "two", epochs=2, ckpt_path="last", default_root_dir=tmp_path)
+    trainer = fit(
+        tmp_path / "two", epochs=2, ckpt_path="last", default_root_dir=tmp_path
+    )
     assert trainer.global_step == 12
     assert f"no checkpoint is in {tmp_path / 'two'} yet" in capsys.readouterr().out
     assert sorted(os.listdir(old)) == [
@@ -140,7 +155,9 @@ def test_all_ranks_fall_back_together(tmp_path):
     assert again.global_step == 12
     names = {path.name for path in Path(tmp_path).iterdir()}
     again.strategy.world.barrier()
-    assert {name for name in names if name.endswith(".damaged")} == {"step-00000006.damaged"}
+    assert {name for name in names if name.endswith(".damaged")} == {
+        "step-00000006.damaged"
+    }
 
 
 def test_a_clock_that_is_set_back_hides_no_newer_run(tmp_path, capsys, monkeypatch):
@@ -150,7 +167,9 @@ def test_a_clock_that_is_set_back_hides_no_newer_run(tmp_path, capsys, monkeypat
             "callbacks": ModelCheckpoint(save_top_k=-1),
             "default_root_dir": tmp_path,
         }
-        Trainer(max_steps=steps, **options).fit(TinyModule(), BATCHES, ckpt_path=ckpt_path)
+        Trainer(max_steps=steps, **options).fit(
+            TinyModule(), BATCHES, ckpt_path=ckpt_path
+        )
 
     with monkeypatch.context() as ahead:
         ahead.setattr(time, "time_ns", lambda: 2 * 10**18)

@@ -19,7 +19,11 @@ from trainer_kit.checkpoint.lock import LOCK, owner_of
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.testing import TinyModule
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "OMP_NUM_THREADS": "1",
+}
 BATCHES = [torch.ones(2, 32)] * 6
 QUIET = {
     "logger": False,
@@ -105,7 +109,11 @@ def test_a_fit_locks_its_directory_and_unlocks_it_at_the_end(tmp_path):
     fit(tmp_path / "kept", looks)
     assert looks.owner is not None
     assert looks.owner.process.pid == os.getpid()
-    assert sorted(os.listdir(tmp_path / "kept")) == ["index.json", "step-00000003", "step-00000006"]
+    assert sorted(os.listdir(tmp_path / "kept")) == [
+        "index.json",
+        "step-00000003",
+        "step-00000006",
+    ]
 
 
 def test_a_failed_fit_unlocks_its_directory(tmp_path):
@@ -115,7 +123,9 @@ def test_a_failed_fit_unlocks_its_directory(tmp_path):
 
     with pytest.raises(RuntimeError, match="at the first step"):
         fit(tmp_path / "a" / "b", Fails())
-    assert os.listdir(tmp_path) == ["run.json"], "what it made for nothing is gone again"
+    assert os.listdir(tmp_path) == ["run.json"], (
+        "what it made for nothing is gone again"
+    )
 
 
 def test_several_directories_are_held(tmp_path):
@@ -127,9 +137,9 @@ def test_several_directories_are_held(tmp_path):
 
 
 def test_a_run_that_writes_no_checkpoints_neither_locks_nor_makes_anything(tmp_path):
-    Trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=False, **QUIET).fit(
-        TinyModule(), BATCHES
-    )
+    Trainer(
+        max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=False, **QUIET
+    ).fit(TinyModule(), BATCHES)
     Trainer(
         fast_dev_run=True,
         default_root_dir=tmp_path,
@@ -140,11 +150,14 @@ def test_a_run_that_writes_no_checkpoints_neither_locks_nor_makes_anything(tmp_p
 
 
 @pytest.mark.skipif(
-    sys.platform == "win32", reason="a dead process is told from a living one by POSIX calls"
+    sys.platform == "win32",
+    reason="a dead process is told from a living one by POSIX calls",
 )
 def test_two_runs_one_directory(tmp_path):
     command = [sys.executable, "-c", TRAINS, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as first:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True
+    ) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "trained\n"
         while (before := sorted(os.listdir(tmp_path))) != [
@@ -170,7 +183,9 @@ def test_two_runs_one_directory(tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-def test_leftovers_of_a_dead_run_are_discarded_and_reported_once(tmp_path, capsys, programs):
+def test_leftovers_of_a_dead_run_are_discarded_and_reported_once(
+    tmp_path, capsys, programs
+):
     code = (
         "import os, sys; from trainer_kit.checkpoint import commit;"
         "commit.dump_manifest = lambda content: os._exit(0); commit.write_checkpoint(sys.argv[1], {})"
@@ -186,7 +201,10 @@ def test_leftovers_of_a_dead_run_are_discarded_and_reported_once(tmp_path, capsy
         "step-00000003",
         "step-00000006",
     ]
-    assert capsys.readouterr().out == f"discarded 1 incomplete save (step 9) in {tmp_path}\n"
+    assert (
+        capsys.readouterr().out
+        == f"discarded 1 incomplete save (step 9) in {tmp_path}\n"
+    )
 
 
 def unwritable(kind, tmp_path):
@@ -207,7 +225,10 @@ def unwritable(kind, tmp_path):
     else:
         do = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "none", str(directory)]
         undo = ["umount", str(directory)]
-    if shutil.which(do[0]) is None or subprocess.run(do, capture_output=True).returncode:
+    if (
+        shutil.which(do[0]) is None
+        or subprocess.run(do, capture_output=True).returncode
+    ):
         pytest.skip(f"{do[0]} does not work here")
     return (
         directory,
@@ -219,8 +240,12 @@ def unwritable(kind, tmp_path):
 
 
 @pytest.mark.parametrize("below", ["", "a/b"])
-@pytest.mark.parametrize("kind", ["below a file", "no such place", "immutable", "read-only"])
-def test_an_unwritable_directory_is_an_error_before_the_first_step(tmp_path, kind, below):
+@pytest.mark.parametrize(
+    "kind", ["below a file", "no such place", "immutable", "read-only"]
+)
+def test_an_unwritable_directory_is_an_error_before_the_first_step(
+    tmp_path, kind, below
+):
     directory, undo, reason = unwritable(kind, tmp_path)
     looks = Looks(directory)
     try:
@@ -237,7 +262,9 @@ def test_an_unwritable_directory_is_an_error_before_the_first_step(tmp_path, kin
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions are POSIX's")
 @pytest.mark.parametrize("below", ["", "a/b"])
-def test_a_directory_without_write_permission_is_an_error_before_the_first_step(programs, below):
+def test_a_directory_without_write_permission_is_an_error_before_the_first_step(
+    programs, below
+):
     place = Path(
         tempfile.mkdtemp(dir="/tmp")
     )  # every user gets there, unlike to a directory of pytest's

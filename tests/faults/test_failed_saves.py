@@ -20,7 +20,11 @@ from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup
 from trainer_kit.core.errors import CheckpointError
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "OMP_NUM_THREADS": "1",
+}
 QUIET = {
     "logger": False,
     "enable_progress_bar": False,
@@ -116,7 +120,9 @@ class Disk(Callback):
         self.directory, self.seen = directory, {}
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.seen[trainer.global_step] = [record.step for record in checkpoints(self.directory)]
+        self.seen[trainer.global_step] = [
+            record.step for record in checkpoints(self.directory)
+        ]
 
     def on_train_end(self, trainer, module):
         self.seen["end"] = [record.step for record in checkpoints(self.directory)]
@@ -126,17 +132,32 @@ def fit(directory, breaks, *callbacks, **options):
     keeper = ModelCheckpoint(directory, **{"every_n_train_steps": 2, **options})
     disk = Disk(directory)
     trainer = Trainer(
-        max_epochs=1, callbacks=[keeper, breaks, disk, *callbacks], log_every_n_steps=1, **QUIET
+        max_epochs=1,
+        callbacks=[keeper, breaks, disk, *callbacks],
+        log_every_n_steps=1,
+        **QUIET,
     )
     trainer.fit(Wide(), BATCHES)
     return trainer, keeper, disk.seen
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT])
-def test_training_continues_and_the_next_interval_tries_again(tmp_path, capsys, monkeypatch, error):
+def test_training_continues_and_the_next_interval_tries_again(
+    tmp_path, capsys, monkeypatch, error
+):
     trainer, keeper, seen = fit(tmp_path, Breaks({3, 4, 5, 6}, monkeypatch, error))
     assert trainer.global_step == 8
-    assert seen == {0: [], 1: [], 2: [2], 3: [2], 4: [2], 5: [2], 6: [2], 7: [2], "end": [2, 8]}
+    assert seen == {
+        0: [],
+        1: [],
+        2: [2],
+        3: [2],
+        4: [2],
+        5: [2],
+        6: [2],
+        7: [2],
+        "end": [2, 8],
+    }
     assert sorted(os.listdir(tmp_path)) == [
         "index.json",
         "run.json",
@@ -160,7 +181,9 @@ def test_the_first_save_and_the_last(tmp_path, capsys, monkeypatch):
     assert seen[2] == []
     assert seen["end"] == [4, 6]
     first, last = capsys.readouterr().out.splitlines()
-    assert first.endswith("; no checkpoint is there yet; training continues, next try at step 4")
+    assert first.endswith(
+        "; no checkpoint is there yet; training continues, next try at step 4"
+    )
     assert last.endswith("; kept step 6; this run ends without it")
     assert keeper.best_model_path == str(tmp_path / "step-00000006")
     assert keeper.last_model_path == str(tmp_path / "step-00000006")
@@ -188,11 +211,17 @@ class Scored(Wide):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_several_failed_saves_in_a_row_leave_no_trace_among_the_best(tmp_path, monkeypatch, keep):
+def test_several_failed_saves_in_a_row_leave_no_trace_among_the_best(
+    tmp_path, monkeypatch, keep
+):
     """Each is asked for before the outcome of the one before it is known."""
-    keeper = ModelCheckpoint(tmp_path, monitor="score", every_n_train_steps=1, save_top_k=keep)
+    keeper = ModelCheckpoint(
+        tmp_path, monitor="score", every_n_train_steps=1, save_top_k=keep
+    )
     breaks = Breaks({2, 3, 4}, monkeypatch)
-    trainer = Trainer(max_epochs=1, callbacks=[keeper, breaks], log_every_n_steps=1, **QUIET)
+    trainer = Trainer(
+        max_epochs=1, callbacks=[keeper, breaks], log_every_n_steps=1, **QUIET
+    )
     trainer.fit(Scored(0.6, 0.4, 0.3, 0.2, 0.55, 0.5, 0.45, 0.58), BATCHES)
     assert all(Path(path).is_dir() for path in keeper.best_k_models)
     assert [float(score) for score in keeper.best_k_models.values()] == pytest.approx(
@@ -274,7 +303,8 @@ def test_a_process_beyond_its_file_size_limit(tmp_path, programs):
 
 
 @pytest.mark.parametrize(
-    ("size", "reason"), [("size=300k", "No space"), ("size=1m,nr_inodes=26", "No space")]
+    ("size", "reason"),
+    [("size=300k", "No space"), ("size=1m,nr_inodes=26", "No space")],
 )
 def test_a_full_disk(tmp_path, capsys, size, reason):
     disk = tmp_path / "disk"
@@ -298,7 +328,11 @@ def test_a_full_disk(tmp_path, capsys, size, reason):
         trainer, _, seen = fit(disk, Fills())
         assert trainer.global_step == 8
         assert seen[5] == [2]
-        assert sorted(os.listdir(disk)) == ["index.json", "step-00000006", "step-00000008"]
+        assert sorted(os.listdir(disk)) == [
+            "index.json",
+            "step-00000006",
+            "step-00000008",
+        ]
         verify_checkpoint(disk / "step-00000008")
     said = capsys.readouterr().out
     assert said.count("\n") == 1
@@ -306,13 +340,17 @@ def test_a_full_disk(tmp_path, capsys, size, reason):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)]
+)
 def test_all_ranks_report_a_failed_save(tmp_path, strategy):
     told = []
 
     class Asks(Callback):
         def on_train_step_end(self, trainer, module):
-            trainer.request_checkpoint("each step", Request(trainer.global_step, tmp_path, told))
+            trainer.request_checkpoint(
+                "each step", Request(trainer.global_step, tmp_path, told)
+            )
 
     class OneDiskFails(Callback):
         def on_train_step_end(self, trainer, module):

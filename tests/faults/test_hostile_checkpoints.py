@@ -25,7 +25,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 PROGRAM = Path(__file__).with_name("hostile.py")
-HOSTILE, WAYS = int(os.environ.get("HOSTILE", "1000")), 99 if "HOSTILE" in os.environ else 4
+HOSTILE, WAYS = (
+    int(os.environ.get("HOSTILE", "1000")),
+    99 if "HOSTILE" in os.environ else 4,
+)
 PROCESSES = 2
 SECONDS = 200
 """CPU seconds that each process may take for its share of the cases. A reading that waits is ended after 20 s."""
@@ -44,7 +47,11 @@ QUIET = {
 )  # a busy machine is no fault of a reading: the programs bound their CPU time
 def test_nothing_is_executed_and_all_of_it_is_refused_or_read(tmp_path):
     share = -(-HOSTILE // PROCESSES)
-    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(PROGRAM.parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     programs = []
     for number in range(PROCESSES):
         (directory := tmp_path / str(number)).mkdir()
@@ -56,8 +63,11 @@ def test_nothing_is_executed_and_all_of_it_is_refused_or_read(tmp_path):
             *map(str, (number * share, share, WAYS)),
         ]
         # Into files: a pipe that is read after the other's would fill, and its program wait.
-        told, said = (open(tmp_path / f"{name}-{number}", "w+") for name in ("told", "said"))  # noqa: SIM115
-        program = subprocess.Popen(command, stdout=told, stderr=said, text=True, env=environment)
+        told = open(tmp_path / f"told-{number}", "w+")  # noqa: SIM115
+        said = open(tmp_path / f"said-{number}", "w+")  # noqa: SIM115
+        program = subprocess.Popen(
+            command, stdout=told, stderr=said, text=True, env=environment
+        )
         if "HOSTILE" not in os.environ:
             resource.prlimit(program.pid, resource.RLIMIT_CPU, (SECONDS, SECONDS))
         programs.append((program, told, said))
@@ -103,7 +113,9 @@ def test_a_checkpoint_cannot_have_others_deleted(tmp_path):
 
 @pytest.mark.parametrize("name", ["index.json", ".lock"])
 @pytest.mark.parametrize("what", ["pipe", "link to a device", "too large"])
-def test_a_pipe_a_device_or_a_huge_file_in_place_of_a_file_does_not_block(tmp_path, name, what):
+def test_a_pipe_a_device_or_a_huge_file_in_place_of_a_file_does_not_block(
+    tmp_path, name, what
+):
     fit(tmp_path, 2)
     (tmp_path / name).unlink(missing_ok=True)
     if what == "pipe":
@@ -115,7 +127,9 @@ def test_a_pipe_a_device_or_a_huge_file_in_place_of_a_file_does_not_block(tmp_pa
         os.truncate(tmp_path / name, 1 << 40)
     if name == "index.json":
         fit(tmp_path, 3, ckpt_path="last")
-        assert json.loads((tmp_path / name).read_bytes())["names"] == {"last": "step-00000003"}
+        assert json.loads((tmp_path / name).read_bytes())["names"] == {
+            "last": "step-00000003"
+        }
     else:
         with pytest.raises(CheckpointError, match="no checkpoint can be written here"):
             fit(tmp_path, 3, ckpt_path="last")

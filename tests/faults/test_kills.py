@@ -27,7 +27,9 @@ from trainer_kit.checkpoint.store import lookup
 from trainer_kit.loggers.journal import read_journal
 from trainer_kit.testing import TinyModule
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted by prctl")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="orphans are adopted by prctl"
+)
 
 SCRIPT = """
 import os, sys
@@ -72,7 +74,11 @@ STEPS = {1: 21, 2: 12}
 """By number of ranks: 26 samples in batches of 4 a rank, 3 epochs."""
 
 if "KILLS" in os.environ:
-    KILLS = [pytest.param(int(os.environ["KILLS"]) // 2, marks=pytest.mark.timeout(0), id="soak")]
+    KILLS = [
+        pytest.param(
+            int(os.environ["KILLS"]) // 2, marks=pytest.mark.timeout(0), id="soak"
+        )
+    ]
     MOMENTS = [pytest.param(1, marks=pytest.mark.timeout(0), id="soak")]
 else:
     KILLS = [3, pytest.param(15, marks=pytest.mark.slow)]
@@ -86,7 +92,11 @@ def plain(value: Any, root: Path) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item, root) for item in value]
     if isinstance(value, Tensor):
-        return str(value.dtype), tuple(value.shape), value.contiguous().numpy().tobytes()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.contiguous().numpy().tobytes(),
+        )
     if isinstance(value, float):
         return value.hex()
     if hasattr(value, "tobytes"):
@@ -122,9 +132,13 @@ def outcome(root: Path) -> dict[str, Any]:
         "names": names,
         "index": json.loads((kept / "index.json").read_text()),
         "states": states,
-        "journal": sorted({json.dumps(plain(record, root), sort_keys=True) for record in journal}),
+        "journal": sorted(
+            {json.dumps(plain(record, root), sort_keys=True) for record in journal}
+        ),
         "steps": {rank: sorted(set(lines)) for rank, lines in steps(root).items()},
-        "taken": {int(line.split()[0]) for lines in steps(root).values() for line in lines},
+        "taken": {
+            int(line.split()[0]) for lines in steps(root).values() for line in lines
+        },
     }
 
 
@@ -153,7 +167,9 @@ def undisturbed(
         count = STEPS[
             1 if "pp" in words else ranks
         ]  # the stages of a pipeline take the same batches
-        assert {len(lines) for lines in whole["steps"].values()} == {count}, "every step once"
+        assert {len(lines) for lines in whole["steps"].values()} == {count}, (
+            "every step once"
+        )
         assert len(whole["states"]) <= 3, "the best two and the last"
         return whole, answer["seconds"]
 
@@ -166,8 +182,12 @@ def said(directory: Path) -> str:
 
 def attempt(server: Server, directory: Path, **kill: Any) -> bool:
     """Start the script once more. Whether it was killed; if not, it has ended well."""
-    found = lookup(directory / "kept", "last") if (directory / "kept").exists() else None
-    newest = 0 if found is None else read_checkpoint(found, ["progress"])["progress"]["step"]
+    found = (
+        lookup(directory / "kept", "last") if (directory / "kept").exists() else None
+    )
+    newest = (
+        0 if found is None else read_checkpoint(found, ["progress"])["progress"]["step"]
+    )
     before = len(steps(directory).get(0, []))
     [ended] = server.run(directory, SCRIPT, **kill)["ended"]
     assert ended in (0, -signal.SIGKILL), said(directory)
@@ -214,8 +234,14 @@ def test_a_replaced_checkpoint_is_deleted_at_the_next_start(
 
     def fit() -> None:
         keeper = tk.callbacks.ModelCheckpoint(kept, every_n_train_steps=1)
-        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = tk.Trainer(max_steps=3, accelerator="cpu", callbacks=keeper, **options)
+        options = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
+        trainer = tk.Trainer(
+            max_steps=3, accelerator="cpu", callbacks=keeper, **options
+        )
         trainer.fit(TinyModule(), [torch.ones(2, 32)] * 3, ckpt_path="last")
 
     def die(path: str) -> None:
@@ -259,7 +285,8 @@ def test_every_moment_from_the_last_step_to_the_end(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(word, marks=pytest.mark.slow) for word in ("fsdp", "pp"))]
+    "strategy",
+    ["ddp", *(pytest.param(word, marks=pytest.mark.slow) for word in ("fsdp", "pp"))],
 )
 def test_a_rank_is_killed_and_the_job_is_started_again(
     server: Server, undisturbed: Any, tmp_path: Path, strategy: str
@@ -269,7 +296,9 @@ def test_a_rank_is_killed_and_the_job_is_started_again(
     kept = str(directory / "kept")
     # Under DDP rank 1 writes no checkpoint: its points are the steps that it trains on.
     points = (
-        [(1, 3, "steps-1"), (0, 90, kept)] if strategy == "ddp" else [(1, 7, kept), (0, 90, kept)]
+        [(1, 3, "steps-1"), (0, 90, kept)]
+        if strategy == "ddp"
+        else [(1, 7, kept), (0, 90, kept)]
     )
     for victim, point, within in points:
         ended = server.run(
@@ -277,7 +306,9 @@ def test_a_rank_is_killed_and_the_job_is_started_again(
         )["ended"]
         assert ended[victim] == -signal.SIGKILL, said(directory)
         assert ended[1 - victim] not in (0, "hung"), said(directory)
-    assert server.run(directory, SCRIPT, 2, (strategy,))["ended"] == [0, 0], said(directory)
+    assert server.run(directory, SCRIPT, 2, (strategy,))["ended"] == [0, 0], said(
+        directory
+    )
     assert_same(outcome(directory), whole)
 
 
@@ -286,7 +317,11 @@ def rank_of(agent: int, rank: int) -> int | None:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = (process / "environ").read_bytes().split(b"\0") if parent == agent else []
+            variables = (
+                (process / "environ").read_bytes().split(b"\0")
+                if parent == agent
+                else []
+            )
         except OSError:
             continue
         if f"RANK={rank}".encode() in variables:
@@ -318,7 +353,9 @@ def test_a_rank_of_a_plain_command_is_killed(undisturbed: Any, tmp_path: Path) -
             errors = agent.communicate()[1]
         assert agent.returncode == 128 + signal.SIGKILL
         assert re.search(
-            rf"^rank {victim} of 2 failed \(.*\): killed by SIGKILL", errors, re.MULTILINE
+            rf"^rank {victim} of 2 failed \(.*\): killed by SIGKILL",
+            errors,
+            re.MULTILINE,
         ), errors
     subprocess.run(command, cwd=directory, env=environment, check=True)
     assert_same(outcome(directory), whole)

@@ -23,7 +23,13 @@ from trainer_kit.loggers.run_logger import RunLogger
 from trainer_kit.testing import TinyModule
 
 pytestmark = pytest.mark.slow
-METHODS = ["log_hyperparams", "log_metrics", "save", "after_save_checkpoint", "finalize"]
+METHODS = [
+    "log_hyperparams",
+    "log_metrics",
+    "save",
+    "after_save_checkpoint",
+    "finalize",
+]
 
 
 class Logs(TinyModule):
@@ -66,10 +72,15 @@ def fit(tmp_path, logger, steps=20, checkpoints=True, limit=None):
     model.save_hyperparameters({"width": 4})
     trainer = Trainer(
         max_steps=steps,
-        logger=[CSVLogger(tmp_path, name="run", version=0), *([] if logger is None else [logger])],
+        logger=[
+            CSVLogger(tmp_path, name="run", version=0),
+            *([] if logger is None else [logger]),
+        ],
         default_root_dir=tmp_path,
         log_every_n_steps=1,
-        callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)]
+        callbacks=[
+            ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)
+        ]
         if checkpoints
         else [],
         enable_checkpointing=checkpoints,
@@ -79,7 +90,9 @@ def fit(tmp_path, logger, steps=20, checkpoints=True, limit=None):
     )
     data = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1))
     trainer.fit(model, [*data])
-    return trainer, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return trainer, torch.cat(
+        [parameter.detach().flatten() for parameter in model.parameters()]
+    )
 
 
 def journal(tmp_path):
@@ -88,7 +101,9 @@ def journal(tmp_path):
 
 
 def lines_about(capsys, name):
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(name)]
+    return [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith(name)
+    ]
 
 
 @pytest.fixture
@@ -125,13 +140,18 @@ def test_a_logger_that_raises_costs_no_step(tmp_path, capsys, method):
     assert [step for step, _ in journal(tmp_path)] == list(range(1, 21))
     warning, *others = lines_about(capsys, "Faulty")
     assert "ConnectionError: the tracker is down; training continues" in warning
-    assert f"all values are in {tmp_path / 'run' / 'version_0' / 'journal.jsonl'}" in warning
+    assert (
+        f"all values are in {tmp_path / 'run' / 'version_0' / 'journal.jsonl'}"
+        in warning
+    )
     assert len(others) <= 1  # what is left at the end
     assert len(list((tmp_path / "kept").glob("step*"))) == 4
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_logger_that_blocks_for_ever_costs_no_step(tmp_path, capsys, method, released, hurried):
+def test_a_logger_that_blocks_for_ever_costs_no_step(
+    tmp_path, capsys, method, released, hurried
+):
     def fault(name, count):
         if name == method:
             released.wait()
@@ -167,7 +187,9 @@ def test_a_logger_of_100_ms_a_call_does_not_slow_the_steps(tmp_path):
     begun = time.monotonic()
     trainer.fit(Times(), [torch.randn(2, 32) for _ in range(60)])
     assert ends[0] < 3  # 60 calls take 6 s
-    assert [step for step, _ in logger.values] == list(range(1, 61))  # the close waits for them
+    assert [step for step, _ in logger.values] == list(
+        range(1, 61)
+    )  # the close waits for them
 
 
 def compute(seconds, released):
@@ -234,7 +256,12 @@ def test_a_close_does_not_wait_longer_for_a_call_that_hangs(
 @pytest.mark.long
 def test_a_close_ends_within_ten_seconds(tmp_path, released, monkeypatch):
     took = close_times(monkeypatch)
-    fit(tmp_path, Faulty(lambda name, count: released.wait()), steps=2, checkpoints=False)
+    fit(
+        tmp_path,
+        Faulty(lambda name, count: released.wait()),
+        steps=2,
+        checkpoints=False,
+    )
     assert 9 < sum(took) < 15
 
 
@@ -272,7 +299,9 @@ def test_values_are_replayed_in_order_when_the_logger_answers(tmp_path, capsys):
     assert last == "Faulty answers again"
 
 
-def test_values_beyond_the_queue_are_read_back_from_the_journal(tmp_path, released, monkeypatch):
+def test_values_beyond_the_queue_are_read_back_from_the_journal(
+    tmp_path, released, monkeypatch
+):
     monkeypatch.setattr(
         delivery, "_KEPT", 40
     )  # the journal keeps ten times as many: all of this run
@@ -298,7 +327,9 @@ def test_values_beyond_the_queue_are_read_back_from_the_journal(tmp_path, releas
     assert [step for step, _ in logger.values] == list(range(1, 401))
 
 
-def test_values_that_cannot_be_read_back_are_counted(tmp_path, capsys, released, monkeypatch):
+def test_values_that_cannot_be_read_back_are_counted(
+    tmp_path, capsys, released, monkeypatch
+):
     """Only the first hundred of them were in a line."""
     monkeypatch.setattr(delivery, "_KEPT", 40)
 
@@ -346,7 +377,10 @@ def test_values_reach_an_idle_logger_without_waking_it(waits):
     deliveries.wait()  # its thread is idle now
     (one,) = deliveries.each()
     woken, notify = [], one._changed.notify_all
-    one._changed.notify_all = lambda: (woken.append(threading.current_thread()), notify())
+    one._changed.notify_all = lambda: (
+        woken.append(threading.current_thread()),
+        notify(),
+    )
     for step in range(1, 6):
         deliveries.log({"loss": 0.5}, step, {})
     assert threading.current_thread() not in woken
@@ -374,8 +408,12 @@ def test_values_that_a_logger_refuses_are_left_out(tmp_path, capsys):
     assert "KeyError: 'accuracy'" in lines_about(capsys, "Faulty")[0]
 
 
-@pytest.mark.parametrize("method", ["log_metrics", "save", "after_save_checkpoint", "finalize"])
-def test_a_refusal_during_a_run_does_not_end_the_next_entry_point(tmp_path, capsys, method):
+@pytest.mark.parametrize(
+    "method", ["log_metrics", "save", "after_save_checkpoint", "finalize"]
+)
+def test_a_refusal_during_a_run_does_not_end_the_next_entry_point(
+    tmp_path, capsys, method
+):
     def fault(name, count):
         if name == method and count == 1:
             raise LogError("this tracker does not take that")
@@ -388,7 +426,9 @@ def test_a_refusal_during_a_run_does_not_end_the_next_entry_point(tmp_path, caps
     assert len(logger.values) == 40 - (method == "log_metrics")
 
 
-def test_hyperparameters_that_a_logger_refuses_end_the_entry_point_at_its_start(tmp_path, capsys):
+def test_hyperparameters_that_a_logger_refuses_end_the_entry_point_at_its_start(
+    tmp_path, capsys
+):
     def fault(name, count):
         if name == "log_hyperparams":
             raise LogError("this tracker does not take that")
@@ -436,7 +476,9 @@ class FilesOfARun(RunLogger):
         pass
 
 
-def test_a_checkpoint_that_is_deleted_before_its_upload_is_left_out(tmp_path, capsys, released):
+def test_a_checkpoint_that_is_deleted_before_its_upload_is_left_out(
+    tmp_path, capsys, released
+):
     class Releases(Logs):
         def on_train_end(self):
             released.set()
@@ -477,7 +519,9 @@ def test_a_full_disk_under_the_logs_is_a_warning(tmp_path, capsys, kind):
 
         class Fills(Logs):
             def training_step(self, batch, batch_idx):
-                self.log_dict({f"value-{number}": float(batch_idx) for number in range(60)})
+                self.log_dict(
+                    {f"value-{number}": float(batch_idx) for number in range(60)}
+                )
                 return super().training_step(batch, batch_idx)
 
             def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -493,7 +537,9 @@ def test_a_full_disk_under_the_logs_is_a_warning(tmp_path, capsys, kind):
         )  # fmt: skip
         data = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1))
         trainer.fit(model, [*data])
-        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        weights = torch.cat(
+            [parameter.detach().flatten() for parameter in model.parameters()]
+        )
         assert torch.equal(weights, expected)
         assert trainer.global_step == 20
         out, err = capsys.readouterr()
@@ -506,7 +552,9 @@ def test_a_full_disk_under_the_logs_is_a_warning(tmp_path, capsys, kind):
         logger.save()
         if kind == "csv":
             with open(logger.path, encoding="utf-8") as file:
-                steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+                steps = [
+                    int(row["step"]) for row in csv.DictReader(file) if row["loss"]
+                ]
             assert steps == list(range(1, 21))
         else:
             assert tensorboard_steps(logger.log_dir) == list(range(1, 21))
@@ -570,20 +618,25 @@ trainer.fit(Logs(), [torch.randn(2, 32) for _ in range(20)], ckpt_path="last")
 """
 
 
-def test_the_tracker_gets_its_values_in_order_after_a_kill_and_a_resume(tmp_path, server):
+def test_the_tracker_gets_its_values_in_order_after_a_kill_and_a_resume(
+    tmp_path, server
+):
     """The tracker is down from the start; the process is killed once the checkpoint of step 10 is durable, at step 15
     at the latest, and the resumed run is answered at 17."""
     directory = tmp_path / "run"
     assert server.run(directory, RESUMED)["ended"] == [-signal.SIGKILL]
     first, second = (
-        directory / f"trainer_kit_logs/version_{number}/journal.jsonl" for number in (0, 1)
+        directory / f"trainer_kit_logs/version_{number}/journal.jsonl"
+        for number in (0, 1)
     )
     records = [record for record in read_journal(first) if "loss" in record]
     assert [record["step"] for record in records][:10] == list(
         range(1, 11)
     )  # the checkpoint of step 10 is durable
     assert not (directory / "tracker").exists()
-    assert server.run(directory, RESUMED)["ended"] == [0], (directory / "said-0").read_text()
+    assert server.run(directory, RESUMED)["ended"] == [0], (
+        directory / "said-0"
+    ).read_text()
     records = [record for record in read_journal(second) if "loss" in record]
     assert [record["step"] for record in records] == list(range(11, 21))
     expected = [f"{record['step']} {record['loss'].hex()}" for record in records]
@@ -625,7 +678,10 @@ def test_a_faulty_logger_on_rank_zero_blocks_no_rank(tmp_path, kind, method):
     released.set()  # what a logger that blocks did not take arrives in order
     deadline = time.monotonic() + 10
     while (
-        first and kind == "blocks" and logger.calls["finalize"] == 0 and time.monotonic() < deadline
+        first
+        and kind == "blocks"
+        and logger.calls["finalize"] == 0
+        and time.monotonic() < deadline
     ):
         time.sleep(0.01)
     if first and kind == "blocks":
@@ -697,7 +753,9 @@ def raw_loop(tracker):
 
 @pytest.mark.parametrize("method", ["start", "log", "finish"])
 @pytest.mark.parametrize("kind", ["raises", "blocks"])
-def test_a_faulty_tracker_of_an_accelerator_costs_no_step(capsys, method, kind, released, hurried):
+def test_a_faulty_tracker_of_an_accelerator_costs_no_step(
+    capsys, method, kind, released, hurried
+):
     def fault(name, count):
         if name == method and kind == "blocks":
             released.wait()
@@ -711,7 +769,9 @@ def test_a_faulty_tracker_of_an_accelerator_costs_no_step(capsys, method, kind, 
     assert torch.equal(raw_loop(tracker), expected)
     assert time.monotonic() - begun < 8
     lines = lines_about(capsys, "tracker 'faulty'")
-    expected_text = "ConnectionError: no answer" if kind == "raises" else "has not returned for"
+    expected_text = (
+        "ConnectionError: no answer" if kind == "raises" else "has not returned for"
+    )
     assert any(expected_text in line for line in lines), lines
     released.set()
     deadline = time.monotonic() + 10

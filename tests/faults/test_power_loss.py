@@ -117,7 +117,9 @@ def test_reported_checkpoints_survive_a_power_loss(tmp_path, capsys, keep):
         with mounted(disk, "-o", "loop", image):
             pid, reading = start(disk, keep)
             try:
-                assert select.select([reading], [], [], 60)[0], "nothing was saved in a minute"
+                assert select.select([reading], [], [], 60)[0], (
+                    "nothing was saved in a minute"
+                )
                 time.sleep(draw.uniform(0, 0.4))
                 before = os.read(
                     reading, 1 << 20
@@ -130,7 +132,9 @@ def test_reported_checkpoints_survive_a_power_loss(tmp_path, capsys, keep):
             paths = [Path(line) for line in before.decode().split("\n")[:-1]]
         with mounted(disk, "-o", "loop", image):
             for path in paths if keep == -1 else paths[-1:]:
-                if keep == -1 or path.exists():  # else it gave way to one that was not yet reported
+                if (
+                    keep == -1 or path.exists()
+                ):  # else it gave way to one that was not yet reported
                     verify_checkpoint(path)
             found, damaged = newest_verified(disk / "kept")
             assert not damaged, number
@@ -156,16 +160,24 @@ def test_the_message_about_a_full_disk_is_true(tmp_path, capsys):
         fit(disk, 1, -1)
         [first] = (path for path in (disk / "kept").iterdir() if path.is_dir())
         needed = sum(
-            file.stat().st_size for file in first.iterdir() if file.name != "manifest.json"
+            file.stat().st_size
+            for file in first.iterdir()
+            if file.name != "manifest.json"
         )
         (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - needed // 2))
         free = shutil.disk_usage(disk).free
         fit(disk, 2, -1, ckpt_path="last")
         said = capsys.readouterr().out
         found = re.search(
-            r"No space left on device \(need ([\d.]+) kB, free ([\d.]+) k?B\); kept step 1; ", said
+            r"No space left on device \(need ([\d.]+) kB, free ([\d.]+) k?B\); kept step 1; ",
+            said,
         )
         assert found, said
         assert float(found[1]) == pytest.approx(needed / 1000, rel=0.05)
-        assert abs(float(found[2]) * 1000 - free) < 10_000 or abs(float(found[2]) - free) < 10_000
-        assert [path.name for path in (disk / "kept").iterdir() if path.is_dir()] == [first.name]
+        assert (
+            abs(float(found[2]) * 1000 - free) < 10_000
+            or abs(float(found[2]) - free) < 10_000
+        )
+        assert [path.name for path in (disk / "kept").iterdir() if path.is_dir()] == [
+            first.name
+        ]

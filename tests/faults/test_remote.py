@@ -53,7 +53,9 @@ class Net(TrainModule):
     def __init__(self, width=8):
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.4), nn.Linear(width, 1))
+        self.net = nn.Sequential(
+            nn.Linear(4, width), nn.Dropout(0.4), nn.Linear(width, 1)
+        )
         self.losses = []
         self.scores = iter([0.5, 0.4, 0.45, 0.3])
 
@@ -78,9 +80,14 @@ def loader():
 
 def fit(dirpath, ckpt_path=None, callbacks=(), max_steps=14, **options):
     tk.seed_everything(11)
-    keeper = ModelCheckpoint(dirpath, **{"every_n_train_steps": 1, "save_top_k": -1, **options})
+    keeper = ModelCheckpoint(
+        dirpath, **{"every_n_train_steps": 1, "save_top_k": -1, **options}
+    )
     trainer = Trainer(
-        max_steps=max_steps, callbacks=[keeper, *callbacks], log_every_n_steps=1, **QUIET
+        max_steps=max_steps,
+        callbacks=[keeper, *callbacks],
+        log_every_n_steps=1,
+        **QUIET,
     )
     module = Net()
     trainer.fit(module, loader(), ckpt_path=ckpt_path)
@@ -90,29 +97,49 @@ def fit(dirpath, ckpt_path=None, callbacks=(), max_steps=14, **options):
 def same(one, two):
     return all(
         torch.equal(a, b)
-        for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True)
+        for a, b in zip(
+            one.state_dict().values(), two.state_dict().values(), strict=True
+        )
     )
 
 
 def test_a_resume_from_a_url_equals_the_uninterrupted_run():
     _, keeper, whole = fit("memory://team/run")
-    assert [record.step for record in checkpoints("memory://team/run")] == list(range(1, 15))
-    assert keeper.best_model_path == keeper.last_model_path == "memory://team/run/step-00000014"
+    assert [record.step for record in checkpoints("memory://team/run")] == list(
+        range(1, 15)
+    )
+    assert (
+        keeper.best_model_path
+        == keeper.last_model_path
+        == "memory://team/run/step-00000014"
+    )
     for step in (13, 7, 1):
-        _, _, resumed = fit("memory://team/run", ckpt_path=f"memory://team/run/step-{step:08d}")
+        _, _, resumed = fit(
+            "memory://team/run", ckpt_path=f"memory://team/run/step-{step:08d}"
+        )
         assert resumed.losses == whole.losses[step:]
         assert same(resumed, whole)
-        assert [record.step for record in checkpoints("memory://team/run")] == list(range(1, 15))
+        assert [record.step for record in checkpoints("memory://team/run")] == list(
+            range(1, 15)
+        )
 
 
 def test_last_at_a_url(capsys):
     fit("memory://team/run", max_steps=6, save_top_k=1)
-    assert lookup("memory://team/run", "last") == locate("memory://team/run/step-00000006")
+    assert lookup("memory://team/run", "last") == locate(
+        "memory://team/run/step-00000006"
+    )
     trainer, _, resumed = fit("memory://team/run", ckpt_path="last", save_top_k=1)
-    assert "resuming from step 6 (memory://team/run/step-00000006)" in capsys.readouterr().out
+    assert (
+        "resuming from step 6 (memory://team/run/step-00000006)"
+        in capsys.readouterr().out
+    )
     assert [step for step, _ in resumed.losses] == list(range(6, 14))
     assert [record.step for record in checkpoints("memory://team/run")] == [13, 14]
-    assert trainer.predict(resumed, [torch.ones(1, 4)], ckpt_path="best")[0].shape == (1, 1)
+    assert trainer.predict(resumed, [torch.ones(1, 4)], ckpt_path="best")[0].shape == (
+        1,
+        1,
+    )
     loaded = Net.load_from_checkpoint("memory://team/run/step-00000014")
     assert same(loaded, resumed)
     assert owner_of("memory://team/run") is None
@@ -124,9 +151,9 @@ def test_the_root_directory_is_a_url(capsys, tmp_path, monkeypatch):
     trainer = Trainer(**options)
     trainer.fit(Net(), loader())
     assert trainer.default_root_dir == "memory://team/root"
-    assert [str(record.path) for record in checkpoints("memory://team/root/checkpoints")] == [
-        "memory://team/root/checkpoints/step-00000007"
-    ]
+    assert [
+        str(record.path) for record in checkpoints("memory://team/root/checkpoints")
+    ] == ["memory://team/root/checkpoints/step-00000007"]
     trainer.save_checkpoint("memory://team/root/mine")
     assert read_checkpoint("memory://team/root/mine")["progress"]["step"] == 7
     Trainer(**{**options, "max_epochs": 2}).fit(Net(), loader(), ckpt_path="last")
@@ -148,7 +175,10 @@ def test_loggers_stay_on_this_machine_and_say_so(tmp_path):
     logger = tk.loggers.CSVLogger(tmp_path / "logs")
     options = {**QUIET, "logger": logger}
     Trainer(
-        default_root_dir="memory://team/root", max_epochs=1, log_every_n_steps=1, **options
+        default_root_dir="memory://team/root",
+        max_epochs=1,
+        log_every_n_steps=1,
+        **options,
     ).fit(Net(), loader())
     assert len(checkpoints("memory://team/root/checkpoints")) == 1
     assert logger.path.exists()
@@ -170,7 +200,9 @@ def test_storage_without_write_access_is_refused_before_the_first_step(bucket):
 
     bucket.before = staticmethod(refuse)
     module = Net()
-    with pytest.raises(CheckpointError, match="no checkpoint can be written here: 403 Forbidden"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint can be written here: 403 Forbidden"
+    ):
         Trainer(max_epochs=1, callbacks=ModelCheckpoint("bucket://run"), **QUIET).fit(
             module, loader()
         )
@@ -179,7 +211,9 @@ def test_storage_without_write_access_is_refused_before_the_first_step(bucket):
         lambda: ModelCheckpoint("s4://run"),
         lambda: Trainer(default_root_dir="s4://run", **QUIET),
     ):
-        with pytest.raises(ConfigurationError, match="s4:// is an unknown storage protocol"):
+        with pytest.raises(
+            ConfigurationError, match="s4:// is an unknown storage protocol"
+        ):
             make()
 
 
@@ -187,7 +221,8 @@ def test_a_second_run_in_one_directory_is_refused(bucket):
     class Meets(Callback):
         def on_train_start(self, trainer, module):
             with pytest.raises(
-                CheckpointError, match=rf"bucket://run: locked by pid {os.getpid()} on host"
+                CheckpointError,
+                match=rf"bucket://run: locked by pid {os.getpid()} on host",
             ):
                 fit("bucket://run")
 
@@ -236,11 +271,19 @@ class Breaks(Callback):
 
 
 @pytest.mark.parametrize("after", range(8))
-@pytest.mark.parametrize("error", [ConnectionError("reset by peer"), RuntimeError("reset by peer")])
-def test_a_failed_upload_is_reported_and_training_continues(bucket, capsys, after, error):
+@pytest.mark.parametrize(
+    "error", [ConnectionError("reset by peer"), RuntimeError("reset by peer")]
+)
+def test_a_failed_upload_is_reported_and_training_continues(
+    bucket, capsys, after, error
+):
     breaks = Breaks(bucket, {3, 4, 5, 6}, after, error)
     trainer, keeper, _ = fit(
-        "bucket://run", callbacks=[breaks], max_steps=8, every_n_train_steps=2, save_top_k=1
+        "bucket://run",
+        callbacks=[breaks],
+        max_steps=8,
+        every_n_train_steps=2,
+        save_top_k=1,
     )
     assert trainer.global_step == 8
     lines = capsys.readouterr().out.splitlines()
@@ -264,7 +307,9 @@ def test_a_storage_that_is_out_of_reach_for_a_while(bucket, capsys):
             wait(trainer)
             bucket.unreachable = trainer.global_step + 1 in (3, 4, 5)
 
-    trainer, _, _ = fit("bucket://run", callbacks=[Unplugs()], max_steps=7, save_top_k=1)
+    trainer, _, _ = fit(
+        "bucket://run", callbacks=[Unplugs()], max_steps=7, save_top_k=1
+    )
     assert trainer.global_step == 7
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(";")[0] for line in lines] == [
@@ -307,7 +352,11 @@ def test_files_of_a_failed_upload_are_deleted_at_the_next_start(bucket, capsys):
         every_n_train_steps=2,
     )
     assert steps() == [2, 6]
-    left = [entry.name for entry in locate("bucket://run").iterdir() if entry.name.startswith(".")]
+    left = [
+        entry.name
+        for entry in locate("bucket://run").iterdir()
+        if entry.name.startswith(".")
+    ]
     assert len(left) == 1
     assert (locate("bucket://run") / "step-00000004").is_dir()
     # As if that process had ended: its number, and when it began, are in the name.
@@ -315,13 +364,21 @@ def test_files_of_a_failed_upload_are_deleted_at_the_next_start(bucket, capsys):
     sign.rename(sign.with_name(re.sub(r"\.\d+-", ".4194399-", sign.name)))
     capsys.readouterr()
     fit("bucket://run", ckpt_path="last", max_steps=7, every_n_train_steps=2)
-    assert "discarded 1 incomplete save (step 4) in bucket://run" in capsys.readouterr().out
+    assert (
+        "discarded 1 incomplete save (step 4) in bucket://run"
+        in capsys.readouterr().out
+    )
     assert not (locate("bucket://run") / "step-00000004").exists()
 
 
 def test_the_best_is_not_lost_to_one_that_was_never_written(bucket):
     breaks = Breaks(bucket, {3, 4})
-    options = {"every_n_train_steps": 2, "save_top_k": 1, "monitor": "score", "max_steps": 6}
+    options = {
+        "every_n_train_steps": 2,
+        "save_top_k": 1,
+        "monitor": "score",
+        "max_steps": 6,
+    }
     _, keeper, _ = fit("bucket://run", callbacks=[breaks], **options)
     assert breaks.seen[4] == [2]
     assert steps() == [2, 6], "0.45 beats 0.5; 0.4 was never there"
@@ -338,7 +395,9 @@ def test_the_order_of_one_save_and_prune(bucket):
     indexed = names.index(("put", "index.json"), saved)
     pruned = names.index(("delete", "step-00000001/manifest.json"))
     uploads = [
-        place for place, (operation, key) in enumerate(names) if key.startswith("step-00000003/")
+        place
+        for place, (operation, key) in enumerate(names)
+        if key.startswith("step-00000003/")
     ]
     deletions = [
         place
@@ -356,7 +415,10 @@ def test_a_flipped_byte_costs_one_interval(bucket, capsys):
     file.write_bytes(data)
     _, _, resumed = fit("bucket://run", ckpt_path="last", max_steps=14)
     said = capsys.readouterr().out
-    assert "checkpoint step-00000014 rejected: model.safetensors: damaged: checksum" in said
+    assert (
+        "checkpoint step-00000014 rejected: model.safetensors: damaged: checksum"
+        in said
+    )
     assert "falling back to step-00000013; it is now step-00000014.damaged" in said
     assert resumed.losses == whole.losses[13:]
     assert same(resumed, whole)
@@ -469,11 +531,15 @@ print(json.dumps(results))
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
 @pytest.mark.parametrize("torn", ["whole", "torn"])
 @pytest.mark.parametrize("kind", ["new", "overwrite"])
-def test_killed_before_every_operation_of_a_save_and_prune(tmp_path, programs, kind, torn):
+def test_killed_before_every_operation_of_a_save_and_prune(
+    tmp_path, programs, kind, torn
+):
     done = programs.run_code(SAVES, str(tmp_path), kind, torn, timeout=100)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    assert [result["code"] for result in results] == [-signal.SIGKILL] * (len(results) - 1) + [0]
+    assert [result["code"] for result in results] == [-signal.SIGKILL] * (
+        len(results) - 1
+    ) + [0]
     assert len(results) > 12
     for result in results:
         assert result["again"] == 0, done.stderr
@@ -580,7 +646,8 @@ def test_a_run_killed_in_uploads_ends_as_the_uninterrupted_one(tmp_path, program
     assert found["left"] == ["index.json", "step-00000020", "step-00000021"]
     plain, killed = (tmp_path / name for name in ("plain", "killed"))
     one, two = (
-        torch.load(directory / "weights.pt", weights_only=True) for directory in (plain, killed)
+        torch.load(directory / "weights.pt", weights_only=True)
+        for directory in (plain, killed)
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
     lines = (plain / "steps").read_text().splitlines()

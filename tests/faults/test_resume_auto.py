@@ -21,7 +21,9 @@ from tests.faults.test_kills import assert_same, said
 from trainer_kit.loggers.journal import read_journal
 from trainer_kit.state.records import read_records
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted by prctl")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="orphans are adopted by prctl"
+)
 
 SCRIPT = """
 import sys
@@ -58,7 +60,11 @@ for number in range(int(sys.argv[2])):
             print(bits, trainer.global_step, trainer.log_dir, best, file=file)
 """
 if "KILLS" in os.environ:
-    KILLS = [pytest.param(int(os.environ["KILLS"]) // 10, marks=pytest.mark.timeout(0), id="soak")]
+    KILLS = [
+        pytest.param(
+            int(os.environ["KILLS"]) // 10, marks=pytest.mark.timeout(0), id="soak"
+        )
+    ]
     MOMENTS = [pytest.param(1, marks=pytest.mark.timeout(0), id="soak")]
 else:
     KILLS, MOMENTS = [2], [17]
@@ -82,7 +88,9 @@ def outcome(root: Path) -> dict[str, Any]:
     for directory in sorted((root / "trainer_kit_logs").iterdir()):
         # A process that was killed between making its directory and recording it leaves an empty one.
         if not (directory / "run.json").exists():
-            assert [path.name for path in directory.rglob("[!.]*") if not path.is_dir()] == []
+            assert [
+                path.name for path in directory.rglob("[!.]*") if not path.is_dir()
+            ] == []
             continue
         (record,) = json.loads((directory / "run.json").read_text())["runs"]
         journal = [
@@ -91,16 +99,17 @@ def outcome(root: Path) -> dict[str, Any]:
         ]
         with open(directory / "metrics.csv", newline="") as file:
             rows = list(csv.DictReader(file))
-        assert [int(row["step"]) for row in rows] == sorted({int(row["step"]) for row in rows}), (
-            "each step once"
-        )
+        assert [int(row["step"]) for row in rows] == sorted(
+            {int(row["step"]) for row in rows}
+        ), "each step once"
         names[directory.name] = f"fit {len(runs)}"
         assert [one["version"] for one in record["loggers"]] == [
             int(directory.name.removeprefix("version_"))
         ] * 2
         runs[f"fit {len(runs)}"] = {
             "record": {
-                name: record[name] for name in ("status", "ended", "step", "fit", "seed", "args")
+                name: record[name]
+                for name in ("status", "ended", "step", "fit", "seed", "args")
             },
             "files": sorted(os.listdir(directory / "checkpoints")),
             "left": [name for name in os.listdir(directory) if name.startswith(".")],
@@ -133,7 +142,11 @@ def undisturbed(
         assert len(whole["weights"]) == fits
         steps = {1: 14, 2: 8}[ranks]
         for run in whole["runs"].values():
-            assert (run["record"]["status"], run["record"]["ended"], run["record"]["step"]) == (
+            assert (
+                run["record"]["status"],
+                run["record"]["ended"],
+                run["record"]["step"],
+            ) == (
                 "finished",
                 True,
                 steps,
@@ -144,14 +157,18 @@ def undisturbed(
     return run
 
 
-def attempt(server: Server, directory: Path, ranks: int, fits: int, **kill: Any) -> bool:
+def attempt(
+    server: Server, directory: Path, ranks: int, fits: int, **kill: Any
+) -> bool:
     """Start the script once more. Whether it was killed before it was over."""
     ended = server.run(directory, SCRIPT, ranks, (str(fits),), **kill)["ended"]
     if (
         "hung" in ended
     ):  # killed before it came: who waits for it says so, and the launcher would end it
         missing = f"waiting for rank {kill['victim']}"
-        assert missing in (directory / f"said-{ended.index('hung')}").read_text(), said(directory)
+        assert missing in (directory / f"said-{ended.index('hung')}").read_text(), said(
+            directory
+        )
     if ranks == 1:
         assert ended[0] in (0, -signal.SIGKILL), said(directory)
     return not is_over(directory)  # a process that is killed on its way out was over
@@ -159,15 +176,27 @@ def attempt(server: Server, directory: Path, ranks: int, fits: int, **kill: Any)
 
 def is_over(directory: Path) -> bool:
     """Whether the script has told that it came to its end; it tells it of its first fit last."""
-    found = [read_records(file) or [] for file in directory.glob("trainer_kit_logs/*/run.json")]
-    return any(record.ended for records in found for record in records if record.fit == 0)
+    found = [
+        read_records(file) or []
+        for file in directory.glob("trainer_kit_logs/*/run.json")
+    ]
+    return any(
+        record.ended for records in found for record in records if record.fit == 0
+    )
 
 
-@pytest.mark.parametrize("aimed", [False, True], ids=["at any time", "at a file operation"])
+@pytest.mark.parametrize(
+    "aimed", [False, True], ids=["at any time", "at a file operation"]
+)
 @pytest.mark.parametrize("kills", KILLS)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_ends_as_the_uninterrupted_one(
-    server: Server, undisturbed: Any, tmp_path: Path, ranks: int, kills: int, aimed: bool
+    server: Server,
+    undisturbed: Any,
+    tmp_path: Path,
+    ranks: int,
+    kills: int,
+    aimed: bool,
 ) -> None:
     whole, seconds = undisturbed(ranks, 2)
     draw = random.Random(f"{ranks} {kills} {aimed}")
@@ -183,7 +212,9 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
             }
             if aimed:  # only rank 0 writes
                 kill = {"point": draw.randint(1, 250), "within": within}
-            was_killed = attempt(server, directory, ranks, 2, **(kill if killed < kills else {}))
+            was_killed = attempt(
+                server, directory, ranks, 2, **(kill if killed < kills else {})
+            )
             killed += was_killed
             if not was_killed:
                 break
@@ -210,7 +241,9 @@ def test_every_moment_around_the_record_of_a_run(
     )
 
 
-def test_killed_in_either_of_two_fits(server: Server, undisturbed: Any, tmp_path: Path) -> None:
+def test_killed_in_either_of_two_fits(
+    server: Server, undisturbed: Any, tmp_path: Path
+) -> None:
     """The first one is not trained again: its final state is loaded."""
     whole, _ = undisturbed(1, 2)
     directory = tmp_path / "killed"
@@ -221,7 +254,9 @@ def test_killed_in_either_of_two_fits(server: Server, undisturbed: Any, tmp_path
         ("version_1/checkpoints", 15),
         ("version_1/checkpoints", 60),
     ]:
-        assert attempt(server, directory, 1, 2, point=point, within=within), said(directory)
+        assert attempt(server, directory, 1, 2, point=point, within=within), said(
+            directory
+        )
     assert not attempt(server, directory, 1, 2)
     lines = said(directory).splitlines()
     finished = f"resuming from step 14 (verified) of run {root / 'version_0'}, which has finished"
@@ -241,7 +276,9 @@ def test_killed_in_either_of_two_fits(server: Server, undisturbed: Any, tmp_path
     assert_same(outcome(directory), whole)
 
 
-def test_once_the_script_is_over_a_new_run_starts(server: Server, tmp_path: Path) -> None:
+def test_once_the_script_is_over_a_new_run_starts(
+    server: Server, tmp_path: Path
+) -> None:
     directory = tmp_path / "again"
     for number in (1, 2):
         assert server.run(directory, SCRIPT, 1, ("1",))["ended"] == [0], said(directory)

@@ -17,7 +17,9 @@ import pytest
 from trainer_kit.checkpoint.read import verify_checkpoint
 from trainer_kit.checkpoint.store import newest_verified
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="open files are named by /proc")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="open files are named by /proc"
+)
 
 SAVED, REPORTED, REFUSED = 0, 10, 11
 """Exit codes of a run: see `cycle`."""
@@ -104,7 +106,8 @@ def server(tmp_path_factory):
 BY = [
     "audit",
     pytest.param(
-        "strace", marks=pytest.mark.skipif(not shutil.which("strace"), reason="needs strace")
+        "strace",
+        marks=pytest.mark.skipif(not shutil.which("strace"), reason="needs strace"),
     ),
 ]
 
@@ -115,7 +118,9 @@ def operation(line):
     if match is None:
         return None
     call, arguments, result = match.groups()
-    paths = re.findall(r'"([^"]*)"', arguments) or re.findall(r"^\d+<([^>]*)>", arguments)
+    paths = re.findall(r'"([^"]*)"', arguments) or re.findall(
+        r"^\d+<([^>]*)>", arguments
+    )
     if call == "openat":
         call = "create" if "O_CREAT" in arguments else "open"
     elif call in ("renameat", "renameat2"):
@@ -132,19 +137,28 @@ def test_the_order_of_one_save(server, by):
     for step in (3, 4):
         target, before = kept / f"step-{step:08d}", kept / f"step-{step - 2:08d}"
         published = next(
-            at for at, e in enumerate(inside) if e[0] == "rename" and e[2:] == [str(target)]
+            at
+            for at, e in enumerate(inside)
+            if e[0] == "rename" and e[2:] == [str(target)]
         )
         work = Path(inside[published][1])
         assert work.parent == kept, "beside the target"
         made = [at for at, e in enumerate(inside) if e == ["mkdir", str(work)]]
         assert len(made) == 1
         # Python tells of a file that is opened through an opener twice.
-        creates = {e[1]: at for at, e in reversed(list(enumerate(inside))) if e[0] == "create"}
-        files = sorted((at, file) for file, at in creates.items() if file.startswith(f"{work}/"))
+        creates = {
+            e[1]: at for at, e in reversed(list(enumerate(inside))) if e[0] == "create"
+        }
+        files = sorted(
+            (at, file) for file, at in creates.items() if file.startswith(f"{work}/")
+        )
         assert Path(files[-1][1]).name == "manifest.json", "the manifest is the last"
-        assert {Path(file).name for _, file in files} == set(os.listdir(kept / "step-00000004"))
+        assert {Path(file).name for _, file in files} == set(
+            os.listdir(kept / "step-00000004")
+        )
         synced = {
-            file: [at for at, e in enumerate(inside) if e == ["fsync", file]] for _, file in files
+            file: [at for at, e in enumerate(inside) if e == ["fsync", file]]
+            for _, file in files
         }
         ends = []
         for at, file in files:
@@ -171,7 +185,9 @@ def test_the_order_of_one_save(server, by):
         )
         temporary = after[index][1]
         assert parent < after.index(["fsync", temporary]) < index
-        pruned = next(at for at, e in enumerate(after) if e[0] == "rename" and e[1] == str(before))
+        pruned = next(
+            at for at, e in enumerate(after) if e[0] == "rename" and e[1] == str(before)
+        )
         assert index < after.index(["fsync", str(kept)], index) < pruned, (
             "only then does anything give way"
         )
@@ -215,7 +231,10 @@ def counts(server, by, moment):
         match = re.match(r"(\d+) +(\w+)\(", line)
         if match:
             found[match[1], match[2]] = found.get((match[1], match[2]), 0) + 1
-    return {name: max(n for (_, call), n in found.items() if call == name) for _, name in found}
+    return {
+        name: max(n for (_, call), n in found.items() if call == name)
+        for _, name in found
+    }
 
 
 def points(server, by, moment):
@@ -235,7 +254,10 @@ def test_killed_at_any_operation(server, by, moment):
     for call, at in points(server, by, moment):
         server.again()
         ended = server.run(
-            4, by, moment, {"call": call, "how": "signal=KILL", "error": "KILL", "at": at}
+            4,
+            by,
+            moment,
+            {"call": call, "how": "signal=KILL", "error": "KILL", "at": at},
         )
         assert ended["ended"] in (-signal.SIGKILL, SAVED), ended["said"]
         check(server, ended, f"killed at {call} {at}")
@@ -249,7 +271,10 @@ def test_any_operation_fails(server, by, moment):
         server.again()
         error = ("EIO", "ENOSPC")[number % 2]
         ended = server.run(
-            4, by, moment, {"call": call, "how": f"error={error}", "error": error, "at": at}
+            4,
+            by,
+            moment,
+            {"call": call, "how": f"error={error}", "error": error, "at": at},
         )
         expected = (SAVED, REPORTED) if moment == "save" else (SAVED, REPORTED, REFUSED)
         assert ended["ended"] in expected, f"{error} at {call} {at}: {ended['said']}"

@@ -80,15 +80,24 @@ def batch(tmp_path):
     @contextmanager
     def start(*words, **variables):
         inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith("SLURM_")
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("SLURM_")
         }
-        environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        environment = {
+            **inherited,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
         environment["PATH"] = variables.get(
             "PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
         )
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "script.py", *words]
-        with subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) as process:
+        with subprocess.Popen(
+            command, cwd=tmp_path, env=environment, **pipes
+        ) as process:
             try:
                 yield process
             finally:
@@ -117,7 +126,9 @@ def asked():
     [({}, "71"), ({"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}, "70_3")],
     ids=["job", "array"],
 )
-def test_usr1_saves_and_requeues_once_and_the_requeued_job_continues(batch, variables, name):
+def test_usr1_saves_and_requeues_once_and_the_requeued_job_continues(
+    batch, variables, name
+):
     with batch("1", **JOB, **variables, wait="1") as process:
         wait_for("step-0")
         out, err = told(process, signal.SIGUSR1)
@@ -162,7 +173,9 @@ def test_two_ranks_of_our_agent(batch):
         out
         == f"resuming from step {step} (verified) of run {Path.cwd() / 'trainer_kit_logs' / 'version_0'}\n"
     )
-    assert [int(line) for line in Path("trained-1").read_text().splitlines()] == list(range(120))
+    assert [int(line) for line in Path("trained-1").read_text().splitlines()] == list(
+        range(120)
+    )
 
 
 def test_sigterm_is_never_a_reason_to_requeue(batch):
@@ -226,7 +239,9 @@ def test_a_code_of_75_is_restarted_by_the_agent_and_resumed(batch):
     """Without ``resume``, and with a seed that nobody gave: the restart is the same run."""
     text = Path("script.py").read_text().replace("tk.seed_everything(1)\n", "")
     once = 'step == int(os.environ.get("CODE_AT", -1)) and os.environ["TRAINER_KIT_RESTART_COUNT"] == "0"'
-    Path("script.py").write_text(text.replace('step == int(os.environ.get("CODE_AT", -1))', once))
+    Path("script.py").write_text(
+        text.replace('step == int(os.environ.get("CODE_AT", -1))', once)
+    )
     with batch("2", CODE_AT="6", CODE="75", TRAINER_KIT_MAX_RESTARTS="1") as agent:
         out, err = agent.communicate(timeout=60)
     assert agent.returncode == 0, err
@@ -253,7 +268,8 @@ def test_a_restart_before_the_first_checkpoint_is_the_same_run(batch):
     assert agent.returncode == 0, err
     where = Path.cwd() / "trainer_kit_logs" / "version_0"
     assert (
-        out.splitlines()[0] == f"run {where} has no checkpoint yet: starting it from the beginning"
+        out.splitlines()[0]
+        == f"run {where} has no checkpoint yet: starting it from the beginning"
     )
     assert os.listdir("trainer_kit_logs") == ["version_0"]
 
@@ -275,8 +291,15 @@ def test_an_invalid_number_of_restarts_is_refused(batch):
 def test_torchrun_restarts_the_same_run(batch, tmp_path):
     """One rank: torch's own restart of several over gloo may meet addresses of the ranks before."""
     once = 'step == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
-    Path("script.py").write_text(SCRIPT.replace('step == int(os.environ.get("CODE_AT", -1))', once))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CODE": "1"}
+    Path("script.py").write_text(
+        SCRIPT.replace('step == int(os.environ.get("CODE_AT", -1))', once)
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CODE": "1",
+    }
     command = [
         sys.executable,
         "-m",
@@ -286,7 +309,9 @@ def test_torchrun_restarts_the_same_run(batch, tmp_path):
         "1",
     ]
     command += ["--max-restarts", "1", "script.py", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (
         f"resuming from step 4 (verified) of run {tmp_path / 'trainer_kit_logs' / 'version_0'}\n"

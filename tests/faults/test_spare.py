@@ -21,7 +21,10 @@ class Two(TrainModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.aside = torch.nn.Linear(3, 1), torch.nn.Parameter(torch.ones(2))
+        self.layer, self.aside = (
+            torch.nn.Linear(3, 1),
+            torch.nn.Parameter(torch.ones(2)),
+        )
         self.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -43,7 +46,12 @@ class Spoils(Callback):
 
 
 def fit(
-    directory: Path, steps: int, *callbacks: Any, devices: int = 1, ckpt: Any = None, **keeps: Any
+    directory: Path,
+    steps: int,
+    *callbacks: Any,
+    devices: int = 1,
+    ckpt: Any = None,
+    **keeps: Any,
 ) -> Trainer:
     keeper = ModelCheckpoint(directory / "kept", every_n_train_steps=1, **keeps)
     options = {
@@ -52,7 +60,9 @@ def fit(
         "enable_model_summary": False,
         "accelerator": "cpu",
     }
-    trainer = Trainer(max_steps=steps, callbacks=[*callbacks, keeper], devices=devices, **options)
+    trainer = Trainer(
+        max_steps=steps, callbacks=[*callbacks, keeper], devices=devices, **options
+    )
     trainer.fit(Two(), BATCHES * 4, ckpt_path=ckpt)
     return trainer
 
@@ -75,7 +85,9 @@ def test_a_newest_checkpoint_that_is_damaged_is_not_the_only_one(
     assert kept(tmp_path) == [5, 6]
 
 
-def test_the_newest_state_is_last_also_where_another_one_is_better(tmp_path: Path) -> None:
+def test_the_newest_state_is_last_also_where_another_one_is_better(
+    tmp_path: Path,
+) -> None:
     class Worse(Callback):
         def on_train_step_end(self, trainer: Any, module: Any) -> None:
             module.log("m", float(trainer.global_step), on_step=True)
@@ -94,7 +106,11 @@ def test_the_last_checkpoint_with_finite_weights_stays(
 ) -> None:
     fit(tmp_path, 7, Spoils(3, 99), save_weights_only=weights_only)
     assert kept(tmp_path) == [2, 6, 7]
-    assert read_checkpoint(tmp_path / "kept" / "step-00000002")["model"]["aside"].isfinite().all()
+    assert (
+        read_checkpoint(tmp_path / "kept" / "step-00000002")["model"]["aside"]
+        .isfinite()
+        .all()
+    )
     assert (
         capsys.readouterr().out.count(
             "step-00000003 are not finite: the last checkpoint with finite weights stays"
@@ -108,7 +124,9 @@ def test_the_fallback_is_deleted_once_there_is_another_one(tmp_path: Path) -> No
     assert kept(tmp_path) == [6, 7]
 
 
-def test_the_fallback_is_kept_through_a_resume_and_deleted_after_it(tmp_path: Path) -> None:
+def test_the_fallback_is_kept_through_a_resume_and_deleted_after_it(
+    tmp_path: Path,
+) -> None:
     fit(tmp_path, 5, Spoils(3, 99))
     assert kept(tmp_path) == [2, 4, 5]
     fit(tmp_path, 7, Spoils(3, 99), ckpt="last")

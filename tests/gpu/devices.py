@@ -28,7 +28,9 @@ GPU = pytest.param(
     "cuda",
     marks=[
         pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
+        pytest.mark.skipif(
+            not torch.cuda.is_available(), reason="needs an accelerator"
+        ),
     ],
 )
 on_each_device = pytest.mark.parametrize("kind", ["cpu", GPU])
@@ -43,7 +45,9 @@ def device_of(kind: str) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
 
 
-def batches(count: int = 7, size: int = 6, last: int = 3, width: int = 16) -> list[Batch]:
+def batches(
+    count: int = 7, size: int = 6, last: int = 3, width: int = 16
+) -> list[Batch]:
     """On the host; the last window's batches differ in weight."""
     draw = torch.Generator().manual_seed(1)
     sizes = [size] * (count - 1) + [last]
@@ -115,11 +119,16 @@ def by_hand(
     torch.manual_seed(5)
     for _ in range(epochs):
         for start in range(0, len(data), window):
-            part = [(x.to(device, cast), y.to(device)) for x, y in data[start : start + window]]
+            part = [
+                (x.to(device, cast), y.to(device))
+                for x, y in data[start : start + window]
+            ]
             total = sum(len(y) for _, y in part)
             optimizer.zero_grad()
             for x, y in part:
-                with torch.autocast(device.type, autocast) if autocast else nullcontext():
+                with (
+                    torch.autocast(device.type, autocast) if autocast else nullcontext()
+                ):
                     loss = module.loss((x, y))
                 loss = loss if len(part) == 1 else loss * (len(y) / total)
                 (loss if scaler is None else scaler.scale(loss)).backward()
@@ -145,7 +154,12 @@ def fit(module: Any, data: Any, kind: str, **options: Any) -> tk.Trainer:
     trainer = tk.Trainer(
         accelerator="cpu" if kind == "cpu" else "gpu",
         devices=1,
-        **{"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **options},
+        **{
+            "max_epochs": 2,
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.5,
+            **options,
+        },
     )
     torch.manual_seed(seed)
     trainer.fit(module, data, ckpt_path=start)
@@ -185,7 +199,11 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "MASTER_PORT": free_port(),
     }
     with monkeypatch.context() as patch:
-        for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        for name, value in {
+            **told,
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }.items():
             patch.setenv(name, str(value))
         patch.setattr(sys, "excepthook", sys.excepthook)
         try:

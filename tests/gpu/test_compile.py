@@ -18,7 +18,9 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor"
     ),  # torch's compiler looks at it
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # its advice for such devices
+    pytest.mark.filterwarnings(
+        "ignore:TensorFloat32 tensor cores"
+    ),  # its advice for such devices
 ]
 
 
@@ -68,7 +70,9 @@ def test_the_same_losses_and_one_compilation(
         )
         torch._dynamo.reset()
         counters.clear()
-        fit(module, data, kind, compile=how, callbacks=[compiled, kept], barebones=False)
+        fit(
+            module, data, kind, compile=how, callbacks=[compiled, kept], barebones=False
+        )
         graphs = counters["stats"]["unique_graphs"]
         # Blocks of a class share a graph, and so do epochs; only the first block's input needs no gradient.
         assert graphs == (2 if regional else 1)

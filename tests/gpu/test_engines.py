@@ -70,26 +70,41 @@ def test_one_rank(kind: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> No
             "sync_batchnorm": synced,
         }
         trainer = fit(
-            mine, batches(), kind, strategy=engines()[engine](), callbacks=[seen], **options
+            mine,
+            batches(),
+            kind,
+            strategy=engines()[engine](),
+            callbacks=[seen],
+            **options,
         )
         assert trainer.strategy.name in ("ddp", "fsdp")
-        assert any(isinstance(part, torch.nn.SyncBatchNorm) for part in mine.modules()) == synced
+        assert (
+            any(isinstance(part, torch.nn.SyncBatchNorm) for part in mine.modules())
+            == synced
+        )
         assert trainer.strategy.world.all_gather_object("here") == ["here"]
         assert trainer.strategy.world.agree([1.0, 2.0]) == [[1.0, 2.0]]
-        assert trainer.strategy.world.all_reduce(torch.ones(2), "mean").tolist() == [1.0, 1.0]
+        assert trainer.strategy.world.all_reduce(torch.ones(2), "mean").tolist() == [
+            1.0,
+            1.0,
+        ]
         if engine.startswith("fsdp"):
             state = {
                 name: getattr(v, "full_tensor", lambda v=v: v)()
                 for name, v in mine.state_dict().items()
             }
             for name, value in plain.state_dict().items():
-                torch.testing.assert_close(state[name].to(device), value, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(
+                    state[name].to(device), value, rtol=1e-5, atol=1e-6
+                )
         else:
             assert_same(mine, plain)
         if kind != "cpu":
             assert ("nccl" in seen.backend) == ("named" not in engine)
             assert torch.accelerator.current_device_index() == device.index
-            assert seen.devices == {torch.device("cpu") if "offloaded" in engine else device}
+            assert seen.devices == {
+                torch.device("cpu") if "offloaded" in engine else device
+            }
             assert seen.pinned == ({True} if "offloaded" in engine else set())
         del trainer, mine
 
@@ -97,7 +112,13 @@ def test_one_rank(kind: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> No
 def deepspeed(kind: str) -> list[float]:
     gc.freeze()  # the engine collects garbage when it is made: seconds, for all that was imported
     module = Net(dropout=0.0)
-    fit(module, batches(6, last=6), kind, strategy="deepspeed_stage_2", gradient_clip_val=None)
+    fit(
+        module,
+        batches(6, last=6),
+        kind,
+        strategy="deepspeed_stage_2",
+        gradient_clip_val=None,
+    )
     return [float(loss) for loss in module.losses]
 
 
@@ -127,7 +148,10 @@ def test_a_model_that_does_not_fit(kind: str) -> None:
         environment=SimpleNamespace(local_world_size=1),
     )
     with torch.device("meta"):
-        small, large = torch.nn.Linear(8, 8), torch.nn.Linear(1024, memory // (4 * 4 * 1024))
+        small, large = (
+            torch.nn.Linear(8, 8),
+            torch.nn.Linear(1024, memory // (4 * 4 * 1024)),
+        )
     assert room.choose_by_memory(trainer, small, "fit")[0] is trainer.strategy
     taken, why = room.choose_by_memory(trainer, large, "fit")
     assert taken is trainer.sharded_alternative

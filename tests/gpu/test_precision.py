@@ -26,7 +26,9 @@ from trainer_kit.precision import BitsandbytesPrecision, Float8Precision, MixedP
 
 
 def needs(library: str) -> Any:
-    return pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"needs {library}")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(library) is None, reason=f"needs {library}"
+    )
 
 
 def has_float8(kind: str) -> bool:
@@ -37,7 +39,9 @@ def has_float8(kind: str) -> bool:
 @pytest.mark.parametrize("word", ["bf16-mixed", "bf16-true", "16-mixed", "64-true"])
 def test_native(kind: str, word: str) -> None:
     device, plain, mine = device_of(kind), Net(), Net()
-    dtype = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}[word.split("-")[0]]
+    dtype = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}[
+        word.split("-")[0]
+    ]
     scaler = torch.amp.GradScaler(device.type) if word == "16-mixed" else None
     if word.endswith("true"):
         plain.to(dtype)
@@ -72,21 +76,36 @@ def test_an_overflow_skips_a_step_and_the_scale_is_in_checkpoints(
     kind: str, tmp_path: Path
 ) -> None:
     skips, kept = Skips(), tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)
-    options: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 1, "barebones": False}
+    options: dict[str, Any] = {
+        "max_epochs": 1,
+        "accumulate_grad_batches": 1,
+        "barebones": False,
+    }
 
     def scaling() -> MixedPrecision:
         type_ = device_of(kind).type
-        return MixedPrecision(torch.float16, type_, torch.amp.GradScaler(type_, init_scale=1024.0))
+        return MixedPrecision(
+            torch.float16, type_, torch.amp.GradScaler(type_, init_scale=1024.0)
+        )
 
     data = batches(4)
-    trainer = fit(Overflows(), data, kind, plugins=scaling(), callbacks=[skips, kept], **options)
+    trainer = fit(
+        Overflows(), data, kind, plugins=scaling(), callbacks=[skips, kept], **options
+    )
     assert skips.stepped == [True, False, True, True]
     state = trainer.precision_plugin.state_dict()
     assert (state["scale"], state["_growth_tracker"]) == (512.0, 2)
     # What goes on from there has the scale ahead of the last step.
     again = scaling()
     options["enable_checkpointing"] = False
-    fit(Overflows(), data, kind, plugins=again, ckpt_path=tmp_path / "step-00000003", **options)
+    fit(
+        Overflows(),
+        data,
+        kind,
+        plugins=again,
+        ckpt_path=tmp_path / "step-00000003",
+        **options,
+    )
     assert again.state_dict() == state
 
 
@@ -130,7 +149,11 @@ def test_fp8(kind: str, recipe: Any, base: str) -> None:
     convert_to_float8_training(
         plain, config=config, module_filter_fn=lambda part, name: name != "head"
     )
-    how = {"cast": torch.bfloat16} if base == "bf16-true" else {"autocast": torch.bfloat16}
+    how = (
+        {"cast": torch.bfloat16}
+        if base == "bf16-true"
+        else {"autocast": torch.bfloat16}
+    )
     by_hand(plain, wide(), device, **how)
     fit(mine, wide(), kind, precision=precision)
     assert sum(type(part).__name__ == "Float8Linear" for part in mine.modules()) == 2
@@ -151,7 +174,10 @@ def vendors(layer: nn.Linear, mode: str) -> nn.Module:
         )
     else:
         made = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, quant_type=mode, compress_statistics=False
+            layer.in_features,
+            layer.out_features,
+            quant_type=mode,
+            compress_statistics=False,
         )
         made.weight.data = layer.weight.data.clone()
     made.bias = layer.bias
@@ -163,15 +189,22 @@ def vendors(layer: nn.Linear, mode: str) -> nn.Module:
 @on_each_device
 @pytest.mark.parametrize("mode", ["nf4", "int8"])
 def test_quantised_weights(kind: str, mode: Any) -> None:
-    plain, mine = Wide(frozen=True, configure=_head_only), Wide(frozen=True, configure=_head_only)
+    plain, mine = (
+        Wide(frozen=True, configure=_head_only),
+        Wide(frozen=True, configure=_head_only),
+    )
     for place in ("0", "2"):
-        plain.blocks[0].set_submodule(place, vendors(plain.blocks[0].get_submodule(place), mode))
+        plain.blocks[0].set_submodule(
+            place, vendors(plain.blocks[0].get_submodule(place), mode)
+        )
     by_hand(plain, wide(), device_of(kind), autocast=torch.bfloat16)
     fit(mine, wide(), kind, precision=BitsandbytesPrecision(mode))
     kinds = {type(part).__name__ for part in mine.blocks[0].modules()}
     assert kinds & {"_Linear4bit", "_Linear8bit"}
     assert {p.device for p in mine.parameters()} == {device_of(kind)}
-    torch.testing.assert_close(mine.head.weight, plain.head.weight, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        mine.head.weight, plain.head.weight, rtol=1e-3, atol=1e-4
+    )
 
 
 def _head_only(module: Any) -> Any:
@@ -184,9 +217,14 @@ def _head_only(module: Any) -> Any:
     ("name", "library", "path"),
     [
         pytest.param(
-            "AdamW8bit", "bitsandbytes", "bitsandbytes.optim", marks=needs("bitsandbytes")
+            "AdamW8bit",
+            "bitsandbytes",
+            "bitsandbytes.optim",
+            marks=needs("bitsandbytes"),
         ),
-        pytest.param("adamw_torch_8bit", "torchao", "torchao.optim", marks=needs("torchao")),
+        pytest.param(
+            "adamw_torch_8bit", "torchao", "torchao.optim", marks=needs("torchao")
+        ),
     ],
 )
 def test_eight_bit_optimizers(
@@ -198,7 +236,11 @@ def test_eight_bit_optimizers(
         plain = Wide(configure=lambda module: made(module.parameters(), lr=0.01))
         by_hand(plain, wide(), device_of(kind))
         mine = [
-            Wide(configure=lambda module: tk.optimizer(name, module.parameters(), lr=0.01))
+            Wide(
+                configure=lambda module: tk.optimizer(
+                    name, module.parameters(), lr=0.01
+                )
+            )
             for _ in range(2)
         ]
         kept = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)

@@ -57,9 +57,15 @@ def test_a_resumed_run_is_the_same_in_every_bit(
         whole, batches(), kind, callbacks=[kept, peaks], **options
     )  # 8 steps, the last two of each epoch ragged
     noise = rng_state(device)
-    assert pinned == {("cpu", False)} if kind == "cpu" else pinned == {("cpu", False), (kind, True)}
+    assert (
+        pinned == {("cpu", False)}
+        if kind == "cpu"
+        else pinned == {("cpu", False), (kind, True)}
+    )
     # The first step makes the optimizer's state. A save adds nothing: a copy of the buffer would be 64 MB.
-    assert max(peaks.bytes[2::2], default=0) < max(peaks.bytes[1::2], default=1) + (8 << 20)
+    assert max(peaks.bytes[2::2], default=0) < max(peaks.bytes[1::2], default=1) + (
+        8 << 20
+    )
 
     for step in (2, 6):
         again = Large(kind)

@@ -44,7 +44,9 @@ def test_the_same_weights_as_by_hand(kind: str) -> None:
         assert noise[name].equal(rng_state(device)[name])
     for p, q in zip(plain.parameters(), mine.parameters(), strict=True):
         state = trainer.optimizers[0].state[q]
-        assert all(value.equal(state[name]) for name, value in optimizer.state[p].items())
+        assert all(
+            value.equal(state[name]) for name, value in optimizer.state[p].items()
+        )
 
 
 @on_each_device
@@ -53,7 +55,9 @@ def test_the_same_weights_with_an_accelerator(kind: str) -> None:
     with deterministic():
         by_hand(plain, data, device)
         accelerator = tk.Accelerator(cpu=kind == "cpu", gradient_accumulation_steps=2)
-        model, optimizer, loader = accelerator.prepare(mine, mine.configure_optimizers(), data)
+        model, optimizer, loader = accelerator.prepare(
+            mine, mine.configure_optimizers(), data
+        )
         torch.manual_seed(5)
         for _ in range(2):
             for x, y in loader:
@@ -100,7 +104,11 @@ class Logging(Net):
 def test_no_step_waits_for_the_device(kind: str, precision: str) -> None:
     steps = 10 if kind == "cpu" else 300  # more than as many values as are kept apart
     strict = Strict(kind, steps)
-    options = {"max_epochs": 1, "log_every_n_steps": 10_000, "enable_checkpointing": False}
+    options = {
+        "max_epochs": 1,
+        "log_every_n_steps": 10_000,
+        "enable_checkpointing": False,
+    }
     fit(
         Logging(),
         batches(2 * steps, last=6),
@@ -146,11 +154,16 @@ def test_batches_are_pinned_and_copied_during_the_steps(
     device, size = device_of(kind), 1 << (10 if kind == "cpu" else 20)
     seen: list[tuple[bool, bool]] = []
     real = loaders.move_to_device
-    usual = None if kind == "cpu" else torch.accelerator.current_stream(device).stream_id
+    usual = (
+        None if kind == "cpu" else torch.accelerator.current_stream(device).stream_id
+    )
 
     def spy(batch: Any, to: torch.device) -> Any:
         seen.append(
-            (batch[0].is_pinned(), torch.accelerator.current_stream(device).stream_id != usual)
+            (
+                batch[0].is_pinned(),
+                torch.accelerator.current_stream(device).stream_id != usual,
+            )
         )
         return real(batch, to)
 
@@ -161,8 +174,17 @@ def test_batches_are_pinned_and_copied_during_the_steps(
         pin_memory=pinned and kind != "cpu",
     )
     module = Busy()
-    fit(module, data, kind, max_epochs=6, accumulate_grad_batches=1, gradient_clip_val=None)
-    assert [float(one) / size for one in module.sums] == [4.0 * i + 1 for i in range(12)] * 6
+    fit(
+        module,
+        data,
+        kind,
+        max_epochs=6,
+        accumulate_grad_batches=1,
+        gradient_clip_val=None,
+    )
+    assert [float(one) / size for one in module.sums] == [
+        4.0 * i + 1 for i in range(12)
+    ] * 6
     assert seen == ([] if kind == "cpu" else [(True, True)] * 72)
     assert len(set(module.taken[1:])) <= 1, "memory grows from epoch to epoch"
 
@@ -172,7 +194,14 @@ def test_batches_are_pinned_and_copied_during_the_steps(
 )
 def test_a_snapshot_of_memory(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path, row_limit=0, memory_snapshot=True)
-    fit(Net(), batches(), "gpu", barebones=False, enable_checkpointing=False, profiler=profiler)
+    fit(
+        Net(),
+        batches(),
+        "gpu",
+        barebones=False,
+        enable_checkpointing=False,
+        profiler=profiler,
+    )
     with open(tmp_path / "profile-rank0.pickle", "rb") as file:
         traces = pickle.load(file)["device_traces"][0]
     assert any(entry["action"] == "alloc" for entry in traces)

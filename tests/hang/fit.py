@@ -33,7 +33,9 @@ class Data(Dataset):
 class Faulty(TinyModule):
     def training_step(self, batch, batch_idx):
         if FAULT == "sizes" and self.global_step == 5:
-            torch.distributed.all_reduce(torch.ones(3000 if self.trainer.is_global_zero else 1))
+            torch.distributed.all_reduce(
+                torch.ones(3000 if self.trainer.is_global_zero else 1)
+            )
         self.fault_at(self.global_step)
         return super().training_step(batch, batch_idx)
 
@@ -85,6 +87,7 @@ if __name__ == "__main__":
         hang_timeout=LIMIT,
     )
     getattr(trainer, STAGE)(
-        Faulty(), DataLoader(Data(), batch_size=4, num_workers=2 if FAULT == "worker" else 0)
+        Faulty(),
+        DataLoader(Data(), batch_size=4, num_workers=2 if FAULT == "worker" else 0),
     )
     print("trained", flush=True)

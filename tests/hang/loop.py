@@ -22,7 +22,9 @@ def stop_later(graph, inputs):
 
 accelerator = tk.Accelerator(cpu=True, hang_timeout=LIMIT, project_dir="project")
 model = nn.Linear(4, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+model, optimizer = accelerator.prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.1)
+)
 for step in range(20):
     if step == 5 and accelerator.process_index == int(sys.argv[3]):
         if FAULT != "compiling":

@@ -12,7 +12,9 @@ from trainer_kit.hang.hang_watchdog import HangWatchdog
 
 
 def watchdog(size=1, timeout=0.2, step=lambda: 9):
-    return HangWatchdog(0, size, timeout, lambda: (step(), None), lambda: None, lambda text: None)
+    return HangWatchdog(
+        0, size, timeout, lambda: (step(), None), lambda: None, lambda text: None
+    )
 
 
 def test_a_stopped_watchdog_leaves_no_thread():
@@ -37,7 +39,13 @@ def test_first_steps_have_more_time():
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [("5min", 300.0), (2, 2.0), ("1.5", 1.5), (False, float("inf")), ("off", float("inf"))],
+    [
+        ("5min", 300.0),
+        (2, 2.0),
+        ("1.5", 1.5),
+        (False, float("inf")),
+        ("off", float("inf")),
+    ],
 )
 def test_timeouts(given, seconds):
     assert chosen_timeout(given) == seconds

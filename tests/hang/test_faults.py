@@ -32,12 +32,18 @@ PHASES = {"fit.py": "forward", "loop.py": "your code"}
 
 def check_text(text: str, script: str, fault: str) -> None:
     expected = (
-        HEADLINES[fault].replace("{phase}", PHASES[script]).replace("{script}", re.escape(script))
+        HEADLINES[fault]
+        .replace("{phase}", PHASES[script])
+        .replace("{script}", re.escape(script))
     )
     assert re.search(expected, text), text
     if fault == "other":
-        assert re.search(rf"rank 1: all_gather\[\d+\] at {re.escape(script)}:\d+", text), text
-        assert re.search(rf"rank 0: all_reduce\[\d+\] at {re.escape(script)}:\d+", text), text
+        assert re.search(
+            rf"rank 1: all_gather\[\d+\] at {re.escape(script)}:\d+", text
+        ), text
+        assert re.search(
+            rf"rank 0: all_reduce\[\d+\] at {re.escape(script)}:\d+", text
+        ), text
 
 
 def check_stacks(directory: Path, script: str, fault: str) -> None:
@@ -82,17 +88,22 @@ def test_the_rank_that_hangs_is_named(programs, tmp_path, script, fault, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_evaluations_are_watched(programs, tmp_path, stage):
-    waits, hangs = programs.run_ranks(2, HERE / "fit.py", "sleep", str(LIMIT), "1", stage)
+    waits, hangs = programs.run_ranks(
+        2, HERE / "fit.py", "sleep", str(LIMIT), "1", stage
+    )
     assert (waits.returncode, hangs.returncode) == (75, 75)
     assert re.search(
-        r"rank 1 \(.* hangs at batch 6 in validation, at fit.py:\d+", waits.stderr + hangs.stderr
+        r"rank 1 \(.* hangs at batch 6 in validation, at fit.py:\d+",
+        waits.stderr + hangs.stderr,
     )
     (found,) = tmp_path.rglob("hang-6")
     assert {path.name for path in found.iterdir()} == {"rank-0.txt", "rank-1.txt"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["sleep", pytest.param("stop", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "fault", ["sleep", pytest.param("stop", marks=pytest.mark.long)]
+)
 def test_rank_0_hangs(programs, tmp_path, fault):
     """It serves the store of the ranks here, which does not answer either where the process is stopped."""
     hangs, waits = programs.run_ranks(2, HERE / "fit.py", fault, str(LIMIT), "0")
@@ -125,12 +136,24 @@ def test_rank_0_hangs(programs, tmp_path, fault):
 )
 def test_under_launchers(tmp_path, script, torchrun, fault):
     words = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        if torchrun
+        else []
     )
-    environment = {**os.environ, **TIMES, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        **TIMES,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, *words, str(HERE / script), fault, "3", "1"]
     ran = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=200, check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     check_text(ran.stderr, script, fault)
     check_stacks(tmp_path, script, fault)
@@ -141,7 +164,9 @@ def test_under_launchers(tmp_path, script, torchrun, fault):
         assert "rank 1 (" in root
     else:
         assert ran.returncode == 75
-        assert re.search(r"^rank 1 of 2 failed at step \d \(", ran.stderr, re.MULTILINE), ran.stderr
+        assert re.search(
+            r"^rank 1 of 2 failed at step \d \(", ran.stderr, re.MULTILINE
+        ), ran.stderr
         assert "after it: rank 0" in ran.stderr
 
 
@@ -157,9 +182,9 @@ def test_different_sizes_are_named_with_the_line(programs, tmp_path):
         if "all_reduce(" in text
     )
     assert re.search(rf'fit.py", line {line} in training_step', ran.stderr), ran.stderr
-    assert re.search(r"^rank 1 of 2 failed .*: killed by SIGABRT", ran.stderr, re.MULTILINE), (
-        ran.stderr
-    )
+    assert re.search(
+        r"^rank 1 of 2 failed .*: killed by SIGABRT", ran.stderr, re.MULTILINE
+    ), ran.stderr
 
 
 @pytest.mark.slow
@@ -174,7 +199,9 @@ def test_a_worker_that_hangs_is_named_with_its_index(programs, tmp_path):
 def test_sigterm_ends_a_step_that_hangs(programs, tmp_path):
     ran = programs.run(HERE / "fit.py", "term", "2")
     began = float(re.search(r"fault at (\S+)", ran.stdout)[1])
-    assert time.time() - began - programs.queued < 8  # other processes may have the cores
+    assert (
+        time.time() - began - programs.queued < 8
+    )  # other processes may have the cores
     assert ran.returncode == 143
     assert "SIGTERM came, and the step does not end: rank 0 (" in ran.stderr, ran.stderr
 

@@ -37,7 +37,9 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def times(monkeypatch: pytest.MonkeyPatch, name: str, factor: int) -> None:
     """Make the work really ``factor`` times as large, without the measurement knowing."""
-    prepare: Callable[[torch.device], tuple[Callable[[], object], float]] = getattr(surveys, name)
+    prepare: Callable[[torch.device], tuple[Callable[[], object], float]] = getattr(
+        surveys, name
+    )
 
     def larger(device: torch.device) -> tuple[Callable[[], object], float]:
         work, amount = prepare(device)
@@ -52,7 +54,10 @@ def slow_link(monkeypatch: pytest.MonkeyPatch, slow: int, factor: int) -> None:
     def shift(
         group: Any, sent: torch.Tensor, received: torch.Tensor, distance: int
     ) -> Callable[[], None]:
-        to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+        to, source = (
+            (group.rank + distance) % group.size,
+            (group.rank - distance) % group.size,
+        )
 
         def work() -> None:
             requests = [
@@ -123,14 +128,19 @@ def test_a_rank_that_was_slow_once_is_measured_again_and_not_named() -> None:
         measured: list[float] = []
 
         def speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
-            measured.append(10.0 if group.rank == 1 and not measured else 100.0 - len(measured))
+            measured.append(
+                10.0 if group.rank == 1 and not measured else 100.0 - len(measured)
+            )
             return {"GEMM": measured[-1]}, {}
 
         monkeypatch.setattr(surveys, "_local_speeds", speeds)
         monkeypatch.setattr(surveys, "group_speeds", lambda group, device: ({}, {}))
         made = survey(group, CPU, None)
         assert len(measured) == 2
-        assert [rank.speeds["GEMM"] for rank in made.ranks] == [100.0, 99.0]  # the fastest of both
+        assert [rank.speeds["GEMM"] for rank in made.ranks] == [
+            100.0,
+            99.0,
+        ]  # the fastest of both
         assert about(made, "GEMM") == []
 
 
@@ -143,7 +153,9 @@ def test_clocks_and_versions_that_differ() -> None:
         low, high = offsets[1]
         assert low <= 0 <= high, "one clock: no load can move the bounds past the truth"
         if group.rank == 1:
-            ahead = SimpleNamespace(time=lambda: time.time() + 90, perf_counter=time.perf_counter)
+            ahead = SimpleNamespace(
+                time=lambda: time.time() + 90, perf_counter=time.perf_counter
+            )
             monkeypatch.setattr(surveys, "time", ahead)
             monkeypatch.setattr(surveys.platform, "python_version", lambda: "2.7.18")
             monkeypatch.setattr(surveys.torch, "__version__", "1.13.1")
@@ -174,7 +186,8 @@ def test_a_full_disk_is_found_on_the_machine_that_has_it(tmp_path: Path) -> None
         monkeypatch.setattr(surveys, "_REPEATS", dict.fromkeys(surveys._REPEATS, 1))
         named = f"machine-{group.rank}"
         monkeypatch.setattr(
-            "trainer_kit.health.survey.socket", SimpleNamespace(gethostname=lambda: named)
+            "trainer_kit.health.survey.socket",
+            SimpleNamespace(gethostname=lambda: named),
         )
 
         def full(descriptor: int) -> None:
@@ -198,7 +211,9 @@ def test_a_disk_of_one_megabyte(tmp_path: Path) -> None:
         assert found.level == "fix"
         assert "No space left on device" in found.text
         levels = {
-            finding.level for finding in check_disk(tmp_path / "small") if finding.about == "disk"
+            finding.level
+            for finding in check_disk(tmp_path / "small")
+            if finding.about == "disk"
         }
         assert levels == {"fix"}
 
@@ -208,7 +223,9 @@ def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def slow(descriptor: int) -> None:
         plain(descriptor)
-        time.sleep(0.5)  # at least: 4 MiB take longer than the limit allows, on any machine
+        time.sleep(
+            0.5
+        )  # at least: 4 MiB take longer than the limit allows, on any machine
 
     monkeypatch.setattr(surveys, "_DISK", (4 * 2**20, 0.5))
     monkeypatch.setattr(surveys.os, "fsync", slow)
@@ -248,7 +265,9 @@ def test_limits_are_parts_of_the_median() -> None:
     def named(*speeds: float, name: str = "GEMM", device: str = "cuda:0") -> list[int]:
         return [
             rank.rank
-            for _, rank, _ in slow_ranks(ranks(**{name: list(speeds), "device": [device] * 64}))
+            for _, rank, _ in slow_ranks(
+                ranks(**{name: list(speeds), "device": [device] * 64})
+            )
         ]
 
     assert named(100, 71) == []
@@ -265,13 +284,17 @@ def test_limits_are_parts_of_the_median() -> None:
     assert named() == []
 
 
-def test_a_measurement_that_finds_no_memory_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_that_finds_no_memory_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(device: torch.device) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(surveys, "_gemm", full)
     made = survey(Alone(), CPU, None)
-    assert about(made, "GEMM") == [f"{made.ranks[0]}: not enough free memory to measure it"]
+    assert about(made, "GEMM") == [
+        f"{made.ranks[0]}: not enough free memory to measure it"
+    ]
     assert "memory" in made.ranks[0].speeds
     monkeypatch.setattr(surveys, "_gemm", lambda device: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -286,7 +309,9 @@ def test_a_rank_without_memory_for_the_exchange_leaves_no_rank_waiting() -> None
             monkeypatch.setattr(surveys, "_buffers", lambda device: (None, None))
         speeds, missing = surveys.group_speeds(group, CPU)
         assert speeds == {}
-        assert missing == {"all-reduce": "not enough free memory on a rank to measure it"}
+        assert missing == {
+            "all-reduce": "not enough free memory on a rank to measure it"
+        }
 
 
 def test_random_state_and_settings_stay(tmp_path: Path) -> None:
@@ -316,9 +341,14 @@ def test_cuda_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
     next(durations)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: calls.append("synchronize")
+    )
     took = surveys._fastest(
-        lambda: calls.append("work"), torch.device("cuda", 0), 3, lambda: calls.append("before")
+        lambda: calls.append("work"),
+        torch.device("cuda", 0),
+        3,
+        lambda: calls.append("before"),
     )
     assert took == 0.002
     assert calls == ["before", "record", "work", "record"] * 4 + ["synchronize"]
@@ -328,5 +358,8 @@ def test_cuda_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_survey_says_what_it_found_in_one_line() -> None:
     rows = tuple(ranks(GEMM=[5e12, 6e12], memory=[2e12, 999e9]))
     made = Survey(ranks=rows, findings=(Finding("GEMM", "all well"),), seconds=0.84)
-    assert made.describe() == "2 ranks, GEMM 5 to 6 TFLOP/s, memory 999 GB/s to 2 TB/s (0.8 s)"
+    assert (
+        made.describe()
+        == "2 ranks, GEMM 5 to 6 TFLOP/s, memory 999 GB/s to 2 TB/s (0.8 s)"
+    )
     assert made.unusual == []

@@ -54,12 +54,17 @@ class Hard(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, ids: Tensor, *, cache: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, ids: Tensor, *, cache: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x, cache=cache)
         x = self.lookup(self.recurrent(x)[0])
-        return {"logits": self.head(self.norm(x.transpose(1, 2)).transpose(1, 2)), "x": x}
+        return {
+            "logits": self.head(self.norm(x.transpose(1, 2)).transpose(1, 2)),
+            "x": x,
+        }
 
 
 def tokens() -> Tensor:

@@ -14,7 +14,9 @@ from trainer_kit.core.errors import StrategyError
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
+    pytest.mark.skipif(
+        not torch.accelerator.is_available(), reason="needs an accelerator"
+    ),
 ]
 
 REST = {"blocks.1": "cpu", "recurrent": 0, "lookup": "disk", "norm": "cpu", "head": 0}
@@ -48,19 +50,27 @@ def test_outputs_on_an_accelerator(device_map: dict[str, Any], tmp_path: Path) -
     assert found.device.type == "cpu"  # where the input was
     torch.testing.assert_close(found, expected.cpu(), rtol=1e-4, atol=1e-5)
     if device_map != {"": 0}:
-        with pytest.raises(StrategyError, match="weights that are offloaded are not trained"):
+        with pytest.raises(
+            StrategyError, match="weights that are offloaded are not trained"
+        ):
             model(tokens())["logits"].sum().backward()
     tk.dispatch_model(model, {"": "cpu"})
-    assert all(torch.equal(v, made().state_dict()[k]) for k, v in model.state_dict().items())
+    assert all(
+        torch.equal(v, made().state_dict()[k]) for k, v in model.state_dict().items()
+    )
 
 
 def test_auto_uses_the_accelerator_first() -> None:
     with tk.init_empty_weights():
         model = Hard()
-    assert 0 in set(tk.infer_auto_device_map(model, tk.get_balanced_memory(model)).values())
+    assert 0 in set(
+        tk.infer_auto_device_map(model, tk.get_balanced_memory(model)).values()
+    )
 
 
-@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two accelerators")
+@pytest.mark.skipif(
+    torch.accelerator.device_count() < 2, reason="needs two accelerators"
+)
 def test_two_accelerators(tmp_path: Path) -> None:
     model = tk.dispatch_model(
         made(),

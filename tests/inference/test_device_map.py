@@ -50,9 +50,17 @@ def three() -> nn.Module:
 def used(model: nn.Module, found: dict[str, Any], device: Any) -> int:
     sizes, seen = tensor_sizes(model), set()
     total = 0
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(),
+    ]:
         key = max(
-            (key for key in found if not key or name == key or name.startswith(f"{key}.")), key=len
+            (
+                key
+                for key in found
+                if not key or name == key or name.startswith(f"{key}.")
+            ),
+            key=len,
         )
         if found[key] == device and id(tensor) not in seen:
             seen.add(id(tensor))
@@ -61,7 +69,11 @@ def used(model: nn.Module, found: dict[str, Any], device: Any) -> int:
 
 
 def test_accelerators_are_filled_in_order() -> None:
-    assert infer(Net(), {0: 200, 1: 200}) == {"linear1": 0, "batchnorm": 0, "linear2": 1}
+    assert infer(Net(), {0: 200, 1: 200}) == {
+        "linear1": 0,
+        "batchnorm": 0,
+        "linear2": 1,
+    }
     assert infer(Net(), {1: 200, 0: 236}) == {"": 0}
     assert infer(Net(), {0: 200, 1: 200}, clean_result=False) == {
         "linear1": 0,
@@ -71,9 +83,9 @@ def test_accelerators_are_filled_in_order() -> None:
     assert infer(three(), {0: 500, 1: 500}) == {"a": 0, "b": 0, "c": 1}
     whole = infer(three(), {0: 400, 1: 500}, {"Net"})
     assert whole == {"a": 0, "b": 1, "c": 1}
-    assert infer(nn.Sequential(nn.Dropout(), nn.Linear(9, 10), nn.Dropout()), {0: 0, 1: 400}) == {
-        "": 1
-    }
+    assert infer(
+        nn.Sequential(nn.Dropout(), nn.Linear(9, 10), nn.Dropout()), {0: 0, 1: 400}
+    ) == {"": 1}
     assert infer(nn.Dropout(), {"cpu": 10}) == {"": "cpu"}
 
 
@@ -81,7 +93,10 @@ def test_the_map_reserves_room_for_offloaded_layers() -> None:
     net = nn.Sequential(*[nn.Linear(9, 10) for _ in range(6)])  # 400 bytes each
     found = infer(net, {0: 1300, "cpu": 900})
     assert found == {"0": 0, "1": 0, "2": "cpu", "3": "disk", "4": "disk", "5": "disk"}
-    assert infer(net, {"cpu": 900}) == {"0": "cpu", **{str(i): "disk" for i in range(1, 6)}}
+    assert infer(net, {"cpu": 900}) == {
+        "0": "cpu",
+        **{str(i): "disk" for i in range(1, 6)},
+    }
     assert infer(net, {"cpu": "1GB"}) == {"": "cpu"}
     assert infer(net, {}) == {"": "disk"}
 
@@ -106,9 +121,14 @@ def test_buffers_of_offloaded_layers_stay_on_the_accelerator_unless_they_are_off
 def test_tensors_that_a_divided_module_has_itself_are_in_the_map() -> None:
     net = nn.Sequential(Scaled(), Scaled())
     found = infer(net, {0: 500, 1: 500, "cpu": 2000}, clean_result=False)
-    assert {"0.scale", "0.layer_scalar", "0.inner", "0.inner2", "1.scale", "1.layer_scalar"} <= set(
-        found
-    )
+    assert {
+        "0.scale",
+        "0.layer_scalar",
+        "0.inner",
+        "0.inner2",
+        "1.scale",
+        "1.layer_scalar",
+    } <= set(found)
     assert used(net, found, 0) <= 500
 
 
@@ -159,14 +179,29 @@ def test_no_device_gets_more_than_it_has(seed: int) -> None:
 
 def _of(found: dict[str, Any], name: str) -> Any:
     return found[
-        max((key for key in found if not key or name == key or name.startswith(f"{key}.")), key=len)
+        max(
+            (
+                key
+                for key in found
+                if not key or name == key or name.startswith(f"{key}.")
+            ),
+            key=len,
+        )
     ]
 
 
 def test_balanced() -> None:
     net = nn.Sequential(*[nn.Linear(9, 10) for _ in range(6)])
-    assert tk.get_balanced_memory(net, {0: 9999, 1: 9999, "cpu": 5}) == {0: 1200, 1: 9999, "cpu": 5}
-    assert tk.get_balanced_memory(net, {0: 9999, 2: 9999, 1: 0}) == {0: 1200, 1: 0, 2: 9999}
+    assert tk.get_balanced_memory(net, {0: 9999, 1: 9999, "cpu": 5}) == {
+        0: 1200,
+        1: 9999,
+        "cpu": 5,
+    }
+    assert tk.get_balanced_memory(net, {0: 9999, 2: 9999, 1: 0}) == {
+        0: 1200,
+        1: 0,
+        2: 9999,
+    }
     assert tk.get_balanced_memory(net, {0: 9999, 1: 9999, 2: 9999}, low_zero=True) == {
         0: 0,
         1: 1200,
@@ -177,11 +212,19 @@ def test_balanced() -> None:
         1: 800,
         2: 900,
     }
-    assert tk.get_balanced_memory(net, {0: 800, 1: 800}) == {0: 800, 1: 800}  # it does not fit
+    assert tk.get_balanced_memory(net, {0: 800, 1: 800}) == {
+        0: 800,
+        1: 800,
+    }  # it does not fit
     assert tk.get_balanced_memory(net, {"cpu": 9999}) == {"cpu": 9999}
     for word in ("auto", "balanced"):
-        assert list(resolve_device_map(net, word, {0: 9999, 1: 9999}).values()).count(0) == 3
-    assert set(resolve_device_map(net, "balanced_low_0", {0: 9999, 1: 9999}).values()) == {1}
+        assert (
+            list(resolve_device_map(net, word, {0: 9999, 1: 9999}).values()).count(0)
+            == 3
+        )
+    assert set(
+        resolve_device_map(net, "balanced_low_0", {0: 9999, 1: 9999}).values()
+    ) == {1}
     assert resolve_device_map(net, "sequential", {0: 9999, 1: 9999}) == {"": 0}
     with pytest.raises(StrategyError, match="unknown device_map 'atuo'"):
         resolve_device_map(net, "atuo")
@@ -201,7 +244,8 @@ def test_dtypes() -> None:
 def test_a_layer_that_is_larger_than_every_device_is_named() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(100, 100))
     with pytest.raises(
-        StrategyError, match=r"'1' takes 40.4 kB, more than any device has\n.*0: 30 kB, cpu: 2 kB"
+        StrategyError,
+        match=r"'1' takes 40.4 kB, more than any device has\n.*0: 30 kB, cpu: 2 kB",
     ):
         infer(net, {0: "30kB", "cpu": "2kB"})
     with pytest.raises(StrategyError, match="together with what shares its weights"):
@@ -222,10 +266,14 @@ def test_an_idle_accelerator_is_reported_and_fallback_uses_it() -> None:
 
 
 def test_words_of_memory_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    found = tk.get_max_memory({"cpu": "1GiB", "disk": "1TB", 1: "10GIB", 0: "1.5GB", "meta": 7})
+    found = tk.get_max_memory(
+        {"cpu": "1GiB", "disk": "1TB", 1: "10GIB", 0: "1.5GB", "meta": 7}
+    )
     assert list(found.items())[:3] == [(0, 1_500_000_000), (1, 10 * 2**30), ("meta", 7)]
     assert list(found)[3:] == ["cpu", "disk"]
-    with pytest.raises(ConfigurationError, match=r"max_memory\[0\] must be a number of bytes"):
+    with pytest.raises(
+        ConfigurationError, match=r"max_memory\[0\] must be a number of bytes"
+    ):
         tk.get_max_memory({0: "ten"})
     with pytest.raises(StrategyError, match="'gpu' is not a device"):
         tk.get_max_memory({"gpu": 3})
@@ -259,7 +307,11 @@ def test_free_memory_is_measured_and_limited_by_the_container(tmp_path: Any) -> 
 def test_bytes_of_each_module_and_tensor():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     sizes = tk.compute_module_sizes(model)
-    assert (sizes["0.weight"], sizes["0"], sizes["1.num_batches_tracked"]) == (48, 64, 8)
+    assert (sizes["0.weight"], sizes["0"], sizes["1.num_batches_tracked"]) == (
+        48,
+        64,
+        8,
+    )
     assert (
         sizes[""]
         == sizes["0"] + sizes["1"]
@@ -267,13 +319,16 @@ def test_bytes_of_each_module_and_tensor():
     )
     assert tk.compute_module_sizes(model, "float16")["0"] == 32
     assert {
-        name for name in tk.compute_module_sizes(model, buffers_only=True) if name.startswith("0")
+        name
+        for name in tk.compute_module_sizes(model, buffers_only=True)
+        if name.startswith("0")
     } == set()
 
 
 def test_a_tied_tensor_counts_once_in_each_module():
     model = nn.Sequential(
-        nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+        nn.Linear(4, 4, bias=False),
+        nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4)),
     )
     model[1][0].weight = model[0].weight
     model[1][1].weight = model[0].weight
@@ -285,6 +340,8 @@ def test_a_tied_tensor_counts_once_in_each_module():
         64,
         80,
     )  # what each needs alone
-    whole = tk.infer_auto_device_map(model, {0: 128, 1: 128})  # 80 bytes in all: together, once
+    whole = tk.infer_auto_device_map(
+        model, {0: 128, 1: 128}
+    )  # 80 bytes in all: together, once
     assert set(whole.values()) == {0}
     assert estimate_memory(describe_module(model))[0].weights == 80

@@ -47,7 +47,9 @@ def outputs(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) for name in one
+    )
 
 
 @pytest.mark.parametrize("device_map", [{"": "disk"}, MIXED], ids=["disk", "mixed"])
@@ -57,7 +59,9 @@ def test_the_outputs_are_those_of_the_plain_model(
 ) -> None:
     plain, model = made(), made()
     options = {"offload_buffers": offload_buffers, "preload_module_classes": PRELOAD}
-    assert tk.dispatch_model(model, device_map, offload_dir=tmp_path, **options) is model
+    assert (
+        tk.dispatch_model(model, device_map, offload_dir=tmp_path, **options) is model
+    )
     assert model.hf_device_map == device_map
     for _ in range(2):
         with torch.no_grad():
@@ -66,13 +70,17 @@ def test_the_outputs_are_those_of_the_plain_model(
     assert model.head.weight is model.embed.weight
     assert (model.head.weight.device.type == "meta") is (device_map == {"": "disk"})
     assert (model.blocks[0].shift.device.type == "meta") is offload_buffers
-    assert model.blocks[0].mask.device.type == "cpu"  # in no state_dict: it has nowhere else to be
+    assert (
+        model.blocks[0].mask.device.type == "cpu"
+    )  # in no state_dict: it has nowhere else to be
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_running_statistics_are_kept_in_training_mode(tmp_path: Path) -> None:
     plain, model = made(train=True), made(train=True)
-    tk.dispatch_model(model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD)
+    tk.dispatch_model(
+        model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD
+    )
     with torch.no_grad():
         assert same(outputs(model), outputs(plain))
     assert torch.equal(model.norm.running_mean, plain.norm.running_mean)
@@ -80,14 +88,18 @@ def test_running_statistics_are_kept_in_training_mode(tmp_path: Path) -> None:
 
 def test_weights_come_back_whole_and_the_file_goes(tmp_path: Path) -> None:
     plain, model = made(), made()
-    tk.dispatch_model(model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD)
+    tk.dispatch_model(
+        model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD
+    )
     state = model.state_dict()
     assert same(dict(state), dict(plain.state_dict()))
     twin = copy.deepcopy(model)
     with torch.no_grad():
         assert same(outputs(twin), outputs(plain))
     assert twin.blocks[0].norm.weight is not model.blocks[0].norm.weight
-    tk.dispatch_model(model, {"": "disk"}, offload_dir=tmp_path, preload_module_classes=PRELOAD)
+    tk.dispatch_model(
+        model, {"": "disk"}, offload_dir=tmp_path, preload_module_classes=PRELOAD
+    )
     tk.dispatch_model(model, {"": "cpu"})
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     loss = outputs(model)["logits"].sum()
@@ -99,9 +111,13 @@ def test_weights_come_back_whole_and_the_file_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_is_refused_unless_offloaded_weights_are_frozen(tmp_path: Path) -> None:
+def test_training_is_refused_unless_offloaded_weights_are_frozen(
+    tmp_path: Path,
+) -> None:
     model = made()
-    tk.dispatch_model(model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD)
+    tk.dispatch_model(
+        model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD
+    )
     found = outputs(model)
     assert found["logits"].requires_grad
     with pytest.raises(
@@ -118,7 +134,9 @@ def test_training_is_refused_unless_offloaded_weights_are_frozen(tmp_path: Path)
         nn.Linear(4, 1).requires_grad_(False),
     )
     plain = copy.deepcopy(base)
-    tk.dispatch_model(base, {"0": "disk", "1": "cpu", "2": "disk"}, offload_dir=tmp_path)
+    tk.dispatch_model(
+        base, {"0": "disk", "1": "cpu", "2": "disk"}, offload_dir=tmp_path
+    )
     for net in (base, plain):
         net(torch.ones(2, 4)).sum().backward()
     assert torch.equal(base[1].weight.grad, plain[1].weight.grad)
@@ -137,11 +155,13 @@ def test_moving_casting_and_loading_are_answered_in_words(tmp_path: Path) -> Non
         lambda: tk.Accelerator(cpu=True).prepare(model),
     ):
         with pytest.raises(
-            StrategyError, match=r"dispatched model cannot be moved or cast.*\n.*on disk"
+            StrategyError,
+            match=r"dispatched model cannot be moved or cast.*\n.*on disk",
         ):
             act()
     with pytest.raises(
-        StrategyError, match="load_state_dict cannot change weights that are offloaded to disk"
+        StrategyError,
+        match="load_state_dict cannot change weights that are offloaded to disk",
     ):
         model.load_state_dict(state)
 
@@ -153,25 +173,30 @@ def test_errors_before_anything_is_moved(tmp_path: Path) -> None:
         match=r"no device for head.weight, norm.bias, norm.num_batches_tracked and 3 more",
     ):
         tk.dispatch_model(
-            model, {key: value for key, value in MIXED.items() if key not in ("head", "norm")}
+            model,
+            {key: value for key, value in MIXED.items() if key not in ("head", "norm")},
         )
     with pytest.raises(
-        StrategyError, match=r"(?s)no device for .*'haed' is not a module: did you mean 'head'"
+        StrategyError,
+        match=r"(?s)no device for .*'haed' is not a module: did you mean 'head'",
     ):
         tk.dispatch_model(
-            model, {"haed" if key == "head" else key: value for key, value in MIXED.items()}
+            model,
+            {"haed" if key == "head" else key: value for key, value in MIXED.items()},
         )
     with pytest.warns(UserWarning, match="names that are not in the model: extra"):
         tk.dispatch_model(model, {"": "cpu", "extra": "cpu"})
     with pytest.raises(
-        StrategyError, match=r"go to disk, but no directory is given.*\n  fix:   pass offload_dir"
+        StrategyError,
+        match=r"go to disk, but no directory is given.*\n  fix:   pass offload_dir",
     ):
         tk.dispatch_model(model, MIXED)
     with pytest.raises(StrategyError, match="'gpu' is not a device"):
         tk.dispatch_model(model, {"": "gpu"})
     if not torch.accelerator.is_available():
         with pytest.raises(
-            StrategyError, match=r"this machine has no device 0\n  found: no accelerator"
+            StrategyError,
+            match=r"this machine has no device 0\n  found: no accelerator",
         ):
             tk.dispatch_model(model, {**MIXED, "norm": 0}, offload_dir=tmp_path)
     with tk.init_empty_weights():
@@ -198,7 +223,9 @@ def test_a_model_without_values_reads_a_checkpoint_in_place(tmp_path: Path) -> N
         with tk.init_empty_weights():
             model = made()
         model.load_state_dict(
-            {k: v for k, v in weights.items() if "norm.running" in k}, strict=False, assign=True
+            {k: v for k, v in weights.items() if "norm.running" in k},
+            strict=False,
+            assign=True,
         )
         for name, buffer in plain.named_buffers():
             model.get_buffer(name).copy_(buffer)
@@ -213,7 +240,9 @@ def test_a_model_without_values_reads_a_checkpoint_in_place(tmp_path: Path) -> N
         name: {"safetensors_file": str(hub / file), "weight_name": name}
         for name, file in files.items()
     }
-    tk.dispatch_model(model, {"": "disk"}, offload_index=index, preload_module_classes=PRELOAD)
+    tk.dispatch_model(
+        model, {"": "disk"}, offload_index=index, preload_module_classes=PRELOAD
+    )
     with torch.no_grad():
         assert same(outputs(model), outputs(plain))
     (hub / files["recurrent.bias_hh_l0"]).write_bytes(b"gone")
@@ -229,7 +258,9 @@ def test_an_accelerator_is_visited_and_left_again() -> None:
     """The meta device stands in for it: what is computed has no values, but where it is can be seen."""
     model, seen = made(), []
     x = torch.ones(2, 8)
-    layer = tk.cpu_offload(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), "meta")
+    layer = tk.cpu_offload(
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), "meta"
+    )
     before = [p.detach().clone() for p in layer.parameters()]
     layer[0].register_forward_pre_hook(
         lambda m, args: seen.append((m.weight.device.type, args[0].device.type))
@@ -237,7 +268,9 @@ def test_an_accelerator_is_visited_and_left_again() -> None:
     assert layer(x.to("meta")).device.type == "meta"
     assert seen == [("meta", "meta")]
     assert layer[1].running_mean.device.type == "meta"  # buffers stay where it computes
-    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True)
+    )
     spread = {
         "embed": "meta",
         "head": "meta",
@@ -250,13 +283,15 @@ def test_an_accelerator_is_visited_and_left_again() -> None:
     assert model.blocks[0].norm.weight.device.type == "cpu"
     assert model(tokens().to("meta"))["logits"].device.type == "meta"
     cache: dict[str, Tensor] = {}
-    tk.dispatch_model(made(), spread, skip_keys="cache", preload_module_classes=PRELOAD)(
-        tokens().to("meta"), cache=cache
-    )
+    tk.dispatch_model(
+        made(), spread, skip_keys="cache", preload_module_classes=PRELOAD
+    )(tokens().to("meta"), cache=cache)
     assert cache["h"].device.type == "meta"
 
 
-def test_weights_leave_after_an_error_and_inputs_without_values_are_named(tmp_path: Path) -> None:
+def test_weights_leave_after_an_error_and_inputs_without_values_are_named(
+    tmp_path: Path,
+) -> None:
     model = tk.disk_offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 1)), tmp_path)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(2, 4))
@@ -269,7 +304,9 @@ def test_weights_leave_after_an_error_and_inputs_without_values_are_named(tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
-def test_hooks_that_a_module_had_before_use_its_weights_and_may_fail(tmp_path: Path) -> None:
+def test_hooks_that_a_module_had_before_use_its_weights_and_may_fail(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     normed: Any = nn.utils.weight_norm(nn.Linear(4, 5))
     pruned: Any = prune.l1_unstructured(nn.Linear(5, 6), "weight", amount=0.5)  # type: ignore[no-untyped-call]
@@ -337,7 +374,10 @@ def test_one_module_under_two_names(tmp_path: Path) -> None:
 
 def test_an_interrupted_forward_leaves_nothing_in_memory(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2))), torch.randn(3, 4)
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2))),
+        torch.randn(3, 4),
+    )
     expected = model(x).detach()
     tk.disk_offload(model.requires_grad_(False), tmp_path)
 
@@ -362,7 +402,9 @@ def test_an_interrupted_forward_leaves_nothing_in_memory(tmp_path: Path) -> None
     assert "_call_impl" not in vars(model) | vars(model[0])
 
 
-def test_a_file_that_is_written_again_is_not_read_as_if_it_were_the_same(tmp_path: Path) -> None:
+def test_a_file_that_is_written_again_is_not_read_as_if_it_were_the_same(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(3, 4)
     file = export(model.state_dict(), tmp_path / "model.safetensors")
@@ -374,12 +416,18 @@ def test_a_file_that_is_written_again_is_not_read_as_if_it_were_the_same(tmp_pat
     ):
         file.write_bytes(whole)
         (tmp_path / "new").write_bytes(whole)
-        spread = tk.load_checkpoint_and_dispatch(copy.deepcopy(model), file, {"": "disk"})
+        spread = tk.load_checkpoint_and_dispatch(
+            copy.deepcopy(model), file, {"": "disk"}
+        )
         assert torch.equal(spread(x), expected)
         os.utime(file, ns=(0, 0))
-        spread = tk.load_checkpoint_and_dispatch(copy.deepcopy(model), file, {"": "disk"})
+        spread = tk.load_checkpoint_and_dispatch(
+            copy.deepcopy(model), file, {"": "disk"}
+        )
         change()
-        with pytest.raises(CheckpointError, match=r"overwritten while a model reads|No such file"):
+        with pytest.raises(
+            CheckpointError, match=r"overwritten while a model reads|No such file"
+        ):
             spread(x)
         assert {p.device.type for p in spread.parameters()} == {"meta"}
 
@@ -408,7 +456,9 @@ def test_two_threads_share_the_loaded_weights(tmp_path: Path) -> None:
 
 def test_whole_models_come_and_go() -> None:
     first, one = tk.cpu_offload_with_hook(nn.Linear(2, 3), "meta")
-    second, other = tk.cpu_offload_with_hook(nn.Linear(3, 1), "cpu", prev_module_hook=one)
+    second, other = tk.cpu_offload_with_hook(
+        nn.Linear(3, 1), "cpu", prev_module_hook=one
+    )
     one.remove()
     assert second(first(torch.ones(1, 2))).shape == (1, 1)
     assert first.weight.device.type == "cpu"

@@ -30,7 +30,9 @@ def test_parameters_are_empty_buffers_are_real_and_sharing_is_kept() -> None:
     with tk.init_empty_weights():
         net = Shared()
     assert {
-        p.device.type for p in net.parameters() if not isinstance(p, nn.UninitializedParameter)
+        p.device.type
+        for p in net.parameters()
+        if not isinstance(p, nn.UninitializedParameter)
     } == {"meta"}
     assert net.table.tolist() == [0.0, 1.0, 2.0]
     assert net.scratch.device.type == "cpu"
@@ -44,9 +46,10 @@ def test_buffers_too() -> None:
     with tk.init_empty_weights(include_buffers=True):
         net = Shared()
         made = torch.zeros(3)
-    assert {tensor.device.type for tensor in (net.table, net.scratch, net.embed.weight, made)} == {
-        "meta"
-    }
+    assert {
+        tensor.device.type
+        for tensor in (net.table, net.scratch, net.embed.weight, made)
+    } == {"meta"}
     with tk.init_on_device(torch.device("meta")):
         assert nn.BatchNorm1d(3).running_mean.device.type == "cpu"
 

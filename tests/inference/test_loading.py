@@ -84,8 +84,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow  # 9 checkpoints each
-@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}, SPLIT, "auto"], ids=str)
-def test_every_kind_of_checkpoint(device_map: Any, places: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "device_map", [None, {"": "cpu"}, {"": "disk"}, SPLIT, "auto"], ids=str
+)
+def test_every_kind_of_checkpoint(
+    device_map: Any, places: dict[str, Path], tmp_path: Path
+) -> None:
     expected = trained()
     with torch.no_grad():
         logits = expected(tokens())["logits"]
@@ -93,7 +97,11 @@ def test_every_kind_of_checkpoint(device_map: Any, places: dict[str, Path], tmp_
         in_place = kind not in ("torch", "bin", "bins", "bins index") or not isinstance(
             device_map, dict
         )
-        folder = None if in_place or "disk" not in device_map.values() else tmp_path / "offload"
+        folder = (
+            None
+            if in_place or "disk" not in device_map.values()
+            else tmp_path / "offload"
+        )
         model = tk.load_checkpoint_and_dispatch(
             empty(),
             checkpoint,
@@ -104,12 +112,17 @@ def test_every_kind_of_checkpoint(device_map: Any, places: dict[str, Path], tmp_
         )
         with torch.no_grad():
             assert torch.equal(model(tokens())["logits"], logits), kind
-        assert all(torch.equal(v, expected.state_dict()[k]) for k, v in model.state_dict().items())
+        assert all(
+            torch.equal(v, expected.state_dict()[k])
+            for k, v in model.state_dict().items()
+        )
         assert model.head.weight is model.embed.weight
         assert folder is None or len(list(folder.iterdir())) >= 1
     del model
     gc.collect()
-    assert not (tmp_path / "offload").exists() or not list((tmp_path / "offload").iterdir())
+    assert not (tmp_path / "offload").exists() or not list(
+        (tmp_path / "offload").iterdir()
+    )
 
 
 def test_dtypes_and_two_steps(tmp_path: Path) -> None:
@@ -124,10 +137,10 @@ def test_dtypes_and_two_steps(tmp_path: Path) -> None:
     expected = trained().state_dict()
     for name, tensor in expected.items():
         wide = "norm." in name or not tensor.is_floating_point()
-        assert torch.equal(state[name], tensor if wide else tensor.to(torch.bfloat16)), name
-    real = (
-        Hard()
-    )  # a model with values of its own is overwritten, its parameters stay the same objects
+        assert torch.equal(
+            state[name], tensor if wide else tensor.to(torch.bfloat16)
+        ), name
+    real = Hard()  # a model with values of its own is overwritten, its parameters stay the same objects
     own = real.embed.weight
     tk.load_checkpoint_in_model(real, checkpoint)
     assert real.embed.weight is own is real.head.weight
@@ -145,30 +158,39 @@ def test_differences_are_named(tmp_path: Path) -> None:
     }
     part = export(renamed, tmp_path / "part.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"(?s)lacks lookup.*has lookout.*did you mean 'lookout.dense.weight'"
+        CheckpointError,
+        match=r"(?s)lacks lookup.*has lookout.*did you mean 'lookout.dense.weight'",
     ):
         tk.load_checkpoint_in_model(empty(), part)
     with pytest.raises(CheckpointError, match="lacks lookup"):
         tk.load_checkpoint_in_model(Hard(), part, strict=True)
     with pytest.warns(
-        UserWarning, match=r"lacks lookup.*, and has lookout.*strict=True makes this an error"
+        UserWarning,
+        match=r"lacks lookup.*, and has lookout.*strict=True makes this an error",
     ):
         tk.load_checkpoint_in_model(Hard(), part)
     extra = export({**found, "extra": torch.ones(1)}, tmp_path / "extra.safetensors")
-    with pytest.raises(CheckpointError, match=r"has extra, which the model does not have\n"):
+    with pytest.raises(
+        CheckpointError, match=r"has extra, which the model does not have\n"
+    ):
         tk.load_checkpoint_in_model(empty(), extra, strict=True)
     with pytest.raises(CheckpointError, match="the checkpoint lacks"):
         tk.load_checkpoint_in_model(
             Hard(), export({"x": torch.ones(1)}, tmp_path / "x.safetensors")
         )
     model = empty()
-    other = export({**found, "norm.weight": torch.ones(9)}, tmp_path / "other.safetensors")
+    other = export(
+        {**found, "norm.weight": torch.ones(9)}, tmp_path / "other.safetensors"
+    )
     with pytest.raises(
-        CheckpointError, match=r"\[9\] in the checkpoint, and the model has \[8\]\n.*norm.weight"
+        CheckpointError,
+        match=r"\[9\] in the checkpoint, and the model has \[8\]\n.*norm.weight",
     ):
         tk.load_checkpoint_in_model(model, other)
     assert model.embed.weight.device.type == "meta"  # nothing was loaded
-    torch.save({**found, "head.weight": found["embed.weight"] + 1}, tmp_path / "two.bin")
+    torch.save(
+        {**found, "head.weight": found["embed.weight"] + 1}, tmp_path / "two.bin"
+    )
     two = {**found, "head.weight": found["embed.weight"] + 1}
     for checkpoint in (tmp_path / "two.bin", export(two, tmp_path / "two.safetensors")):
         with pytest.raises(
@@ -181,8 +203,12 @@ def test_differences_are_named(tmp_path: Path) -> None:
     tk.load_checkpoint_in_model(empty(), export(two, tmp_path / "twice.safetensors"))
     untied = empty()
     untied.head.weight = nn.Parameter(torch.empty(11, 8, device="meta"))
-    with pytest.raises(CheckpointError, match=r"lacks head.weight\n(?s:.*)model.tie_weights\(\)"):
-        tk.load_checkpoint_in_model(untied, export(found, tmp_path / "tied.safetensors"))
+    with pytest.raises(
+        CheckpointError, match=r"lacks head.weight\n(?s:.*)model.tie_weights\(\)"
+    ):
+        tk.load_checkpoint_in_model(
+            untied, export(found, tmp_path / "tied.safetensors")
+        )
 
 
 def test_damaged_hostile_and_foreign_files(tmp_path: Path) -> None:
@@ -209,7 +235,9 @@ def test_damaged_hostile_and_foreign_files(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save({"embed.weight": Evil()}, tmp_path / "evil.bin")
-    with pytest.raises(CheckpointError, match=r"torch.load\(weights_only=True\) refused it"):
+    with pytest.raises(
+        CheckpointError, match=r"torch.load\(weights_only=True\) refused it"
+    ):
         tk.load_checkpoint_in_model(empty(), tmp_path / "evil.bin")
     assert not (tmp_path / "ran").exists()
     (tmp_path / "nothing").mkdir()
@@ -218,7 +246,9 @@ def test_damaged_hostile_and_foreign_files(tmp_path: Path) -> None:
             tk.load_checkpoint_in_model(empty(), tmp_path / name)
     index = tmp_path / "index.json"
     index.write_text(json.dumps({"embed.weight": "../evil.bin"}))
-    with pytest.raises(CheckpointError, match="a file that is not one of this directory"):
+    with pytest.raises(
+        CheckpointError, match="a file that is not one of this directory"
+    ):
         tk.load_checkpoint_in_model(empty(), index)
 
 
@@ -236,4 +266,6 @@ def test_wrong_calls(tmp_path: Path) -> None:
             tk.load_checkpoint_in_model(model, tmp_path / "old.bin", **{name: True})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tk.load_checkpoint_in_model(model, tmp_path / "old.bin", offload_state_dict=True)
+        tk.load_checkpoint_in_model(
+            model, tmp_path / "old.bin", offload_state_dict=True
+        )

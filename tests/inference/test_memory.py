@@ -55,9 +55,14 @@ print(json.dumps(told))
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks are read from /proc"
 )
 def test_offloading_needs_memory_for_one_layer_and_no_copies(tmp_path: Path) -> None:
-    weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.5
+    weight = (
+        torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+        / WIDTH**0.5
+    )
     hub = export(
-        {f"{i}.weight": weight for i in range(LAYERS)}, tmp_path / "hub", max_shard_size="100MB"
+        {f"{i}.weight": weight for i in range(LAYERS)},
+        tmp_path / "hub",
+        max_shard_size="100MB",
     )
     x = torch.linspace(0, 1, WIDTH)[None]
     for _ in range(LAYERS):

@@ -75,8 +75,15 @@ def check_tied_weights() -> None:
 
 def check_a_model_of_hugging_face() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 4,
+    }
+    config = transformers.LlamaConfig(
+        **sizes, num_attention_heads=2, num_key_value_heads=2
+    )
     torch.manual_seed(0)
     net = transformers.LlamaForCausalLM(config).eval()
     inputs = {"input_ids": torch.randint(16, (5, 6)), "use_cache": False}
@@ -100,7 +107,9 @@ def check_what_is_refused() -> None:
         tk.prepare_pippy(nn.Linear(4, 4))
     mean = tk.prepare_pippy(Mean(*layers))
     if dist.get_rank() == 1:
-        with pytest.raises(StrategyError, match=r"cannot be concatenated(.|\n)*num_chunks=1"):
+        with pytest.raises(
+            StrategyError, match=r"cannot be concatenated(.|\n)*num_chunks=1"
+        ):
             mean(None)
     else:
         mean(torch.randn(4, 4))

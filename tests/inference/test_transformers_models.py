@@ -26,7 +26,9 @@ SIZES: dict[str, dict[str, Any]] = {
 BLOCKS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block"}
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("llama", False), ("gpt2", True)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("llama", True), ("llama", False), ("gpt2", True)]
+)
 def test_a_model_of_transformers(
     kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,7 +38,9 @@ def test_a_model_of_transformers(
 
     logging.disable_progress_bar()
     tokens = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
-    config = AutoConfig.for_model(kind, **tokens, **SIZES[kind], tie_word_embeddings=tied)
+    config = AutoConfig.for_model(
+        kind, **tokens, **SIZES[kind], tie_word_embeddings=tied
+    )
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config).eval()
     plain.save_pretrained(tmp_path / "hub", max_shard_size="20KB")
@@ -51,7 +55,11 @@ def test_a_model_of_transformers(
     whole = sum(p.numel() * 4 for p in model.parameters())
     room = {0: whole // 2, 1: whole // 3, "cpu": whole}
     found = tk.infer_auto_device_map(model, room, [BLOCKS[kind]])
-    blocks = {name: device for name, device in found.items() if name.rpartition(".")[2].isdigit()}
+    blocks = {
+        name: device
+        for name, device in found.items()
+        if name.rpartition(".")[2].isdigit()
+    }
     assert {0, 1} <= set(found.values())
     assert len(blocks) == 3  # none was split
 
@@ -70,8 +78,13 @@ def test_a_model_of_transformers(
                 plain.generate(words, max_new_tokens=5, do_sample=False),
             )
         state = model.state_dict()
-        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-        with pytest.raises(StrategyError, match="weights that are offloaded are not trained"):
+        assert all(
+            torch.equal(state[name], value)
+            for name, value in plain.state_dict().items()
+        )
+        with pytest.raises(
+            StrategyError, match="weights that are offloaded are not trained"
+        ):
             model(words, labels=words).loss.backward()
 
     quantise = tk.BnbQuantizationConfig(
@@ -79,11 +92,14 @@ def test_a_model_of_transformers(
     )
     if kind == "gpt2":
         with pytest.raises(
-            PrecisionError, match=r"no layer of this model can be quantised\n(?s:.*)Conv1D"
+            PrecisionError,
+            match=r"no layer of this model can be quantised\n(?s:.*)Conv1D",
         ):
             tk.load_and_quantize_model(empty(), quantise, tmp_path / "hub")
         return
-    model = tk.load_and_quantize_model(empty(), quantise, tmp_path / "hub", device_map={"": "cpu"})
+    model = tk.load_and_quantize_model(
+        empty(), quantise, tmp_path / "hub", device_map={"": "cpu"}
+    )
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
     assert model.lm_head.weight.dtype == torch.float32
     with torch.no_grad():

@@ -132,7 +132,10 @@ def _run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def _become(
-    command: list[str], directory: str, environ: dict[str, str], streams: list[Connection]
+    command: list[str],
+    directory: str,
+    environ: dict[str, str],
+    streams: list[Connection],
 ) -> None:
     """Turn a fork of a process that has imported torch into ``python *command``."""
     import trainer_kit.core.environment
@@ -152,7 +155,10 @@ def _become(
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream.fileno(), number)
         stream.close()
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", closefd=False),
+        os.fdopen(2, "w", closefd=False),
+    )
     sys.argv, sys.orig_argv = list(command), [sys.executable, *command]
     runpy.run_path(os.path.abspath(command[0]), run_name="__main__")
 
@@ -230,7 +236,10 @@ def _no_rank_lives(within: float = 5.0) -> bool:
     pids = [int(Path(f"pid-{rank}").read_text()) for rank in range(2)]
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() and "(zombie)" not in _state(pid) for pid in pids):
+        if not any(
+            Path(f"/proc/{pid}").exists() and "(zombie)" not in _state(pid)
+            for pid in pids
+        ):
             return True
         time.sleep(0.05)
     return False
@@ -246,7 +255,16 @@ def _state(pid: int) -> str:
 def test_ranks_get_the_script_its_arguments_and_torchruns_variables(
     script: Path, tmp_path: Path
 ) -> None:
-    ran = _run("-X", "dev", "-W", "error", "train.py", "show", "--flag=a b", OMP_NUM_THREADS="3")
+    ran = _run(
+        "-X",
+        "dev",
+        "-W",
+        "error",
+        "train.py",
+        "show",
+        "--flag=a b",
+        OMP_NUM_THREADS="3",
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
     lines = sorted(ran.stdout.splitlines())
     for rank in "01":
@@ -274,7 +292,9 @@ def test_python_m(script: Path, tmp_path: Path) -> None:
     script.rename(package / "__main__.py")
     ran = _run("-m", "package", "show")
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "1 argv ['show'] name __main__ spec package.__main__" in ran.stdout.splitlines()
+    assert (
+        "1 argv ['show'] name __main__ spec package.__main__" in ran.stdout.splitlines()
+    )
 
 
 def test_the_first_exception_is_the_headline(script: Path) -> None:
@@ -291,7 +311,10 @@ def test_the_first_exception_is_the_headline(script: Path) -> None:
     assert "train.py" in told[at + 2]
     assert "bootstrap" not in ran.stderr
     assert told[-3:-1] == ["  ValueError: bad label -1", "  and a second line"]
-    assert told[-1] in ("after it: rank 0 lost the connection", "after it: rank 0 stopped")
+    assert told[-1] in (
+        "after it: rank 0 lost the connection",
+        "after it: rank 0 stopped",
+    )
     assert ran.stderr.count("Traceback") == 1
     assert _no_rank_lives()
 
@@ -306,7 +329,9 @@ def test_an_exception_before_anything_is_imported(script: Path) -> None:
 def test_kill_9_of_one_rank(script: Path) -> None:
     ran = _forked("train.py", "killed")
     assert ran.returncode == 128 + 9
-    headline = next(line for line in ran.stderr.splitlines() if line.startswith("rank "))
+    headline = next(
+        line for line in ran.stderr.splitlines() if line.startswith("rank ")
+    )
     assert headline.startswith("rank 1 of 2 failed (")
     assert "killed by SIGKILL" in headline
     assert "after it: rank 0" in ran.stderr
@@ -333,7 +358,9 @@ def test_a_code_of_75_is_restarted(script: Path) -> None:
     ran = _forked("train.py", "second", RESTARTS="2")
     assert ran.returncode == 0
     assert "restart 1 of 2" in ran.stderr
-    done = sorted(line for line in ran.stdout.splitlines() if line.endswith("in attempt 1"))
+    done = sorted(
+        line for line in ran.stdout.splitlines() if line.endswith("in attempt 1")
+    )
     assert done == ["0 done in attempt 1", "1 done in attempt 1"]
 
 
@@ -356,7 +383,9 @@ def test_a_signal_to_the_agent_ends_all(script: Path, mode: str, number: str) ->
         out, err = agent.communicate(timeout=60)
     assert agent.returncode == 128 + signal.Signals[number]
     assert err.splitlines()[-1] == f"{number}: 2 ranks ended"
-    assert sorted(out.splitlines()) == (["0 saved", "1 saved"] if mode == "obey" else [])
+    assert sorted(out.splitlines()) == (
+        ["0 saved", "1 saved"] if mode == "obey" else []
+    )
     assert _no_rank_lives()
 
 

@@ -47,7 +47,11 @@ def started(
         own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         own |= {"TRAINER_KIT_PATIENCE": "0.5"}
         command = [sys.executable, "-c", SCRIPT, str(seconds), str(dies)]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
         made.append(subprocess.Popen(command, env=own, **pipes))
     return made
 
@@ -57,11 +61,15 @@ def started(
     ("ranks", "world", "missing"),
     [((0, 2), 4, "ranks 1, 3 of 4"), ((1, 2), 3, "rank 0 at 127.0.0.1:")],
 )
-def test_missing_ranks_are_named(ranks: tuple[int, ...], world: int, missing: str) -> None:
+def test_missing_ranks_are_named(
+    ranks: tuple[int, ...], world: int, missing: str
+) -> None:
     port = free_port()
     [speaker] = started(ranks[:1], world, 20, port)
     assert speaker.stderr is not None
-    said = speaker.stderr.readline()  # the other begins when this one is known to be the first
+    said = (
+        speaker.stderr.readline()
+    )  # the other begins when this one is known to be the first
     [other] = started(ranks[1:], world, 20, port)
     lines = [said, *speaker.communicate(timeout=100)[1].splitlines()]
     quiet = other.communicate(timeout=100)[1]
@@ -93,7 +101,9 @@ def test_a_rank_that_is_killed_while_all_connect_is_named() -> None:
     first, second = started([0, 1], 2, dies=1)
     assert second.wait(60) == -signal.SIGKILL
     assert first.stderr is not None
-    while (line := first.stderr.readline()).startswith("waiting for rank 1 of 2: not there"):
+    while (line := first.stderr.readline()).startswith(
+        "waiting for rank 1 of 2: not there"
+    ):
         pass
     first.kill()
     first.communicate()
@@ -102,7 +112,9 @@ def test_a_rank_that_is_killed_while_all_connect_is_named() -> None:
 
 
 @pytest.mark.parametrize("said", ["30s", "0", "-1"])
-def test_patience_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+def test_patience_is_a_number_of_seconds(
+    monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
     monkeypatch.setenv("TRAINER_KIT_PATIENCE", said)
     with pytest.raises(
         ConfigurationError, match="TRAINER_KIT_PATIENCE must be a number of seconds"

@@ -70,7 +70,10 @@ def test_a_module_and_a_directory_run() -> None:
         "import sys; print(__name__, __spec__.name, sys.argv[1:], __package__)"
     )
     Path("package/__main__.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    assert _rank("-m", "package.job", "-x").stdout == "__main__ package.job ['-x'] package\n"
+    assert (
+        _rank("-m", "package.job", "-x").stdout
+        == "__main__ package.job ['-x'] package\n"
+    )
     assert _rank("-m", "package", "1").stdout == "__main__ ['1']\n"
     assert _rank("package", "2").stdout == "__main__ ['2']\n"
 
@@ -79,8 +82,15 @@ def test_an_exception_is_reported_and_not_printed() -> None:
     ran = _rank(_script("def inner():\n    raise ValueError('bad')\ninner()"))
     assert (ran.returncode, ran.stderr) == (1, "")
     told = _report()
-    assert (told["type"], told["text"], told["rank"], told["where"]) == ("ValueError", "bad", 3, "")
-    assert told["py_callstack"].splitlines()[1].endswith('train.py", line 3, in <module>')
+    assert (told["type"], told["text"], told["rank"], told["where"]) == (
+        "ValueError",
+        "bad",
+        3,
+        "",
+    )
+    assert (
+        told["py_callstack"].splitlines()[1].endswith('train.py", line 3, in <module>')
+    )
     # torch's own agent reads it as well
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="error.json")
     assert failure.message["message"] == "ValueError: bad"
@@ -113,7 +123,9 @@ def test_an_error_of_this_library_is_reported_with_the_users_frames_only() -> No
     )
     _rank(script, PYTHONPATH=str(Path(__file__).parents[2]))
     frames = [
-        line for line in _report()["py_callstack"].splitlines() if line.lstrip().startswith("File ")
+        line
+        for line in _report()["py_callstack"].splitlines()
+        if line.lstrip().startswith("File ")
     ]
     assert len(frames) == 2
     assert all("train.py" in frame for frame in frames)
@@ -124,7 +136,8 @@ def test_an_error_of_this_library_is_reported_with_the_users_frames_only() -> No
 
 
 @pytest.mark.parametrize(
-    ("code", "reported"), [("sys.exit(0)", False), ("sys.exit()", False), ("sys.exit(3)", True)]
+    ("code", "reported"),
+    [("sys.exit(0)", False), ("sys.exit()", False), ("sys.exit(3)", True)],
 )
 def test_exits(code: str, reported: bool) -> None:
     ran = _rank(_script(f"import sys; {code}"))
@@ -135,7 +148,11 @@ def test_exits(code: str, reported: bool) -> None:
 
 
 def test_a_negative_exit_code_becomes_the_systems_code() -> None:
-    assert _rank(_script("import sys; sys.exit(-1)")).returncode == _report()["exit_code"] == 255
+    assert (
+        _rank(_script("import sys; sys.exit(-1)")).returncode
+        == _report()["exit_code"]
+        == 255
+    )
 
 
 def test_an_interrupt_is_not_an_error() -> None:
@@ -145,7 +162,10 @@ def test_an_interrupt_is_not_an_error() -> None:
 
 
 def test_without_a_place_to_write_the_exception_is_printed() -> None:
-    ran = _rank(_script("raise ValueError('bad')"), TORCHELASTIC_ERROR_FILE="/nowhere/error.json")
+    ran = _rank(
+        _script("raise ValueError('bad')"),
+        TORCHELASTIC_ERROR_FILE="/nowhere/error.json",
+    )
     assert ran.stderr.endswith("ValueError: bad\n")
 
 
@@ -157,7 +177,11 @@ def test_under_torchs_agent_an_exception_is_reported_and_printed() -> None:
         "TORCHELASTIC_ERROR_FILE": "error.json",
     }
     ran = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.stderr.endswith("ValueError: bad\n")
     assert (_report()["text"], _report()["where"]) == ("bad", "step 2")

@@ -24,7 +24,11 @@ from trainer_kit.launch.program import split_command
             ["-X", "dev", "-Xutf8", "-OO"],
             ["a.py"],
         ),
-        (["python", "-bW", "error", "-m", "p.q", "-c"], ["-bW", "error"], ["-m", "p.q", "-c"]),
+        (
+            ["python", "-bW", "error", "-m", "p.q", "-c"],
+            ["-bW", "error"],
+            ["-m", "p.q", "-c"],
+        ),
         (["python", "-mp.q", "1"], [], ["-m", "p.q", "1"]),
         (["python", "-Bc", "pass"], ["-B"], ["-c", "pass"]),
         (
@@ -53,7 +57,9 @@ def test_an_interactive_session_is_not_run_again(
 ) -> None:
     monkeypatch.delitem(sys.modules, "_pytest")
     monkeypatch.setattr(sys, "orig_argv", command)
-    with pytest.raises(LaunchError, match="an interactive session or code from standard input"):
+    with pytest.raises(
+        LaunchError, match="an interactive session or code from standard input"
+    ):
         rerun_command()
 
 
@@ -76,7 +82,9 @@ def test_a_script_is_found_from_another_directory(
     script = tmp_path / "train.py"
     script.touch()
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", str(script), "--lr", "1"])
-    monkeypatch.setattr(sys, "argv", ["train.py"])  # the script has read and dropped its arguments
+    monkeypatch.setattr(
+        sys, "argv", ["train.py"]
+    )  # the script has read and dropped its arguments
     assert rerun_command() == (["-u"], [str(script), "--lr", "1"])
     script.unlink()
     with pytest.raises(LaunchError, match="does not exist any more"):

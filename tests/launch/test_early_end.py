@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from trainer_kit.core.errors import RankError
-from trainer_kit.launch.failure import RankFailure, find_cause, note_end, with_early_ends
+from trainer_kit.launch.failure import (
+    RankFailure,
+    find_cause,
+    note_end,
+    with_early_ends,
+)
 from trainer_kit.launch.processes import run_forked
 
 LOST = RankFailure(
@@ -40,16 +45,24 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["raise", "sys.exit", "os._exit"])
-def test_headline_page_and_journal_name_the_rank_that_left(tmp_path: Path, way: str) -> None:
+def test_headline_page_and_journal_name_the_rank_that_left(
+    tmp_path: Path, way: str
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     ended = subprocess.run(
-        [sys.executable, script, way], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, script, way],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     verb, cause = "ended", "with exit code 0, while other ranks train"
     if way == "raise":
         verb, cause = "failed", "RuntimeError: the disk is on fire"
-    headline = next(line for line in ended.stderr.splitlines() if line.startswith("rank"))
+    headline = next(
+        line for line in ended.stderr.splitlines() if line.startswith("rank")
+    )
     assert headline.startswith(f"rank 1 of 2 {verb} at step 2 (")
     assert headline.endswith(f": {cause}")
     assert ended.returncode == 1
@@ -76,7 +89,9 @@ def leave(rank: int) -> None:
 
 
 def test_a_forked_rank_that_returns_early_is_the_headline() -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 2 ended .*with exit code 0") as problem:
+    with pytest.raises(
+        RankError, match=r"rank 1 of 2 ended .*with exit code 0"
+    ) as problem:
         run_forked(leave, 2)
     assert "after it: rank 0 lost the connection" in str(problem.value)
 

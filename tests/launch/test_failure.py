@@ -25,7 +25,9 @@ def _order(*failures: RankFailure) -> list[int]:
         ("ConnectionResetError", "[Errno 104] Connection reset by peer", False),
     ],
 )
-def test_broken_connections_of_the_ranks_are_echoes(kind: str, message: str, echo: bool) -> None:
+def test_broken_connections_of_the_ranks_are_echoes(
+    kind: str, message: str, echo: bool
+) -> None:
     assert RankFailure(0, 1, 0, kind, message).followed is echo
 
 
@@ -52,7 +54,9 @@ def test_words() -> None:
         "step 3",
     )
     others = [RankFailure(rank, -15, 3, stopped=True) for rank in range(2, 14)]
-    told = describe([*others, RankFailure(0, 1, 1, "RuntimeError", GLOO), own], 14).splitlines()
+    told = describe(
+        [*others, RankFailure(0, 1, 1, "RuntimeError", GLOO), own], 14
+    ).splitlines()
     assert told[0] == "rank 1 of 14 failed at step 3 (host-a, pid 77): ValueError: bad"
     assert told[1:5] == ["  Traceback:", "    here", "  ValueError: bad", "  more"]
     assert (
@@ -67,9 +71,17 @@ def test_words() -> None:
         (RankFailure(0, 1, 0, "ValueError", ""), "ValueError", 1),
         (RankFailure(0, -11, 0), "killed by SIGSEGV", 139),
         (RankFailure(0, 75, 0), "exited with code 75", 75),
-        (RankFailure(0, 143, 0, "SystemExit", "143"), "ended by SIGTERM (exit code 143)", 143),
+        (
+            RankFailure(0, 143, 0, "SystemExit", "143"),
+            "ended by SIGTERM (exit code 143)",
+            143,
+        ),
         (RankFailure(0, 3, 0, "SystemExit", "3"), "exited with code 3", 3),
-        (RankFailure(0, 1, 0, "SystemExit", "no data"), "exited with code 1 (no data)", 1),
+        (
+            RankFailure(0, 1, 0, "SystemExit", "no data"),
+            "exited with code 1 (no data)",
+            1,
+        ),
         (RankFailure(0, None, 0, "ValueError", "x"), "ValueError: x", 1),
     ],
 )

@@ -17,7 +17,9 @@ from trainer_kit.launch.configuration import ConfigurationFile, read_configurati
 from trainer_kit.launch.options import SECTIONS, TOP
 
 
-def read(directory: Path, text: str | bytes, name: str = "config.yaml") -> ConfigurationFile:
+def read(
+    directory: Path, text: str | bytes, name: str = "config.yaml"
+) -> ConfigurationFile:
     path = directory / name
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     return read_configuration(path)
@@ -39,7 +41,9 @@ def test_every_kind_loads(tmp_path: Path, name: str) -> None:
             options[option] for options in SECTIONS.values() if option in options
         )
         names = (known.name, *known.aliases, "fp16", "dynamo_backend")
-        assert any(each in lines[line - 1] for each in names), f"{option} is not in line {line}"
+        assert any(each in lines[line - 1] for each in names), (
+            f"{option} is not in line {line}"
+        )
 
 
 def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
@@ -60,11 +64,18 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
     assert values["multi_gpu.yaml"]["gpu_ids"] == "0,1"
     assert values["multi_node.yaml"]["main_process_port"] == 8888
     deepspeed = values["deepspeed.yaml"]
-    assert (deepspeed["zero_stage"], deepspeed["gradient_accumulation_steps"]) == (3, "auto")
+    assert (deepspeed["zero_stage"], deepspeed["gradient_accumulation_steps"]) == (
+        3,
+        "auto",
+    )
     assert deepspeed["offload_param_device"] == "cpu"
     assert "offload_optimizer_nvme_path" not in deepspeed
     assert values["megatron.yaml"]["megatron_lm_gradient_clipping"] == 1.0
-    assert values["fp8.yaml"]["fp8_override_linear_precision"] == ["false", "false", "false"]
+    assert values["fp8.yaml"]["fp8_override_linear_precision"] == [
+        "false",
+        "false",
+        "false",
+    ]
     assert values["dynamo.yaml"]["dynamo_mode"] == "reduce-overhead"
     assert values["tpu.yaml"]["tpu_vm"] == ["one", "two"]
     assert values["sagemaker.yaml"]["additional_args"] == {
@@ -98,12 +109,18 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
             "fsdp_config:\n  fsdp_sharding_stratgy: 1\n",
             "config.yaml:2: fsdp_config.fsdp_sharding_stratgy: unknown key, did you mean 'fsdp_sharding_strategy'?",
         ),
-        ("zebra: 1\n", "config.yaml:1: zebra: unknown key, no key of a configuration is like it"),
+        (
+            "zebra: 1\n",
+            "config.yaml:1: zebra: unknown key, no key of a configuration is like it",
+        ),
         (
             "NCCL_DEBUG: INFO\n",
             "config.yaml:1: NCCL_DEBUG: unknown key, a variable for the script belongs under environment:",
         ),
-        ("num_processes: two\n", "config.yaml:1: num_processes: is a whole number, not 'two'"),
+        (
+            "num_processes: two\n",
+            "config.yaml:1: num_processes: is a whole number, not 'two'",
+        ),
         (
             "max_restarts: -1\n",
             "config.yaml:1: max_restarts: is a whole number, 0 or more, not '-1'",
@@ -112,7 +129,10 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
             "gradient_accumulation_steps: 0\n",
             "config.yaml:1: gradient_accumulation_steps: is a whole number, 1 or more, not '0'",
         ),
-        ("\nnum_processes:\n  - 2\n", "config.yaml:3: num_processes: is one value, not a list"),
+        (
+            "\nnum_processes:\n  - 2\n",
+            "config.yaml:3: num_processes: is one value, not a list",
+        ),
         (
             "mixed_precision: bf17\n",
             "config.yaml:1: mixed_precision: is one of no, fp16, bf16, fp8, not 'bf17'",
@@ -127,9 +147,15 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
             "config.yaml:2: fsdp_config.fsdp_sharding_strategy: is one of "
             "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, not '9'",
         ),
-        ("fsdp_config: FULL_SHARD\n", "config.yaml:1: fsdp_config: is a mapping of keys to values"),
+        (
+            "fsdp_config: FULL_SHARD\n",
+            "config.yaml:1: fsdp_config: is a mapping of keys to values",
+        ),
         ("- 1\n", "config.yaml:1: a configuration is a mapping of keys to values"),
-        ("debug: true\ndebug: false\n", "config.yaml:2: debug: is given twice, first in line 1"),
+        (
+            "debug: true\ndebug: false\n",
+            "config.yaml:2: debug: is given twice, first in line 1",
+        ),
         (
             "fsdp_config:\n  fsdp_version: 1\n  version: 2\n",
             "config.yaml:3: fsdp_config.version: contradicts line 2, which sets the same option",
@@ -146,7 +172,10 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
         ("? [1]\n: 2\n", "config.yaml:1: a key is a word"),
         ("debug: \x1b[2Jx\n", "config.yaml:1: character '\\x1b' cannot be in YAML"),
         (b"debug: no\nx: \xff\n", "config.yaml:2: this is not UTF-8"),
-        ("additional_args: " + "[" * 40 + "]" * 40, "config.yaml:1: nested deeper than 16"),
+        (
+            "additional_args: " + "[" * 40 + "]" * 40,
+            "config.yaml:1: nested deeper than 16",
+        ),
         ("a" * 70_000, "config.yaml:1: a configuration has at most 64 KiB"),
         ('"\\UFFFFFFFF": 1\n', "config.yaml:1: "),
     ],
@@ -167,7 +196,9 @@ def test_aliases_that_multiply_are_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"the configuration file .* does not exist"):
+    with pytest.raises(
+        ConfigurationError, match=r"the configuration file .* does not exist"
+    ):
         read_configuration(tmp_path / "none.yaml")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_configuration(tmp_path)
@@ -200,7 +231,9 @@ def mutate(draw: random.Random, text: str) -> str:
         elif kind == 3:
             text = "".join([*lines[:at], lines[at], *lines[at:]])
         elif kind == 4:
-            text = "".join([*lines[:at], " " * draw.randint(1, 3) + lines[at], *lines[at + 1 :]])
+            text = "".join(
+                [*lines[:at], " " * draw.randint(1, 3) + lines[at], *lines[at + 1 :]]
+            )
         elif kind == 5:
             text = text[:spot]
         elif kind == 6:
@@ -222,13 +255,19 @@ def unknown_keys(text: str) -> set[str]:
     loaded = yaml.load(text, Loader=yaml.BaseLoader) or {}
     if not isinstance(loaded, dict):
         return set() if str(loaded).lower() in ("~", "null", "none") else {loaded}
-    top = {name for option in TOP.values() for name in (option.name, *option.aliases)} | {
+    top = {
+        name for option in TOP.values() for name in (option.name, *option.aliases)
+    } | {
         *SECTIONS,
         "dynamo_backend",
     }
     unknown = set(loaded) - top
     for section, options in SECTIONS.items():
-        names = {name for option in options.values() for name in (option.name, *option.aliases)}
+        names = {
+            name
+            for option in options.values()
+            for name in (option.name, *option.aliases)
+        }
         inner = loaded.get(section)
         unknown |= set(inner if isinstance(inner, dict) else ()) - names
     return unknown

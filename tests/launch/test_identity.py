@@ -20,7 +20,11 @@ SHOW = "from trainer_kit.launch.program import arguments, script; print(script()
 def run(directory, *command):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True
+        [sys.executable, *command],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -31,7 +35,10 @@ def test_a_script_a_module_and_typed_in_code(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(SHOW)
     file = tmp_path / "package" / "train.py"
-    assert run(tmp_path, "package/train.py", "--token", "abc") == f"{file} ['--token', '***']"
+    assert (
+        run(tmp_path, "package/train.py", "--token", "abc")
+        == f"{file} ['--token', '***']"
+    )
     assert run(tmp_path, "-m", "package.train", "--lr=1") == f"{file} ['--lr=1']"
     assert run(tmp_path, "-c", SHOW).startswith("None")
 
@@ -44,7 +51,10 @@ def test_a_test_is_not_a_script():
     ("words", "kept"),
     [
         (["--api_key", "abc", "--lr", "1"], ["--api_key", "***", "--lr", "1"]),
-        (["password=abc", "model.hf_token=abc"], ["password=***", "model.hf_token=***"]),
+        (
+            ["password=abc", "model.hf_token=abc"],
+            ["password=***", "model.hf_token=***"],
+        ),
         (["--verbose", "name"], ["--verbose", "name"]),
         (
             ["--max-tokens", "128", "--pad-token=<pad>"],
@@ -66,7 +76,10 @@ def test_secrets_of_the_command_line_are_masked(words, kept):
         ({"SLURM_JOB_ID": "7"}, {"slurm 7": False}),
         ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, {"slurm 7": True}),
         ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "many"}, {"slurm 7": False}),
-        ({"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}, {"torchrun a": True}),
+        (
+            {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"},
+            {"torchrun a": True},
+        ),
         (
             {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"},
             {f"torchrun {os.getppid()} on {socket.gethostname()}": False},

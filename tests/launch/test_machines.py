@@ -18,7 +18,12 @@ from tests.ports import free_port
 from tests.programs import Programs
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.failure import RankFailure
-from trainer_kit.launch.machines import Machines, PeerFailed, SignedStore, own_address_towards
+from trainer_kit.launch.machines import (
+    Machines,
+    PeerFailed,
+    SignedStore,
+    own_address_towards,
+)
 
 ABOUT = {"processes": 2}
 
@@ -31,7 +36,8 @@ def port() -> int:
 def on_each(port: int, *calls):
     """Call each with its machine, all at the same time; what each returned or raised."""
     machines = [
-        Machines(len(calls), rank, "127.0.0.1", port, timeout=20) for rank in range(len(calls))
+        Machines(len(calls), rank, "127.0.0.1", port, timeout=20)
+        for rank in range(len(calls))
     ]
 
     def one(rank: int):
@@ -63,19 +69,27 @@ def test_they_meet_fail_and_part(port: int) -> None:
                 machine.check(0)
             except PeerFailed:
                 break
-        found = machine.outcome(0, [RankFailure(2, None, 6.0, host="b", stopped=True)], 1, 10)
+        found = machine.outcome(
+            0, [RankFailure(2, None, 6.0, host="b", stopped=True)], 1, 10
+        )
         machine.leave(0)
         return found
 
     (mine, status), (theirs, other_status) = on_each(port, first, second)
     assert status == other_status == 137
-    assert {failure.rank for failure in mine} == {failure.rank for failure in theirs} == {0, 2}
+    assert (
+        {failure.rank for failure in mine}
+        == {failure.rank for failure in theirs}
+        == {0, 2}
+    )
     assert next(failure for failure in theirs if failure.rank == 0) == RankFailure(
         0, -9, 5.0, host="a"
     )
 
 
-def test_a_machine_that_does_not_answer_is_lost(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_does_not_answer_is_lost(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainer_kit.launch.machines._REPLY_TIME", 0.3)
 
     def first(machine: Machines):
@@ -84,13 +98,17 @@ def test_a_machine_that_does_not_answer_is_lost(port: int, monkeypatch: pytest.M
         machine.leave(0, grace=0.1)
         return failures, status, machine.gone
 
-    failures, status, gone = on_each(port, first, lambda machine: machine.meet(ABOUT))[0]
+    failures, status, gone = on_each(port, first, lambda machine: machine.meet(ABOUT))[
+        0
+    ]
     assert ([failure.rank for failure in failures], status, gone) == ([0], 1, [1])
 
 
 def test_they_must_be_started_alike(port: int) -> None:
     told = on_each(
-        port, lambda machine: machine.meet(ABOUT), lambda machine: machine.meet({"processes": 3})
+        port,
+        lambda machine: machine.meet(ABOUT),
+        lambda machine: machine.meet({"processes": 3}),
     )
     assert all("started with different options" in str(error) for error in told)
     assert "processes=3 on machine 1, 2 on machine 0" in str(told[1])
@@ -116,7 +134,9 @@ def test_no_process_registers_twice(port: int) -> None:
 
 
 def test_a_missing_machine_is_named(port: int) -> None:
-    with pytest.raises(LaunchError, match=f"for machine 1, to come to 127.0.0.1:{port}"):
+    with pytest.raises(
+        LaunchError, match=f"for machine 1, to come to 127.0.0.1:{port}"
+    ):
         Machines(2, 0, "127.0.0.1", port, timeout=0.2).meet(ABOUT)
     with pytest.raises(LaunchError, match=f"for machine 0 at 127.0.0.1:{port}"):
         Machines(2, 1, "127.0.0.1", port, timeout=0.2).meet(ABOUT)
@@ -126,7 +146,9 @@ def test_a_used_port_and_a_foreign_address_are_errors(port: int) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
-        with pytest.raises(LaunchError, match=f"cannot listen at 127.0.0.1:{port}") as caught:
+        with pytest.raises(
+            LaunchError, match=f"cannot listen at 127.0.0.1:{port}"
+        ) as caught:
             Machines(2, 0, "127.0.0.1", port, timeout=0.2).meet(ABOUT)
     assert "--main_process_port" in str(caught.value.fix)
     with pytest.raises(LaunchError, match=r"cannot listen at 192\.0\.2\.1") as caught:
@@ -136,12 +158,16 @@ def test_a_used_port_and_a_foreign_address_are_errors(port: int) -> None:
         Machines(2, 2)
 
 
-def test_a_stranger_in_the_store_has_no_say(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_in_the_store_has_no_say(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", "secret")
 
     def first(machine: Machines):
         machine.meet(ABOUT)
-        stranger = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), False)
+        stranger = TCPStore(
+            "127.0.0.1", port, None, False, timedelta(seconds=20), False
+        )
         stranger.set("failed/0", "1")
         for _ in range(5):
             machine.check(0)
@@ -204,9 +230,11 @@ def test_rank_0_listens_at_one_address(
         pytest.skip("this machine has no network")
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    master = {"own": "127.0.0.1", "service": "192.0.2.200", "unknown": "no-such-host.invalid"}[
-        address
-    ]
+    master = {
+        "own": "127.0.0.1",
+        "service": "192.0.2.200",
+        "unknown": "no-such-host.invalid",
+    }[address]
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
     ran = programs.run(script, environment={**os.environ, **place})
@@ -216,6 +244,8 @@ def test_rank_0_listens_at_one_address(
         return
     assert ran.returncode == 0, ran.stderr
     listens = {"own": "127.0.0.1", "service": str(own)}[address]
-    assert ran.stdout.split() == [f"{int.from_bytes(socket.inet_aton(listens), 'little'):08X}"]
+    assert ran.stdout.split() == [
+        f"{int.from_bytes(socket.inet_aton(listens), 'little'):08X}"
+    ]
     said = f"rank 0 listens at {own}:{port}: MASTER_ADDR=192.0.2.200 is not an address of this machine\n"
     assert ran.stderr == (said if address == "service" else "")

@@ -59,7 +59,9 @@ def test_a_store_that_this_process_has_forgotten_hangs_no_rank() -> None:
 
     def collect(rank: int) -> int:
         nonlocal kept
-        for _ in range(4):  # one of them gets the stack of the store's thread, and its name
+        for _ in range(
+            4
+        ):  # one of them gets the stack of the store's thread, and its name
             threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
         del kept
         return gc.collect()
@@ -115,7 +117,12 @@ def test_forked_ranks_compute_although_this_process_has_used_its_threads() -> No
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_other_ways_to_start(method: str) -> None:
     here = run_forked(_place, 2, method)  # type: ignore[arg-type]
-    assert (here.rank, here.world_size, here.local_world_size, here.source) == (0, 2, 2, "torchrun")
+    assert (here.rank, here.world_size, here.local_world_size, here.source) == (
+        0,
+        2,
+        2,
+        "torchrun",
+    )
     with pytest.raises(LaunchError, match=f"started by {method}"):
         run_forked(lambda rank: rank, 2, method)  # type: ignore[arg-type]
 
@@ -162,7 +169,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         def is_initialized() -> bool:
             return True
 
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda: torch.device("cuda")
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda device: Used)
     with pytest.raises(LaunchError, match="can no longer be forked") as caught:
         run_forked(_place, 2)

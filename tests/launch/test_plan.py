@@ -46,7 +46,9 @@ def cpu(**given) -> dict[str, Chosen]:
 
 
 def options(
-    text: str = "", given: dict[str, Chosen] | None = None, environ: dict[str, str] | None = None
+    text: str = "",
+    given: dict[str, Chosen] | None = None,
+    environ: dict[str, str] | None = None,
 ) -> Resolved:
     path = Path("config.yaml")
     path.write_text(text)
@@ -56,7 +58,10 @@ def options(
 def test_each_level_wins_over_the_ones_below() -> None:
     both = {"TRAINER_KIT_MIXED_PRECISION": "fp16", "ACCELERATE_MIXED_PRECISION": "bf16"}
     found = options("", None, {})
-    assert (found["mixed_precision"], found.origin("mixed_precision")) == ("no", "default")
+    assert (found["mixed_precision"], found.origin("mixed_precision")) == (
+        "no",
+        "default",
+    )
     found = options("", None, {"ACCELERATE_MIXED_PRECISION": "bf16"})
     assert (found["mixed_precision"], found.origin("mixed_precision")) == (
         "bf16",
@@ -64,7 +69,10 @@ def test_each_level_wins_over_the_ones_below() -> None:
     )
     assert options("", None, both)["mixed_precision"] == "fp16"
     found = options("\nmixed_precision: bf16\n", None, both)
-    assert (found["mixed_precision"], found.origin("mixed_precision")) == ("bf16", "config.yaml:2")
+    assert (found["mixed_precision"], found.origin("mixed_precision")) == (
+        "bf16",
+        "config.yaml:2",
+    )
     found = options("mixed_precision: bf16\n", flags(mixed_precision="no"), both)
     assert (found["mixed_precision"], found.origin("mixed_precision")) == (
         "no",
@@ -75,7 +83,10 @@ def test_each_level_wins_over_the_ones_below() -> None:
 
 def test_the_script_receives_values_and_their_sources() -> None:
     found = plan(
-        options("mixed_precision: bf16\n", cpu(num_processes=2, gradient_accumulation_steps=4)),
+        options(
+            "mixed_precision: bf16\n",
+            cpu(num_processes=2, gradient_accumulation_steps=4),
+        ),
         ALONE,
     )
     told = dict(found.environ)
@@ -124,7 +135,12 @@ def test_default_files() -> None:
 
 def test_one_process_by_default() -> None:
     found = plan(options("", cpu()), ALONE)
-    assert (found.processes, found.machines.count, found.in_place, found.max_restarts) == (
+    assert (
+        found.processes,
+        found.machines.count,
+        found.in_place,
+        found.max_restarts,
+    ) == (
         1,
         1,
         False,
@@ -133,10 +149,18 @@ def test_one_process_by_default() -> None:
 
 
 def test_several_machines() -> None:
-    given = cpu(num_processes=4, num_machines=2, machine_rank=1, main_process_ip="10.0.0.7")
+    given = cpu(
+        num_processes=4, num_machines=2, machine_rank=1, main_process_ip="10.0.0.7"
+    )
     found = plan(options("", given), ALONE)
     machines = found.machines
-    assert (found.processes, machines.count, machines.rank, machines.address, machines.port) == (
+    assert (
+        found.processes,
+        machines.count,
+        machines.rank,
+        machines.address,
+        machines.port,
+    ) == (
         2,
         2,
         1,
@@ -150,7 +174,11 @@ def test_several_machines() -> None:
 @pytest.mark.parametrize(
     ("text", "given", "problem"),
     [
-        ("distributed_type: NO\nnum_processes: 2\n", {}, "one process cannot be distributed"),
+        (
+            "distributed_type: NO\nnum_processes: 2\n",
+            {},
+            "one process cannot be distributed",
+        ),
         (SAMPLES["open.yaml"], cpu(), "does not set the number of processes"),
         (
             "",
@@ -158,7 +186,11 @@ def test_several_machines() -> None:
             "the same number of processes",
         ),
         ("", cpu(num_processes=0), "the same number of processes"),
-        ("", cpu(num_machines=2, machine_rank=2), "the rank of this machine is out of range"),
+        (
+            "",
+            cpu(num_machines=2, machine_rank=2),
+            "the rank of this machine is out of range",
+        ),
         ("", cpu(num_processes=2, num_machines=2), "need the address of the first"),
     ],
 )
@@ -170,10 +202,18 @@ def test_contradictions(text: str, given: dict[str, Chosen], problem: str) -> No
 def test_deepspeed_reaches_the_ranks() -> None:
     made = plan(options(SAMPLES["deepspeed.yaml"]), ALONE)
     told = {
-        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()
+        name.removeprefix("TRAINER_KIT_").lower(): value
+        for name, value in made.environ.items()
     }
-    assert (made.processes, told["distributed_type"], told["zero_stage"]) == (2, "DEEPSPEED", "3")
-    assert (told["offload_param_device"], float(told["gradient_clipping"])) == ("cpu", 1.0)
+    assert (made.processes, told["distributed_type"], told["zero_stage"]) == (
+        2,
+        "DEEPSPEED",
+        "3",
+    )
+    assert (told["offload_param_device"], float(told["gradient_clipping"])) == (
+        "cpu",
+        1.0,
+    )
     assert {"offload_optimizer_device", "gradient_accumulation_steps"}.isdisjoint(told)
     assert tuple(made.ignored) == (
         "deepspeed_multinode_launcher",
@@ -182,16 +222,23 @@ def test_deepspeed_reaches_the_ranks() -> None:
     )
     assert (
         "zero_stage"
-        not in plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n"), ALONE).environ
+        not in plan(
+            options("distributed_type: MULTI_CPU\nnum_processes: 2\n"), ALONE
+        ).environ
     )
 
 
 def test_megatron_reaches_the_ranks() -> None:
     made = plan(options(SAMPLES["megatron.yaml"]), ALONE)
     told = {
-        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()
+        name.removeprefix("TRAINER_KIT_").lower(): value
+        for name, value in made.environ.items()
     }
-    assert (made.processes, told["distributed_type"], told["megatron_lm_tp_degree"]) == (
+    assert (
+        made.processes,
+        told["distributed_type"],
+        told["megatron_lm_tp_degree"],
+    ) == (
         4,
         "MEGATRON_LM",
         "2",
@@ -206,7 +253,8 @@ def test_megatron_reaches_the_ranks() -> None:
 def test_fsdp_reaches_the_ranks() -> None:
     made = plan(options(SAMPLES["fsdp.yaml"]), ALONE)
     told = {
-        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()
+        name.removeprefix("TRAINER_KIT_").lower(): value
+        for name, value in made.environ.items()
     }
     assert told["distributed_type"] == "FSDP"
     assert told["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
@@ -216,9 +264,14 @@ def test_fsdp_reaches_the_ranks() -> None:
 def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(options(SAMPLES["fsdp2.yaml"]), ALONE)
     told = {
-        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()
+        name.removeprefix("TRAINER_KIT_").lower(): value
+        for name, value in made.environ.items()
     }
-    assert (made.processes, told["distributed_type"], told["parallelism_config_tp_size"]) == (
+    assert (
+        made.processes,
+        told["distributed_type"],
+        told["parallelism_config_tp_size"],
+    ) == (
         8,
         "FSDP",
         "2",
@@ -228,30 +281,52 @@ def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     eight = Environment(world_size=8, local_world_size=8, source="torchrun")
     strategy = choose_strategy("auto", "cpu", "auto", 1, eight)[0]
     assert isinstance(strategy, MeshStrategy)
-    assert strategy.sizes == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert strategy.sizes == {
+        "pp": 1,
+        "dp_replicate": 2,
+        "dp_shard": 2,
+        "cp": 1,
+        "tp": 2,
+    }
     monkeypatch.setenv("TRAINER_KIT_PARALLELISM_CONFIG_CP_SIZE", "2")
     found = tk.ParallelismConfig(tp_size=1)
     assert found.sizes == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}
     assert found.cp_handler.cp_comm_strategy == "alltoall"
     mesh = "parallelism_config: {parallelism_config_tp_size: 2}\n"
-    with pytest.raises(ConfigurationError, match="this engine does not support a device mesh"):
+    with pytest.raises(
+        ConfigurationError, match="this engine does not support a device mesh"
+    ):
         plan(options("distributed_type: DEEPSPEED\nnum_processes: 2\n" + mesh), ALONE)
     with pytest.raises(
         ConfigurationError, match="dividing sequences by DeepSpeed is not supported yet"
     ):
-        plan(options(SAMPLES["fsdp2.yaml"].replace("_sp_size: 1", "_sp_size: 2")), ALONE)
-    alone = plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n" + mesh), ALONE).environ
+        plan(
+            options(SAMPLES["fsdp2.yaml"].replace("_sp_size: 1", "_sp_size: 2")), ALONE
+        )
+    alone = plan(
+        options("distributed_type: MULTI_CPU\nnum_processes: 2\n" + mesh), ALONE
+    ).environ
     assert alone["TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"] == "2"
     assert "TRAINER_KIT_DISTRIBUTED_TYPE" not in alone
 
 
 def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
-    with pytest.raises(ConfigurationError, match="TPU pods are not supported yet") as caught:
+    with pytest.raises(
+        ConfigurationError, match="TPU pods are not supported yet"
+    ) as caught:
         plan(options(SAMPLES["tpu.yaml"]), ALONE)
     assert str(caught.value.found) == "tpu_use_cluster=True (config.yaml:4)"
     text = SAMPLES["tpu.yaml"].replace("use_cluster: true", "use_cluster: false")
-    made = plan(options(text + "num_processes: 1\nmixed_precision: bf16\nmax_restarts: 2\n"), ALONE)
-    assert (made.processes, made.in_place, made.through, made.max_restarts) == (1, False, (), 2)
+    made = plan(
+        options(text + "num_processes: 1\nmixed_precision: bf16\nmax_restarts: 2\n"),
+        ALONE,
+    )
+    assert (made.processes, made.in_place, made.through, made.max_restarts) == (
+        1,
+        False,
+        (),
+        2,
+    )
     assert {
         "A": "1",
         "TRAINER_KIT_DISTRIBUTED_TYPE": "XLA",
@@ -259,10 +334,15 @@ def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
     }.items() <= (made.environ.items())
     assert {"tpu_name", "tpu_zone", "tpu_vm", "downcast_bf16"} == set(made.ignored)
     made = plan(
-        options("distributed_type: TPU\nnum_processes: 1\nmain_training_function: run\n"), ALONE
+        options(
+            "distributed_type: TPU\nnum_processes: 1\nmain_training_function: run\n"
+        ),
+        ALONE,
     )
     assert tuple(made.ignored) == ("main_training_function",)
-    made = plan(options("distributed_type: TPU\nnum_processes: 8\nmax_restarts: 2\n"), ALONE)
+    made = plan(
+        options("distributed_type: TPU\nnum_processes: 8\nmax_restarts: 2\n"), ALONE
+    )
     assert (made.processes, made.in_place, made.max_restarts, tuple(made.ignored)) == (
         1,
         True,
@@ -272,11 +352,15 @@ def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
     assert made.through == ("-m", "trainer_kit.launch.each_device")
     assert made.environ["TRAINER_KIT_NUM_PROCESSES"] == "8"
     with pytest.raises(ConfigurationError, match="TPU pods are not supported yet"):
-        plan(options("distributed_type: TPU\nnum_processes: 8\nnum_machines: 2\n"), ALONE)
+        plan(
+            options("distributed_type: TPU\nnum_processes: 8\nnum_machines: 2\n"), ALONE
+        )
 
 
 def test_a_job_on_sagemaker_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="does not start a SageMaker job") as caught:
+    with pytest.raises(
+        ConfigurationError, match="does not start a SageMaker job"
+    ) as caught:
         plan(options(SAMPLES["sagemaker.yaml"]), ALONE)
     assert "config.yaml:" in str(caught.value.found)
     assert caught.value.fix
@@ -286,7 +370,8 @@ def test_fp8_options_reach_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     text = SAMPLES["accelerates_fp8.yaml"].replace("MULTI_GPU", "MULTI_CPU")
     found = plan(options(text), ALONE)
     told = {
-        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in found.environ.items()
+        name.removeprefix("TRAINER_KIT_").lower(): value
+        for name, value in found.environ.items()
     }
     assert (told["mixed_precision"], told["fp8_backend"], told["fp8_format"]) == (
         "fp8",
@@ -295,10 +380,17 @@ def test_fp8_options_reach_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     for name, value in found.environ.items():
         monkeypatch.setenv(name, value)
-    assert launched_recipe() == tk.TERecipeKwargs(fp8_format="E4M3", amax_compute_algo="max")
+    assert launched_recipe() == tk.TERecipeKwargs(
+        fp8_format="E4M3", amax_compute_algo="max"
+    )
     if importlib.util.find_spec("transformer_engine") is None:
-        for make in (tk.Accelerator, lambda: tk.Trainer(logger=False, enable_checkpointing=False)):
-            with pytest.raises(PrecisionError, match="this precision needs Transformer Engine"):
+        for make in (
+            tk.Accelerator,
+            lambda: tk.Trainer(logger=False, enable_checkpointing=False),
+        ):
+            with pytest.raises(
+                PrecisionError, match="this precision needs Transformer Engine"
+            ):
                 make()
     monkeypatch.setenv("TRAINER_KIT_FP8_BACKEND", "AO")
     assert launched_recipe() == tk.AORecipeKwargs()
@@ -311,7 +403,9 @@ def test_fp8_options_reach_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [name for name in plain if "FP8" in name]
 
 
-def kind(text: str, *words: str, environ: dict[str, str] | None = None) -> tuple[str | None, bool]:
+def kind(
+    text: str, *words: str, environ: dict[str, str] | None = None
+) -> tuple[str | None, bool]:
     found = options(text, flags(**dict.fromkeys(words, True)), environ)
     return found["distributed_type"], bool(found["use_cpu"])
 
@@ -341,7 +435,11 @@ def kind(text: str, *words: str, environ: dict[str, str] | None = None) -> tuple
         ("use_fsdp: true\n", (), ("FSDP", False)),
         ("use_ddp: true\nuse_cpu: true\n", (), (None, True)),
         ("distributed_type: MULTI_GPU\nuse_ddp: true\n", (), ("MULTI_GPU", False)),
-        ("distributed_type: MULTI_GPU\nuse_deepspeed: true\n", (), ("DEEPSPEED", False)),
+        (
+            "distributed_type: MULTI_GPU\nuse_deepspeed: true\n",
+            (),
+            ("DEEPSPEED", False),
+        ),
     ],
 )
 def test_devices_and_engine_are_two_choices(
@@ -373,19 +471,28 @@ def test_defaults_of_the_wizard_do_not_override_variables() -> None:
         "ACCELERATE_USE_CPU": "true",
     }
     found = options(wizards, None, around)
-    assert (found["debug"], found["dynamo_backend"], found["use_cpu"]) == (True, "INDUCTOR", True)
+    assert (found["debug"], found["dynamo_backend"], found["use_cpu"]) == (
+        True,
+        "INDUCTOR",
+        True,
+    )
     assert (
         found.origin("debug")
         == "environment ACCELERATE_DEBUG_MODE, before the default in config.yaml:2"
     )
     made = plan(found, ALONE).environ
-    assert (made["TRAINER_KIT_DEBUG"], made["TRAINER_KIT_DYNAMO_BACKEND"]) == ("1", "INDUCTOR")
+    assert (made["TRAINER_KIT_DEBUG"], made["TRAINER_KIT_DYNAMO_BACKEND"]) == (
+        "1",
+        "INDUCTOR",
+    )
     # A value that says something counts before a variable, also where that is off.
     found = options("debug: true\n", None, {"ACCELERATE_DEBUG_MODE": "0"})
     assert (found["debug"], found.origin("debug")) == (True, "config.yaml:1")
     # So does a file before what another launch has left in the environment.
     outer = plan(options("mixed_precision: bf16\nuse_cpu: true\n"), ALONE).environ
-    assert options("mixed_precision: 'no'\n", None, dict(outer))["mixed_precision"] == "no"
+    assert (
+        options("mixed_precision: 'no'\n", None, dict(outer))["mixed_precision"] == "no"
+    )
     assert options(wizards, flags(debug=False), around)["debug"] is False
 
 
@@ -428,10 +535,18 @@ def test_a_mesh_that_is_asked_for_has_an_axis() -> None:
     size = "parallelism_config: {parallelism_config_tp_size: 2}\n"
     given = cpu(num_processes=2, use_parallelism_config=True)
     assert (
-        plan(options(size, given), ALONE).environ["TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"] == "2"
+        plan(options(size, given), ALONE).environ[
+            "TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"
+        ]
+        == "2"
     )
-    for text, words in (("", given), (size, cpu(num_processes=2, use_parallelism_config=False))):
-        with pytest.raises(ConfigurationError, match="a parallelism_config needs an axis above 1"):
+    for text, words in (
+        ("", given),
+        (size, cpu(num_processes=2, use_parallelism_config=False)),
+    ):
+        with pytest.raises(
+            ConfigurationError, match="a parallelism_config needs an axis above 1"
+        ):
             plan(options(text, words), ALONE)
     with pytest.raises(ConfigurationError, match="only one kind of run can be chosen"):
         plan(options(size, cpu(num_processes=2, use_ddp=True)), ALONE)
@@ -440,25 +555,41 @@ def test_a_mesh_that_is_asked_for_has_an_axis() -> None:
 def test_the_rendezvous_timeout_is_read() -> None:
     given = cpu(num_processes=2, num_machines=2, main_process_ip="10.0.0.7")
     assert plan(options("rdzv_conf: timeout=30\n", given), ALONE).machines.timeout == 30
-    assert list(plan(options("rdzv_conf: timeout=30\n", cpu()), ALONE).ignored) == ["rdzv_conf"]
-    assert list(plan(options("rdzv_backend: c10d\n", given), ALONE).ignored) == ["rdzv_backend"]
+    assert list(plan(options("rdzv_conf: timeout=30\n", cpu()), ALONE).ignored) == [
+        "rdzv_conf"
+    ]
+    assert list(plan(options("rdzv_backend: c10d\n", given), ALONE).ignored) == [
+        "rdzv_backend"
+    ]
     with pytest.raises(ConfigurationError, match="not by torch's rendezvous"):
         plan(options("rdzv_conf: is_host=1\n", given), ALONE)
 
 
 def test_options_that_need_an_agent_start_one() -> None:
     assert not plan(options("", cpu()), ALONE).supervised
-    for option in ({"tee": "3"}, {"log_dir": "logs"}, {"role": "worker"}, {"max_restarts": 1}):
+    for option in (
+        {"tee": "3"},
+        {"log_dir": "logs"},
+        {"role": "worker"},
+        {"max_restarts": 1},
+    ):
         assert plan(options("", cpu(**option)), ALONE).supervised
     slurm = Environment(
-        rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm"
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=1,
+        source="slurm",
     )
     found = plan(options("", cpu(tee="3", max_restarts=2)), slurm)
     assert (found.supervised, tuple(found.ignored)) == (False, ("tee", "max_restarts"))
 
 
 def test_options_without_effect_are_named() -> None:
-    found = plan(options(SAMPLES["multi_cpu.yaml"] + "enable_cpu_affinity: true\n"), ALONE)
+    found = plan(
+        options(SAMPLES["multi_cpu.yaml"] + "enable_cpu_affinity: true\n"), ALONE
+    )
     assert found.ignored == {
         "enable_cpu_affinity": "processes are not bound to cores",
         "mpirun_hostfile": "mpirun is not started from here",
@@ -468,11 +599,18 @@ def test_options_without_effect_are_named() -> None:
 
 def test_under_slurm_one_task_for_each_process() -> None:
     here = Environment(
-        rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm"
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=1,
+        source="slurm",
     )
     found = plan(options("", cpu()), here)
     assert (found.in_place, found.processes) == (True, 2)
-    with pytest.raises(ConfigurationError, match="starts a different number of processes"):
+    with pytest.raises(
+        ConfigurationError, match="starts a different number of processes"
+    ):
         plan(options("", cpu(num_processes=8)), here)
 
 

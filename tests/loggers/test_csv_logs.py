@@ -86,14 +86,16 @@ def test_an_explicit_version_continues_the_file_of_another_process(tmp_path):
     assert len(rows(second)) == 5
 
 
-@pytest.mark.parametrize(("every", "written"), [(1, [0, 1, 2, 3, 4]), (3, [0, 1, 2]), (100, [])])
+@pytest.mark.parametrize(
+    ("every", "written"), [(1, [0, 1, 2, 3, 4]), (3, [0, 1, 2]), (100, [])]
+)
 def test_how_many_steps_wait(tmp_path, every, written):
     logger = CSVLogger(tmp_path, version=0, flush_logs_every_n_steps=every)
     for step in range(5):
         logger.log_metrics({"a": 1.0}, step)
-    assert ([int(row["step"]) for row in rows(logger)] if written else logger.path.exists()) == (
-        written or False
-    )
+    assert (
+        [int(row["step"]) for row in rows(logger)] if written else logger.path.exists()
+    ) == (written or False)
     logger.save()
     assert [int(row["step"]) for row in rows(logger)] == list(range(5))
 
@@ -144,7 +146,8 @@ def test_the_next_process_removes_files_of_a_killed_one(tmp_path, programs):
     directory = tmp_path / "x" / "1"
     directory.mkdir(parents=True)
     half = "; ".join(
-        f"hidden_path(Path({name!r}), 'tmp').touch()" for name in ("metrics.csv", "hparams.json")
+        f"hidden_path(Path({name!r}), 'tmp').touch()"
+        for name in ("metrics.csv", "hparams.json")
     )
     died = programs.run_code(
         f"import os; from pathlib import Path; os.chdir({str(directory)!r});"
@@ -246,7 +249,9 @@ def test_many_writes_agree_with_one(tmp_path):
     assert len(rows(often)) == 40
 
 
-@pytest.mark.parametrize("logged", [True, False], ids=["new columns", "the same columns"])
+@pytest.mark.parametrize(
+    "logged", [True, False], ids=["new columns", "the same columns"]
+)
 def test_evaluations_after_a_fit_leave_its_last_row(tmp_path, logged):
     class Scored(TinyModule):
         value = 0.0
@@ -263,7 +268,9 @@ def test_evaluations_after_a_fit_leave_its_last_row(tmp_path, logged):
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    trainer = Trainer(max_epochs=1, logger=logger, log_every_n_steps=1, accelerator="cpu", **quiet)
+    trainer = Trainer(
+        max_epochs=1, logger=logger, log_every_n_steps=1, accelerator="cpu", **quiet
+    )
     batches = [torch.ones(2, 32)]
     trainer.fit(module, batches * 2, batches)
     before = logger.path.read_text().splitlines()
@@ -284,7 +291,9 @@ def test_evaluations_after_a_fit_leave_its_last_row(tmp_path, logged):
     assert not logged or [row["test_score"] for row in rows] == ["", "", "", "3.0"]
     assert [
         line[: len(old)]
-        for line, old in zip(logger.path.read_text().splitlines()[1:3], before[1:], strict=True)
+        for line, old in zip(
+            logger.path.read_text().splitlines()[1:3], before[1:], strict=True
+        )
     ] == (before[1:])
 
 

@@ -39,7 +39,11 @@ class AsksAgain(Callback):
 def test_values_of_evaluation_batches_have_no_epoch_and_a_training_step_has_one():
     rows = Rows()
     data = DataLoader(torch.ones(4, 2))
-    options = {"accelerator": "cpu", "enable_checkpointing": False, "enable_progress_bar": False}
+    options = {
+        "accelerator": "cpu",
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     trainer = Trainer(
         max_epochs=2, logger=rows, log_every_n_steps=1, callbacks=AsksAgain(), **options
     )
@@ -48,9 +52,13 @@ def test_values_of_evaluation_batches_have_no_epoch_and_a_training_step_has_one(
     during = list(rows.rows)
     trainer.validate(module, data, verbose=False)
     trainer.test(module, data, verbose=False)
-    assert not [values for _, values in rows.rows if "batch" in values and "epoch" in values]
+    assert not [
+        values for _, values in rows.rows if "batch" in values and "epoch" in values
+    ]
     true_epochs = {
-        step: values["true_epoch"] for step, values in rows.rows if "true_epoch" in values
+        step: values["true_epoch"]
+        for step, values in rows.rows
+        if "true_epoch" in values
     }
     epochs = [(step, values["epoch"]) for step, values in during if "epoch" in values]
     assert [true_epochs[step] for step, _ in epochs] == [epoch for _, epoch in epochs]
@@ -66,10 +74,18 @@ def test_values_on_an_axis_of_the_user_have_no_epoch_of_another_step():
             trainer.log_metrics({"now": 1.0})
 
     trainer = Trainer(
-        max_epochs=1, accelerator="cpu", logger=rows, callbacks=Logs(), enable_checkpointing=False
+        max_epochs=1,
+        accelerator="cpu",
+        logger=rows,
+        callbacks=Logs(),
+        enable_checkpointing=False,
     )
     trainer.fit(Tiny(), DataLoader(torch.ones(4, 2)))
-    assert [(step, values) for step, values in rows.rows if "own" in values or "now" in values] == [
+    assert [
+        (step, values)
+        for step, values in rows.rows
+        if "own" in values or "now" in values
+    ] == [
         (1, {"own": 1.0}),
         (4, {"now": 1.0, "epoch": 0}),
     ]

@@ -40,7 +40,9 @@ class Talkative(tk.LightningModule):
         loss = self(batch[0]).square().mean()
         tensorboard = self.logger.experiment
         tensorboard.add_scalar("own/loss", loss, self.global_step)
-        tensorboard.add_scalars("both", {"one": loss.item(), "two": 2.0}, self.global_step)
+        tensorboard.add_scalars(
+            "both", {"one": loss.item(), "two": 2.0}, self.global_step
+        )
         tensorboard.add_histogram("weights", self.layer.weight, self.current_epoch)
         self.log("loss", loss)
         return loss
@@ -49,7 +51,9 @@ class Talkative(tk.LightningModule):
         tensorboard = self.logger.experiment
         tensorboard.add_image("image", torch.rand(3, 4, 4), self.current_epoch)
         tensorboard.add_images("images", torch.rand(2, 3, 4, 4), self.current_epoch)
-        tensorboard.add_pr_curve("curve", torch.tensor([0, 1]), torch.tensor([0.2, 0.7]), 0)
+        tensorboard.add_pr_curve(
+            "curve", torch.tensor([0, 1]), torch.tensor([0.2, 0.7]), 0
+        )
         tensorboard.add_text("end", "of an epoch", self.current_epoch)
         self.logger.log_metrics({"direct": 1.5}, step=self.global_step)
         self.logger.log_hyperparams({"late": 3})
@@ -67,7 +71,10 @@ class Pictures(tk.Callback):
 
 
 def fit(place: Path, **options) -> tk.Trainer:
-    loggers = [TensorBoardLogger(place / "tb", log_graph=True), CSVLogger(place / "csv")]
+    loggers = [
+        TensorBoardLogger(place / "tb", log_graph=True),
+        CSVLogger(place / "csv"),
+    ]
     trainer = tk.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -86,15 +93,20 @@ def test_a_fit_writes_what_other_packages_write(tmp_path: Path) -> None:
     trainer = fit(tmp_path, callbacks=[Pictures()])
     read = events(trainer.loggers[0].log_dir)
     tags = read.Tags()
-    assert [path.name for path in (tmp_path / "tb" / "trainer_kit_logs").iterdir()] == ["version_0"]
+    assert [path.name for path in (tmp_path / "tb" / "trainer_kit_logs").iterdir()] == [
+        "version_0"
+    ]
     assert {"own/loss", "direct", "loss"} <= {*tags["scalars"]}
     assert [event.step for event in read.Scalars("own/loss")] == [0, 1, 2, 3]
     assert [event.value for event in read.Scalars("direct")] == [1.5]
     assert tags["histograms"] == ["weights"]
     assert {"image", "figure", "images"} <= {*tags["images"]}
-    assert {"before/text_summary", "start/text_summary", "end/text_summary", "curve"} <= {
-        *tags["tensors"]
-    }
+    assert {
+        "before/text_summary",
+        "start/text_summary",
+        "end/text_summary",
+        "curve",
+    } <= {*tags["tensors"]}
     assert tags["graph"]
     both = Path(trainer.loggers[0].log_dir) / "both_two"
     assert [event.value for event in events(both).Scalars("both")] == [2.0] * 4
@@ -113,7 +125,9 @@ def test_only_rank_zero_writes() -> None:
     box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box)
     trainer = fit(Path(box[0]), devices=2)
-    assert isinstance(trainer.logger, TensorBoardLogger if dist.get_rank() == 0 else DummyLogger)
+    assert isinstance(
+        trainer.logger, TensorBoardLogger if dist.get_rank() == 0 else DummyLogger
+    )
     dist.barrier()
     if dist.get_rank() == 0:
         found = events(trainer.logger.log_dir)
@@ -176,6 +190,8 @@ def test_weights_and_biases_gets_what_other_packages_log(tmp_path: Path) -> None
     assert [row["custom"] for row in rows] == [0, 1, 2, 3]
     assert log.config["before"] == "the fit"
     assert log.summary["best"] == 0.5
-    assert {"picture", "pictures"} <= {name.split(".")[0] for row in log.history for name in row}
+    assert {"picture", "pictures"} <= {
+        name.split(".")[0] for row in log.history for name in row
+    }
     assert "notes" in {artifact.name for artifact in log.artifacts}
     assert answer == {}

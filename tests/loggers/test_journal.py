@@ -23,14 +23,20 @@ from trainer_kit.loggers import JSONLLogger, read_journal
 def test_each_logged_line_is_written_at_once(tmp_path):
     logger = JSONLLogger(tmp_path, name="", version="")
     assert logger.path == tmp_path / "journal.jsonl"
-    logger.log_hyperparams({"lr": 0.1, "optim": {"api_key": "k", "betas": (0.9, float("inf"))}})
+    logger.log_hyperparams(
+        {"lr": 0.1, "optim": {"api_key": "k", "betas": (0.9, float("inf"))}}
+    )
     logger.log_metrics({"loss": torch.tensor(0.5), "epoch": 0}, 3)
     first, second = (
-        json.loads(line) for line in logger.path.read_text(encoding="utf-8").splitlines()
+        json.loads(line)
+        for line in logger.path.read_text(encoding="utf-8").splitlines()
     )
     assert list(second) == ["step", "time", "loss", "epoch"]
     assert (second["step"], second["loss"], second["epoch"]) == (3, 0.5, 0)
-    assert first["hparams"] == {"lr": 0.1, "optim": {"api_key": "***", "betas": [0.9, "Infinity"]}}
+    assert first["hparams"] == {
+        "lr": 0.1,
+        "optim": {"api_key": "***", "betas": [0.9, "Infinity"]},
+    }
     assert first["time"] <= second["time"]
     assert stat.S_IMODE(logger.path.stat().st_mode) == 0o600
     logger.finalize("success")
@@ -41,7 +47,13 @@ def test_each_logged_line_is_written_at_once(tmp_path):
 def test_numbers_come_back_whatever_they_are(tmp_path):
     logger = JSONLLogger(tmp_path, prefix="p")
     logger.log_metrics(
-        {"nan": float("nan"), "inf": float("inf"), "minus": float("-inf"), "ü": 1 / 3, "n": 10**20},
+        {
+            "nan": float("nan"),
+            "inf": float("inf"),
+            "minus": float("-inf"),
+            "ü": 1 / 3,
+            "n": 10**20,
+        },
         0,
     )
     line = logger.path.read_text(encoding="utf-8")
@@ -58,7 +70,11 @@ def test_hyperparameters_already_in_the_file_are_not_repeated(tmp_path):
     logger.log_hyperparams({"lr": float("nan")})
     logger.log_hyperparams({"batch": 2}, {"score": 0.5})
     records = read_journal(logger.path)
-    assert [record.get("hparams") for record in records] == [{"lr": "NaN"}, {"batch": 2}, None]
+    assert [record.get("hparams") for record in records] == [
+        {"lr": "NaN"},
+        {"batch": 2},
+        None,
+    ]
     assert (records[2]["step"], records[2]["score"]) == (0, 0.5)
 
 
@@ -130,8 +146,13 @@ def test_logged_values_survive_the_process(tmp_path):
         "for step in range(5): logger.log_metrics({'a': step / 2}, step)\n"
         "os.kill(os.getpid(), 9)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(trainer_kit.__file__).parent.parent)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(trainer_kit.__file__).parent.parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], timeout=60, env=environment
+    )
     assert done.returncode == -signal.SIGKILL
     records = read_journal(tmp_path / "journal.jsonl")
     assert [(record["step"], record["a"]) for record in records] == [

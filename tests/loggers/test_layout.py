@@ -50,7 +50,11 @@ def test_nothing_is_made_before_the_first_write(make, tmp_path):
     logger = make(tmp_path)
     assert logger.log_dir == str(tmp_path / "trainer_kit_logs" / "version_0")
     assert logger.root_dir == str(tmp_path / "trainer_kit_logs")
-    assert (logger.name, logger.version, logger.save_dir) == ("trainer_kit_logs", 0, str(tmp_path))
+    assert (logger.name, logger.version, logger.save_dir) == (
+        "trainer_kit_logs",
+        0,
+        str(tmp_path),
+    )
     logger.log_metrics({}, 0)
     logger.save()
     logger.finalize("success")
@@ -90,13 +94,17 @@ def test_the_version_is_looked_up_when_it_is_asked_for(make, tmp_path):
     ],
 )
 def test_explicit_places(make, tmp_path, name, version, expected):
-    assert Path(make(tmp_path, name=name, version=version).log_dir) == tmp_path / expected
+    assert (
+        Path(make(tmp_path, name=name, version=version).log_dir) == tmp_path / expected
+    )
 
 
 def test_home_and_environment_variables_are_expanded(make, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RUNS", "runs")
-    assert make("~/$RUNS", version=0).log_dir == str(tmp_path / "runs/trainer_kit_logs/version_0")
+    assert make("~/$RUNS", version=0).log_dir == str(
+        tmp_path / "runs/trainer_kit_logs/version_0"
+    )
 
 
 def test_a_url_is_refused(make):
@@ -119,7 +127,9 @@ def test_values_that_are_not_numbers_are_refused_by_name(make, tmp_path):
 @pytest.mark.parametrize("cls", [loggers.CSVLogger, loggers.TensorBoardLogger])
 def test_hyperparameters_accumulate_in_a_file_only_the_user_can_read(cls, tmp_path):
     logger = cls(tmp_path, version=0)
-    logger.log_hyperparams(Namespace(lr=0.1, optim={"betas": (0.9, float("nan"))}, act=torch.relu))
+    logger.log_hyperparams(
+        Namespace(lr=0.1, optim={"betas": (0.9, float("nan"))}, act=torch.relu)
+    )
     logger.log_hyperparams(
         {"batch_size": 32, "wandb_token": "secret", "url": "postgres://me:pw@host/db"}
     )
@@ -135,7 +145,9 @@ def test_hyperparameters_accumulate_in_a_file_only_the_user_can_read(cls, tmp_pa
     }
     assert path.stat().st_mode & 0o777 == 0o600
     assert "secret" not in "".join(
-        file.read_text("latin-1") for file in Path(logger.log_dir).iterdir() if file.is_file()
+        file.read_text("latin-1")
+        for file in Path(logger.log_dir).iterdir()
+        if file.is_file()
     )
 
 
@@ -156,7 +168,9 @@ def test_numbers():
         "f": torch.tensor(3),
     }
     assert numbers(values) == {"a": 1, "b": 0.5, "c": 2.5, "d": 0.25, "e": 1, "f": 3}
-    assert all(type(value) in (int, float, np.float32) for value in numbers(values).values())
+    assert all(
+        type(value) in (int, float, np.float32) for value in numbers(values).values()
+    )
     assert numbers({"a": 1}, "p") == {"p-a": 1}
     for wrong in (
         "text",
@@ -177,7 +191,10 @@ def test_params_dict():
         inner: Namespace
 
     given = {"optim": Optim(0.1, Namespace(a=1)), 3: OrderedDict(b=2)}
-    assert params_dict(given) == {"optim": {"lr": 0.1, "inner": {"a": 1}}, "3": {"b": 2}}
+    assert params_dict(given) == {
+        "optim": {"lr": 0.1, "inner": {"a": 1}},
+        "3": {"b": 2},
+    }
     assert params_dict(Optim(0.1, Namespace())) == {"lr": 0.1, "inner": {}}
     with pytest.raises(LogError, match="a dict, a Namespace or a dataclass"):
         params_dict([1, 2])
@@ -229,7 +246,9 @@ def test_plain_is_strict_json():
     }
 
 
-def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "file"
     replace_file(path, b"old")
 
@@ -254,7 +273,10 @@ def test_the_package_exports_its_names_and_imports_nothing_heavy():
         "heavy = ('tensorboard', 'torch.utils.tensorboard', 'wandb');"
         "print([m for m in heavy if m in sys.modules])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(trainer_kit.__file__).parent.parent)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(trainer_kit.__file__).parent.parent),
+    }
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -27,7 +27,9 @@ class Watched(CSVLogger):
 @pytest.mark.world_size(2)
 def test_only_rank_0_finalizes_its_logger_and_only_at_the_end(tmp_path: Path) -> None:
     logger = Watched(tmp_path)
-    assert logger.version == 0  # also where a script has read the directory on every rank
+    assert (
+        logger.version == 0
+    )  # also where a script has read the directory on every rank
     if dist.get_rank() == 1:
         logger.load_state_dict({"name": logger.name, "version": 5})
         assert logger.statuses == []

@@ -37,7 +37,9 @@ def hparams(directory: str | Path) -> tuple[dict[str, object], list[str]]:
 
     shown, metrics = {}, []
     for tag, metadata in events(directory).summary_metadata.items():
-        data = plugin_data_pb2.HParamsPluginData.FromString(metadata.plugin_data.content)
+        data = plugin_data_pb2.HParamsPluginData.FromString(
+            metadata.plugin_data.content
+        )
         if tag.endswith("session_start_info"):
             for name, value in data.session_start_info.hparams.items():
                 shown[name] = getattr(value, value.WhichOneof("kind"))
@@ -95,7 +97,11 @@ def test_writing_continues_after_finalize(make, monkeypatch, writers):
 def test_hyperparameters_are_shown_flat_with_a_placeholder(make):
     logger = make()
     logger.log_hyperparams(
-        {"optim": {"lr": 0.5, "name": "sgd", "betas": (0.5, 0.25)}, "deep": True, "seed": None}
+        {
+            "optim": {"lr": 0.5, "name": "sgd", "betas": (0.5, 0.25)},
+            "deep": True,
+            "seed": None,
+        }
     )
     logger.log_metrics({"loss": 1.0}, 1)
     logger.finalize("success")
@@ -186,10 +192,14 @@ def test_the_graph_is_written_and_the_module_is_as_before(make):
     logger.finalize("success")
     read = events(logger.log_dir)
     assert read.Tags()["graph"]
-    assert {"aten::linear", "aten::batch_norm"} <= {node.op for node in read.Graph().node}
+    assert {"aten::linear", "aten::batch_norm"} <= {
+        node.op for node in read.Graph().node
+    }
     assert [module.training for module in net.modules()] == modes
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items()
+    )
 
 
 def test_no_graph_unless_asked_for(make):

@@ -32,7 +32,9 @@ from trainer_kit.core.errors import ConfigurationError, LogError
 from trainer_kit.loggers.layout import flatten
 from trainer_kit.loggers.media import picture
 
-pytestmark = pytest.mark.timeout(700)  # a fixture runs two programs, of 300 seconds at most each
+pytestmark = pytest.mark.timeout(
+    700
+)  # a fixture runs two programs, of 300 seconds at most each
 HERE = Path(__file__).parent
 STAND_INS = HERE / "tracker_stand_ins"
 WORDS = ["mlflow", "comet_ml", "clearml", "trackio", "swanlab", "dvclive", "aim"]
@@ -57,7 +59,9 @@ REAL = {word for word in WORDS if importlib.util.find_spec(word) is not None}
 
 def stood_in(words: Any) -> list[Any]:
     """Those that are not installed; if there are none, a case that says so."""
-    hidden = pytest.mark.skip(reason="all these packages are installed, and hide their stand-ins")
+    hidden = pytest.mark.skip(
+        reason="all these packages are installed, and hide their stand-ins"
+    )
     return sorted(set(words) - REAL) or [pytest.param("", marks=hidden)]
 
 
@@ -89,12 +93,16 @@ class Found:
             if file.suffix in (".png", ".jpeg"):
                 self.images.append(size(file))
             elif file.is_file() and file.suffix not in (".safetensors", ".zip"):
-                self.files[file.relative_to(root).as_posix()] = file.read_text(errors="replace")
+                self.files[file.relative_to(root).as_posix()] = file.read_text(
+                    errors="replace"
+                )
 
 
 def from_events(root: Path) -> Found:
     found = Found()
-    for event in map(json.loads, (root / "tracker_calls.jsonl").read_text().splitlines()):
+    for event in map(
+        json.loads, (root / "tracker_calls.jsonl").read_text().splitlines()
+    ):
         kind = event["kind"]
         if kind == "begin":
             found.runs.append(event["run"])
@@ -111,7 +119,10 @@ def from_events(root: Path) -> Found:
             found.texts += event["text"]
         elif kind == "file" and isinstance(event["content"], dict):
             found.files.update(
-                {f"{event['name']}/{name}": text for name, text in event["content"].items()}
+                {
+                    f"{event['name']}/{name}": text
+                    for name, text in event["content"].items()
+                }
             )
         elif kind == "file":
             found.files[event["name"]] = event["content"]
@@ -137,7 +148,9 @@ def from_mlflow(root: Path) -> Found:
             "FAILED": "failed",
             "KILLED": "interrupted",
         }[status]
-    for key, step, value in database.execute("SELECT key, step, value FROM metrics ORDER BY rowid"):
+    for key, step, value in database.execute(
+        "SELECT key, step, value FROM metrics ORDER BY rowid"
+    ):
         found.add(key, step, value)
     texts = dict(database.execute("SELECT key, value FROM params"))
     found.params = {
@@ -173,20 +186,28 @@ def from_dvclive(root: Path) -> Found:
 
 def from_comet(root: Path) -> Found:
     found = Found()
-    for archive in sorted((root / "logs").glob("*.zip"), key=lambda path: path.stat().st_mtime_ns):
+    for archive in sorted(
+        (root / "logs").glob("*.zip"), key=lambda path: path.stat().st_mtime_ns
+    ):
         with zipfile.ZipFile(archive) as content:
             found.runs.append(json.loads(content.read("experiment.json"))["offline_id"])
-            for message in map(json.loads, content.read("messages.json").decode().splitlines()):
+            for message in map(
+                json.loads, content.read("messages.json").decode().splitlines()
+            ):
                 payload = message["payload"]
                 if message["type"] == "metric_msg" and not payload["metric"][
                     "metricName"
                 ].startswith("sys."):
                     metric = payload["metric"]
-                    found.add(metric["metricName"], metric["step"], metric["metricValue"])
+                    found.add(
+                        metric["metricName"], metric["step"], metric["metricValue"]
+                    )
                 elif message["type"] == "parameter_msg":
                     one = payload.get("param") or payload["params"]  # a list
                     if one["source"] == "manual":
-                        found.params[one["paramName"].replace("|", "/")] = one["paramValue"]
+                        found.params[one["paramName"].replace("|", "/")] = one[
+                            "paramValue"
+                        ]
                 elif message["type"] == "file_upload":
                     more, path = payload["additional_params"], payload["file_path"]
                     if payload["upload_type"] == "visualization":
@@ -195,7 +216,9 @@ def from_comet(root: Path) -> Found:
                     elif payload["upload_type"] == "text-sample":
                         found.texts += content.read(path).decode()
                     elif payload["upload_type"] == "asset":
-                        found.files[more["fileName"]] = content.read(path).decode(errors="replace")
+                        found.files[more["fileName"]] = content.read(path).decode(
+                            errors="replace"
+                        )
     found.ended = len(found.runs)
     return found
 
@@ -203,7 +226,8 @@ def from_comet(root: Path) -> Found:
 def from_clearml(root: Path) -> Found:
     found = Found()
     for folder in sorted(
-        (root / "cache" / "offline").glob("offline-*/"), key=lambda path: path.stat().st_mtime_ns
+        (root / "cache" / "offline").glob("offline-*/"),
+        key=lambda path: path.stat().st_mtime_ns,
     ):
         if not folder.is_dir():
             continue
@@ -212,10 +236,14 @@ def from_clearml(root: Path) -> Found:
         assert (task["project_name"], task["name"]) == ("project", "first")
         for name, one in task["hyperparams"]["General"].items():
             value = one["value"]
-            found.params[name] = json.loads(value) if one["type"] in ("list", "float") else value
+            found.params[name] = (
+                json.loads(value) if one["type"] in ("list", "float") else value
+            )
         for line in (folder / "metrics.jsonl").read_text().splitlines():
             for event in json.loads(line):
-                if event["type"] == "training_stats_scalar" and not event["metric"].startswith(":"):
+                if event["type"] == "training_stats_scalar" and not event[
+                    "metric"
+                ].startswith(":"):
                     title, series = event["metric"], event["variant"]
                     found.add(
                         series if title == series else f"{title}/{series}",
@@ -223,7 +251,9 @@ def from_clearml(root: Path) -> Found:
                         event["value"],
                     )
                 elif event["type"] == "plot":
-                    found.others["histogram" if event["metric"] == "weights" else "table"] = event
+                    found.others[
+                        "histogram" if event["metric"] == "weights" else "table"
+                    ] = event
         found.keep(folder / "data")
         found.texts += (folder / "log.jsonl").read_text()
         found.ended += Path(f"{folder}.zip").exists()
@@ -236,9 +266,13 @@ def from_trackio(root: Path) -> Found:
     for name, config in database.execute("SELECT run_name, config FROM configs"):
         found.runs.append(name)
         found.params.update(
-            flatten({k: v for k, v in json.loads(config).items() if not k.startswith("_")})
+            flatten(
+                {k: v for k, v in json.loads(config).items() if not k.startswith("_")}
+            )
         )
-    for step, metrics in database.execute("SELECT step, metrics FROM metrics ORDER BY rowid"):
+    for step, metrics in database.execute(
+        "SELECT step, metrics FROM metrics ORDER BY rowid"
+    ):
         for name, value in json.loads(metrics).items():
             if isinstance(value, (int, float)):
                 found.add(name, step, value)
@@ -309,7 +343,11 @@ def ran(programs, word: str, phase: str, root: Path, real: bool) -> None:
     os.chdir(root)
     try:
         done = programs.run(
-            HERE / "tracked_run.py", word, phase, environment=variables(real, root), timeout=300
+            HERE / "tracked_run.py",
+            word,
+            phase,
+            environment=variables(real, root),
+            timeout=300,
         )
     finally:
         os.chdir(before)
@@ -366,7 +404,9 @@ def test_hyperparameters_are_nested_plain_and_masked(run):
         if name != "continues"
     }
     betas = params.pop("optim/betas")
-    assert (json.loads(betas.replace("'", '"')) if isinstance(betas, str) else betas) == [
+    assert (
+        json.loads(betas.replace("'", '"')) if isinstance(betas, str) else betas
+    ) == [
         0.5,
         "Infinity",
     ]
@@ -382,7 +422,11 @@ def test_media_are_read_back_from_each_tracker(run):
     assert "a sentence" in found.texts
     histogram = found.files.get("histograms/weights/00000006.json")
     if histogram is not None:
-        assert json.loads(histogram) == {"step": 6, "counts": [1, 2], "edges": [0.0, 0.5, 1.0]}
+        assert json.loads(histogram) == {
+            "step": 6,
+            "counts": [1, 2],
+            "edges": [0.0, 0.5, 1.0],
+        }
     elif run.recorded:
         assert native["histogram"].get("counts", [1, 2]) == [1, 2]
         assert native["histogram"].get("values", [0.0, 1.0, 1.0]) == [0.0, 1.0, 1.0]
@@ -400,9 +444,19 @@ def test_files_and_checkpoints_are_kept(run):
     if run.word in ("trackio", "clearml") and run.real:  # they have names of their own
         assert {"kept", "inside"} <= set(files.values()) or run.word == "clearml"
         return
-    assert (files["things-renamed.txt"], files["folder-inside.txt"]) == ("kept", "inside")
-    kept = {name.split("-step-")[1][:8] for name in files if name.startswith("checkpoints-step-")}
-    assert kept == {"00000003", "00000006", "00000009"} or run.word in ("aim", "swanlab")
+    assert (files["things-renamed.txt"], files["folder-inside.txt"]) == (
+        "kept",
+        "inside",
+    )
+    kept = {
+        name.split("-step-")[1][:8]
+        for name in files
+        if name.startswith("checkpoints-step-")
+    }
+    assert kept == {"00000003", "00000006", "00000009"} or run.word in (
+        "aim",
+        "swanlab",
+    )
     assert kept >= {"00000003", "00000006"}
 
 
@@ -422,7 +476,9 @@ def missing(request, monkeypatch):
 
 def test_a_missing_package_is_answered_with_the_line_for_pip(missing):
     extra = "comet" if missing == "comet_ml" else missing
-    with pytest.raises(ConfigurationError, match=f"{CLASSES[missing]} needs {missing}") as caught:
+    with pytest.raises(
+        ConfigurationError, match=f"{CLASSES[missing]} needs {missing}"
+    ) as caught:
         choose_loggers(missing, "root")
     assert caught.value.fix == f"pip install 'trainer-kit[{extra}]'"
 
@@ -469,10 +525,15 @@ def test_only_rank_zero_writes(programs, tmp_path, monkeypatch):
     for done in programs.run_ranks(2, script):
         assert done.returncode == 0, done.stdout + done.stderr
     events = [
-        json.loads(line) for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()
     ]
-    assert [event["run"] for event in events if event["kind"] == "begin"] == [events[0]["run"]]
-    assert [(event["step"], event["value"]) for event in events if event.get("name") == "at"] == [
+    assert [event["run"] for event in events if event["kind"] == "begin"] == [
+        events[0]["run"]
+    ]
+    assert [
+        (event["step"], event["value"]) for event in events if event.get("name") == "at"
+    ] == [
         (1, 0.0),
         (2, 1.0),
     ]
@@ -508,11 +569,14 @@ def test_when_runs_end(programs, tmp_path, monkeypatch):
     done = programs.run_code(ENDS)
     assert done.returncode == 0, done.stdout + done.stderr
     events = [
-        json.loads(line) for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()
     ]
     first, second = dict.fromkeys(event["run"] for event in events[:-1])
     short = {first: "first", second: "second", "mine": "mine"}
-    seen = [(short[event["run"]], event["kind"], event.get("value")) for event in events]
+    seen = [
+        (short[event["run"]], event["kind"], event.get("value")) for event in events
+    ]
     assert seen == [
         ("first", "begin", None),
         ("first", "metric", 1.0),
@@ -555,7 +619,9 @@ accelerator.end_training()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("word", stood_in(RECORDED | {"dvclive"}))
-def test_the_trackers_of_an_accelerator_are_the_same(programs, tmp_path, monkeypatch, word):
+def test_the_trackers_of_an_accelerator_are_the_same(
+    programs, tmp_path, monkeypatch, word
+):
     monkeypatch.setenv("STAND_INS", str(STAND_INS))
     script = tmp_path / "accelerator.py"
     script.write_text(ACCELERATOR)
@@ -574,7 +640,9 @@ def test_the_trackers_of_an_accelerator_are_the_same(programs, tmp_path, monkeyp
     assert found.metrics["nested/at"] == [(0, 0), (1, 1), (2, 2)]
     assert found.images == [(8, 4), (8, 4)]
     assert "text" in found.texts
-    params = {name.removeprefix("General/"): value for name, value in found.params.items()}
+    params = {
+        name.removeprefix("General/"): value for name, value in found.params.items()
+    }
     assert params == {"lr": 0.25, "optim/name": "sgd", "optim/betas": [0.5]}
 
 
@@ -611,7 +679,9 @@ print("ANSWER" + json.dumps(answer))
             text=True,
             timeout=110,
         )
-        line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER"))
+        line = next(
+            line for line in done.stdout.splitlines() if line.startswith("ANSWER")
+        )
         answers.append(json.loads(line.removeprefix("ANSWER")))
     real, stand_in = answers
     compared, made_by_the_tracker = (

@@ -47,7 +47,9 @@ def test_a_checkpoint_deleted_before_its_upload_is_named(tmp_path):
         CheckpointUploads("all").saved(tmp_path / "step", fails)
 
 
-def test_a_checkpoint_deleted_or_replaced_during_its_upload_is_named(checkpoint, tmp_path):
+def test_a_checkpoint_deleted_or_replaced_during_its_upload_is_named(
+    checkpoint, tmp_path
+):
     def deletes(path):
         shutil.rmtree(path)
         fails(path)

@@ -47,13 +47,20 @@ class Log:
             elif kind == "history":
                 self._update(row := {}, record.history.item)
                 self.history.append(
-                    {name: value for name, value in row.items() if not name.startswith("_")}
+                    {
+                        name: value
+                        for name, value in row.items()
+                        if not name.startswith("_")
+                    }
                 )
             elif kind == "metric":
                 self.metrics.append(record.metric)
             elif kind == "artifact":
                 self.artifacts.append(record.artifact)
-            elif kind == "request" and record.request.WhichOneof("request_type") == "log_artifact":
+            elif (
+                kind == "request"
+                and record.request.WhichOneof("request_type") == "log_artifact"
+            ):
                 self.artifacts.append(record.request.log_artifact.artifact)
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
@@ -104,7 +111,11 @@ def run(tmp_path: Path, code: str) -> tuple[list[Log], dict[str, Any]]:
     )
     home = tmp_path / "home"
     home.mkdir()
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("WANDB_")
+    }
     nowhere = dict.fromkeys(
         ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
     )
@@ -127,7 +138,9 @@ def run(tmp_path: Path, code: str) -> tuple[list[Log], dict[str, Any]]:
     assert done.returncode == 0, done.stdout + done.stderr
     logs = [
         Log(path)
-        for path in sorted(tmp_path.rglob("*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+        for path in sorted(
+            tmp_path.rglob("*.wandb"), key=lambda path: path.stat().st_mtime_ns
+        )
     ]
     return logs, json.loads((tmp_path / "answer.json").read_text())
 
@@ -155,7 +168,11 @@ def test_values_config_and_axis_come_back_from_the_file(tmp_path):
         "name": "p",
         "save_dir": str(tmp_path / "made" / "here"),
     }
-    assert (log.run.display_name, log.run.project, list(log.run.tags)) == ("first try", "p", ["t"])
+    assert (log.run.display_name, log.run.project, list(log.run.tags)) == (
+        "first try",
+        "p",
+        ["t"],
+    )
     config = {name: value for name, value in log.config.items() if name != "_wandb"}
     expected = {
         "optim": {"lr": 0.5, "betas": [0.5, "Infinity"]},
@@ -194,7 +211,9 @@ def test_logging_after_the_end_resumes_the_run(tmp_path):
         answer["version"] = logger.version
         """,
     )
-    assert [log.run.run_id for log in logs] == ["mine", "mine"] == [answer["version"]] * 2
+    assert (
+        [log.run.run_id for log in logs] == ["mine", "mine"] == [answer["version"]] * 2
+    )
     assert [log.exit_code for log in logs] == [1, 255]
     assert [log.config["lr"] for log in logs] == [0.5, 0.5]
     assert [log.history[0].get("val") for log in logs] == [None, 2.0]
@@ -221,7 +240,11 @@ def test_a_run_that_was_handed_in_or_is_in_progress_is_not_ended(tmp_path):
         """,
     )
     (log,) = logs
-    assert [row.get(name) for row, name in zip(log.history, "abc", strict=True)] == [1.0, 2.0, 3.0]
+    assert [row.get(name) for row, name in zip(log.history, "abc", strict=True)] == [
+        1.0,
+        2.0,
+        3.0,
+    ]
     assert len(answer["warned"]) == 1
 
 
@@ -265,7 +288,9 @@ def test_fit_validate_and_test_are_one_run_and_another_logger_has_its_own(tmp_pa
     (one,) = (log for log in logs if log.run.run_id == "one")
     assert one.exit_code == 0
     assert one.summary["note"] == 7.0
-    assert {"train_loss", "val_loss"} <= names["two"][0], "another logger begins a run of its own"
+    assert {"train_loss", "val_loss"} <= names["two"][0], (
+        "another logger begins a run of its own"
+    )
     assert any("test_loss" in after for after in names["two"][1:]), (
         "logging after wandb.finish() resumes the run"
     )
@@ -291,12 +316,12 @@ def test_checkpoints_become_artifacts_as_log_model_says(tmp_path, log_model, exp
         """,
     )
     artifacts = [artifact for log in logs for artifact in log.artifacts]
-    assert [(artifact.name, artifact.type, list(artifact.aliases)) for artifact in artifacts] == (
-        [("ckpt", "model", ["latest"])] * expected
-    )
-    assert [json.loads(artifact.metadata)["original_name"] for artifact in artifacts] == (
-        ["step-1", "step-2"][2 - expected :] if expected else []
-    )
+    assert [
+        (artifact.name, artifact.type, list(artifact.aliases)) for artifact in artifacts
+    ] == ([("ckpt", "model", ["latest"])] * expected)
+    assert [
+        json.loads(artifact.metadata)["original_name"] for artifact in artifacts
+    ] == (["step-1", "step-2"][2 - expected :] if expected else [])
 
 
 @pytest.mark.slow
@@ -315,9 +340,9 @@ def test_a_checkpoint_at_a_url_becomes_a_reference(tmp_path):
         """,
     )
     artifacts = [artifact for log in logs for artifact in log.artifacts]
-    assert [entry.ref for artifact in artifacts for entry in artifact.manifest.contents] == [
-        "memory://kept/step-2"
-    ]
+    assert [
+        entry.ref for artifact in artifacts for entry in artifact.manifest.contents
+    ] == ["memory://kept/step-2"]
 
 
 @pytest.mark.slow
@@ -356,7 +381,9 @@ def test_a_missing_wandb_is_named_when_the_logger_is_made(monkeypatch, tmp_path)
 
     class Missing(imports.RequirementCache):
         def __init__(self, requirement: str) -> None:
-            super().__init__(requirement.replace("wandb", "wandb-that-is-not-installed"))
+            super().__init__(
+                requirement.replace("wandb", "wandb-that-is-not-installed")
+            )
 
     monkeypatch.setattr(imports, "RequirementCache", Missing)
     with pytest.raises(ConfigurationError, match="WandbLogger needs wandb") as caught:

@@ -72,7 +72,9 @@ def media(logger):
     logger.log_image("pictures/in", pictures, 6, caption=list("abc"))
     logger.log_figure("figure", Figure(), 6)
     logger.log_text("note", "a sentence", 6)
-    logger.log_histogram("weights", torch.tensor([0.0, 1.0, 1.0, float("nan")]), 6, bins=2)
+    logger.log_histogram(
+        "weights", torch.tensor([0.0, 1.0, 1.0, float("nan")]), 6, bins=2
+    )
     logger.log_table("answers", ["id", "text"], [[1, "yes"], [2, "no"]], step=6)
     Path("kept.txt").write_text("kept")
     logger.log_artifact("kept.txt", "things/renamed.txt")

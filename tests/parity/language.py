@@ -35,7 +35,10 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.gate_proj, self.up_proj = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(WIDTH, 2 * WIDTH),
+        )
         self.down_proj = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +48,10 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, normed: bool, heads: int) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.input_layernorm, self.post_attention_layernorm = (
+            nn.RMSNorm(WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
         self.self_attn, self.mlp = Attention(normed, heads), FeedForward()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,7 +63,11 @@ class Language(nn.Module):
     """Layers named as in Llama's code; the head shares the embedding's weight where it is tied."""
 
     def __init__(
-        self, tied: bool = False, normed: bool = False, dropout: float = 0.0, heads: int = 4
+        self,
+        tied: bool = False,
+        normed: bool = False,
+        dropout: float = 0.0,
+        heads: int = 4,
     ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(WORDS, WIDTH)
@@ -99,9 +109,15 @@ def make_texts(
 class Speaker(tk.TrainModule):
     """The language model, its loss a mean over tokens that count; ``plan`` is what ``configure_parallel`` returns."""
 
-    def __init__(self, net: nn.Module, plan: Any = None, lr: float = 0.3, **options: Any) -> None:
+    def __init__(
+        self, net: nn.Module, plan: Any = None, lr: float = 0.3, **options: Any
+    ) -> None:
         super().__init__()
-        self.net, self.plan, self.options = net, plan, {"lr": lr, "momentum": 0.9, **options}
+        self.net, self.plan, self.options = (
+            net,
+            plan,
+            {"lr": lr, "momentum": 0.9, **options},
+        )
 
     def configure_parallel(self, mesh: Any) -> Any:
         return self.plan
@@ -146,5 +162,9 @@ def assert_alike(one: nn.Module, other: nn.Module, tolerance: float = 1e-10) -> 
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
         torch.testing.assert_close(
-            value, theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            value,
+            theirs[name],
+            rtol=0,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
         )

@@ -19,12 +19,15 @@ from trainer_kit.core.errors import add_note
 Batch = tuple[Tensor, Tensor]
 
 
-def make_batches(count: int, size: int = 6, last: int | None = None, seed: int = 1) -> list[Batch]:
+def make_batches(
+    count: int, size: int = 6, last: int | None = None, seed: int = 1
+) -> list[Batch]:
     """Batches of a classification task with 8 features and 4 classes; ``last`` is the size of the last one."""
     draw = torch.Generator().manual_seed(seed)
     sizes = [size] * (count - 1) + [size if last is None else last]
     return [
-        (torch.randn(n, 8, generator=draw), torch.randint(4, (n,), generator=draw)) for n in sizes
+        (torch.randn(n, 8, generator=draw), torch.randint(4, (n,), generator=draw))
+        for n in sizes
     ]
 
 
@@ -56,7 +59,9 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
 class Classifier(tk.TrainModule):
     """``net`` and a cross entropy; ``optimizers`` makes what ``configure_optimizers`` returns."""
 
-    def __init__(self, net: nn.Module, configure: Callable[[nn.Module], Any] = sgd) -> None:
+    def __init__(
+        self, net: nn.Module, configure: Callable[[nn.Module], Any] = sgd
+    ) -> None:
         super().__init__()
         self.net, self.configure = net, configure
 
@@ -68,15 +73,25 @@ class Classifier(tk.TrainModule):
         return self.configure(self.net)
 
 
-def train(module: tk.TrainModule, batches: Any, val: Any = None, **options: Any) -> tk.Trainer:
+def train(
+    module: tk.TrainModule, batches: Any, val: Any = None, **options: Any
+) -> tk.Trainer:
     """One fit with nothing around it."""
-    options = {"max_epochs": 1, "barebones": True, "accelerator": "cpu", "devices": 1, **options}
+    options = {
+        "max_epochs": 1,
+        "barebones": True,
+        "accelerator": "cpu",
+        "devices": 1,
+        **options,
+    }
     trainer = tk.Trainer(**options)
     trainer.fit(module, batches, val)
     return trainer
 
 
-def ddp(module: tk.TrainModule, data: Any, val: Any = None, **options: Any) -> tk.Trainer:
+def ddp(
+    module: tk.TrainModule, data: Any, val: Any = None, **options: Any
+) -> tk.Trainer:
     """One fit on the ranks of this test; all of them end with the same weights (not the same running statistics)."""
     options = {"strategy": "ddp", "devices": dist.get_world_size(), **options}
     trainer = train(module, data, val, **options)
@@ -137,9 +152,13 @@ def plain_loop(
     return skipped
 
 
-def assert_same(one: nn.Module | dict[str, Any], other: nn.Module | dict[str, Any]) -> None:
+def assert_same(
+    one: nn.Module | dict[str, Any], other: nn.Module | dict[str, Any]
+) -> None:
     """Equal in every bit."""
-    left, right = (m.state_dict() if isinstance(m, nn.Module) else m for m in (one, other))
+    left, right = (
+        m.state_dict() if isinstance(m, nn.Module) else m for m in (one, other)
+    )
     assert left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different, {
@@ -172,13 +191,19 @@ def assert_close(one: nn.Module, other: nn.Module, rtol: float = 1e-12) -> None:
         if left[name].is_floating_point():
             assert left[name].dtype == torch.float64
         torch.testing.assert_close(
-            left[name], right[name], rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}"
+            left[name],
+            right[name],
+            rtol=rtol,
+            atol=rtol,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
 def assert_changed(net: nn.Module, start: nn.Module) -> None:
     """Every parameter was trained: what is compared is not the start."""
-    for (name, now), then in zip(net.named_parameters(), start.parameters(), strict=True):
+    for (name, now), then in zip(
+        net.named_parameters(), start.parameters(), strict=True
+    ):
         assert not torch.equal(now, then), name
 
 

@@ -33,7 +33,9 @@ SIZES = (5, 6, 3, 6, 1, 6, 2)
 
 
 def uneven_batches() -> list[Batch]:
-    return doubled([make_batches(1, size=size, seed=i)[0] for i, size in enumerate(SIZES)])
+    return doubled(
+        [make_batches(1, size=size, seed=i)[0] for i, size in enumerate(SIZES)]
+    )
 
 
 def windows(batches: list[Batch], length: int) -> list[Batch]:
@@ -48,7 +50,9 @@ def make_double() -> nn.Sequential:
 def test_a_window_is_one_large_batch(length: int) -> None:
     batches, net, mine = uneven_batches(), make_double(), make_double()
     plain_loop(net, [windows(batches, length)] * 3, sgd(net))
-    trainer = train(Classifier(mine), batches, max_epochs=3, accumulate_grad_batches=length)
+    trainer = train(
+        Classifier(mine), batches, max_epochs=3, accumulate_grad_batches=length
+    )
     assert_close(mine, net)
     assert_changed(mine, make_double())
     assert trainer.global_step == 3 * -(-7 // length)
@@ -77,7 +81,13 @@ def test_clipping_and_schedulers_go_by_windows() -> None:
     batches, net, mine = uneven_batches(), make_double(), make_double()
     (optimizer,), (config,) = configure(net)
     clip = lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.2)  # noqa: E731
-    plain_loop(net, [windows(batches, 3)] * 2, optimizer, by_step=config["scheduler"], clip=clip)
+    plain_loop(
+        net,
+        [windows(batches, 3)] * 2,
+        optimizer,
+        by_step=config["scheduler"],
+        clip=clip,
+    )
     train(
         Classifier(mine, configure),
         batches,
@@ -105,7 +115,9 @@ def test_windows_end_at_limit_train_batches(limit: int) -> None:
 def test_max_steps_ends_with_a_whole_window() -> None:
     batches, net, mine = uneven_batches(), make_double(), make_double()
     plain_loop(net, [[*windows(batches, 3), *windows(batches, 3)][:5]], sgd(net))
-    trainer = train(Classifier(mine), batches, max_steps=5, max_epochs=9, accumulate_grad_batches=3)
+    trainer = train(
+        Classifier(mine), batches, max_steps=5, max_epochs=9, accumulate_grad_batches=3
+    )
     assert_close(mine, net)
     assert trainer.progress.batch == 13
 
@@ -169,7 +181,9 @@ def by_hand(module: Tokens, batches: list[Batch], length: int, epochs: int = 1) 
 def test_token_weights(length: int) -> None:
     plain, mine = Tokens(make_double()), WeighedTokens(make_double())
     by_hand(plain, padded_batches(), length, epochs=2)
-    trainer = train(mine, padded_batches(), max_epochs=2, accumulate_grad_batches=length)
+    trainer = train(
+        mine, padded_batches(), max_epochs=2, accumulate_grad_batches=length
+    )
     assert_close(mine.net, plain.net)
     assert (trainer.progress.tokens, trainer.progress.samples) == (36, 60)
 
@@ -199,10 +213,15 @@ def test_loss_weighting_off_is_the_mean_of_means(kind: type[Tokens]) -> None:
 def test_schedule_by_epoch() -> None:
     batches, net, mine = uneven_batches(), make_double(), make_double()
     plain_loop(
-        net, [batches, windows(batches, 2), windows(batches, 2), windows(batches, 4)], sgd(net)
+        net,
+        [batches, windows(batches, 2), windows(batches, 2), windows(batches, 4)],
+        sgd(net),
     )
     trainer = train(
-        Classifier(mine), batches, max_epochs=4, accumulate_grad_batches={0: 1, 1: 2, 3: 4}
+        Classifier(mine),
+        batches,
+        max_epochs=4,
+        accumulate_grad_batches={0: 1, 1: 2, 3: 4},
     )
     assert_close(mine, net)
     assert trainer.global_step == 7 + 4 + 4 + 2
@@ -216,7 +235,9 @@ def loader(size: int, count: int = 26) -> DataLoader[Any]:
 def test_sample_target() -> None:
     net, mine = make_double(), make_double()
     plain_loop(net, [list(loader(12))] * 2, sgd(net))
-    trainer = train(Classifier(mine), loader(4), max_epochs=2, accumulate_grad_batches="12sp")
+    trainer = train(
+        Classifier(mine), loader(4), max_epochs=2, accumulate_grad_batches="12sp"
+    )
     assert trainer.global_step == 6
     assert_close(mine, net)
 
@@ -234,7 +255,9 @@ def test_token_target() -> None:
 def test_global_batch_size_is_that_of_a_step() -> None:
     net, mine = make_double(), make_double()
     plain_loop(net, [list(loader(12))], sgd(net))
-    trainer = train(Classifier(mine), loader(5), global_batch_size=12, accumulate_grad_batches=3)
+    trainer = train(
+        Classifier(mine), loader(5), global_batch_size=12, accumulate_grad_batches=3
+    )
     assert trainer.progress.batch == 7
     assert_close(mine, net)
 
@@ -263,7 +286,9 @@ class CountsTokens(Lengths):
         return (batch > 0).sum()
 
 
-def by_target(target: str, data: Any, module: Any = None, **options: Any) -> list[tuple[int, int]]:
+def by_target(
+    target: str, data: Any, module: Any = None, **options: Any
+) -> list[tuple[int, int]]:
     module = module or CountsTokens()
     train(
         module,
@@ -273,7 +298,10 @@ def by_target(target: str, data: Any, module: Any = None, **options: Any) -> lis
         logger=False,
         **options,
     )
-    return [(now[0] - then[0], now[1] - then[1]) for then, now in pairwise([(0, 0), *module.steps])]
+    return [
+        (now[0] - then[0], now[1] - then[1])
+        for then, now in pairwise([(0, 0), *module.steps])
+    ]
 
 
 QUIET: dict[str, Any] = {
@@ -286,7 +314,9 @@ QUIET: dict[str, Any] = {
 def test_the_first_window_of_a_target_in_tokens_is_as_long_as_the_others() -> None:
     data = [torch.ones(2, 4)] * 16  # 8 tokens each
     assert by_target("64tok", data, **QUIET) == [(16, 64)] * 2
-    assert by_target("64tok", DataLoader(torch.ones(32, 4), 2), **QUIET) == [(16, 64)] * 2
+    assert (
+        by_target("64tok", DataLoader(torch.ones(32, 4), 2), **QUIET) == [(16, 64)] * 2
+    )
     assert (
         by_target("8sp", iter(data), Lengths(), **QUIET) == [(8, 0)] * 4
     )  # nobody knows sizes ahead of a stream
@@ -302,4 +332,7 @@ def test_the_first_window_of_a_target_counts_all_ranks() -> None:
         by_target("64tok", [torch.ones(2, 4)] * 16, loss_weighting=False, **options)
         == [(16, 64)] * 2
     )
-    assert by_target("8sp", iter([torch.ones(2, 4)] * 16), Lengths(), **options) == [(8, 0)] * 4
+    assert (
+        by_target("8sp", iter([torch.ones(2, 4)] * 16), Lengths(), **options)
+        == [(8, 0)] * 4
+    )

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+)
 
 import trainer_kit as tk
 from tests.parity.plain import (
@@ -109,7 +115,10 @@ class Bulk(Samples):
 
 LOADERS = {
     "object": (lambda: DataLoader(Samples(), batch_size=SIZE, collate_fn=Graph), SIZES),
-    "transposed": (lambda: DataLoader(Samples(), batch_size=SIZE, collate_fn=transposed), SIZES),
+    "transposed": (
+        lambda: DataLoader(Samples(), batch_size=SIZE, collate_fn=transposed),
+        SIZES,
+    ),
     "object from workers": (
         lambda: DataLoader(Samples(), SIZE, collate_fn=Graph, num_workers=2),
         SIZES,
@@ -132,7 +141,9 @@ LOADERS = {
         SIZES,
     ),
     "several": (
-        lambda: tk.CombinedLoader([DataLoader(Samples(), SIZE, collate_fn=Graph)], "sequential"),
+        lambda: tk.CombinedLoader(
+            [DataLoader(Samples(), SIZE, collate_fn=Graph)], "sequential"
+        ),
         SIZES,
     ),
 }
@@ -146,11 +157,15 @@ def batches_of(sizes: tuple[int, ...]) -> list[Any]:
 
 def windows(sizes: tuple[int, ...], length: int) -> list[Any]:
     """What a step sees: the samples of ``length`` batches as one."""
-    return batches_of(tuple(sum(sizes[at : at + length]) for at in range(0, len(sizes), length)))
+    return batches_of(
+        tuple(sum(sizes[at : at + length]) for at in range(0, len(sizes), length))
+    )
 
 
 @for_each_loader
-def test_accumulation_weighs_batches_by_the_samples_that_the_loader_drew(name: str) -> None:
+def test_accumulation_weighs_batches_by_the_samples_that_the_loader_drew(
+    name: str,
+) -> None:
     make, sizes = LOADERS[name]
     net, mine = make_net().double(), make_net().double()
     plain_loop(net, [windows(sizes, 4)] * 2, sgd(net))
@@ -168,11 +183,18 @@ def test_means_are_those_over_all_samples(name: str) -> None:
         losses += F.cross_entropy(net(x), y).item() * len(y)
         plain_loop(net, [[(x, y)]], optimizer)
     trainer = train(
-        Net(mine), make(), make(), barebones=False, logger=False, enable_checkpointing=False
+        Net(mine),
+        make(),
+        make(),
+        barebones=False,
+        logger=False,
+        enable_checkpointing=False,
     )
     assert_close(mine, net)
     assert trainer.callback_metrics["loss"] == pytest.approx(losses / COUNT)
-    assert trainer.callback_metrics["wrong"] == pytest.approx(wrong(net, EVERYTHING).item())
+    assert trainer.callback_metrics["wrong"] == pytest.approx(
+        wrong(net, EVERYTHING).item()
+    )
     assert trainer.progress.samples == COUNT
 
 
@@ -201,25 +223,36 @@ def test_two_ranks_weight_their_batches_by_drawn_samples() -> None:
         # A rank's batch has SIZE samples, or is one of the sampler's.
         plain_loop(net, [windows(sizes, 2)], sgd(net))
         trainer = ddp(
-            Net(mine), make(), make(), barebones=False, logger=False, enable_checkpointing=False
+            Net(mine),
+            make(),
+            make(),
+            barebones=False,
+            logger=False,
+            enable_checkpointing=False,
         )
         assert_close(mine, net)
         assert trainer.progress.samples == COUNT, name
-        assert trainer.callback_metrics["wrong"] == pytest.approx(wrong(net, EVERYTHING).item()), (
-            name
-        )
+        assert trainer.callback_metrics["wrong"] == pytest.approx(
+            wrong(net, EVERYTHING).item()
+        ), name
 
 
 def test_resuming_inside_an_epoch_keeps_the_sizes(tmp_path: Any) -> None:
     make, _ = LOADERS["batch sampler"]
     whole, first, second = (make_net().double() for _ in range(3))
-    options: dict[str, Any] = {"accumulate_grad_batches": 2, "barebones": False, "logger": False}
+    options: dict[str, Any] = {
+        "accumulate_grad_batches": 2,
+        "barebones": False,
+        "logger": False,
+    }
     options |= {"enable_progress_bar": False, "default_root_dir": tmp_path}
     train(Net(whole), make(), **options)
     trainer = train(Net(first), make(), max_steps=2, **options)
     trainer.save_checkpoint(tmp_path / "middle")
     resumed = tk.Trainer(
-        max_epochs=1, accelerator="cpu", **{k: v for k, v in options.items() if k != "barebones"}
+        max_epochs=1,
+        accelerator="cpu",
+        **{k: v for k, v in options.items() if k != "barebones"},
     )
     resumed.fit(Net(second), make(), ckpt_path=tmp_path / "middle")
     assert_close(second, whole)
@@ -237,7 +270,9 @@ def test_a_loader_with_its_own_iteration_is_read_batch_by_batch() -> None:
     net, mine = make_net().double(), make_net().double()
     batches = batches_of(SIZES)[::-1]
     plain_loop(net, [[merged(batches[:4]), merged(batches[4:])]], sgd(net))
-    trainer = train(Net(mine), Backwards(Samples(), batch_size=SIZE), accumulate_grad_batches=4)
+    trainer = train(
+        Net(mine), Backwards(Samples(), batch_size=SIZE), accumulate_grad_batches=4
+    )
     assert_close(mine, net)
     assert trainer.progress.samples == COUNT
 
@@ -257,9 +292,18 @@ ASKED = r"number of samples.*Graph.*loss_weight"
 def test_batches_that_cannot_be_counted_are_asked_for_once(accumulate: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(Net(make_net().double()), graphs(), max_epochs=2, accumulate_grad_batches=accumulate)
-    (asked,) = [str(one.message) for one in caught if re.search(ASKED, str(one.message))]
-    assert ("batch_size=" in asked) == (accumulate == 1)  # the mean that is logged, or the step
+        train(
+            Net(make_net().double()),
+            graphs(),
+            max_epochs=2,
+            accumulate_grad_batches=accumulate,
+        )
+    (asked,) = [
+        str(one.message) for one in caught if re.search(ASKED, str(one.message))
+    ]
+    assert ("batch_size=" in asked) == (
+        accumulate == 1
+    )  # the mean that is logged, or the step
 
 
 @pytest.mark.filterwarnings("default")
@@ -272,9 +316,12 @@ def test_a_mean_over_an_evaluation_asks_too() -> None:
 @pytest.mark.filterwarnings("default")
 def test_tensors_of_different_lengths_are_asked_for() -> None:
     batches = [
-        transposed([(x, y) for x, y in zip(*batch, strict=True)]) for batch in batches_of(SIZES)
+        transposed([(x, y) for x, y in zip(*batch, strict=True)])
+        for batch in batches_of(SIZES)
     ]
-    with pytest.warns(UserWarning, match=r"its tensors have 8 and 4 rows.*8 are counted"):
+    with pytest.warns(
+        UserWarning, match=r"its tensors have 8 and 4 rows.*8 are counted"
+    ):
         train(Net(make_net().double()), batches, accumulate_grad_batches=2)
 
 
@@ -292,7 +339,9 @@ def test_given_batch_sizes_are_used_without_a_warning() -> None:
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("wrong", wrong(self.net, batch), batch_size=len(unpacked(batch)[1]))
+            self.log(
+                "wrong", wrong(self.net, batch), batch_size=len(unpacked(batch)[1])
+            )
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -308,7 +357,9 @@ def test_given_batch_sizes_are_used_without_a_warning() -> None:
             logger=False,
             enable_checkpointing=False,
         )
-        assert trainer.callback_metrics["wrong"] == pytest.approx(wrong(mine, EVERYTHING).item())
+        assert trainer.callback_metrics["wrong"] == pytest.approx(
+            wrong(mine, EVERYTHING).item()
+        )
 
 
 # -- a loop of the user's own ------------------------------------------------------------------------------------------
@@ -351,5 +402,7 @@ def test_results_for_metrics_are_those_of_each_sample_once() -> None:
 def test_an_accelerator_asks_too() -> None:
     accelerator = tk.Accelerator(cpu=True, gradient_accumulation_steps=4)
     loader = accelerator.prepare_data_loader(graphs())
-    with pytest.warns(UserWarning, match=r"number of samples.*Graph.*backward\(loss, weight="):
+    with pytest.warns(
+        UserWarning, match=r"number of samples.*Graph.*backward\(loss, weight="
+    ):
         loop(accelerator, make_net().double(), loader)

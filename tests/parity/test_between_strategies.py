@@ -17,13 +17,20 @@ import trainer_kit as tk
 from tests.strategies.pipelines import stages
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
+from trainer_kit.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+)
 from trainer_kit.testing import conformance, run_distributed
 from trainer_kit.testing.conformance import Classifier, assert_same, continues, whole
 
 HYBRID = partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
 
-SPLIT = tk.ParallelPlan(tensor={"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"})
+SPLIT = tk.ParallelPlan(
+    tensor={"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"}
+)
 TENSOR = partial(MeshStrategy, dp_shard=1, tp=2, plan=SPLIT)
 
 
@@ -58,7 +65,9 @@ def deepspeed_on_four(directory: str, found: list[str]) -> None:
 
 
 def deepspeed_on_two(directory: str, found: list[str]) -> None:
-    made: dict[str, Any] = {f"deepspeed{stage}": partial(staged, stage) for stage in (1, 2, 3)}
+    made: dict[str, Any] = {
+        f"deepspeed{stage}": partial(staged, stage) for stage in (1, 2, 3)
+    }
     made |= {
         "one": lambda: "auto",
         "ddp2": DDPStrategy,
@@ -77,10 +86,16 @@ def deepspeed_on_two(directory: str, found: list[str]) -> None:
 def test_deepspeed_into_any_other(tmp_path: Path) -> None:
     run_distributed(deepspeed_on_four, 4, str(tmp_path), [], timeout=120)
     run_distributed(
-        deepspeed_on_two, 2, str(tmp_path), ["deepspeed2 of 4", "deepspeed3 of 4"], timeout=120
+        deepspeed_on_two,
+        2,
+        str(tmp_path),
+        ["deepspeed2 of 4", "deepspeed3 of 4"],
+        timeout=120,
     )
     names = [f"deepspeed{stage}" for stage in (1, 2, 3)]
-    run_distributed(deepspeed_on_four, 4, str(tmp_path), [*names, "pp2", "tp2"], timeout=120)
+    run_distributed(
+        deepspeed_on_four, 4, str(tmp_path), [*names, "pp2", "tp2"], timeout=120
+    )
 
 
 @pytest.mark.slow
@@ -88,7 +103,11 @@ def test_any_into_any_other(tmp_path: Path) -> None:
     run_distributed(four_ranks, 4, str(tmp_path), [], timeout=120)
     run_distributed(two_ranks, 2, str(tmp_path), ["fsdp4", "hsdp"], timeout=120)
     run_distributed(
-        four_ranks, 4, str(tmp_path), ["one", "ddp2", "fsdp2", "pp2", "tp2"], timeout=120
+        four_ranks,
+        4,
+        str(tmp_path),
+        ["one", "ddp2", "fsdp2", "pp2", "tp2"],
+        timeout=120,
     )
     for name, ranks in (
         ("one", 1),
@@ -120,7 +139,11 @@ class Logs(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        self.seen += 1 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
+        self.seen += (
+            1 + torch.distributed.get_rank()
+            if torch.distributed.is_initialized()
+            else 1
+        )
         self.log("loss", loss)
         return loss
 
@@ -132,7 +155,11 @@ def kept(root: Path, hears: Any = (), **options: Any) -> tuple[tk.Trainer, Logs]
     torch.manual_seed(3)
     module = Logs()
     keeper = tk.callbacks.ModelCheckpoint(
-        root / "kept", every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True
+        root / "kept",
+        every_n_train_steps=1,
+        save_top_k=2,
+        monitor="loss",
+        save_last=True,
     )
     quiet = {
         "logger": False,
@@ -141,10 +168,18 @@ def kept(root: Path, hears: Any = (), **options: Any) -> tuple[tk.Trainer, Logs]
         "log_every_n_steps": 1,
     }
     trainer = tk.Trainer(
-        accelerator="cpu", callbacks=[keeper, *hears], default_root_dir=root, **{**quiet, **options}
+        accelerator="cpu",
+        callbacks=[keeper, *hears],
+        default_root_dir=root,
+        **{**quiet, **options},
     )
     data = DataLoader(conformance._samples(48), batch_size=4)
-    trainer.fit(module, data, data, ckpt_path="last" if options.get("max_steps", 0) > 3 else None)
+    trainer.fit(
+        module,
+        data,
+        data,
+        ckpt_path="last" if options.get("max_steps", 0) > 3 else None,
+    )
     return trainer, module
 
 
@@ -155,7 +190,9 @@ def test_kept_in_the_background_read_by_everybody_and_damaged(tmp_path: Path) ->
     together: dict[str, Any] = {"strategy": "fsdp", "devices": 2}
     trainer, module = kept(tmp_path, max_steps=3, **together)
     world = trainer.strategy.world
-    names = sorted(name for name in os.listdir(tmp_path / "kept") if name.startswith("step-"))
+    names = sorted(
+        name for name in os.listdir(tmp_path / "kept") if name.startswith("step-")
+    )
     assert len(names) in (2, 3), names  # two of the best, and the last
     weights = whole(trainer.strategy.module_state(module))
     last = tmp_path / "kept" / "step-00000003"
@@ -163,9 +200,13 @@ def test_kept_in_the_background_read_by_everybody_and_damaged(tmp_path: Path) ->
     # Weights: into one process, and into evaluation on ranks that are divided already, or not yet.
     loaded = Logs.load_from_checkpoint(last, map_location="cpu")
     loaded_state = dict(loaded.state_dict())
-    assert loaded_state.pop("seen").tolist() == [3.0] * 3  # those of rank 0, whoever wrote them
+    assert (
+        loaded_state.pop("seen").tolist() == [3.0] * 3
+    )  # those of rank 0, whoever wrote them
     assert_same(
-        loaded_state, {name: value for name, value in weights.items() if name != "seen"}, 0.0
+        loaded_state,
+        {name: value for name, value in weights.items() if name != "seen"},
+        0.0,
     )
     data = DataLoader(conformance._samples(48), batch_size=4)
     (there,) = trainer.validate(module, data, ckpt_path=last, verbose=False)
@@ -193,7 +234,9 @@ def test_kept_in_the_background_read_by_everybody_and_damaged(tmp_path: Path) ->
     starter = tk.Trainer(accelerator="cpu", barebones=True, max_steps=0, **together)
     starter.fit(started, data, ckpt_path=tmp_path / "weights", load_weights_only=True)
     assert_same(
-        whole(starter.strategy.module_state(started)), {**loaded_state, "seen": loaded.seen}, 0.0
+        whole(starter.strategy.module_state(started)),
+        {**loaded_state, "seen": loaded.seen},
+        0.0,
     )
 
     # A shard of the newest is damaged: the run goes on from the one before, on both ranks.
@@ -222,7 +265,9 @@ def check_divided_in_another_way(root: Path, world: Any) -> None:
             at_start.append(torch.get_rng_state())
 
     for steps, strategy in ((3, "fsdp"), (5, TENSOR()), (7, TENSOR())):
-        trainer, _ = kept(root, [Draws()], max_steps=steps, strategy=strategy, devices=2)
+        trainer, _ = kept(
+            root, [Draws()], max_steps=steps, strategy=strategy, devices=2
+        )
         assert trainer.global_step == steps
         one, other = world.all_gather(at_start[-1])
         assert torch.equal(one, other) is (steps > 3)

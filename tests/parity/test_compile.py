@@ -20,7 +20,11 @@ BACKEND = "aot_eager"  # graphs of forward and backward as the compiler makes th
 
 WHOLE: dict[str, Any] = {"backend": BACKEND}
 BLOCKS = {**WHOLE, "regional": True}
-OPTIONS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 1}
+OPTIONS: dict[str, Any] = {
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.5,
+    "max_epochs": 1,
+}
 CASES: dict[str, tuple[Callable[[], Any], int, tuple[dict[str, Any], ...], str]] = {
     "ddp": (lambda: "ddp", 3, (WHOLE, BLOCKS), "64-true"),
     "fsdp": (lambda: "fsdp", 3, (WHOLE, BLOCKS), "64-true"),
@@ -34,7 +38,9 @@ CASES: dict[str, tuple[Callable[[], Any], int, tuple[dict[str, Any], ...], str]]
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
 )  # torch's compiler looks at it, and hides that by default
-@pytest.mark.parametrize("name", CASES)  # a test each: the ranks of a test share one limit of time
+@pytest.mark.parametrize(
+    "name", CASES
+)  # a test each: the ranks of a test share one limit of time
 @pytest.mark.world_size(2)
 def test_on_two_ranks(name: str) -> None:
     strategy, size, ways, precision = CASES[name]
@@ -45,7 +51,14 @@ def test_on_two_ranks(name: str) -> None:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
             _, found = fit(
-                strategy(), Classifier, 25, size, 2, compile=how, precision=precision, **OPTIONS
+                strategy(),
+                Classifier,
+                25,
+                size,
+                2,
+                compile=how,
+                precision=precision,
+                **OPTIONS,
             )
             assert_same(found, expected, 2e-6 if precision == "32-true" else 1e-10)
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, (

@@ -10,7 +10,12 @@ import pytest
 
 from tests.parity.plain import case
 from trainer_kit import ParallelPlan, PipelinePlan
-from trainer_kit.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
+from trainer_kit.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+)
 from trainer_kit.testing.conformance import CHECKS, run_checks
 
 pytestmark = pytest.mark.slow
@@ -19,10 +24,17 @@ PLAN = ParallelPlan(
     tensor={"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"},
     pipeline=PipelinePlan(model="net", last=["last"]),
 )
-SEVERAL = {"named_losses", "manual_optimization", "uneven_named_losses", "uneven_by_hand"}
+SEVERAL = {
+    "named_losses",
+    "manual_optimization",
+    "uneven_named_losses",
+    "uneven_by_hand",
+}
 # Both take one loss a step and refuse the rest before the first one. DeepSpeed clips by norm.
 PIPELINE = [name for name in CHECKS if name not in SEVERAL]
-DEEPSPEED = [name for name in PIPELINE if name not in ("clipping_by_value", "checkpoints")]
+DEEPSPEED = [
+    name for name in PIPELINE if name not in ("clipping_by_value", "checkpoints")
+]
 OTHERS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
 FEW = ["accumulation_and_clipping", "token_weights"]
 """In the other precisions; float16 with a scale is where overflows are tested: it skips by the size of a part."""
@@ -33,7 +45,8 @@ def mesh(**axes: int) -> MeshStrategy:
 
 
 def check(
-    cases: dict[str, tuple[Callable[[], Any], Iterable[str]]], precision: str = "64-true"
+    cases: dict[str, tuple[Callable[[], Any], Iterable[str]]],
+    precision: str = "64-true",
 ) -> None:
     for name, (strategy, only) in cases.items():
         with case(strategy=name, precision=precision):
@@ -42,7 +55,9 @@ def check(
 
 def check_others(**strategies: Callable[[], Any]) -> None:
     for precision in OTHERS:
-        check({name: (strategy, FEW) for name, strategy in strategies.items()}, precision)
+        check(
+            {name: (strategy, FEW) for name, strategy in strategies.items()}, precision
+        )
 
 
 @pytest.mark.world_size(2, timeout=110)
@@ -89,7 +104,10 @@ def test_other_stages_and_precisions_of_deepspeed() -> None:
         "32-true",
     )
     check(
-        {f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), FEW) for stage in (1, 3)},
+        {
+            f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), FEW)
+            for stage in (1, 3)
+        },
         "bf16-mixed",
     )
 
@@ -99,7 +117,12 @@ def test_other_stages_and_precisions_of_deepspeed() -> None:
 def test_four_ranks() -> None:
     hybrid = partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
     few = ["named_losses", "manual_optimization", "evaluation", "checkpoints"]
-    check({"hybrid": (hybrid, CHECKS), "fsdp and tp": (partial(mesh, dp_shard=2, tp=2), few)})
+    check(
+        {
+            "hybrid": (hybrid, CHECKS),
+            "fsdp and tp": (partial(mesh, dp_shard=2, tp=2), few),
+        }
+    )
     check({"fsdp and tp": (partial(mesh, dp_shard=2, tp=2), FEW)}, "bf16-mixed")
 
 

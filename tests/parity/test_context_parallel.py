@@ -15,13 +15,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import trainer_kit as tk
-from tests.parity.language import Counting, Speaker, assert_alike, make_language, make_texts
+from tests.parity.language import (
+    Counting,
+    Speaker,
+    assert_alike,
+    make_language,
+    make_texts,
+)
 from tests.parity.plain import case, train
 from tests.parity.test_tensor_parallel import compare
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.strategies import MeshStrategy
-from trainer_kit.strategies.transforms.context import ContextParallel, has_ring, ring_attention
+from trainer_kit.strategies.transforms.context import (
+    ContextParallel,
+    has_ring,
+    ring_attention,
+)
 
 pytestmark = pytest.mark.slow
 PLAN = ParallelPlan(context=ContextPlan())
@@ -60,11 +70,15 @@ def check_attention() -> None:
             shapes = [(2, heads, 6, 5), (2, keys, 6, 5), (2, keys, 6, 5)]
             # As projections hand them out: not contiguous.
             made = [
-                torch.randn(b, t, h, w, generator=draw, dtype=torch.float64).transpose(1, 2)
+                torch.randn(b, t, h, w, generator=draw, dtype=torch.float64).transpose(
+                    1, 2
+                )
                 for b, h, t, w in shapes
             ]
             whole = [tensor.clone().requires_grad_() for tensor in made]
-            parts = [context.shard_batch(tensor).clone().requires_grad_() for tensor in made]
+            parts = [
+                context.shard_batch(tensor).clone().requires_grad_() for tensor in made
+            ]
             expected = F.scaled_dot_product_attention(*whole, **options)
             expected.pow(2).sum().backward()
             if "attn_mask" in options:
@@ -91,7 +105,9 @@ class Around:
         assert F.scaled_dot_product_attention == self.attend  # ours is gone by then
         F.scaled_dot_product_attention = before
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
         self.calls.append({**options, "heads": (query.shape[1], key.shape[1])})
         mask = self.context._causal(query, key) if options["is_causal"] else None
         keys, values = self.context._gathered(key), self.context._gathered(value)
@@ -102,7 +118,10 @@ class Around:
 
 def check_which_attention_goes_around() -> None:
     """What the device's own takes, but causal attention that heads can balance."""
-    context, torchs = ContextParallel(ContextPlan(dims=2)), F.scaled_dot_product_attention
+    context, torchs = (
+        ContextParallel(ContextPlan(dims=2)),
+        F.scaled_dot_product_attention,
+    )
     context.apply(nn.Module(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
     assert context.ring is None
     assert has_ring("cuda")
@@ -133,13 +152,16 @@ def check_which_attention_goes_around() -> None:
         with case(heads=heads, keys=keys, dtype=dtype, options=options):
             around.calls.clear()
             whole = [
-                torch.randn(2, h, 6, 4, generator=draw, dtype=dtype) for h in (heads, keys, keys)
+                torch.randn(2, h, 6, 4, generator=draw, dtype=dtype)
+                for h in (heads, keys, keys)
             ]
             expected = torchs(*whole, **options)
             if "attn_mask" in options:
                 options = {"attn_mask": context.part(mask, 0)}
             with context.attending():
-                found = F.scaled_dot_product_attention(*map(context.shard_batch, whole), **options)
+                found = F.scaled_dot_product_attention(
+                    *map(context.shard_batch, whole), **options
+                )
             torch.testing.assert_close(found, context.shard_batch(expected))
             assert around.calls == ([] if goes is None else [goes])
             assert F.scaled_dot_product_attention is torchs
@@ -150,7 +172,9 @@ def check_torchs_own_comes_and_goes() -> None:
 
     torchs, before = F.scaled_dot_product_attention, _cp_options.enable_load_balance
     for _ in range(2):
-        with ring_attention(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))) as attend:
+        with ring_attention(
+            init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        ) as attend:
             assert F.scaled_dot_product_attention is attend
             assert attend is not torchs
             assert not _cp_options.enable_load_balance  # tokens stay in their order
@@ -169,13 +193,18 @@ def test_torchs_own_attention() -> None:
     context.apply(nn.Module(), init_device_mesh("cuda", (2,), mesh_dim_names=("cp",)))
     assert context.ring is ring_attention
     draw = torch.Generator().manual_seed(3)
-    for heads, dtype, causal in product((3, 4), (torch.float32, torch.bfloat16), (False, True)):
+    for heads, dtype, causal in product(
+        (3, 4), (torch.float32, torch.bfloat16), (False, True)
+    ):
         with case(heads=heads, dtype=dtype, causal=causal):
             made = [
-                torch.randn(2, heads, 128, 64, generator=draw).to(device, dtype) for _ in range(3)
+                torch.randn(2, heads, 128, 64, generator=draw).to(device, dtype)
+                for _ in range(3)
             ]
             whole = [tensor.clone().requires_grad_() for tensor in made]
-            parts = [context.shard_batch(tensor).clone().requires_grad_() for tensor in made]
+            parts = [
+                context.shard_batch(tensor).clone().requires_grad_() for tensor in made
+            ]
             expected = F.scaled_dot_product_attention(*whole, is_causal=causal)
             expected.pow(2).sum().backward()
             with context.attending(checked=True):
@@ -188,7 +217,9 @@ def test_torchs_own_attention() -> None:
             )
             torch.testing.assert_close(found, context.shard_batch(expected), **near)
             for own, one in zip(parts, whole, strict=True):
-                torch.testing.assert_close(own.grad, context.shard_batch(one.grad), **near)
+                torch.testing.assert_close(
+                    own.grad, context.shard_batch(one.grad), **near
+                )
     dist.destroy_process_group()
 
 
@@ -216,7 +247,9 @@ def check_equal_weights() -> None:
 
 def check_texts_of_any_length_and_one_without_targets() -> None:
     batches = [
-        batch for length in (8, 4, 6) for batch in make_texts([3], length, padded=True, seed=length)
+        batch
+        for length in (8, 4, 6)
+        for batch in make_texts([3], length, padded=True, seed=length)
     ]
     batches[1][1][:, 1:] = -100
     one, mine = Counting(make_language()), Counting(make_language(), PLAN)
@@ -252,34 +285,49 @@ def check_what_is_refused() -> None:
             return self.net.lm_head(self.net.embed_tokens(batch[0])).pow(2).mean()
 
     for module, batches, told in (
-        (Speaker(make_language(), PLAN), make_texts([4], 7), "length 7 in dimension 1, cp=2"),
+        (
+            Speaker(make_language(), PLAN),
+            make_texts([4], 7),
+            "length 7 in dimension 1, cp=2",
+        ),
         (
             Speaker(make_language()),
             make_texts([4]),
             "Speaker does not declare the sequence dimension",
         ),
-        (ByHand(make_language(), PLAN), make_texts([4]), "no call of scaled_dot_product_attention"),
+        (
+            ByHand(make_language(), PLAN),
+            make_texts([4]),
+            "no call of scaled_dot_product_attention",
+        ),
     ):
         before = module.net.lm_head.weight.detach().clone()
         with pytest.raises(StrategyError, match=told):
             train(module, batches, strategy="cp", devices=2)
         left = module.net.lm_head.weight
-        assert torch.equal(left.full_tensor() if hasattr(left, "full_tensor") else left, before), (
-            "not a step was made"
-        )
+        assert torch.equal(
+            left.full_tensor() if hasattr(left, "full_tensor") else left, before
+        ), "not a step was made"
 
 
 @pytest.mark.world_size(2, timeout=120)
 def test_a_model_of_hugging_face() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
 
     class Causal(tk.TrainModule):
         def __init__(self, tied: bool, plan: Any = None) -> None:
             super().__init__()
             torch.manual_seed(0)
-            config = transformers.Qwen3Config(**sizes, **heads, tie_word_embeddings=tied)
+            config = transformers.Qwen3Config(
+                **sizes, **heads, tie_word_embeddings=tied
+            )
             self.net, self.plan = transformers.Qwen3ForCausalLM(config).double(), plan
 
         def configure_parallel(self, mesh: Any) -> Any:
@@ -298,7 +346,10 @@ def test_a_model_of_hugging_face() -> None:
         def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             return batch["position_ids"]
 
-    named = [{"input_ids": tokens, "labels": targets} for tokens, targets in make_texts([4, 4, 3])]
+    named = [
+        {"input_ids": tokens, "labels": targets}
+        for tokens, targets in make_texts([4, 4, 3])
+    ]
     plan = ParallelPlan(context=ContextPlan(positions="position_ids"))
     for tied, word in ((False, "tp"), (True, "tp"), (False, "cp")):
         with case(tied=tied, word=word):
@@ -307,11 +358,17 @@ def test_a_model_of_hugging_face() -> None:
             train(mine, named, strategy=word, devices=2)
             assert_alike(mine, one)
             for how in (
-                ({"strategy": word}, {"strategy": MeshStrategy(cp=1)}) if word == "cp" else ()
+                ({"strategy": word}, {"strategy": MeshStrategy(cp=1)})
+                if word == "cp"
+                else ()
             ):
                 asked = Asking(tied, plan)
-                train_nothing = tk.Trainer(accelerator="cpu", devices=2, barebones=True, **how)
+                train_nothing = tk.Trainer(
+                    accelerator="cpu", devices=2, barebones=True, **how
+                )
                 told = train_nothing.predict(asked, named[:2])
                 assert [at.tolist() for at in told] == [[list(range(8))]] * len(told)
             if word == "tp":  # by the plan that the model brings
-                assert mine.net.model.layers[0].self_attn.q_proj.weight.to_local().shape == (8, 16)
+                assert mine.net.model.layers[
+                    0
+                ].self_attn.q_proj.weight.to_local().shape == (8, 16)

@@ -88,7 +88,11 @@ def test_accumulation_with_a_ragged_end() -> None:
     for count, limit in product([25, 31, 36], [None, 0.2]):
         with case(count=count, limit=limit):
             net, mine = double(), double()
-            clipping = None if limit is None else partial(nn.utils.clip_grad_norm_, max_norm=limit)
+            clipping = (
+                None
+                if limit is None
+                else partial(nn.utils.clip_grad_norm_, max_norm=limit)
+            )
             plain_loop(net, [whole(count, 18)] * 2, sgd(net), clip=clipping)
             ddp(
                 Classifier(mine),
@@ -111,7 +115,9 @@ def test_clipping_by_value_and_a_scheduler() -> None:
     net, mine = double(), double()
     (optimizer,), (config,) = configure(net)
     clip = lambda parameters: nn.utils.clip_grad_value_(parameters, 0.02)  # noqa: E731
-    plain_loop(net, [whole(20, 6)] * 2, optimizer, by_step=config["scheduler"], clip=clip)
+    plain_loop(
+        net, [whole(20, 6)] * 2, optimizer, by_step=config["scheduler"], clip=clip
+    )
     options = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
     ddp(Classifier(mine, configure), loader(20), max_epochs=2, **options)
     assert_close(mine, net)
@@ -137,11 +143,15 @@ def test_every_rank_starts_from_the_weights_of_rank_0() -> None:
 def test_a_list_of_batches() -> None:
     for count, length in product([5, 6], [1, 2]):
         with case(count=count, length=length):
-            batches = [doubled(make_batches(1, size=2 + i, seed=i))[0] for i in range(count)]
+            batches = [
+                doubled(make_batches(1, size=2 + i, seed=i))[0] for i in range(count)
+            ]
             net, mine = double(), double()
             step = 2 * length
             plain_loop(
-                net, [[merged(batches[i : i + step]) for i in range(0, count, step)]] * 2, sgd(net)
+                net,
+                [[merged(batches[i : i + step]) for i in range(0, count, step)]] * 2,
+                sgd(net),
             )
             ddp(Classifier(mine), batches, max_epochs=2, accumulate_grad_batches=length)
             assert_close(mine, net)
@@ -169,9 +179,16 @@ def test_streams_of_uneven_length() -> None:
             stream = Stream(counts)
             windows = []
             for at in range(0, max(counts), size):
-                part = [sample for rank in range(2) for sample in stream.of(rank)[at : at + size]]
+                part = [
+                    sample
+                    for rank in range(2)
+                    for sample in stream.of(rank)[at : at + size]
+                ]
                 windows.append(
-                    (torch.stack([x for x, _ in part]), torch.stack([y for _, y in part]))
+                    (
+                        torch.stack([x for x, _ in part]),
+                        torch.stack([y for _, y in part]),
+                    )
                 )
             plain_loop(net, [windows] * 2, sgd(net))
             options = {
@@ -179,7 +196,9 @@ def test_streams_of_uneven_length() -> None:
                 "use_distributed_sampler": False,
                 "accumulate_grad_batches": length,
             }
-            trainer = ddp(Classifier(mine), DataLoader(stream, batch_size=PER_RANK), **options)
+            trainer = ddp(
+                Classifier(mine), DataLoader(stream, batch_size=PER_RANK), **options
+            )
             assert_close(mine, net)
             assert trainer.progress.samples == 2 * sum(counts)
 
@@ -217,7 +236,9 @@ def test_loss_weighting_off_is_the_mean_over_ranks_and_micro_batches() -> None:
     optimizer = sgd(net)
     torch.stack([F.cross_entropy(net(x), y) for x, y in batches]).mean().backward()
     optimizer.step()
-    trainer = ddp(Tokens(mine), batches, accumulate_grad_batches=2, loss_weighting=False)
+    trainer = ddp(
+        Tokens(mine), batches, accumulate_grad_batches=2, loss_weighting=False
+    )
     assert_close(mine, net)
     assert trainer.progress.tokens == 2 + 3 + 4 + 5
 
@@ -270,7 +291,11 @@ def test_batched_powersgd_is_exact_for_gradients_of_low_rank() -> None:
             nn.functional.linear(samples, net.weight).square().sum() / 2, net.weight
         )
         torch.testing.assert_close(net.weight.grad, expected, rtol=1e-9, atol=1e-9)
-    assert state.total_numel_after_compression < state.total_numel_before_compression == 3 * 900
+    assert (
+        state.total_numel_after_compression
+        < state.total_numel_before_compression
+        == 3 * 900
+    )
 
 
 def recording(group: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
@@ -296,7 +321,9 @@ def test_gradients_travel_once_a_window() -> None:
                 accumulate_grad_batches=3,
             )
             assert_close(mine, net)
-            assert sum(seen) == trainer.global_step * sum(p.numel() for p in mine.parameters())
+            assert sum(seen) == trainer.global_step * sum(
+                p.numel() for p in mine.parameters()
+            )
 
 
 class Forked(Classifier):
@@ -335,7 +362,9 @@ def test_unused_parameters() -> None:
     for count, length, by_word in product([18, 19], [1, 2], [False, True]):
         with case(count=count, length=length, by_word=by_word):
             plain, mine, batches = Forked(), Forked(), whole(count, 6)
-            forked_by_hand(plain, [batches[i : i + length] for i in range(0, len(batches), length)])
+            forked_by_hand(
+                plain, [batches[i : i + length] for i in range(0, len(batches), length)]
+            )
             chosen: Any = (
                 "ddp_find_unused_parameters_true"
                 if by_word
@@ -357,7 +386,8 @@ def test_static_graph() -> None:
             for module in (plain, mine):
                 module.heads[1].requires_grad_(False)
             forked_by_hand(
-                plain, [batches[i : i + length] for i in range(0, len(batches), length)] * 2
+                plain,
+                [batches[i : i + length] for i in range(0, len(batches), length)] * 2,
             )
             ddp(
                 mine,
@@ -385,8 +415,16 @@ def test_gradients_are_dropped_and_live_until_the_next_window() -> None:
         with case(bucket_view=bucket_view):
             net, mine, kept = double(), double(), Kept()
             plain_loop(net, [whole(18, 6)] * 2, sgd(net))
-            strategy = DDPStrategy(gradient_as_bucket_view=bucket_view, bucket_cap_mb=0.0001)
-            ddp(Classifier(mine), loader(18), strategy=strategy, max_epochs=2, callbacks=[kept])
+            strategy = DDPStrategy(
+                gradient_as_bucket_view=bucket_view, bucket_cap_mb=0.0001
+            )
+            ddp(
+                Classifier(mine),
+                loader(18),
+                strategy=strategy,
+                max_epochs=2,
+                callbacks=[kept],
+            )
             assert_close(mine, net)
             assert kept.seen == [True] * 6
 
@@ -470,7 +508,9 @@ def test_none_on_all_ranks_skips_the_step() -> None:
         with case(at=at):
             net, mine = double(), double()
             plain_loop(
-                net, [[batch for i, batch in enumerate(whole(18, 6)) if i != at]] * 2, sgd(net)
+                net,
+                [[batch for i, batch in enumerate(whole(18, 6)) if i != at]] * 2,
+                sgd(net),
             )
             ddp(Skipping(mine, at), loader(18), max_epochs=2)
             assert_close(mine, net)
@@ -506,7 +546,12 @@ def test_none_for_a_batch_that_only_some_ranks_have_a_part_of() -> None:
                     for x, y in window:
                         (F.cross_entropy(net(x), y) * len(x) / weight).backward()
                     optimizer.step()
-            ddp(Skipping(mine, 3), loader(19), max_epochs=2, accumulate_grad_batches=length)
+            ddp(
+                Skipping(mine, 3),
+                loader(19),
+                max_epochs=2,
+                accumulate_grad_batches=length,
+            )
             assert_close(mine, net)
 
 
@@ -517,7 +562,11 @@ def test_none_on_one_rank_is_an_error_on_all() -> None:
             with pytest.raises(
                 RankError, match=f"on some ranks only\n  found:.*rank {rank}: 1 time"
             ):
-                ddp(Skipping(double(), 1, rank), loader(36), accumulate_grad_batches=length)
+                ddp(
+                    Skipping(double(), 1, rank),
+                    loader(36),
+                    accumulate_grad_batches=length,
+                )
             dist.barrier()
 
 
@@ -529,7 +578,11 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all() -> None:
             class Spoiled(Classifier):
                 def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
                     loss: Tensor = super().training_step(batch, batch_idx)
-                    return loss * float("nan") if batch_idx == 3 and dist.get_rank() == 1 else loss
+                    return (
+                        loss * float("nan")
+                        if batch_idx == 3 and dist.get_rank() == 1
+                        else loss
+                    )
 
             with pytest.raises(
                 NonFiniteError,
@@ -555,7 +608,12 @@ def test_precisions() -> None:
     for precision in ["bf16-mixed", "bf16-true", "64-true"]:
         with case(precision=precision):
             mine = make_net()
-            ddp(Classifier(mine), make_batches(5), precision=precision, accumulate_grad_batches=2)
+            ddp(
+                Classifier(mine),
+                make_batches(5),
+                precision=precision,
+                accumulate_grad_batches=2,
+            )
             assert_changed(mine.double(), double())
 
 
@@ -569,9 +627,9 @@ class Pair(tk.TrainModule):
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = self.first(batch[0])
-        return hidden.pow(2).mean() + self.second(hidden).pow(2).mean(), F.cross_entropy(
-            self.second(hidden), batch[1]
-        )
+        return hidden.pow(2).mean() + self.second(hidden).pow(
+            2
+        ).mean(), F.cross_entropy(self.second(hidden), batch[1])
 
     def make(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         return sgd(self.first), torch.optim.SGD(self.second.parameters(), lr=0.05)
@@ -580,7 +638,9 @@ class Pair(tk.TrainModule):
         first, second = self.make()
         for batch in windows:
             one, two = self.losses(batch)
-            grads = torch.autograd.grad(one, list(self.first.parameters()), retain_graph=True)
+            grads = torch.autograd.grad(
+                one, list(self.first.parameters()), retain_graph=True
+            )
             others = torch.autograd.grad(two, list(self.second.parameters()))
             for parameter, grad in zip(
                 [*self.first.parameters(), *self.second.parameters()],

@@ -54,7 +54,9 @@ class Logging(Classifier):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
         self.log("loss", loss.double(), on_step=True, on_epoch=True)
-        self.log("seen", float(len(batch[1])), on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log(
+            "seen", float(len(batch[1])), on_step=False, on_epoch=True, reduce_fx="sum"
+        )
         self.log("worst", loss, on_step=False, on_epoch=True, reduce_fx="max")
         return loss
 
@@ -94,7 +96,9 @@ def fit_logged(
         **quiet,
         **options,
     }
-    trainer = run(Logging(make_net().double()), loader(count, size), loader(val, size), **options)
+    trainer = run(
+        Logging(make_net().double()), loader(count, size), loader(val, size), **options
+    )
     return trainer, values
 
 
@@ -106,15 +110,29 @@ def test_logged_values_are_those_of_one_process() -> None:
             one, ours = fit_logged(train, 6, count, 7, log_every_n_steps=every)
             both, theirs = fit_logged(ddp, 3, count, 7, log_every_n_steps=every)
             whole = {name: value.item() for name, value in one.callback_metrics.items()}
-            split = {name: value.item() for name, value in both.callback_metrics.items()}
-            for name in ("worst", "loss", "loss_step"):  # the size of a batch shows in these
+            split = {
+                name: value.item() for name, value in both.callback_metrics.items()
+            }
+            for name in (
+                "worst",
+                "loss",
+                "loss_step",
+            ):  # the size of a batch shows in these
                 whole.pop(name), split.pop(name)
             assert split == pytest.approx(whole, rel=1e-6)
             if rank() == 0:
-                assert {"loss_epoch", "seen", "val_loss", "val_acc", "val_seen"} <= whole.keys()
+                assert {
+                    "loss_epoch",
+                    "seen",
+                    "val_loss",
+                    "val_acc",
+                    "val_seen",
+                } <= whole.keys()
                 for step, expected in ours.values.items():
                     expected.pop("worst", None), theirs.values[step].pop("worst", None)
-                    assert theirs.values[step] == pytest.approx(expected, rel=1e-9), step
+                    assert theirs.values[step] == pytest.approx(expected, rel=1e-9), (
+                        step
+                    )
             else:
                 assert theirs.values == {}, "only rank 0 writes"
 
@@ -150,9 +168,13 @@ class Names(Classifier):
 
 @pytest.mark.world_size(2)
 def test_ranks_that_log_different_names_get_an_error_with_the_names() -> None:
-    for where, odd in product(["training_step", "validation_step", "on_train_epoch_end"], [0, 1]):
+    for where, odd in product(
+        ["training_step", "validation_step", "on_train_epoch_end"], [0, 1]
+    ):
         with case(where=where, odd=odd):
-            with pytest.raises(LogError, match="the ranks logged different names") as caught:
+            with pytest.raises(
+                LogError, match="the ranks logged different names"
+            ) as caught:
                 ddp(Names(where, odd), loader(18), loader(6), log_every_n_steps=1)
             dist.barrier()
             assert f"rank {odd}: rare" in str(caught.value)
@@ -177,7 +199,9 @@ def test_a_name_on_one_rank_only_is_an_error_too() -> None:
 def test_names_of_one_rank_that_are_meant_so() -> None:
     for options in ({"sync_dist": False}, {"rank_zero_only": True}):
         with case(options=options):
-            trainer = ddp(Names("training_step", 1, **options), loader(18), log_every_n_steps=1)
+            trainer = ddp(
+                Names("training_step", 1, **options), loader(18), log_every_n_steps=1
+            )
             mine = "rare" if rank() == 1 else "usual"
             if rank() == 0 or "sync_dist" in options:
                 assert trainer.callback_metrics[mine] == 1.0
@@ -202,7 +226,9 @@ class Heard(tk.Callback):
     def __init__(self) -> None:
         self.batches: list[Any] = []
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.batches.append((batch_idx, len(batch[1])))
 
     def on_train_batch_end(
@@ -232,9 +258,14 @@ def test_no_hook_is_called_for_a_padding_batch() -> None:
                 "log_every_n_steps": 1,
             }
             trainer = ddp(
-                module, DataLoader(Uneven(14, 2), batch_size=2), callbacks=[heard], **options
+                module,
+                DataLoader(Uneven(14, 2), batch_size=2),
+                callbacks=[heard],
+                **options,
             )
-            assert sorted(heard.batches) == sorted([(i, 2) for i in range((7, 1)[rank()])] * 2)
+            assert sorted(heard.batches) == sorted(
+                [(i, 2) for i in range((7, 1)[rank()])] * 2
+            )
             assert trainer.callback_metrics["seen"] == 16
 
 
@@ -257,14 +288,22 @@ def check_evaluation(world: int) -> None:
     for count in (1, 5, 12, 13, 14):
         with case(count=count):
             module, data = Predicting(make_net().double()), numbered(count)
-            alone = tk.Trainer(barebones=True, accelerator="cpu", devices=1, inference_mode=False)
-            expected = alone.test(module, DataLoader(data, batch_size=2 * world), verbose=False)
+            alone = tk.Trainer(
+                barebones=True, accelerator="cpu", devices=1, inference_mode=False
+            )
+            expected = alone.test(
+                module, DataLoader(data, batch_size=2 * world), verbose=False
+            )
             options = {"strategy": "ddp"} if world > 1 else {}
-            trainer = tk.Trainer(barebones=True, accelerator="cpu", devices=world, **options)
+            trainer = tk.Trainer(
+                barebones=True, accelerator="cpu", devices=world, **options
+            )
             for shuffle in (False, True):
                 for verb in (trainer.test, trainer.validate):
                     (values,) = verb(
-                        module, DataLoader(data, batch_size=2, shuffle=shuffle), verbose=False
+                        module,
+                        DataLoader(data, batch_size=2, shuffle=shuffle),
+                        verbose=False,
                     )
                     assert values == pytest.approx(expected[0], rel=1e-12)
                     assert values["val_seen"] == count
@@ -278,7 +317,8 @@ def check_evaluation(world: int) -> None:
                 torch.cat([output["out"] for output in outputs]), expected_out
             )
             batches = [
-                (data.tensors[0][i : i + 2], data.tensors[1][i : i + 2]) for i in range(0, count, 2)
+                (data.tensors[0][i : i + 2], data.tensors[1][i : i + 2])
+                for i in range(0, count, 2)
             ]
             outputs = trainer.predict(module, batches)
             assert torch.cat([output["number"] for output in outputs]).tolist() == list(
@@ -306,7 +346,9 @@ def test_values_of_several_loaders_are_separate_and_in_order() -> None:
         def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
             self.log("size", float(len(batch[1])), reduce_fx="sum")
 
-        def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> Tensor:
+        def predict_step(
+            self, batch: Batch, batch_idx: int, dataloader_idx: int
+        ) -> Tensor:
             return batch[0][:, 0] + 100 * dataloader_idx
 
     trainer = tk.Trainer(barebones=True, accelerator="cpu", devices=2, strategy="ddp")
@@ -326,7 +368,9 @@ def test_evaluation_uses_the_weights_and_buffers_of_rank_0() -> None:
     alone = tk.Trainer(barebones=True, accelerator="cpu", devices=1)
     trainer = tk.Trainer(barebones=True, accelerator="cpu", devices=2, strategy="ddp")
     values = trainer.test(module, loader(12), verbose=False)
-    assert values[0] == pytest.approx(alone.test(expected, loader(12), verbose=False)[0])
+    assert values[0] == pytest.approx(
+        alone.test(expected, loader(12), verbose=False)[0]
+    )
     assert_same(module, expected)
 
 
@@ -389,7 +433,9 @@ def test_buffers_that_are_each_ranks_own_are_so_after_validation_too() -> None:
     for val in (None, loader(6)):
         module = Own()
         strategy = DDPStrategy(broadcast_buffers=False)
-        train(module, loader(18), val, devices=2, strategy=strategy, val_check_interval=1)
+        train(
+            module, loader(18), val, devices=2, strategy=strategy, val_check_interval=1
+        )
         assert module.mine == 3 * (1 + rank())
         ends.append(module)
     assert_same(*ends)
@@ -414,9 +460,14 @@ def test_early_stopping_on_a_value_of_one_rank_stops_all_at_the_same_step() -> N
             module = Local(make_net().double())
             module.worse = worse
             stopping = tk.callbacks.EarlyStopping("mine", patience=2)
-            trainer = ddp(module, loader(18), loader(6), max_epochs=5, callbacks=[stopping])
+            trainer = ddp(
+                module, loader(18), loader(6), max_epochs=5, callbacks=[stopping]
+            )
             reached = (trainer.global_step, trainer.current_epoch)
-            assert trainer.strategy.world.all_gather_object(reached) == [expected, expected]
+            assert trainer.strategy.world.all_gather_object(reached) == [
+                expected,
+                expected,
+            ]
 
 
 @pytest.mark.world_size(2)
@@ -428,7 +479,9 @@ def test_a_stop_request_of_one_rank_reaches_all() -> None:
             if rank() == 1 and trainer.global_step == 4:
                 trainer.stop("seen enough")
 
-    trainer = ddp(Classifier(make_net().double()), loader(18 * 6), max_epochs=5, callbacks=[Ask()])
+    trainer = ddp(
+        Classifier(make_net().double()), loader(18 * 6), max_epochs=5, callbacks=[Ask()]
+    )
     steps = trainer.strategy.world.all_gather_object(trainer.global_step)
     assert steps[0] == steps[1]
     assert 4 <= steps[0] <= 18
@@ -445,8 +498,14 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
 
     def run(module: Any, ckpt: Any = None) -> tuple[list[int], dict[str, float]]:
         torch.manual_seed(rank() if ckpt is None else 50)
-        saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        saving = tk.callbacks.ModelCheckpoint(
+            tmp_path, every_n_train_steps=1, save_top_k=-1
+        )
+        quiet = {
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "logger": False,
+        }
         trainer = tk.Trainer(
             accelerator="cpu",
             devices=2,
@@ -474,7 +533,9 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
 
 @pytest.mark.world_size(2)
 def test_a_checkpoint_of_two_ranks_resumes_in_one_process(tmp_path: Path) -> None:
-    def run(module: Any, devices: int, size: int, ckpt: Any = None, **options: Any) -> None:
+    def run(
+        module: Any, devices: int, size: int, ckpt: Any = None, **options: Any
+    ) -> None:
         saving = (
             tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
             if ckpt is None

@@ -38,7 +38,8 @@ from trainer_kit.testing.conformance import whole
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+        importlib.util.find_spec("deepspeed") is None,
+        reason="DeepSpeed is not installed",
     ),
 ]
 
@@ -62,7 +63,11 @@ def make(**options: Any) -> DeepSpeedStrategy:
 def fit(
     module: tk.TrainModule, data: Any, stage: int, val: Any = None, **options: Any
 ) -> tk.Trainer:
-    options = {"strategy": make(stage=stage), "devices": dist.get_world_size(), **options}
+    options = {
+        "strategy": make(stage=stage),
+        "devices": dist.get_world_size(),
+        **options,
+    }
     return train(module, data, val, **options)
 
 
@@ -78,7 +83,11 @@ def assert_equal(
     mine = weights(trainer, module)
     for name, value in net.state_dict().items():
         torch.testing.assert_close(
-            mine[f"net.{name}"], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            mine[f"net.{name}"],
+            value,
+            rtol=0,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 
@@ -98,7 +107,11 @@ class Skipping(Classifier):
         self.skipped = skipped
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if batch_idx not in self.skipped else None
+        return (
+            super().training_step(batch, batch_idx)
+            if batch_idx not in self.skipped
+            else None
+        )
 
 
 class Leaving(tk.Callback):
@@ -131,10 +144,15 @@ def weights_are_those_of_one_process(tmp_path: Path) -> None:
             with case(stage=stage, count=count, length=length, limit=limit):
                 net, mine = make_net(), make_net(seed=dist.get_rank())
                 clipping = (
-                    None if limit is None else partial(nn.utils.clip_grad_norm_, max_norm=limit)
+                    None
+                    if limit is None
+                    else partial(nn.utils.clip_grad_norm_, max_norm=limit)
                 )
                 plain_loop(
-                    net, [list(loader(count, 2 * PER_RANK * length))] * 2, sgd(net), clip=clipping
+                    net,
+                    [list(loader(count, 2 * PER_RANK * length))] * 2,
+                    sgd(net),
+                    clip=clipping,
                 )
                 options = {
                     "max_epochs": 2,
@@ -154,7 +172,11 @@ def weights_are_those_of_one_process(tmp_path: Path) -> None:
                 optimizer.zero_grad()
                 plain.training_step(merged(batches[i : i + 4]), 0).backward()
                 optimizer.step()
-            assert_equal(fit(module, batches, stage, accumulate_grad_batches=2), module, plain.net)
+            assert_equal(
+                fit(module, batches, stage, accumulate_grad_batches=2),
+                module,
+                plain.net,
+            )
         with case(stage=stage, what="clipping by hand"):
             net, module = make_net(), Clipped(make_net())
             limits = iter([0.05, 1e9, 1e9])
@@ -175,17 +197,28 @@ def windows_without_a_loss_and_windows_that_end_early(tmp_path: Path) -> None:
                 x, y = merged(window)
                 (F.cross_entropy(net(x), y, reduction="sum") / weight).backward()
                 optimizer.step()
-            assert_equal(fit(module, loader(36), stage, accumulate_grad_batches=2), module, net)
+            assert_equal(
+                fit(module, loader(36), stage, accumulate_grad_batches=2), module, net
+            )
         with case(stage=stage, what="left"):
             # The first epoch ends inside its second window, of which nothing stays.
             net, mine = make_net(), make_net()
             plain_loop(
                 net,
-                [[merged(batches[0:2])], [merged(batches[i : i + 2]) for i in (0, 2, 4)]],
+                [
+                    [merged(batches[0:2])],
+                    [merged(batches[i : i + 2]) for i in (0, 2, 4)],
+                ],
                 sgd(net),
             )
-            options = {"accumulate_grad_batches": 2, "callbacks": [Leaving()], "max_epochs": 2}
-            trainer = fit(Classifier(mine), loader(36), stage, barebones=False, **QUIET, **options)
+            options = {
+                "accumulate_grad_batches": 2,
+                "callbacks": [Leaving()],
+                "max_epochs": 2,
+            }
+            trainer = fit(
+                Classifier(mine), loader(36), stage, barebones=False, **QUIET, **options
+            )
             assert_equal(trainer, trainer.module, net)
 
 
@@ -209,7 +242,9 @@ def evaluation_in_training_after_it_and_alone(tmp_path: Path) -> None:
             plain_loop(net, [list(loader(18, 6))], sgd(net))
             trainer = fit(module, loader(18), stage, loader(19))
             expected = F.cross_entropy(net(x), y).item()
-            assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(expected, abs=1e-6)
+            assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(
+                expected, abs=1e-6
+            )
             (tested,) = trainer.test(module, loader(19), verbose=False)
             assert tested["val_loss"] == pytest.approx(expected, abs=1e-6)
             predicted = torch.cat(trainer.predict(module, loader(19)))
@@ -222,14 +257,18 @@ def evaluation_in_training_after_it_and_alone(tmp_path: Path) -> None:
                 strategy=make(stage=stage), devices=2, accelerator="cpu", barebones=True
             )
             (tested,) = alone.test(Judged(net), loader(19), verbose=False)
-            assert tested["val_loss"] == pytest.approx(F.cross_entropy(net(x), y).item(), abs=1e-6)
+            assert tested["val_loss"] == pytest.approx(
+                F.cross_entropy(net(x), y).item(), abs=1e-6
+            )
 
 
 def with_everything_that_is_on_by_default(tmp_path: Path) -> None:
     for stage in STAGES:
         with case(stage=stage):
             root, module = tmp_path / f"run-{stage}", Judged(make_net())
-            keeper = tk.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
+            keeper = tk.callbacks.ModelCheckpoint(
+                monitor="val_loss", save_top_k=2, save_last=True
+            )
             options = {
                 "max_epochs": 3,
                 "default_root_dir": root,
@@ -247,7 +286,10 @@ def with_everything_that_is_on_by_default(tmp_path: Path) -> None:
                 (keeper.best_model_path, best),
             ]:
                 alone = tk.Trainer(
-                    strategy=make(stage=stage), devices=2, accelerator="cpu", barebones=True
+                    strategy=make(stage=stage),
+                    devices=2,
+                    accelerator="cpu",
+                    barebones=True,
                 )
                 (found,) = alone.validate(
                     Judged(make_net(seed=5)), loader(18), ckpt_path=path, verbose=False
@@ -265,7 +307,9 @@ class Built(Classifier):
         if isinstance(self.net, nn.Sequential):
             return
         self.net = make_net()
-        self.divided = [hasattr(parameter, "ds_id") for parameter in self.net.parameters()]
+        self.divided = [
+            hasattr(parameter, "ds_id") for parameter in self.net.parameters()
+        ]
 
     def configure_optimizers(self) -> Any:
         return sgd(self.net)
@@ -280,7 +324,9 @@ class Forked(Classifier):
         self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.heads[batch_idx // 2 % 2](self.net(batch[0])), batch[1])
+        return F.cross_entropy(
+            self.heads[batch_idx // 2 % 2](self.net(batch[0])), batch[1]
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(
@@ -290,7 +336,9 @@ class Forked(Classifier):
 
 def parameters_that_a_step_does_not_use(tmp_path: Path) -> None:
     batches = list(loader(48, 6))
-    for options, length in product([*({"stage": stage} for stage in STAGES), *HOSTED], [1, 4]):
+    for options, length in product(
+        [*({"stage": stage} for stage in STAGES), *HOSTED], [1, 4]
+    ):
         with case(length=length, **options):
             plain, module = Forked(), Forked()
             optimizer = plain.configure_optimizers()
@@ -300,7 +348,11 @@ def parameters_that_a_step_does_not_use(tmp_path: Path) -> None:
                     (plain.training_step(batches[index], index) / length).backward()
                 optimizer.step()
             trainer = fit(
-                module, loader(48), 0, strategy=make(**options), accumulate_grad_batches=length
+                module,
+                loader(48),
+                0,
+                strategy=make(**options),
+                accumulate_grad_batches=length,
             )
             found = weights(trainer, module)
             for name, value in plain.state_dict().items():
@@ -336,7 +388,9 @@ def offloaded_in_bfloat16_and_built_in_parts(tmp_path: Path) -> None:
             assert {p.dtype for p in mine.parameters()} == {torch.bfloat16}
             masters = weights(trainer, trainer.module)
             assert {value.dtype for value in masters.values()} == {torch.float32}
-            assert any((value != value.bfloat16()).any() for value in masters.values()), "rounded"
+            assert any(
+                (value != value.bfloat16()).any() for value in masters.values()
+            ), "rounded"
     net, module = make_net(), Built()
     plain_loop(net, [list(loader(18, 6))], sgd(net))
     assert_equal(fit(module, loader(18), 3), module, net)
@@ -358,15 +412,27 @@ def resumed(
     return trainer
 
 
-def single(module: Classifier, path: Path | None, steps: int, **options: Any) -> tk.Trainer:
+def single(
+    module: Classifier, path: Path | None, steps: int, **options: Any
+) -> tk.Trainer:
     return resumed(
-        module, path, steps, 2 * PER_RANK, strategy="single_device", devices=1, **options
+        module,
+        path,
+        steps,
+        2 * PER_RANK,
+        strategy="single_device",
+        devices=1,
+        **options,
     )
 
 
-def divided(module: Classifier, path: Path | None, steps: int, **options: Any) -> tk.Trainer:
+def divided(
+    module: Classifier, path: Path | None, steps: int, **options: Any
+) -> tk.Trainer:
     stages = {name: options.pop(name) for name in tuple(options) if name != "precision"}
-    return resumed(module, path, steps, PER_RANK, strategy=make(**stages), devices=2, **options)
+    return resumed(
+        module, path, steps, PER_RANK, strategy=make(**stages), devices=2, **options
+    )
 
 
 def every_stage_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
@@ -386,7 +452,9 @@ def every_stage_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
             module = Classifier(make_net(seed=7))
             single(module, path, 8)
             for name, value in straight.net.state_dict().items():
-                torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=1e-6)
+                torch.testing.assert_close(
+                    module.net.state_dict()[name], value, rtol=0, atol=1e-6
+                )
             for start, to in [(path, other), (tmp_path / "one-0", stage)]:
                 module = Classifier(make_net(seed=9))
                 assert_equal(divided(module, start, 8, stage=to), module, straight.net)
@@ -394,14 +462,18 @@ def every_stage_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
         with case(word=word):
             other = {"strategy": word, "devices": 2}
             path = tmp_path / word
-            resumed(Classifier(make_net()), None, 3, PER_RANK, **other).save_checkpoint(path)
+            resumed(Classifier(make_net()), None, 3, PER_RANK, **other).save_checkpoint(
+                path
+            )
             module = Classifier(make_net(seed=9))
             assert_equal(divided(module, path, 8, stage=to), module, straight.net)
             module = Classifier(make_net(seed=9))
             trainer = resumed(module, tmp_path / f"{start}", 8, PER_RANK, **other)
             found = whole(trainer.strategy.module_state(module))
             for name, value in straight.net.state_dict().items():
-                torch.testing.assert_close(found[f"net.{name}"], value, rtol=0, atol=1e-6)
+                torch.testing.assert_close(
+                    found[f"net.{name}"], value, rtol=0, atol=1e-6
+                )
 
 
 def states(path: Path) -> tuple[Any, Any]:
@@ -416,7 +488,11 @@ def every_bit_of_weights_and_moments_arrives(tmp_path: Path) -> None:
             with case(precision=precision, **options):
                 path = tmp_path / f"{precision}-{number}"
                 divided(
-                    Classifier(make_net(), adamw), None, 3, precision=precision, **options
+                    Classifier(make_net(), adamw),
+                    None,
+                    3,
+                    precision=precision,
+                    **options,
                 ).save_checkpoint(path)
                 there = divided(
                     Classifier(make_net(seed=8), adamw),
@@ -427,9 +503,13 @@ def every_bit_of_weights_and_moments_arrives(tmp_path: Path) -> None:
                 )
                 there.save_checkpoint(f"{path}-again")
                 same_state(states(tmp_path / f"{path.name}-again"), states(path))
-                here = single(Classifier(make_net(seed=8), adamw), path, 3, precision=precision)
+                here = single(
+                    Classifier(make_net(seed=8), adamw), path, 3, precision=precision
+                )
                 here.save_checkpoint(tmp_path / f"{path.name}-{dist.get_rank()}")
-                same_state(states(tmp_path / f"{path.name}-{dist.get_rank()}"), states(path))
+                same_state(
+                    states(tmp_path / f"{path.name}-{dist.get_rank()}"), states(path)
+                )
                 _, moments = states(path)
                 assert {int(one["step"]) for one in moments.values()} == {3}
                 assert all((one["exp_avg"] != 0).any() for one in moments.values())
@@ -442,7 +522,9 @@ def frozen_weights_are_copied_on_rank_0_only(tmp_path: Path) -> None:
             net[0].weight.requires_grad_(False)
             module = Classifier(
                 net,
-                lambda net: torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1),
+                lambda net: torch.optim.SGD(
+                    [p for p in net.parameters() if p.requires_grad], 0.1
+                ),
             )
             trainer = fit(module, loader(12), stage)
             there = trainer.strategy.module_state(module)["net.0.weight"]

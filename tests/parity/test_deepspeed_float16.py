@@ -14,19 +14,33 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainer_kit as tk
-from tests.parity.plain import Batch, Classifier, case, make_batches, make_net, same_state, sgd
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    case,
+    make_batches,
+    make_net,
+    same_state,
+    sgd,
+)
 from trainer_kit.state.resume import read_state
 from trainer_kit.strategies import DeepSpeedStrategy
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+        importlib.util.find_spec("deepspeed") is None,
+        reason="DeepSpeed is not installed",
     ),
 ]
 
 SCALE: dict[str, Any] = {
-    "fp16": {"enabled": "auto", "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+    "fp16": {
+        "enabled": "auto",
+        "initial_scale_power": 8,
+        "loss_scale_window": 2,
+        "hysteresis": 2,
+    }
 }
 OVERFLOWS = {1, 2, 5}
 """Steps whose gradients do not fit float16."""
@@ -47,25 +61,48 @@ class Overflowing(Classifier):
     def configure_optimizers(self) -> Any:
         optimizer = sgd(self.net)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
 
 
 class Infinite(Overflowing):
     """Its loss is finite, and its gradient is not."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss, weight = F.cross_entropy(self.net(batch[0]), batch[1]), self.net[0].weight.sum()
-        return loss + (weight - weight.detach()).sqrt() if self.global_step in OVERFLOWS else loss
+        loss, weight = (
+            F.cross_entropy(self.net(batch[0]), batch[1]),
+            self.net[0].weight.sum(),
+        )
+        return (
+            loss + (weight - weight.detach()).sqrt()
+            if self.global_step in OVERFLOWS
+            else loss
+        )
 
 
 def trained(
-    stage: int | None, steps: int, start: Path | None = None, seed: int = 0, **options: Any
+    stage: int | None,
+    steps: int,
+    start: Path | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> tk.Trainer:
     gc.freeze()
-    strategy = "single_device" if stage is None else DeepSpeedStrategy(stage=stage, config=SCALE)
+    strategy = (
+        "single_device"
+        if stage is None
+        else DeepSpeedStrategy(stage=stage, config=SCALE)
+    )
     options = {"precision": "16-mixed", **QUIET, **options}
     trainer = tk.Trainer(
-        strategy=strategy, devices=1, accelerator="cpu", seed=1, max_steps=steps, **options
+        strategy=strategy,
+        devices=1,
+        accelerator="cpu",
+        seed=1,
+        max_steps=steps,
+        **options,
     )
     trainer.fit(Overflowing(make_net(seed)), make_batches(10), ckpt_path=start)
     return trainer
@@ -76,8 +113,12 @@ def goes_on_in_every_bit(path: Path, stage: int) -> None:
     straight = trained(stage, 8, precision=precision)
     straight.save_checkpoint(path / "straight")
     trained(stage, 4, precision=precision).save_checkpoint(path / "half")
-    trained(stage, 8, path / "half", seed=7, precision=precision).save_checkpoint(path / "resumed")
-    states = [read_state(path / name, False) for name in ("straight", "resumed", "half")]
+    trained(stage, 8, path / "half", seed=7, precision=precision).save_checkpoint(
+        path / "resumed"
+    )
+    states = [
+        read_state(path / name, False) for name in ("straight", "resumed", "half")
+    ]
     assert states[0]["precision"] == states[1]["precision"] != states[2]["precision"]
     assert states[2]["precision"]["scale"] < 256
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
@@ -101,14 +142,18 @@ def scales_pass_between_engines(path: Path, stage: int) -> None:
     theirs = read_state(path / "single", False)["precision"]
     mine = trained(stage, 4, path / "single").precision_plugin.state_dict()
     assert mine["scale"] == theirs["scale"]
-    assert mine["_growth_tracker"] == theirs["_growth_tracker"] % mine["growth_interval"]
+    assert (
+        mine["_growth_tracker"] == theirs["_growth_tracker"] % mine["growth_interval"]
+    )
 
 
 def a_loop_of_ones_own_hears_it(path: Path, stage: int) -> None:
     plugin = tk.DeepSpeedPlugin({**SCALE, "zero_optimization": {"stage": stage}})
 
     def prepared(seed: int) -> tuple[tk.Accelerator, nn.Module, Any, Any]:
-        accelerator = tk.Accelerator(cpu=True, mixed_precision="fp16", deepspeed_plugin=plugin)
+        accelerator = tk.Accelerator(
+            cpu=True, mixed_precision="fp16", deepspeed_plugin=plugin
+        )
         net = make_net(seed)
         optimizer = sgd(net)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -117,7 +162,9 @@ def a_loop_of_ones_own_hears_it(path: Path, stage: int) -> None:
     accelerator, model, optimizer, schedule = prepared(0)
     skipped, norms = [], []
     for step, (x, y) in enumerate(make_batches(4)):
-        accelerator.backward(F.cross_entropy(model(x), y) * (1e5 if step in OVERFLOWS else 1))
+        accelerator.backward(
+            F.cross_entropy(model(x), y) * (1e5 if step in OVERFLOWS else 1)
+        )
         norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e9)))
         optimizer.step()
         skipped.append(accelerator.optimizer_step_was_skipped)

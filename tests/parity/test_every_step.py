@@ -64,7 +64,9 @@ class Learner(tk.TrainModule):
         self.seen: list[tuple[int, list[int], float]] = []
 
     def remember(self, batch: Batch, *losses: Tensor) -> None:
-        self.seen += [(self.global_step, batch[2].tolist(), loss.item()) for loss in losses]
+        self.seen += [
+            (self.global_step, batch[2].tolist(), loss.item()) for loss in losses
+        ]
 
     def on_train_epoch_start(self) -> None:
         self.log("drawn", torch.rand(()), reduce_fx="sum")
@@ -82,7 +84,10 @@ class Learner(tk.TrainModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]) + 0.1 * torch.rand(()))
+        self.log(
+            "val_loss",
+            F.cross_entropy(self.net(batch[0]), batch[1]) + 0.1 * torch.rand(()),
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
@@ -97,7 +102,9 @@ class Scheduled(Learner):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        watching = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
+        watching = lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=0, threshold=0.05
+        )
         warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=9)
         watches = {"scheduler": watching, "monitor": "val_loss"}
         return [optimizer], [watches, {"scheduler": warmup, "interval": "step"}]
@@ -108,7 +115,10 @@ class Named(Learner):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         hidden = self.net[:-1](batch[0])
-        first, second = F.cross_entropy(self.net[-1](hidden), batch[1]), hidden.square().mean()
+        first, second = (
+            F.cross_entropy(self.net[-1](hidden), batch[1]),
+            hidden.square().mean(),
+        )
         self.remember(batch, first, second)
         self.log_dict({"first": first, "second": second}, on_step=True, on_epoch=True)
         return {"head": first, "body": second}
@@ -142,7 +152,10 @@ class Manual(Learner):
 
     def configure_optimizers(self) -> Any:
         head, body = self.net[-1].parameters(), self.net[:-1].parameters()
-        return [torch.optim.Adam(head, lr=0.02), torch.optim.SGD(body, lr=0.05, momentum=0.9)]
+        return [
+            torch.optim.Adam(head, lr=0.02),
+            torch.optim.SGD(body, lr=0.05, momentum=0.9),
+        ]
 
 
 class Counting(Learner):
@@ -151,7 +164,11 @@ class Counting(Learner):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         scores = {"acc": MulticlassAccuracy(4), "recall": MulticlassRecall(4)}
-        self.scores, self.mean, self.aside = MetricCollection(scores), MeanMetric(), MeanMetric()
+        self.scores, self.mean, self.aside = (
+            MetricCollection(scores),
+            MeanMetric(),
+            MeanMetric(),
+        )
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         logits = self.net(batch[0])
@@ -203,7 +220,9 @@ def own_buffers() -> Any:
 
 def overflowing() -> MixedPrecision:
     return MixedPrecision(
-        torch.float16, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**36, growth_interval=4)
+        torch.float16,
+        "cpu",
+        torch.amp.GradScaler("cpu", init_scale=2.0**36, growth_interval=4),
     )
 
 
@@ -230,7 +249,11 @@ class Watcher(tk.Callback):
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
         trainer.files.deliveries.wait()  # the journal is written by a thread
-        lines = list(read_journal(trainer.files.journal.path)) if trainer.is_global_zero else []
+        lines = (
+            list(read_journal(trainer.files.journal.path))
+            if trainer.is_global_zero
+            else []
+        )
         self.taken[trainer.global_step] = len(lines), len(module.seen)
         self.values[trainer.global_step] = known(trainer)
 
@@ -260,13 +283,18 @@ def by_workers() -> Any:
 def own_generator() -> Any:
     data = Augmented()
     return DataLoader(
-        data, batch_size=3, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(11))
+        data,
+        batch_size=3,
+        sampler=RandomSampler(data, generator=torch.Generator().manual_seed(11)),
     )
 
 
 def stateful() -> Any:
     return StatefulDataLoader(
-        Augmented(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(11)
+        Augmented(),
+        batch_size=3,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(11),
     )
 
 
@@ -296,7 +324,11 @@ class Rolling(IterableDataset[Batch]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         version, internal, gauss = state["drawn"]
-        self.at, self.left, self.buffer = state["at"], state["left"], list(state["buffer"])
+        self.at, self.left, self.buffer = (
+            state["at"],
+            state["left"],
+            list(state["buffer"]),
+        )
         self.drawn.setstate((version, tuple(internal), gauss))
 
 
@@ -323,14 +355,20 @@ VARIANTS: dict[str, Variant] = {
         options={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
     ),
     "validation each epoch": Variant(validates=True),
-    "validation inside the epoch": Variant(validates=True, options={"val_check_interval": 2}),
+    "validation inside the epoch": Variant(
+        validates=True, options={"val_check_interval": 2}
+    ),
     "rarely logged": Variant(validates=True, options={"log_every_n_steps": 5}),
     "scheduler on a metric": Variant(Scheduled, validates=True),
     "two named optimizers": Variant(Named, options={"gradient_clip_val": 0.5}),
     "manual optimization": Variant(Manual),
     "average of the weights": Variant(callbacks=(Average,)),
-    "16-mixed that overflows": Variant(options={"plugins": overflowing}, callbacks=(Overflows,)),
-    "metric objects": Variant(Counting, validates=True, options={"val_check_interval": 3}),
+    "16-mixed that overflows": Variant(
+        options={"plugins": overflowing}, callbacks=(Overflows,)
+    ),
+    "metric objects": Variant(
+        Counting, validates=True, options={"val_check_interval": 3}
+    ),
     "buffers of each rank": Variant(validates=True, options={"strategy": own_buffers}),
     "a sampler's own generator": Variant(data=own_generator),
     "a stateful loader": Variant(data=stateful),
@@ -350,7 +388,10 @@ def fit(
     name: str, directory: Path, keep: bool = False, ckpt: Path | None = None
 ) -> tuple[Any, Any, Watcher]:
     """A run of this variant, with everything made anew as in a new process."""
-    variant, world = VARIANTS[name], dist.get_world_size() if dist.is_initialized() else 1
+    variant, world = (
+        VARIANTS[name],
+        dist.get_world_size() if dist.is_initialized() else 1,
+    )
     disturb()
     module, watcher = variant.module(), Watcher()
     if ckpt is not None:
@@ -358,7 +399,9 @@ def fit(
             nn.init.normal_(parameter)
     else:
         torch.manual_seed(3), random.seed(3), np.random.seed(3)
-    keeper = tk.callbacks.ModelCheckpoint(directory / "kept", every_n_train_steps=1, save_top_k=-1)
+    keeper = tk.callbacks.ModelCheckpoint(
+        directory / "kept", every_n_train_steps=1, save_top_k=-1
+    )
     rates = [] if isinstance(module, Manual) else [tk.callbacks.LearningRateMonitor()]
     trainer = tk.Trainer(
         accelerator="cpu",
@@ -411,7 +454,9 @@ def resume_everywhere(name: str, root: str) -> None:
             again, module2, watcher2 = fit(name, directory / f"from-{step}", ckpt=ckpt)
             lines, batches = watcher.taken[step]
             assert module2.seen == module.seen[batches:]
-            same_state(watcher2.values[step], watcher.values[step], "callback_metrics as found")
+            same_state(
+                watcher2.values[step], watcher.values[step], "callback_metrics as found"
+            )
             same_state(
                 watcher2.rates,
                 {at: rate for at, rate in watcher.rates.items() if at > step},
@@ -430,7 +475,11 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
         for key, value in state["callbacks"].items()
         if not key.startswith("ModelCheckpoint")
     }
-    same = {key: value for key, value in state.items() if key not in ("configuration", "loggers")}
+    same = {
+        key: value
+        for key, value in state.items()
+        if key not in ("configuration", "loggers")
+    }
     return {**same, "callbacks": kept, "progress": {**state["progress"], "seconds": 0}}
 
 
@@ -439,7 +488,10 @@ SLOW = {"two workers"}
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VARIANTS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in VARIANTS
+    ],
 )
 def test_one_process(tmp_path: Path, name: str) -> None:
     resume_everywhere(name, str(tmp_path))

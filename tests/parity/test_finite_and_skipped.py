@@ -68,11 +68,17 @@ def test_the_run_stops_at_the_flush_and_names_the_step(
 
 def test_no_checkpoint_holds_the_non_finite_weights(tmp_path: Path) -> None:
     saving = tk.callbacks.ModelCheckpoint(
-        tmp_path, every_n_train_steps=2, save_top_k=-1, save_last=True, save_on_exception=True
+        tmp_path,
+        every_n_train_steps=2,
+        save_top_k=-1,
+        save_last=True,
+        save_on_exception=True,
     )
     module = Spoiled(5, float("nan"))
     with pytest.raises(NonFiniteError, match="not finite at step 6"):
-        train(module, make_batches(20), callbacks=[saving], log_every_n_steps=50, **QUIET)
+        train(
+            module, make_batches(20), callbacks=[saving], log_every_n_steps=50, **QUIET
+        )
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [
         "step-00000002",
         "step-00000004",
@@ -82,7 +88,9 @@ def test_no_checkpoint_holds_the_non_finite_weights(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
-def test_a_loss_whose_memory_is_reused_keeps_its_returned_value(hook: str, as_dict: bool) -> None:
+def test_a_loss_whose_memory_is_reused_keeps_its_returned_value(
+    hook: str, as_dict: bool
+) -> None:
     """As a compiled step does with its outputs, and a user who scales or clears a loss in place."""
 
     class Reusing(Spoiled):
@@ -94,7 +102,9 @@ def test_a_loss_whose_memory_is_reused_keeps_its_returned_value(hook: str, as_di
             if hook == "on_after_backward":
                 self.kept.detach().zero_()
 
-        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, outputs: Any, batch: Batch, batch_idx: int
+        ) -> None:
             if hook == "on_train_batch_end":
                 outputs["loss"].zero_()
 
@@ -117,7 +127,8 @@ def test_losses_of_several_classes_and_shapes_are_checked_together(at: int) -> N
             return loss.as_subclass(Own) if batch_idx % 2 else loss.reshape(1)
 
     with pytest.raises(
-        NonFiniteError, match=rf"(?s)not finite at step {at + 1}\n.*nan in batch {at} of epoch 0"
+        NonFiniteError,
+        match=rf"(?s)not finite at step {at + 1}\n.*nan in batch {at} of epoch 0",
     ):
         train(Mixed(at, float("nan")), make_batches(7), log_every_n_steps=5)
 
@@ -128,7 +139,8 @@ def test_losses_of_manual_optimization_are_checked_too() -> None:
 
         def training_step(self, batch: Batch, batch_idx: int) -> None:
             self.manual_backward(
-                super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1.0)
+                super().training_step(batch, batch_idx)
+                * (float("nan") if batch_idx == 2 else 1.0)
             )
             self.optimizers().step()
 
@@ -144,7 +156,13 @@ def test_the_samples_of_the_batch_are_named(k: int) -> None:
         TensorDataset(x, torch.zeros(24, dtype=torch.long)), batch_size=4, shuffle=True
     )
     with pytest.raises(NonFiniteError) as raised:
-        train(Classifier(make_net()), loader, seed=5, max_epochs=1, accumulate_grad_batches=k)
+        train(
+            Classifier(make_net()),
+            loader,
+            seed=5,
+            max_epochs=1,
+            accumulate_grad_batches=k,
+        )
     feed = Feed(DataLoader(range(24), batch_size=4, shuffle=True), seed=5)  # type: ignore[arg-type]
     batches = [batch.tolist() for batch, _ in feed.sized_epoch(0)]
     at = next(i for i, batch in enumerate(batches) if 17 in batch)
@@ -174,17 +192,25 @@ class Skipping(Classifier):
         self.skipped = skipped
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return None if batch_idx in self.skipped else super().training_step(batch, batch_idx)
+        return (
+            None
+            if batch_idx in self.skipped
+            else super().training_step(batch, batch_idx)
+        )
 
 
 def by_steps(net: Any) -> Any:
     optimizer = sgd(net)
-    return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+    return [optimizer], [
+        {"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+    ]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("skipped", [{0}, {2, 3}, {5}])
-def test_none_skips_the_step_and_its_scheduler(skipped: set[int], precision: str) -> None:
+def test_none_skips_the_step_and_its_scheduler(
+    skipped: set[int], precision: str
+) -> None:
     batches, net, mine = make_batches(6), make_net(), make_net()
     (optimizer,), (config,) = by_steps(net)
     left = [batch for i, batch in enumerate(batches) if i not in skipped]
@@ -194,13 +220,19 @@ def test_none_skips_the_step_and_its_scheduler(skipped: set[int], precision: str
         else {}
     )
     plain_loop(net, [left] * 2, optimizer, by_step=config["scheduler"], **mixed)
-    trainer = train(Skipping(mine, skipped, by_steps), batches, max_epochs=2, precision=precision)
+    trainer = train(
+        Skipping(mine, skipped, by_steps), batches, max_epochs=2, precision=precision
+    )
     assert_same(mine, net)
     assert trainer.global_step == 12, "a skipped turn is a step"
 
 
 def test_all_of_a_window_is_skipped() -> None:
-    batches, net, mine = doubled(make_batches(6)), make_net().double(), make_net().double()
+    batches, net, mine = (
+        doubled(make_batches(6)),
+        make_net().double(),
+        make_net().double(),
+    )
     plain_loop(net, [[merged(batches[:2]), merged(batches[4:])]], sgd(net))
     train(Skipping(mine, {2, 3}), batches, accumulate_grad_batches=2)
     assert_close(mine, net)
@@ -225,7 +257,10 @@ def test_skipped_micro_batches_keep_their_weight(skipped: set[int]) -> None:
 def test_a_dict_with_a_loss_counts_as_one() -> None:
     class Dict(Classifier):
         def training_step(self, batch: Batch, batch_idx: int) -> Any:
-            return {"loss": super().training_step(batch, batch_idx), "size": len(batch[1])}
+            return {
+                "loss": super().training_step(batch, batch_idx),
+                "size": len(batch[1]),
+            }
 
     seen: list[Any] = []
 

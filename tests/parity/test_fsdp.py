@@ -50,7 +50,9 @@ class Calls(Classifier):
 
 
 def watched(*names: str) -> Any:
-    name = next(name for name in names if hasattr(dist, name))  # torch 2.13 has another one
+    name = next(
+        name for name in names if hasattr(dist, name)
+    )  # torch 2.13 has another one
     return mock.patch.object(dist, name, wraps=getattr(dist, name))
 
 
@@ -104,7 +106,11 @@ def fsdp(module: tk.TrainModule, size: int = 3, **options: Any) -> tk.Trainer:
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_mixed_and_half_precision() -> None:
-    for precision, tolerance in (("bf16-mixed", 1e-2), ("16-mixed", 1e-2), ("bf16-true", 5e-2)):
+    for precision, tolerance in (
+        ("bf16-mixed", 1e-2),
+        ("16-mixed", 1e-2),
+        ("bf16-true", 5e-2),
+    ):
         with case(precision=precision):
             one, mine = Classifier(norms()), Classifier(norms())
             fsdp(one, 6, precision=precision)
@@ -213,7 +219,9 @@ class Hears(tk.Callback):
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.heard.append(f"start {len(batch[0])}")
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
@@ -256,14 +264,18 @@ class Counts(Classifier):
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-@pytest.mark.filterwarnings("ignore:the first batch of this DataLoader differs from rank to rank")
+@pytest.mark.filterwarnings(
+    "ignore:the first batch of this DataLoader differs from rank to rank"
+)
 def test_padding_batches_have_no_side_effects() -> None:
     """Uneven streams: rank 1 has two batches less; a validation of one sample gives it none at all."""
     results = []
     for strategy in ("ddp", FSDPStrategy()):
         torch.manual_seed(torch.distributed.get_rank())
         module, hears = Counts(), Hears()
-        one = DataLoader([tuple(part[0] for part in merged(make_batches(1)))], batch_size=2)
+        one = DataLoader(
+            [tuple(part[0] for part in merged(make_batches(1)))], batch_size=2
+        )
         data = DataLoader(Stream((10, 6)), batch_size=2)
         options: dict[str, Any] = {
             "logger": False,
@@ -278,7 +290,9 @@ def test_padding_batches_have_no_side_effects() -> None:
         }
         trainer = tk.Trainer(strategy=strategy, callbacks=[hears], **options)
         trainer.fit(module, data, one)
-        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values = {
+            name: float(value) for name, value in trainer.callback_metrics.items()
+        }
         (validated,) = trainer.validate(
             module, DataLoader(Stream((6, 10)), batch_size=2), verbose=False
         )

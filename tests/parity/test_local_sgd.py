@@ -14,7 +14,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
-from tests.parity.plain import Classifier, adamw, case, ddp, doubled, make_batches, make_net, merged
+from tests.parity.plain import (
+    Classifier,
+    adamw,
+    case,
+    ddp,
+    doubled,
+    make_batches,
+    make_net,
+    merged,
+)
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.checkpoint.read import read_checkpoint
@@ -44,11 +53,17 @@ def by_hand(
             for parameter in net.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         for i in range(at, end, 2 * size):
-            middle, last = i + (min(end, i + 2 * size) - i + 1) // 2, min(end, i + 2 * size)
-            for net, part in zip(nets, (slice(i, middle), slice(middle, last)), strict=True):
+            middle, last = (
+                i + (min(end, i + 2 * size) - i + 1) // 2,
+                min(end, i + 2 * size),
+            )
+            for net, part in zip(
+                nets, (slice(i, middle), slice(middle, last)), strict=True
+            ):
                 if len(y[part]):
                     (
-                        F.cross_entropy(net(x[part]), y[part]) * (2 * len(y[part]) / (end - at))
+                        F.cross_entropy(net(x[part]), y[part])
+                        * (2 * len(y[part]) / (end - at))
                     ).backward()
         pairs = list(zip(*(net.parameters() for net in nets), strict=True))
         if number <= warmup:
@@ -60,7 +75,9 @@ def by_hand(
             optimizer.step()
         if number > warmup and (number - warmup) % period == 0:
             average(pairs)
-        distances.append(max(float((one - other).detach().abs().max()) for one, other in pairs))
+        distances.append(
+            max(float((one - other).detach().abs().max()) for one, other in pairs)
+        )
     average(list(zip(*(net.parameters() for net in nets), strict=True)))
     return nets[0], distances
 
@@ -113,12 +130,20 @@ def test_local_steps_are_those_of_a_loop_by_hand() -> None:
     ]:
         with case(count=count, length=length, period=period, warmup=warmup):
             net, distances = by_hand(count, 3, length, period, warmup, 0.5)
-            options: dict[str, Any] = {"accumulate_grad_batches": length, "gradient_clip_val": 0.5}
-            mine, strategy = Watched(), DDPStrategy(local_sgd=PostLocalSGD(period, warmup))
+            options: dict[str, Any] = {
+                "accumulate_grad_batches": length,
+                "gradient_clip_val": 0.5,
+            }
+            mine, strategy = (
+                Watched(),
+                DDPStrategy(local_sgd=PostLocalSGD(period, warmup)),
+            )
             ddp(mine, loader(count), strategy=strategy, **options)
             same(mine.net, net)
             if count == 36 and length == 1:
-                one, other = mine.trainer.strategy.world.all_gather(torch.stack(mine.own))
+                one, other = mine.trainer.strategy.world.all_gather(
+                    torch.stack(mine.own)
+                )
                 found = (one - other).abs().amax(1)
                 torch.testing.assert_close(
                     found, torch.tensor(distances).double(), rtol=0, atol=1e-7
@@ -158,24 +183,34 @@ def run(strategy: Any, ckpt_path: str | None = None) -> Watched:
 
 def saved(step: int) -> str:
     return next(
-        str(p) for p in Path("through").glob("*step*") if read_manifest(p)["info"]["step"] == step
+        str(p)
+        for p in Path("through").glob("*step*")
+        if read_manifest(p)["info"]["step"] == step
     )
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_a_checkpoint_continues_bit_for_bit() -> None:
-    strategy = partial(DDPStrategy, local_sgd=PostLocalSGD(3, 1))  # averages after steps 4, 7, 10
+    strategy = partial(
+        DDPStrategy, local_sgd=PostLocalSGD(3, 1)
+    )  # averages after steps 4, 7, 10
     through = run(strategy())
     for step in [1, 3, 4, 8]:
         with case(step=step):
             resumed = run(strategy(), saved(step))
             assert len(resumed.own) == 12 - step
             for now, then in zip(resumed.own, through.own[step:], strict=True):
-                assert torch.equal(now, then), "a weight of this rank differs after the resume"
-            for now, then in zip(resumed.parameters(), through.parameters(), strict=True):
+                assert torch.equal(now, then), (
+                    "a weight of this rank differs after the resume"
+                )
+            for now, then in zip(
+                resumed.parameters(), through.parameters(), strict=True
+            ):
                 assert torch.equal(now, then)
-    means = [through.trainer.strategy.world.all_gather(own).mean(0) for own in through.own]
+    means = [
+        through.trainer.strategy.world.all_gather(own).mean(0) for own in through.own
+    ]
     # What stands for all ranks is the mean of what they have: in validation, in a checkpoint's weights, at the end.
     for seen, step in (
         (through.validated[0], 6),
@@ -185,7 +220,9 @@ def test_a_checkpoint_continues_bit_for_bit() -> None:
         torch.testing.assert_close(seen, means[step - 1], rtol=0, atol=1e-15)
     path = saved(8)
     model = read_checkpoint(path, parts=["model"])["model"]
-    held = torch.cat([model[name].reshape(-1) for name, _ in through.named_parameters()])
+    held = torch.cat(
+        [model[name].reshape(-1) for name, _ in through.named_parameters()]
+    )
     torch.testing.assert_close(held, means[7], rtol=0, atol=1e-15)
     # Every other layout goes on from that.
     other = run("ddp", path)
@@ -222,7 +259,11 @@ def test_unsupported_combinations_are_refused() -> None:
 def test_an_overridden_optimizer_step_steps_as_the_strategy_does() -> None:
     class Own(Classifier):
         def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+            self,
+            epoch: int,
+            batch_idx: int,
+            optimizer: Any,
+            optimizer_closure: Any = None,
         ) -> None:
             assert isinstance(optimizer, torch.optim.Optimizer)
             optimizer.step(closure=optimizer_closure)

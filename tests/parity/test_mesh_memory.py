@@ -23,7 +23,8 @@ from trainer_kit.strategies import MeshStrategy
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not Path("/proc/self/clear_refs").exists(), reason="needs /proc to measure peaks"
+        not Path("/proc/self/clear_refs").exists(),
+        reason="needs /proc to measure peaks",
     ),
 ]
 MB = 2**20
@@ -40,7 +41,10 @@ class Large(tk.TrainModule):
 
     def configure_model(self) -> None:
         def block() -> nn.Module:
-            ends = nn.Linear(self.width, 2 * self.width), nn.Linear(2 * self.width, self.width)
+            ends = (
+                nn.Linear(self.width, 2 * self.width),
+                nn.Linear(2 * self.width, self.width),
+            )
             return nn.Sequential(ends[0], nn.Tanh(), ends[1], nn.Tanh())
 
         self.net = nn.Sequential(*(block() for _ in range(BLOCKS)))
@@ -57,7 +61,11 @@ class Large(tk.TrainModule):
 
 def memory(field: str) -> int:
     return (
-        int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
+        int(
+            re.search(
+                rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text()
+            ).group(1)
+        )
         * 1024
     )  # type: ignore[union-attr]
 
@@ -115,7 +123,11 @@ def check(axes: dict[str, int], ranks: int) -> None:
     # The first rank has the weights to begin with, and lets go of them one by one.
     allowed = mine + (whole if dist.get_rank() == 0 else 2 * layer) + SLACK
     with case(
-        axes=axes, rank=dist.get_rank(), built=built // MB, resumed=resumed // MB, whole=whole // MB
+        axes=axes,
+        rank=dist.get_rank(),
+        built=built // MB,
+        resumed=resumed // MB,
+        whole=whole // MB,
     ):
         assert built < allowed
         # What is read, and the pages of the file that it is read from.

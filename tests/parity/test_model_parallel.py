@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,14 +33,21 @@ from trainer_kit.callbacks import EMAWeightAveraging
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.strategies import ModelParallelStrategy
 
-LIMITS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
+LIMITS: dict[str, Any] = {
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.5,
+    "max_epochs": 2,
+}
 
 
 class Divided(tk.TrainModule):
     """A net of two layers; ``divide`` gets the module and the mesh in `configure_model`."""
 
     def __init__(
-        self, divide: Callable[[Any, Any], Any] | None = None, seed: int = 0, dropout: float = 0.0
+        self,
+        divide: Callable[[Any, Any], Any] | None = None,
+        seed: int = 0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.net, self.divide = make_net(seed, dropout).double(), divide
@@ -112,7 +121,10 @@ def state(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def sizes_of(ranks: int) -> dict[str, int]:
-    return {"data_parallel_size": ranks, "tensor_parallel_size": dist.get_world_size() // ranks}
+    return {
+        "data_parallel_size": ranks,
+        "tensor_parallel_size": dist.get_world_size() // ranks,
+    }
 
 
 def compare(divide: Any, ranks: int, optimizer: Any = sgd) -> None:
@@ -120,7 +132,10 @@ def compare(divide: Any, ranks: int, optimizer: Any = sgd) -> None:
     one, mine = Divided(), Divided(divide, seed=dist.get_rank())
     one.optimizer = mine.optimizer = optimizer
     alone = train(one, data(22, 4), data(6, 4), **LIMITS)
-    how = {"strategy": ModelParallelStrategy(**sizes_of(ranks)), "devices": dist.get_world_size()}
+    how = {
+        "strategy": ModelParallelStrategy(**sizes_of(ranks)),
+        "devices": dist.get_world_size(),
+    }
     together = train(mine, data(22, 4 // ranks), data(6, 4 // ranks), **LIMITS, **how)
     assert any(isinstance(p, DTensor) for p in mine.parameters())
     found = weights(mine)
@@ -136,7 +151,10 @@ def compare(divide: Any, ranks: int, optimizer: Any = sgd) -> None:
     predicted = together.predict(mine, data(6, 4 // ranks))
     assert {type(one) for one in predicted} == {Tensor}  # no collective is under way
     torch.testing.assert_close(
-        torch.cat(predicted), torch.cat(alone.predict(one, data(6, 4))), rtol=0, atol=1e-12
+        torch.cat(predicted),
+        torch.cat(alone.predict(one, data(6, 4))),
+        rtol=0,
+        atol=1e-12,
     )
 
 
@@ -235,13 +253,18 @@ def test_where_weights_come_from() -> None:
     def same(mine: nn.Module, one: nn.Module) -> None:
         for name, value in weights(mine).items():
             plain = name.replace("_orig_mod.", "")
-            torch.testing.assert_close(value, one.state_dict()[plain], rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                value, one.state_dict()[plain], rtol=0, atol=1e-12
+            )
 
     one = Divided()
     train(one, data(22, 4), **LIMITS)
     with case(layers="without storage on rank 1"):
         with tk.Trainer(
-            strategy=ModelParallelStrategy(), devices=2, accelerator="cpu", barebones=True
+            strategy=ModelParallelStrategy(),
+            devices=2,
+            accelerator="cpu",
+            barebones=True,
         ).init_module(empty_init=True):
             module = Divided(tensor_parallel)
         assert [p.is_meta for p in module.parameters()] == [dist.get_rank() > 0] * 4
@@ -251,7 +274,10 @@ def test_where_weights_come_from() -> None:
         with (
             case(divide=divide.__name__),
             tk.Trainer(
-                strategy=ModelParallelStrategy(2, 1), devices=2, accelerator="cpu", barebones=True
+                strategy=ModelParallelStrategy(2, 1),
+                devices=2,
+                accelerator="cpu",
+                barebones=True,
             ).init_module(empty_init=True),
         ):
             module = Divided(divide)
@@ -308,11 +334,18 @@ def test_a_checkpoint_continues_here_and_on_one_rank() -> None:
         module = Divided(divide, seed=0 if path is None else 5)
         module.optimizer = adamw
         # Averages and statistics of blocks have the names of checkpoints, too.
-        options = {**options, "callbacks": [EMAWeightAveraging(decay=0.9, use_buffers=True)]}
+        options = {
+            **options,
+            "callbacks": [EMAWeightAveraging(decay=0.9, use_buffers=True)],
+        }
         how: dict[str, Any] = {"strategy": "single_device", "devices": 1}
         if divide is not None:
             how = {"strategy": ModelParallelStrategy(**sizes_of(ranks)), "devices": 2}
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        quiet = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        }
         trainer = tk.Trainer(accelerator="cpu", **{**quiet, **LIMITS, **how, **options})
         trainer.fit(module, data(22, 4 // ranks), ckpt_path=path)
         return trainer, module
@@ -336,7 +369,9 @@ def test_a_checkpoint_continues_here_and_on_one_rank() -> None:
 
 def other_mesh(module: Any, mesh: Any) -> None:
     parallelize_module(
-        module.net[0], init_device_mesh("cpu", (2,), mesh_dim_names=("mine",)), ColwiseParallel()
+        module.net[0],
+        init_device_mesh("cpu", (2,), mesh_dim_names=("mine",)),
+        ColwiseParallel(),
     )
 
 
@@ -363,7 +398,9 @@ def test_manual_optimization_steps_as_one_process() -> None:
                 **how,
             )
             for name, value in weights(module).items():
-                torch.testing.assert_close(value, one.state_dict()[name], rtol=0, atol=1e-12)
+                torch.testing.assert_close(
+                    value, one.state_dict()[name], rtol=0, atol=1e-12
+                )
 
 
 def another_unit_on_rank_one(module: Any, mesh: Any) -> None:
@@ -452,7 +489,10 @@ def test_explain_shows_what_a_rank_holds_and_sends() -> None:
 
 
 def test_sizes_are_checked_before_anything_starts() -> None:
-    assert ModelParallelStrategy().places(4) == {"data_parallel": 1, "tensor_parallel": 4}
+    assert ModelParallelStrategy().places(4) == {
+        "data_parallel": 1,
+        "tensor_parallel": 4,
+    }
     assert ModelParallelStrategy(data_parallel_size=2).places(4) == {
         "data_parallel": 2,
         "tensor_parallel": 2,
@@ -462,7 +502,8 @@ def test_sizes_are_checked_before_anything_starts() -> None:
         "tensor_parallel": 1,
     }
     with pytest.raises(
-        StrategyError, match=r"tensor_parallel_size=3, 4 processes\n  fix:   launch 6 processes"
+        StrategyError,
+        match=r"tensor_parallel_size=3, 4 processes\n  fix:   launch 6 processes",
     ):
         ModelParallelStrategy(2, 3).places(4)
     with pytest.raises(StrategyError, match="data_parallel_size=0"):
@@ -473,7 +514,10 @@ def test_sizes_are_checked_before_anything_starts() -> None:
         ModelParallelStrategy(save_distributed_checkpoint=False)
     with pytest.raises(StrategyError, match="8 processes, or leave"):
         tk.Trainer(
-            strategy=ModelParallelStrategy(2, 4), devices=2, accelerator="cpu", barebones=True
+            strategy=ModelParallelStrategy(2, 4),
+            devices=2,
+            accelerator="cpu",
+            barebones=True,
         )
 
 

@@ -57,7 +57,10 @@ class Marked(Classifier):
 
 def samples(count: int = 48, **marks: float) -> TensorDataset:
     draw = torch.Generator().manual_seed(3)
-    x, y = torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw)
+    x, y = (
+        torch.randn(count, 8, generator=draw),
+        torch.randint(4, (count,), generator=draw),
+    )
     for name, value in marks.items():
         x[int(name[1:]), 0] = value
     return TensorDataset(x, y)
@@ -77,7 +80,12 @@ RUN = {**QUIET, "enable_checkpointing": False}
 
 
 def by_hand(
-    net: Any, data: TensorDataset, left_out: set[int], epochs: int = 1, k: int = 1, size: int = 4
+    net: Any,
+    data: TensorDataset,
+    left_out: set[int],
+    epochs: int = 1,
+    k: int = 1,
+    size: int = 4,
 ) -> None:
     """The plain loop over every window but those of the steps that are left out."""
     optimizer, step = adamw(net), 0
@@ -93,7 +101,8 @@ def by_hand(
             else:
                 for part, target in zip(x.split(size), y.split(size), strict=True):
                     (
-                        F.cross_entropy(net(part.clamp(-5, 5)), target) * (len(part) / len(x))
+                        F.cross_entropy(net(part.clamp(-5, 5)), target)
+                        * (len(part) / len(x))
                     ).backward()
             optimizer.step()
             schedule.step()
@@ -101,7 +110,9 @@ def by_hand(
 
 def scheduled(net: Any) -> Any:
     optimizer = adamw(net)
-    return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 3, 0.7), "interval": "step"}]
+    return [optimizer], [
+        {"scheduler": lr_scheduler.StepLR(optimizer, 3, 0.7), "interval": "step"}
+    ]
 
 
 def marked(**options: Any) -> Marked:
@@ -142,10 +153,14 @@ def test_losses_of_shape_one_and_of_no_shape_are_looked_at_together() -> None:
             return loss.reshape(1) if batch_idx % 2 else loss
 
     with pytest.raises(
-        NonFiniteError, match=r"the loss is not finite at step 6\n.*nan in batch 5 of epoch 0"
+        NonFiniteError,
+        match=r"the loss is not finite at step 6\n.*nan in batch 5 of epoch 0",
     ):
         train(
-            Shapes(make_net(), scheduled), loader(samples(s21=950.0)), log_every_n_steps=50, **RUN
+            Shapes(make_net(), scheduled),
+            loader(samples(s21=950.0)),
+            log_every_n_steps=50,
+            **RUN,
         )
 
 
@@ -153,7 +168,8 @@ def test_a_batch_that_holds_nan_itself_is_named() -> None:
     data = samples()
     data.tensors[0][9, 3] = float("nan")
     with pytest.raises(
-        NonFiniteError, match=r"at step 3\n.*samples 8, 9, 10, 11 of the dataset\), which holds NaN"
+        NonFiniteError,
+        match=r"at step 3\n.*samples 8, 9, 10, 11 of the dataset\), which holds NaN",
     ):
         train(marked(), loader(data), callbacks=[NaNGuard()], **RUN)
 
@@ -167,13 +183,22 @@ def test_skip_trains_as_if_the_batches_were_not_there(
     marks: dict[str, float], dropout: float, every: int
 ) -> None:
     bad = {int(name[1:]) // 4 + 1 for name in marks}
-    net, module, guard = make_net(dropout=dropout), marked(dropout=dropout), NaNGuard("skip")
+    net, module, guard = (
+        make_net(dropout=dropout),
+        marked(dropout=dropout),
+        NaNGuard("skip"),
+    )
     data = samples(**marks)
     torch.manual_seed(7)
     by_hand(net, data, bad | {step + 12 for step in bad}, epochs=2)
     torch.manual_seed(7)
     trainer = train(
-        module, loader(data), max_epochs=2, callbacks=[guard], log_every_n_steps=every, **RUN
+        module,
+        loader(data),
+        max_epochs=2,
+        callbacks=[guard],
+        log_every_n_steps=every,
+        **RUN,
     )
     assert_same(module.net, net)
     assert guard.skipped_steps == sorted([*bad, *(step + 12 for step in bad)])
@@ -187,7 +212,13 @@ def test_rollback_leaves_out_the_steps_before_too() -> None:
     net, module = make_net(), marked()
     data = samples(s33=950.0)
     by_hand(net, data, {6, 7, 8, 9})
-    train(module, loader(data), callbacks=[NaNGuard("rollback", n=3)], log_every_n_steps=1, **RUN)
+    train(
+        module,
+        loader(data),
+        callbacks=[NaNGuard("rollback", n=3)],
+        log_every_n_steps=1,
+        **RUN,
+    )
     assert_same(module.net, net)
 
 
@@ -228,7 +259,9 @@ def test_windows_of_several_batches() -> None:
 
 def test_too_many_bad_steps_are_an_error() -> None:
     data = samples(s2=950.0, s21=950.0, s33=950.0)
-    with pytest.raises(NonFiniteError, match=r"(?s)at step 9\n.*steps 1, 6 were left out before"):
+    with pytest.raises(
+        NonFiniteError, match=r"(?s)at step 9\n.*steps 1, 6 were left out before"
+    ):
         train(marked(), loader(data), callbacks=[NaNGuard("skip", max_skips=2)], **RUN)
 
 
@@ -236,13 +269,20 @@ def test_a_resumed_run_leaves_out_the_same(tmp_path: Path) -> None:
     data, whole = samples(s9=950.0, s33=850.0), marked(dropout=0.3)
     torch.manual_seed(5)
     train(
-        whole, loader(data), max_epochs=2, callbacks=[NaNGuard("skip")], log_every_n_steps=4, **RUN
+        whole,
+        loader(data),
+        max_epochs=2,
+        callbacks=[NaNGuard("skip")],
+        log_every_n_steps=4,
+        **RUN,
     )
 
     def part(steps: int, **options: Any) -> tuple[Marked, NaNGuard]:
         module, guard = marked(dropout=0.3), NaNGuard("skip")
         torch.manual_seed(5)
-        saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1)
+        saving = tk.callbacks.ModelCheckpoint(
+            tmp_path, every_n_train_steps=6, save_top_k=-1
+        )
         limits = {"max_epochs": 2, "max_steps": steps, "log_every_n_steps": 4}
         trainer = tk.Trainer(
             accelerator="cpu",
@@ -279,10 +319,20 @@ def test_values_of_left_out_steps_are_not_published() -> None:
 
 def test_engines_that_cannot_undo_a_step_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="loss scaling"):
-        train(marked(), loader(samples()), callbacks=[NaNGuard()], precision="16-mixed", **RUN)
+        train(
+            marked(),
+            loader(samples()),
+            callbacks=[NaNGuard()],
+            precision="16-mixed",
+            **RUN,
+        )
     with pytest.raises(ConfigurationError, match="read only once"):
         train(marked(), iter(loader(samples())), callbacks=[NaNGuard()], **RUN)
-    for wrong in ({"policy": "skipp"}, {"policy": "skip", "n": 3}, {"policy": "rollback"}):
+    for wrong in (
+        {"policy": "skipp"},
+        {"policy": "skip", "n": 3},
+        {"policy": "rollback"},
+    ):
         with pytest.raises(ConfigurationError, match="policy"):
             NaNGuard(**wrong)
 
@@ -299,18 +349,28 @@ def test_two_ranks(strategy: str) -> None:
             by_hand(net, data, {6}, size=2, k=2)
             guard = NaNGuard("skip")
             trainer = train(
-                module, loader(data, 2), strategy=strategy, devices=2, callbacks=[guard], **RUN
+                module,
+                loader(data, 2),
+                strategy=strategy,
+                devices=2,
+                callbacks=[guard],
+                **RUN,
             )
             assert guard.skipped_steps == [6]
             weights = trainer.strategy.module_state(module)
             whole = {
-                n.removeprefix("net."): w.full_tensor() if hasattr(w, "full_tensor") else w
+                n.removeprefix("net."): w.full_tensor()
+                if hasattr(w, "full_tensor")
+                else w
                 for n, w in weights.items()
             }
-            torch.testing.assert_close(whole, dict(net.state_dict()), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                whole, dict(net.state_dict()), rtol=1e-10, atol=1e-12
+            )
             again = Marked(make_net().double(), scheduled)
             with pytest.raises(
-                NonFiniteError, match=r"(?s)at step 6\n.*samples 22, 23 of the dataset\).*"
+                NonFiniteError,
+                match=r"(?s)at step 6\n.*samples 22, 23 of the dataset\).*",
             ):
                 train(
                     again,
@@ -358,7 +418,9 @@ def test_a_kill_inside_the_window_of_a_rollback(
     Killed before the bad step the resumed run has no state from before the window, and says so.
     """
     assert programs.run_code(KILLED, str(killed)).returncode == -9
-    assert [path.name for path in sorted(tmp_path.glob("kept/step-*"))] == ["step-00000007"]
+    assert [path.name for path in sorted(tmp_path.glob("kept/step-*"))] == [
+        "step-00000007"
+    ]
     done = programs.run_code(KILLED, "-1")
     assert done.returncode == 0, done.stderr
     net = make_net()
@@ -366,7 +428,9 @@ def test_a_kill_inside_the_window_of_a_rollback(
     module = marked()
     module.net.load_state_dict(torch.load("weights"))
     assert_same(module.net, net)
-    assert ("going back" in done.stdout) == (killed == 7), "the other checkpoint knows the bad step"
+    assert ("going back" in done.stdout) == (killed == 7), (
+        "the other checkpoint knows the bad step"
+    )
     assert (tmp_path / "skipped").read_text() == "[9]"
     fewer = "steps 8 to 9 are left out, but not from step 6 on: no state before step 7 was kept"
     assert (fewer in done.stdout) == (killed == 7)
@@ -384,7 +448,9 @@ def test_gradients_that_no_optimizer_has_are_not_searched_again() -> None:
     assert guard.skipped_steps == [3]
     net = make_net()
     optimizer = torch.optim.SGD(net[-1].parameters(), lr=0.1)
-    for step, (x, y) in enumerate(zip(*(part.split(4) for part in data.tensors), strict=True), 1):
+    for step, (x, y) in enumerate(
+        zip(*(part.split(4) for part in data.tensors), strict=True), 1
+    ):
         if step != 3:
             optimizer.zero_grad()
             F.cross_entropy(net(x), y).backward()

@@ -34,7 +34,9 @@ class Noisy(Classifier):
         self.validated: list[int] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) * (1 + random.random() + np.random.rand())
+        return super().training_step(batch, batch_idx) * (
+            1 + random.random() + np.random.rand()
+        )
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         assert not torch.is_grad_enabled()
@@ -56,7 +58,9 @@ class Noisy(Classifier):
 
 def shuffled(count: int = 20, num_workers: int = 0) -> DataLoader[Any]:
     x, y = merged(make_batches(1, size=count))
-    return DataLoader(TensorDataset(x, y), batch_size=3, shuffle=True, num_workers=num_workers)
+    return DataLoader(
+        TensorDataset(x, y), batch_size=3, shuffle=True, num_workers=num_workers
+    )
 
 
 def everything_drawn() -> tuple[Any, ...]:
@@ -82,7 +86,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "each epoch": {},
     "every 2 batches": {"val_check_interval": 2},
     "every third of an epoch": {"val_check_interval": 0.34},
-    "every 5 steps over epochs": {"val_check_interval": "5st", "check_val_every_n_epoch": None},
+    "every 5 steps over epochs": {
+        "val_check_interval": "5st",
+        "check_val_every_n_epoch": None,
+    },
     "every 2nd epoch": {"check_val_every_n_epoch": 2},
     "sanity check of all": {
         "num_sanity_val_steps": -1,
@@ -96,7 +103,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_validation(alone: tuple[Noisy, tuple[Any, ...]], options: dict[str, Any]) -> None:
+def test_validation(
+    alone: tuple[Noisy, tuple[Any, ...]], options: dict[str, Any]
+) -> None:
     module, drawn = run(shuffled(8), **options)
     assert module.validated
     assert_same(module, alone[0])
@@ -118,7 +127,13 @@ def test_the_sanity_check_leaves_no_metric_and_no_trace(
 
     class Look(tk.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            seen.append((dict(trainer.callback_metrics), everything_drawn(), trainer.should_stop))
+            seen.append(
+                (
+                    dict(trainer.callback_metrics),
+                    everything_drawn(),
+                    trainer.should_stop,
+                )
+            )
 
         def on_sanity_check_end(self, trainer: Any, module: Any) -> None:
             trainer.should_stop = True
@@ -130,16 +145,22 @@ def test_the_sanity_check_leaves_no_metric_and_no_trace(
         "enable_checkpointing": False,
         "enable_model_summary": False,
     }
-    module, drawn = run(shuffled(8), callbacks=[Look()], num_sanity_val_steps=2, **quiet)
+    module, drawn = run(
+        shuffled(8), callbacks=[Look()], num_sanity_val_steps=2, **quiet
+    )
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     assert seen == [({}, everything_drawn(), False)]
     assert_same(module, alone[0])
     assert drawn == alone[1]
 
 
-def test_validate_within_training_and_again_after_it(alone: tuple[Noisy, tuple[Any, ...]]) -> None:
+def test_validate_within_training_and_again_after_it(
+    alone: tuple[Noisy, tuple[Any, ...]],
+) -> None:
     module = Noisy()
-    trainer = tk.Trainer(max_epochs=3, seed=4, barebones=True, accelerator="cpu", devices=1)
+    trainer = tk.Trainer(
+        max_epochs=3, seed=4, barebones=True, accelerator="cpu", devices=1
+    )
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     trainer.fit(module, shuffled(), shuffled(8))
     weights = {name: value.clone() for name, value in module.state_dict().items()}
@@ -152,7 +173,9 @@ class Logged(Noisy):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log_dict({"a": loss * 2, "b": 3.0, "worst": loss}, on_epoch=True, reduce_fx="max")
+        self.log_dict(
+            {"a": loss * 2, "b": 3.0, "worst": loss}, on_epoch=True, reduce_fx="max"
+        )
         return loss
 
 
@@ -163,9 +186,15 @@ class Reader(tk.Callback):
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         float(outputs["loss"])
-        dict(trainer.callback_metrics), dict(trainer.progress_bar_metrics), trainer.optimizers
+        (
+            dict(trainer.callback_metrics),
+            dict(trainer.progress_bar_metrics),
+            trainer.optimizers,
+        )
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Any, module: Any, optimizer: Any
+    ) -> None:
         sum(p.grad.norm() for p in module.parameters())
 
 
@@ -200,7 +229,9 @@ def test_checkpoints_equal_the_run_without_them_at_every_step(tmp_path: Path) ->
 
     class Keep(tk.Callback):
         def on_train_step_end(self, trainer: Any, module: Any) -> None:
-            states.append({name: value.clone() for name, value in module.state_dict().items()})
+            states.append(
+                {name: value.clone() for name, value in module.state_dict().items()}
+            )
 
     run(callbacks=[Keep()])
     each = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
 
 import trainer_kit as tk
 from trainer_kit import Trainer, TrainModule
@@ -59,7 +65,9 @@ def loader(kind: str) -> Any:
     if kind == "in turn":
         return tk.CombinedLoader([loader("map-style"), loader("list")], "sequential")
     if kind == "batch sampler":
-        return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))
+        return DataLoader(
+            data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)
+        )
     if kind == "generator":
         return DataLoader(
             data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(4)
@@ -120,7 +128,8 @@ def test_one_rank_then_two(tmp_path: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DataLoader cannot skip by index")
 @pytest.mark.parametrize(
-    "kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)]
+    "kind",
+    [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)],
 )
 def test_two_ranks_then_two(tmp_path: Path, kind: str) -> None:
     whole = run_distributed(train, 2, str(tmp_path / "whole"), 2, -1, False, kind)
@@ -190,7 +199,10 @@ def regression(
         **options,
     )
     draw = torch.Generator().manual_seed(3)
-    x, y = torch.randn(48, 5, generator=draw).double(), torch.randn(48, 1, generator=draw).double()
+    x, y = (
+        torch.randn(48, 5, generator=draw).double(),
+        torch.randn(48, 1, generator=draw).double(),
+    )
     data = DataLoader(TensorDataset(x, y, torch.arange(48)), batch_size=1, shuffle=True)
     path = Path(directory) / "cut"
     trainer.fit(module, data, ckpt_path=path if resume else None)
@@ -200,7 +212,8 @@ def regression(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"global_batch_size": 8}, {"global_batch_size": 16, "accumulate_grad_batches": 2}]
+    "options",
+    [{"global_batch_size": 8}, {"global_batch_size": 16, "accumulate_grad_batches": 2}],
 )
 @pytest.mark.parametrize(
     "chain", [(1, 2, 4, 1), pytest.param((4, 2, 1, 4), marks=pytest.mark.long)]
@@ -215,7 +228,11 @@ def test_steps_samples_and_losses_are_those_of_one_process(
     losses: dict[int, float] = {}
     for i, (ranks, until) in enumerate(zip(chain, cuts, strict=True)):
         given = (str(tmp_path), ranks, until, i > 0, options)
-        found = [regression(*given)] if ranks == 1 else run_distributed(regression, ranks, *given)
+        found = (
+            [regression(*given)]
+            if ranks == 1
+            else run_distributed(regression, ranks, *given)
+        )
         losses.update(found[0][0])
         for step in found[0][1]:
             together = [sample for _, ids in found for sample in ids[step]]

@@ -37,16 +37,28 @@ QUIET = {
 class Full(nn.Module):
     """Stands in for an accelerator with room for ``rows`` rows, in the forward or in the backward."""
 
-    def __init__(self, inner: nn.Module, rows: int, where: str, rank: int | None = None) -> None:
+    def __init__(
+        self, inner: nn.Module, rows: int, where: str, rank: int | None = None
+    ) -> None:
         super().__init__()
-        self.inner, self.rows, self.where, self.rank, self.calls = inner, rows, where, rank, 0
+        self.inner, self.rows, self.where, self.rank, self.calls = (
+            inner,
+            rows,
+            where,
+            rank,
+            0,
+        )
 
     def forward(self, x: Any) -> Any:
         self.calls += 1
         here = self.rank is None or dist.get_rank() == self.rank
-        full = here and len(x) > self.rows and self.calls > 2  # the first steps have room
+        full = (
+            here and len(x) > self.rows and self.calls > 2
+        )  # the first steps have room
         if full and self.where == "forward":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB"
+            )
         out = self.inner(x)
         if full:
             out.register_hook(_raise)
@@ -130,7 +142,10 @@ def test_the_loss_of_parts_is_the_one_that_was_returned() -> None:
         ) -> None:
             losses.append(float(outputs["loss"]))
 
-    batches, options = doubled(make_batches(4)), {**QUIET, "enable_checkpointing": False}
+    batches, options = (
+        doubled(make_batches(4)),
+        {**QUIET, "enable_checkpointing": False},
+    )
     train(net(), batches, callbacks=[Look()], **options)
     module = Reusing(Full(make_net().double(), 3, "forward"), sgd)
     train(module, batches, callbacks=[Look(), AutoMicroBatch()], **options)
@@ -177,7 +192,11 @@ def test_the_number_of_parts_is_remembered(tmp_path: Path) -> None:
     train(net(3), batches, callbacks=[saving, AutoMicroBatch()], max_steps=4, **QUIET)
     again, auto = net(3), AutoMicroBatch()
     trainer = tk.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=[auto], enable_checkpointing=False, **QUIET
+        accelerator="cpu",
+        max_epochs=1,
+        callbacks=[auto],
+        enable_checkpointing=False,
+        **QUIET,
     )
     trainer.fit(again, batches, ckpt_path=tmp_path / "step-00000004")
     plain = net()
@@ -191,7 +210,11 @@ def test_batches_are_divided_by_rows() -> None:
     parts = split(
         [
             torch.arange(5),
-            {"y": torch.arange(10).view(5, 2), "scale": torch.tensor(2.0), "n": list("abcde")},
+            {
+                "y": torch.arange(10).view(5, 2),
+                "scale": torch.tensor(2.0),
+                "n": list("abcde"),
+            },
         ],
         2,
     )
@@ -235,7 +258,12 @@ def test_every_rank_repeats_the_step_that_fails_on_one() -> None:
                 plain, module, auto = net(), net(2, where, rank=1), AutoMicroBatch()
                 train(plain, batches, strategy="ddp", devices=2, **options)
                 trainer = train(
-                    module, batches, strategy="ddp", devices=2, callbacks=[auto], **options
+                    module,
+                    batches,
+                    strategy="ddp",
+                    devices=2,
+                    callbacks=[auto],
+                    **options,
                 )
                 assert auto.parts == 4
                 assert_close(module.net.inner, plain.net.inner)
@@ -243,7 +271,9 @@ def test_every_rank_repeats_the_step_that_fails_on_one() -> None:
                     [p.tolist() for p in module.parameters()]
                 )
                 assert theirs[0] == theirs[1]
-    with case(hook="on_train_batch_start"):  # which the ranks agree on before each micro-batch
+    with case(
+        hook="on_train_batch_start"
+    ):  # which the ranks agree on before each micro-batch
 
         class Starts(tk.Callback):
             def on_train_batch_start(
@@ -262,7 +292,14 @@ def test_every_rank_repeats_the_step_that_fails_on_one() -> None:
         )
         assert_close(module.net.inner, plain.net.inner)
     with pytest.raises(ConfigurationError, match="cannot repeat a step of this run"):
-        train(net(), batches, strategy="fsdp", devices=2, callbacks=[AutoMicroBatch()], **options)
+        train(
+            net(),
+            batches,
+            strategy="fsdp",
+            devices=2,
+            callbacks=[AutoMicroBatch()],
+            **options,
+        )
 
 
 @pytest.mark.slow
@@ -276,7 +313,9 @@ def test_memory_that_is_full_before_the_forward_of_one_rank() -> None:
             )  # the wrapper sends rank 0's
             self.full, self.moved = full, 0
 
-        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        def transfer_batch_to_device(
+            self, batch: Any, device: Any, dataloader_idx: int
+        ) -> Any:
             self.moved += 1
             if self.full and dist.get_rank() == 1 and self.moved == 3:
                 _raise(None)
@@ -297,7 +336,9 @@ def test_memory_that_is_full_before_the_forward_of_one_rank() -> None:
             }
             plain, module, auto = Moves(False), Moves(True), AutoMicroBatch()
             train(plain, batches, strategy="ddp", devices=2, **options)
-            train(module, batches, strategy="ddp", devices=2, callbacks=[auto], **options)
+            train(
+                module, batches, strategy="ddp", devices=2, callbacks=[auto], **options
+            )
             assert auto.parts == 2
             assert_close(module.net, plain.net)
             assert module.seen == plain.seen
@@ -309,14 +350,18 @@ def test_a_forward_that_needs_every_rank_cannot_be_repeated_on_one(
 ) -> None:
     # torch refuses these layers on a CPU, where accelerators come as far as the question of AutoMicroBatch
     monkeypatch.setattr(
-        nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None
+        nn.parallel.DistributedDataParallel,
+        "_passing_sync_batchnorm_handle",
+        lambda *_: None,
     )
 
     class Normed(Classifier):
         def __init__(self) -> None:
             super().__init__(nn.Sequential(make_net(), nn.SyncBatchNorm(3)))
 
-    with pytest.raises(ConfigurationError, match="SyncBatchNorm, whose forward needs every rank"):
+    with pytest.raises(
+        ConfigurationError, match="SyncBatchNorm, whose forward needs every rank"
+    ):
         train(
             Normed(),
             make_batches(2),

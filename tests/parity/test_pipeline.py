@@ -31,7 +31,9 @@ pytestmark = pytest.mark.slow
 RAGGED = (4,) * 10 + (3,)
 
 
-def train(module: Any, strategy: Any, batches: Any, val: Any = None, **options: Any) -> tk.Trainer:
+def train(
+    module: Any, strategy: Any, batches: Any, val: Any = None, **options: Any
+) -> tk.Trainer:
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -44,12 +46,16 @@ def train(module: Any, strategy: Any, batches: Any, val: Any = None, **options: 
     devices = 1 if alone else dist.get_world_size()
     options = {"max_epochs": 2, "accumulate_grad_batches": 4, **options}
     start = options.pop("ckpt_path", None)
-    trainer = tk.Trainer(accelerator="cpu", strategy=strategy, devices=devices, **quiet, **options)
+    trainer = tk.Trainer(
+        accelerator="cpu", strategy=strategy, devices=devices, **quiet, **options
+    )
     trainer.fit(module, batches, val, ckpt_path=start)
     return trainer
 
 
-def both(make: Any, schedule: str = "1F1B", batches: Any = None, **options: Any) -> tuple[Any, Any]:
+def both(
+    make: Any, schedule: str = "1F1B", batches: Any = None, **options: Any
+) -> tuple[Any, Any]:
     """The trainers of one process and of a pipeline, compared."""
     batches = texts(RAGGED) if batches is None else batches
     one, mine = make(), make()
@@ -58,17 +64,25 @@ def both(make: Any, schedule: str = "1F1B", batches: Any = None, **options: Any)
     staged = train(mine, stages(schedule), batches, **options)
     whole, own = one.state_dict(), mine.state_dict()
     everyone = staged.strategy.world.all_gather_object(list(own))
-    assert sorted(name for names in everyone for name in names) == sorted(whole)  # each on one rank
+    assert sorted(name for names in everyone for name in names) == sorted(
+        whole
+    )  # each on one rank
     assert all(len(names) < len(whole) for names in everyone)
     for name, value in own.items():
         torch.testing.assert_close(
-            value, whole[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            value,
+            whole[name],
+            rtol=1e-12,
+            atol=1e-12,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     assert any(not torch.equal(start[name], value) for name, value in own.items())
     assert {name for name, _ in mine.named_parameters()} <= own.keys()
     assert staged.callback_metrics.keys() == alone.callback_metrics.keys()
     for name, value in alone.callback_metrics.items():
-        torch.testing.assert_close(staged.callback_metrics[name], value, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            staged.callback_metrics[name], value, rtol=1e-6, atol=1e-6
+        )
     assert (staged.progress.samples, staged.global_step) == (
         alone.progress.samples,
         alone.global_step,
@@ -88,7 +102,9 @@ class Noisy(Writer):
         noise = torch.randint(11, batch.shape)
         logits = self.net(noise)["logits"]
         self.heard.append(noise)
-        return F.cross_entropy(logits.flatten(0, 1), noise.flatten()) + 0 * torch.rand(())
+        return F.cross_entropy(logits.flatten(0, 1), noise.flatten()) + 0 * torch.rand(
+            ()
+        )
 
 
 @pytest.mark.world_size(2)
@@ -98,7 +114,9 @@ def test_two_ranks() -> None:
             alone, staged = both(Writer, schedule, max_epochs=1)
             heard = staged.module.heard
             assert sorted(heard) == sorted(alone.module.heard)
-            assert heard[:8] == [("start", i) for i in range(4)] + [("end", i, 4) for i in range(4)]
+            assert heard[:8] == [("start", i) for i in range(4)] + [
+                ("end", i, 4) for i in range(4)
+            ]
     check_evaluation()
 
 
@@ -175,7 +193,9 @@ def check_evaluation() -> None:
     ]
     assert results[0] == pytest.approx(results[1], rel=1e-12)
     with warnings.catch_warnings():
-        one, other = (trainer.predict(trainer.module, val) for trainer in (alone, staged))
+        one, other = (
+            trainer.predict(trainer.module, val) for trainer in (alone, staged)
+        )
     for theirs, mine in zip(one, other, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     fresh = tk.Trainer(
@@ -195,7 +215,9 @@ def check_what_a_step_draws() -> None:
         assert len(drawn) == 8
         assert not torch.equal(drawn[0], drawn[1])
     last = staged.strategy.world.all_gather(torch.rand(()))
-    assert last[0] == last[1]  # outside of steps, too: collate functions and hooks draw there
+    assert (
+        last[0] == last[1]
+    )  # outside of steps, too: collate functions and hooks draw there
 
 
 class Masked(Writer):
@@ -212,11 +234,16 @@ def check_random_data() -> None:
     """Stages get the same batches although the noise in their layers is their own."""
     net = words()
     for layer in net.layers:
-        layer.down = nn.Sequential(layer.down, nn.Dropout(0.5 if layer in net.layers[:4] else 0.0))
+        layer.down = nn.Sequential(
+            layer.down, nn.Dropout(0.5 if layer in net.layers[:4] else 0.0)
+        )
     module = Masked(net)
     torch.manual_seed(dist.get_rank())
     staged = train(
-        module, stages(), DataLoader(torch.cat(texts(RAGGED)), 4, collate_fn=shifted), max_epochs=2
+        module,
+        stages(),
+        DataLoader(torch.cat(texts(RAGGED)), 4, collate_fn=shifted),
+        max_epochs=2,
     )
     theirs = staged.strategy.world.all_gather_object(
         [value for value in module.heard if isinstance(value, Tensor)]
@@ -242,7 +269,9 @@ class Drops(nn.Dropout):
 def check_that_stages_drop_by_themselves() -> None:
     """Each stage's noise is its own, and a resume draws it again."""
 
-    def fit(steps: int, path: str | None = None) -> tuple[tk.Trainer, Writer, list[Tensor]]:
+    def fit(
+        steps: int, path: str | None = None
+    ) -> tuple[tk.Trainer, Writer, list[Tensor]]:
         torch.manual_seed(steps)  # what is drawn after a resume is the checkpoint's
         net, masks = words(), []
         for layer in net.layers:
@@ -297,7 +326,9 @@ def check_that_evaluations_draw_the_same_after_a_resume() -> None:
     def fit(seed: int, **options: Any) -> tk.Trainer:
         torch.manual_seed(seed + dist.get_rank())
         options = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 0, **options}
-        return train(Guessing(), stages(), texts((4,) * 6), texts((3, 4), seed=7), **options)
+        return train(
+            Guessing(), stages(), texts((4,) * 6), texts((3, 4), seed=7), **options
+        )
 
     box = [tempfile.mkdtemp()]
     dist.broadcast_object_list(box, 0)
@@ -315,7 +346,9 @@ def check_that_evaluations_draw_the_same_after_a_resume() -> None:
 class Pops(Writer):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         targets = batch.pop("targets")
-        return F.cross_entropy(self.net(batch["words"])["logits"].flatten(0, 1), targets.flatten())
+        return F.cross_entropy(
+            self.net(batch["words"])["logits"].flatten(0, 1), targets.flatten()
+        )
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         pass
@@ -335,12 +368,18 @@ def check_what_a_step_does_to_its_batch() -> None:
     train(one, "single_device", batches(), max_epochs=1)
     train(mine, stages(), batches(), max_epochs=1)
     for name, value in mine.state_dict().items():
-        torch.testing.assert_close(value, one.state_dict()[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            value, one.state_dict()[name], rtol=1e-12, atol=1e-12
+        )
     module = Writes()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    with pytest.raises(StrategyError, match=r"changes its batch in place(.|\n)*shape \(4, 6\)"):
+    with pytest.raises(
+        StrategyError, match=r"changes its batch in place(.|\n)*shape \(4, 6\)"
+    ):
         train(module, stages(), texts(RAGGED))
-    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in module.state_dict().items()
+    )
 
 
 class Line(tk.TrainModule):
@@ -395,7 +434,9 @@ class Mixer(Line):
 def check_other_models() -> None:
     for make in (Line, Itself):
         with case(model=make.__name__):
-            both(make, "GPipe")  # with running statistics, which the look at shapes leaves alone
+            both(
+                make, "GPipe"
+            )  # with running statistics, which the look at shapes leaves alone
     for schedule in ("1F1B", "ZBVZeroBubble"):
         with case(model="Mixer", schedule=schedule):
             both(Mixer, schedule)
@@ -431,10 +472,16 @@ def check_scaled_gradients() -> None:
             one, mine = (Overflows(words(tied=tied).float()) for _ in range(2))
             alone = train(one, "single_device", texts(RAGGED), precision="16-mixed")
             staged = train(
-                mine, stages(), texts(RAGGED), precision="16-mixed", gradient_clip_val=1e9
+                mine,
+                stages(),
+                texts(RAGGED),
+                precision="16-mixed",
+                gradient_clip_val=1e9,
             )
             for name, value in mine.state_dict().items():
-                torch.testing.assert_close(value, one.state_dict()[name], rtol=0, atol=2e-3)
+                torch.testing.assert_close(
+                    value, one.state_dict()[name], rtol=0, atol=2e-3
+                )
             scale = staged.precision_plugin.state_dict()
             assert scale == alone.precision_plugin.state_dict()
             assert scale["scale"] == 2.0**15
@@ -466,7 +513,9 @@ def check_tied_weights() -> None:
     for module, strategy in ((one, "single_device"), (mine, stages())):
         train(module, strategy, texts(RAGGED), max_epochs=1)
     for name, value in mine.state_dict().items():
-        torch.testing.assert_close(value, one.state_dict()[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            value, one.state_dict()[name], rtol=1e-12, atol=1e-12
+        )
     with pytest.raises(
         StrategyError,
         match=r"each weight's gradient separately(.|\n)*layers.6.up.weight and layers.7",
@@ -477,10 +526,12 @@ def check_tied_weights() -> None:
         def configure_optimizers(self) -> Any:
             named = list(self.named_parameters())
             groups = [
-                [p for n, p in named if ("embedding" in n) == first] for first in (True, False)
+                [p for n, p in named if ("embedding" in n) == first]
+                for first in (True, False)
             ]
             return torch.optim.SGD(
-                [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1]}], lr=0.1
+                [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1]}],
+                lr=0.1,
             )
 
     with pytest.raises(
@@ -499,20 +550,29 @@ def check_that_tied_weights_go_on_elsewhere() -> None:
     for first, then in (("single_device", stages()), (stages(), "single_device")):
         path = f"{box[0]}/{then}-{dist.get_rank() if first == 'single_device' else 0}"
         began = train(
-            Writer(words(tied="ends, blocks")), first, texts(RAGGED), max_epochs=-1, max_steps=3
+            Writer(words(tied="ends, blocks")),
+            first,
+            texts(RAGGED),
+            max_epochs=-1,
+            max_steps=3,
         )
         began.save_checkpoint(path)
         dist.barrier()
         state = tk.checkpoint.read_checkpoint(path, parts=["model", "optimizer_states"])
         assert "net.head.weight" in state["model"]
         kept = state["optimizer_states"][0]
-        assert "net.head.weight" not in [*kept["state"], *kept["param_groups"][0]["params"]]
+        assert "net.head.weight" not in [
+            *kept["state"],
+            *kept["param_groups"][0]["params"],
+        ]
         assert "net.embedding.weight" in kept["state"]
         module = Writer(words(tied="ends, blocks", seed=5))
         train(module, then, texts(RAGGED), max_epochs=-1, max_steps=5, ckpt_path=path)
         with case(then=str(then)):
             for name, value in module.state_dict().items():
-                torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    value, whole.state_dict()[name], rtol=1e-12, atol=1e-12
+                )
     dist.barrier()
     shutil.rmtree(box[0], ignore_errors=True)
 
@@ -523,19 +583,35 @@ def compared_on(strategy: Any, batch: int, count: int, **options: Any) -> None:
     data, val = torch.cat(texts((count,))), torch.cat(texts((8,), seed=7))
     ranks = strategy.sizes["dp_shard"] * strategy.sizes["dp_replicate"]
     alone = train(
-        one, "single_device", DataLoader(data, batch * ranks), DataLoader(val, 2 * ranks), **options
+        one,
+        "single_device",
+        DataLoader(data, batch * ranks),
+        DataLoader(val, 2 * ranks),
+        **options,
     )
-    split = train(mine, strategy, DataLoader(data, batch), DataLoader(val, 2), **options)
+    split = train(
+        mine, strategy, DataLoader(data, batch), DataLoader(val, 2), **options
+    )
     expected = one.state_dict()
     for name, value in whole(mine.state_dict()).items():
         torch.testing.assert_close(
-            value, expected[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            value,
+            expected[name],
+            rtol=1e-12,
+            atol=1e-12,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     for name, value in alone.callback_metrics.items():
-        torch.testing.assert_close(split.callback_metrics[name], value, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            split.callback_metrics[name], value, rtol=1e-6, atol=1e-6
+        )
     assert split.progress.samples == alone.progress.samples
-    one_said, mine_said = (t.predict(t.module, DataLoader(val, 2)) for t in (alone, split))
-    torch.testing.assert_close(torch.cat(mine_said), torch.cat(one_said), rtol=1e-12, atol=1e-12)
+    one_said, mine_said = (
+        t.predict(t.module, DataLoader(val, 2)) for t in (alone, split)
+    )
+    torch.testing.assert_close(
+        torch.cat(mine_said), torch.cat(one_said), rtol=1e-12, atol=1e-12
+    )
     held, total = (
         sum(value.numel() for value in local(mine)),
         sum(p.numel() for p in one.parameters()),
@@ -592,7 +668,9 @@ def check_divided_ties() -> None:
                 "precision": precision,
             }
             train(one, "single_device", DataLoader(data, 4), **options)
-            split = train(mine, stages(schedule, **sizes), DataLoader(data, 2), **options)
+            split = train(
+                mine, stages(schedule, **sizes), DataLoader(data, 2), **options
+            )
             held, expected = whole(mine.state_dict()), one.state_dict()
             near = (
                 {"rtol": 0, "atol": 2e-3}
@@ -616,10 +694,16 @@ def check_with_context() -> None:
     expected = one.state_dict()
     for name, value in whole(mine.state_dict()).items():
         torch.testing.assert_close(
-            value, expected[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            value,
+            expected[name],
+            rtol=1e-10,
+            atol=1e-10,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
     for name, value in trainers[0].callback_metrics.items():
-        torch.testing.assert_close(trainers[1].callback_metrics[name], value, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            trainers[1].callback_metrics[name], value, rtol=1e-6, atol=1e-6
+        )
     said = [torch.cat(trainer.predict(trainer.module, val)) for trainer in trainers]
     torch.testing.assert_close(said[1], said[0], rtol=1e-10, atol=1e-10)
 
@@ -627,4 +711,6 @@ def check_with_context() -> None:
 @pytest.mark.long
 @pytest.mark.world_size(8)
 def test_eight_ranks_along_three_axes() -> None:
-    compared_on(stages("Interleaved1F1B", dp_shard=2, tp=2), 2, 46, gradient_clip_val=0.05)
+    compared_on(
+        stages("Interleaved1F1B", dp_shard=2, tp=2), 2, 46, gradient_clip_val=0.05
+    )

@@ -31,7 +31,9 @@ from tests.parity.plain import (
 ADAPTIVE = {
     "sgd": sgd,
     "adamw": adamw,
-    "adam_amsgrad": lambda net: torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True),
+    "adam_amsgrad": lambda net: torch.optim.Adam(
+        net.parameters(), lr=0.01, amsgrad=True
+    ),
     "nesterov": lambda net: torch.optim.SGD(
         net.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
     ),
@@ -62,7 +64,9 @@ def test_scheduler_by_step() -> None:
 
     batches, net, mine = make_batches(7), make_net(), make_net()
     made = configure(net)
-    plain_loop(net, [batches] * 3, made["optimizer"], by_step=made["lr_scheduler"]["scheduler"])
+    plain_loop(
+        net, [batches] * 3, made["optimizer"], by_step=made["lr_scheduler"]["scheduler"]
+    )
     train(Classifier(mine, configure), batches, max_epochs=3)
     assert_same(mine, net)
 
@@ -71,7 +75,10 @@ def test_scheduler_by_epoch() -> None:
     batches, net, mine = make_batches(5), make_net(), make_net()
     optimizer = adamw(net)
     plain_loop(
-        net, [batches] * 4, optimizer, by_epoch=lr_scheduler.ExponentialLR(optimizer, 0.5).step
+        net,
+        [batches] * 4,
+        optimizer,
+        by_epoch=lr_scheduler.ExponentialLR(optimizer, 0.5).step,
     )
 
     def configure(net: nn.Module) -> Any:
@@ -98,7 +105,9 @@ def test_scheduler_frequency_counts_over_epochs() -> None:
     def configure(net: nn.Module) -> Any:
         optimizer = sgd(net)
         scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 3}]
+        return [optimizer], [
+            {"scheduler": scheduler, "interval": "step", "frequency": 3}
+        ]
 
     train(Classifier(mine, configure), batches, max_epochs=2)
     assert_same(mine, net)
@@ -111,7 +120,12 @@ class Validated(Classifier):
 
 
 def test_reduce_on_plateau_sees_the_validation_of_its_epoch() -> None:
-    batches, val, net, mine = make_batches(4), make_batches(2, seed=9), make_net(), make_net()
+    batches, val, net, mine = (
+        make_batches(4),
+        make_batches(2, seed=9),
+        make_net(),
+        make_net(),
+    )
     options = {"factor": 0.5, "patience": 0, "threshold": 0.02, "cooldown": 1}
     optimizer = sgd(net)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, **options)
@@ -144,7 +158,10 @@ def test_clipping(algorithm: str) -> None:
     limit = {"norm": 0.3, "value": 0.02}[algorithm]
     batches, net, mine, free = make_batches(6), make_net(), make_net(), make_net()
     plain_loop(
-        net, [batches] * 2, sgd(net), clip=lambda parameters: CLIPS[algorithm](parameters, limit)
+        net,
+        [batches] * 2,
+        sgd(net),
+        clip=lambda parameters: CLIPS[algorithm](parameters, limit),
     )
     train(
         Classifier(mine),
@@ -170,12 +187,25 @@ def test_bf16_mixed() -> None:
 def test_16_mixed_with_a_gradient_scaler(clip: float | None) -> None:
     batches, net, mine = make_batches(6), make_net(), make_net()
     clipping = (
-        None if clip is None else (lambda parameters: nn.utils.clip_grad_norm_(parameters, clip))
+        None
+        if clip is None
+        else (lambda parameters: nn.utils.clip_grad_norm_(parameters, clip))
     )
     scaler = torch.amp.GradScaler("cpu")
-    plain_loop(net, [batches] * 2, adamw(net), autocast=torch.float16, scaler=scaler, clip=clipping)
+    plain_loop(
+        net,
+        [batches] * 2,
+        adamw(net),
+        autocast=torch.float16,
+        scaler=scaler,
+        clip=clipping,
+    )
     trainer = train(
-        Classifier(mine, adamw), batches, max_epochs=2, precision="16-mixed", gradient_clip_val=clip
+        Classifier(mine, adamw),
+        batches,
+        max_epochs=2,
+        precision="16-mixed",
+        gradient_clip_val=clip,
     )
     assert_same(mine, net)
     assert trainer.precision_plugin.scaler.get_scale() == scaler.get_scale()
@@ -189,7 +219,9 @@ def with_overflow() -> list[Batch]:
 
 
 @pytest.mark.parametrize("log_every", [1, 50])
-def test_16_mixed_overflow_skips_the_optimizer_and_its_scheduler(log_every: int) -> None:
+def test_16_mixed_overflow_skips_the_optimizer_and_its_scheduler(
+    log_every: int,
+) -> None:
     def configure(net: nn.Module) -> Any:
         optimizer = adamw(net)
         return [optimizer], [
@@ -201,7 +233,12 @@ def test_16_mixed_overflow_skips_the_optimizer_and_its_scheduler(log_every: int)
     scaler = torch.amp.GradScaler("cpu")
     by_step = config["scheduler"]
     skipped = plain_loop(
-        net, [batches] * 2, optimizer, autocast=torch.float16, scaler=scaler, by_step=by_step
+        net,
+        [batches] * 2,
+        optimizer,
+        autocast=torch.float16,
+        scaler=scaler,
+        by_step=by_step,
     )
     assert skipped == 2
     options = {"max_epochs": 2, "precision": "16-mixed", "log_every_n_steps": log_every}
@@ -232,9 +269,15 @@ def test_bf16_true() -> None:
 @pytest.mark.parametrize("together", [1, 2])
 def test_lbfgs_evaluates_the_window_again(search: str | None, together: int) -> None:
     def configure(net: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
+        return torch.optim.LBFGS(
+            net.parameters(), lr=0.5, max_iter=4, line_search_fn=search
+        )
 
-    batches, net, mine = doubled(make_batches(4)), make_net().double(), make_net().double()
+    batches, net, mine = (
+        doubled(make_batches(4)),
+        make_net().double(),
+        make_net().double(),
+    )
     optimizer = configure(net)
     for at in range(0, 4, together):
         window = batches[at : at + together]
@@ -322,14 +365,18 @@ def test_a_shuffled_loader(num_workers: int) -> None:
     assert first != second
     assert flat(first) != list(range(22))
     torch.manual_seed(5)
-    plain_loop(start, [[data[ids] for ids in epoch] for epoch in (first, second)], adamw(start))
+    plain_loop(
+        start, [[data[ids] for ids in epoch] for epoch in (first, second)], adamw(start)
+    )
     assert_same(net, start)
 
 
 def test_the_order_depends_on_the_seed_and_not_on_the_workers() -> None:
     def order(seed: int, num_workers: int = 0) -> list[list[int]]:
         module = Marked(make_net())
-        loader = DataLoader(numbered(12), batch_size=3, shuffle=True, num_workers=num_workers)
+        loader = DataLoader(
+            numbered(12), batch_size=3, shuffle=True, num_workers=num_workers
+        )
         train(module, loader, max_epochs=2, seed=seed)
         return module.seen
 
@@ -350,11 +397,19 @@ def test_the_order_of_a_plain_loop(of: str, by: str, num_workers: int) -> None:
         generator = torch.Generator().manual_seed(9)
         if of == "loader":
             return DataLoader(
-                data, batch_size=4, shuffle=True, num_workers=num_workers, generator=generator
+                data,
+                batch_size=4,
+                shuffle=True,
+                num_workers=num_workers,
+                generator=generator,
             )
         sampler = RandomSampler(data, generator=generator)
         return DataLoader(
-            data, batch_size=4, sampler=sampler, num_workers=num_workers, generator=generator
+            data,
+            batch_size=4,
+            sampler=sampler,
+            num_workers=num_workers,
+            generator=generator,
         )
 
     made = loader()
@@ -375,7 +430,9 @@ def test_the_order_of_a_plain_loop(of: str, by: str, num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["one", "named", "manual", "bound"])
-def test_a_group_that_is_added_meanwhile(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_added_meanwhile(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradual unfreezing: dropped, clipped and stepped from the next step on, also by what is bound to parameters."""
     batches, net, mine = make_batches(6), make_net(), make_net()
     thawed_at, head = 3, {"lr": 0.1, "momentum": 0.9}
@@ -423,7 +480,9 @@ def test_a_group_that_is_added_meanwhile(way: str, monkeypatch: pytest.MonkeyPat
         return step
 
     if way in ("bound", "manual"):
-        monkeypatch.setattr("trainer_kit.strategies.single.SingleDeviceStrategy.bind_step", bound)
+        monkeypatch.setattr(
+            "trainer_kit.strategies.single.SingleDeviceStrategy.bind_step", bound
+        )
     optimizer = frozen(net)
     for index, (x, y) in enumerate(batches):
         if index == thawed_at:
@@ -436,7 +495,9 @@ def test_a_group_that_is_added_meanwhile(way: str, monkeypatch: pytest.MonkeyPat
         optimizer.step()
     module = Thaws(mine)
     module.automatic_optimization = way != "manual"
-    trainer = train(module, batches, **({} if way == "manual" else {"gradient_clip_val": 0.05}))
+    trainer = train(
+        module, batches, **({} if way == "manual" else {"gradient_clip_val": 0.05})
+    )
     assert_same(mine, net)
     assert_changed(mine[0], make_net()[0])
     assert "add_param_group" not in vars(trainer.optimizers[0])

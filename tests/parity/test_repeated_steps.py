@@ -108,7 +108,9 @@ def run(
         "enable_checkpointing": False,
         "enable_progress_bar": False,
     }
-    trainer = Trainer(max_epochs=1, callbacks=[*callbacks, Counts()], **common, **options)
+    trainer = Trainer(
+        max_epochs=1, callbacks=[*callbacks, Counts()], **common, **options
+    )
     trainer.fit(module, batches)
     return {
         name: float(value) for name, value in trainer.callback_metrics.items()
@@ -117,14 +119,18 @@ def run(
 
 def assert_weights_equal(state: Any, other: Any, exact: bool = True) -> None:
     for name, value in state.items():
-        torch.testing.assert_close(value, other[name], **({"rtol": 0, "atol": 0} if exact else {}))
+        torch.testing.assert_close(
+            value, other[name], **({"rtol": 0, "atol": 0} if exact else {})
+        )
 
 
 @pytest.mark.parametrize("windows", [1, 2])
 def test_a_replayed_step_leaves_no_trace(windows):
     plain, weights = run([], GOOD, accumulate_grad_batches=windows)
     assert set(plain.values()) == {48.0}
-    counts, replayed = run([ReplayCheck(every=2)], GOOD, accumulate_grad_batches=windows)
+    counts, replayed = run(
+        [ReplayCheck(every=2)], GOOD, accumulate_grad_batches=windows
+    )
     assert {name for name in plain if counts[name] != plain[name]} == {
         "number",
         "sizes",
@@ -169,6 +175,6 @@ def test_an_optimizer_that_evaluates_the_loss_again_counts_a_step_once():
     trainer = Trainer(max_epochs=1, **options)
     trainer.fit(module, GOOD)
     shown = trainer.callback_metrics
-    assert [float(shown[name]) for name in ("updated", "both", "logged", "sum", "samples")] == [
-        48.0
-    ] * 5
+    assert [
+        float(shown[name]) for name in ("updated", "both", "logged", "sum", "samples")
+    ] == [48.0] * 5

@@ -40,9 +40,9 @@ class Noised(Dataset[Batch]):
         return len(self.y)
 
     def __getitem__(self, index: int) -> Batch:
-        return self.x[index] + 0.1 * torch.randn(8) * random.random() * np.random.rand(), self.y[
-            index
-        ]
+        return self.x[index] + 0.1 * torch.randn(
+            8
+        ) * random.random() * np.random.rand(), self.y[index]
 
 
 def warmed_up(net: nn.Module) -> Any:
@@ -50,12 +50,17 @@ def warmed_up(net: nn.Module) -> Any:
     warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, 10)
     scheduler = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[5])
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+    }
 
 
 def plateau(net: nn.Module) -> Any:
     optimizer = sgd(net)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
+    scheduler = lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=0.02
+    )
     return {"optimizer": optimizer, "lr_scheduler": scheduler, "monitor": "val_loss"}
 
 
@@ -69,7 +74,10 @@ class Everything(Classifier):
         loss: Tensor = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log_dict(
-            {"worst": loss, "twice": 2 * loss}, on_step=False, on_epoch=True, reduce_fx="max"
+            {"worst": loss, "twice": 2 * loss},
+            on_step=False,
+            on_epoch=True,
+            reduce_fx="max",
         )
         self.log("sum", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
         return loss
@@ -112,7 +120,9 @@ class Cut(tk.Callback):
     def __init__(self, at: int) -> None:
         self.at = at
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == self.at:
             raise Power
 
@@ -129,7 +139,9 @@ def run(
 ) -> tuple[tk.Trainer, Recorder, Values]:
     """Everything is made anew, as in a new process; where the global generators stand is up to ``start``."""
     random.seed(start), np.random.seed(start), torch.manual_seed(start)
-    saving = tk.callbacks.ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1)
+    saving = tk.callbacks.ModelCheckpoint(
+        directory, every_n_train_steps=1, save_top_k=-1
+    )
     recorder, values = Recorder(), Values()
     if ckpt is None:
         options.setdefault("seed", 3)
@@ -170,12 +182,22 @@ def assert_equal_ends(
     assert_same(again, module)
     for one, other in zip(trainer.optimizers, trainer2.optimizers, strict=True):
         same_state(one.state_dict(), other.state_dict(), "optimizer")
-    for one, other in zip(trainer.lr_scheduler_configs, trainer2.lr_scheduler_configs, strict=True):
-        same_state(one.scheduler.state_dict(), other.scheduler.state_dict(), "scheduler")
-    assert recorder2.rates == {step: rate for step, rate in recorder.rates.items() if step > since}
+    for one, other in zip(
+        trainer.lr_scheduler_configs, trainer2.lr_scheduler_configs, strict=True
+    ):
+        same_state(
+            one.scheduler.state_dict(), other.scheduler.state_dict(), "scheduler"
+        )
+    assert recorder2.rates == {
+        step: rate for step, rate in recorder.rates.items() if step > since
+    }
     assert recorder2.validated == [step for step in recorder.validated if step > since]
-    values2.values.pop(since, None)  # what the start of an epoch logs belongs to the step before it
-    assert values2.values == {step: value for step, value in values.values.items() if step > since}
+    values2.values.pop(
+        since, None
+    )  # what the start of an epoch logs belongs to the step before it
+    assert values2.values == {
+        step: value for step, value in values.values.items() if step > since
+    }
     before, after = trainer.progress.state_dict(), trainer2.progress.state_dict()
     assert {**before, "seconds": 0} == {**after, "seconds": 0}
     same_state(
@@ -208,8 +230,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16-true": {"precision": "bf16-true"},
     "schedule": {"accumulate_grad_batches": {0: 3, 1: 4}, "cuts": (4, 5, 7)},
     "sample target": {"accumulate_grad_batches": "8sp"},
-    "validation over epochs": {"val_check_interval": 7, "check_val_every_n_epoch": None},
-    "validation by steps": {"val_check_interval": "3st", "check_val_every_n_epoch": None},
+    "validation over epochs": {
+        "val_check_interval": 7,
+        "check_val_every_n_epoch": None,
+    },
+    "validation by steps": {
+        "val_check_interval": "3st",
+        "check_val_every_n_epoch": None,
+    },
     "limited": {"limit_train_batches": 9},
     "rarely logged": {"log_every_n_steps": 5},
     "samples seeded here": {"reproducible_workers": True},
@@ -218,9 +246,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_from_within_an_epoch_and_from_its_end(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_from_within_an_epoch_and_from_its_end(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     options = dict(options)
-    cuts, configure = options.pop("cuts", (1, 4, 7)), options.pop("configure", warmed_up)
+    cuts, configure = (
+        options.pop("cuts", (1, 4, 7)),
+        options.pop("configure", warmed_up),
+    )
     module = Everything(configure)
     whole = run(tmp_path, module, **options)
     drawn = torch.get_rng_state().tolist(), random.getstate()
@@ -228,7 +261,12 @@ def test_from_within_an_epoch_and_from_its_end(tmp_path: Path, options: dict[str
         again = Everything(configure)
         nn.init.zeros_(again.net[0].weight)
         resumed = run(
-            tmp_path, again, ckpt=tmp_path / f"step-{cut:08d}", start=77, save=False, **options
+            tmp_path,
+            again,
+            ckpt=tmp_path / f"step-{cut:08d}",
+            start=77,
+            save=False,
+            **options,
         )
         assert_equal_ends(whole, resumed, module, again, since=cut)
         assert (torch.get_rng_state().tolist(), random.getstate()) == drawn
@@ -257,12 +295,20 @@ def test_a_checkpoint_before_a_due_validation_runs_it_on_resume(tmp_path: Path) 
     whole = run(tmp_path, module, SaveAndStop(tmp_path), **options)
     for cut in (2, 3, 4):
         again = Everything(plateau)
-        resumed = run(tmp_path, again, ckpt=tmp_path / f"mine-{cut}", start=77, **options)
+        resumed = run(
+            tmp_path, again, ckpt=tmp_path / f"mine-{cut}", start=77, **options
+        )
         assert resumed[1].validated[:2] == {2: [2, 3], 3: [3, 5], 4: [5, 6]}[cut]
         resumed[1].validated[:] = [step for step in resumed[1].validated if step > cut]
         assert_equal_ends(whole, resumed, module, again, since=cut)
     stopped = [
-        run(tmp_path / "b", Everything(), SaveAndStop(tmp_path / "b", 3), max_epochs=1, **options)
+        run(
+            tmp_path / "b",
+            Everything(),
+            SaveAndStop(tmp_path / "b", 3),
+            max_epochs=1,
+            **options,
+        )
     ]
     stopped.append(
         run(
@@ -329,7 +375,9 @@ def test_a_drawn_seed_is_in_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_resumed_stream_skips_the_batches_of_the_run(tmp_path: Path) -> None:
     def fit(module: Any, ckpt: Any = None) -> None:
-        saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+        saving = tk.callbacks.ModelCheckpoint(
+            tmp_path, every_n_train_steps=1, save_top_k=-1
+        )
         quiet = {
             "logger": False,
             "enable_progress_bar": False,
@@ -359,7 +407,9 @@ def decayed(lr: float, kind: str) -> Any:
         scheduler: Any = lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         if kind == "sequential":
             first = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-            scheduler = lr_scheduler.SequentialLR(optimizer, [first, scheduler], milestones=[2])
+            scheduler = lr_scheduler.SequentialLR(
+                optimizer, [first, scheduler], milestones=[2]
+            )
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     return configure
@@ -370,7 +420,9 @@ def test_a_learning_rate_configured_otherwise_today_wins_and_is_printed(
 ) -> None:
     run(tmp_path, Everything(constant(0.1)))
     capsys.readouterr()
-    _, recorder, _ = run(tmp_path, Everything(constant(0.03)), ckpt=tmp_path / "step-00000005")
+    _, recorder, _ = run(
+        tmp_path, Everything(constant(0.03)), ckpt=tmp_path / "step-00000005"
+    )
     assert set(recorder.rates.values()) == {0.03}
     printed = capsys.readouterr().out
     assert "lr: 0.03" in printed
@@ -388,7 +440,9 @@ def test_everything_else_that_is_configured_otherwise_today_wins_too(
     run(tmp_path, Everything(configure((0.9, 0.999), 0.1)))
     capsys.readouterr()
     trainer, _, _ = run(
-        tmp_path, Everything(configure((0.9, 0.999), 0.0)), ckpt=tmp_path / "step-00000005"
+        tmp_path,
+        Everything(configure((0.9, 0.999), 0.0)),
+        ckpt=tmp_path / "step-00000005",
     )
     assert trainer.optimizers[0].param_groups[0]["weight_decay"] == 0.0
     printed = capsys.readouterr().out
@@ -396,21 +450,29 @@ def test_everything_else_that_is_configured_otherwise_today_wins_too(
     assert "betas" not in printed
 
 
-def test_an_unchanged_learning_rate_is_the_live_one(tmp_path: Path, capsys: Any) -> None:
+def test_an_unchanged_learning_rate_is_the_live_one(
+    tmp_path: Path, capsys: Any
+) -> None:
     _, whole, _ = run(tmp_path, Everything(decayed(0.1, "lambda")))
     capsys.readouterr()
     _, recorder, _ = run(
         tmp_path, Everything(decayed(0.1, "lambda")), ckpt=tmp_path / "step-00000005"
     )
-    assert recorder.rates == {step: rate for step, rate in whole.rates.items() if step > 5}
+    assert recorder.rates == {
+        step: rate for step, rate in whole.rates.items() if step > 5
+    }
     assert "configured" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["lambda", "sequential"])
 def test_schedulers_continue_with_the_new_rate(tmp_path: Path, kind: str) -> None:
     _, whole, _ = run(tmp_path, Everything(decayed(0.1, kind)))
-    _, recorder, _ = run(tmp_path, Everything(decayed(0.05, kind)), ckpt=tmp_path / "step-00000005")
-    expected = {step: pytest.approx(rate / 2) for step, rate in whole.rates.items() if step > 5}
+    _, recorder, _ = run(
+        tmp_path, Everything(decayed(0.05, kind)), ckpt=tmp_path / "step-00000005"
+    )
+    expected = {
+        step: pytest.approx(rate / 2) for step, rate in whole.rates.items() if step > 5
+    }
     assert recorder.rates == expected
 
 
@@ -437,7 +499,9 @@ def test_a_fit_from_a_checkpoint_in_a_process_that_has_trained_is_that_of_a_new_
 ) -> None:
     def fit(module: Any, ckpt: Path | None = None) -> list[float]:
         rates: list[float] = []
-        saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+        saving = tk.callbacks.ModelCheckpoint(
+            tmp_path, every_n_train_steps=1, save_top_k=-1
+        )
         noting = tk.callbacks.LambdaCallback(
             on_train_batch_start=lambda trainer, *_: rates.append(
                 trainer.optimizers[0].param_groups[0]["lr"]
@@ -449,7 +513,9 @@ def test_a_fit_from_a_checkpoint_in_a_process_that_has_trained_is_that_of_a_new_
             "enable_model_summary": False,
             "accelerator": "cpu",
         }
-        trainer = tk.Trainer(max_epochs=2, callbacks=[saving, noting], devices=1, **quiet)
+        trainer = tk.Trainer(
+            max_epochs=2, callbacks=[saving, noting], devices=1, **quiet
+        )
         trainer.fit(module, make_batches(3), ckpt_path=ckpt)
         return rates
 
@@ -478,7 +544,10 @@ def test_a_tensor_rate_keeps_its_configured_value_under_a_schedule(
     def configure(net: nn.Module) -> Any:
         optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1))
         return [optimizer], [
-            {"scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.5), "interval": "step"}
+            {
+                "scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+                "interval": "step",
+            }
         ]
 
     run(tmp_path, Everything(configure))
@@ -498,24 +567,37 @@ class Unfreezes(tk.Callback):
             module.net[0].requires_grad_(True)
             module.net[-1].bias.requires_grad_(False)
             (optimizer,) = trainer.optimizers
-            optimizer.add_param_group({"params": module.net[0].parameters(), "lr": 0.03})
+            optimizer.add_param_group(
+                {"params": module.net[0].parameters(), "lr": 0.03}
+            )
 
 
 def head_only(net: nn.Module) -> Any:
     optimizer = torch.optim.AdamW(net[1:].parameters(), lr=0.01, weight_decay=0.1)
-    return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}]
+    return [optimizer], [
+        {"scheduler": lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
 def test_groups_that_were_added_meanwhile(tmp_path: Path) -> None:
     def train(
-        path: Path, ckpt: Path | None = None, unfreezes: bool = True, configure: Any = head_only
+        path: Path,
+        ckpt: Path | None = None,
+        unfreezes: bool = True,
+        configure: Any = head_only,
     ) -> Any:
         torch.manual_seed(2)
         module = Classifier(make_net(dropout=0.3), configure)
-        keeper = tk.callbacks.ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        keeper = tk.callbacks.ModelCheckpoint(
+            path, every_n_train_steps=1, save_top_k=-1
+        )
+        quiet = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+        }
         callbacks = [keeper, Unfreezes()] if unfreezes else [keeper]
         trainer = tk.Trainer(
             accelerator="cpu", devices=1, callbacks=callbacks, max_epochs=3, **quiet
@@ -525,8 +607,12 @@ def test_groups_that_were_added_meanwhile(tmp_path: Path) -> None:
 
     whole, module = train(tmp_path / "whole")
     assert len(whole.optimizers[0].param_groups) == 2
-    for step in range(3, 12):  # 4 steps an epoch: ahead of it, at its start, inside, and behind
-        resumed, again = train(tmp_path / f"from-{step}", tmp_path / "whole" / f"step-{step:08d}")
+    for step in range(
+        3, 12
+    ):  # 4 steps an epoch: ahead of it, at its start, inside, and behind
+        resumed, again = train(
+            tmp_path / f"from-{step}", tmp_path / "whole" / f"step-{step:08d}"
+        )
         assert_same(again, module)
         same_state(resumed.optimizers[0].state_dict(), whole.optimizers[0].state_dict())
         assert [p.requires_grad for p in again.parameters()] == [
@@ -541,5 +627,7 @@ def test_groups_that_were_added_meanwhile(tmp_path: Path) -> None:
     def all_at_once(net: nn.Module) -> Any:
         return torch.optim.AdamW(net.parameters(), lr=0.01)
 
-    with pytest.raises(CheckpointError, match="2 groups were saved, the optimizer has 1"):
+    with pytest.raises(
+        CheckpointError, match="2 groups were saved, the optimizer has 1"
+    ):
         train(tmp_path / "never", late, configure=all_at_once)

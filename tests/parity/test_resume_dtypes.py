@@ -14,7 +14,11 @@ from tests.parity.plain import Classifier, assert_same, case, make_batches, make
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.strategies import MeshStrategy
 
-QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+}
 
 
 class Masters(torch.optim.Optimizer):
@@ -46,9 +50,15 @@ def nadam(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.NAdam(net.parameters(), lr=0.01)  # keeps a product in float32
 
 
-def fit(root: Path, configure: Any, precision: str, ckpt: Any = None, **options: Any) -> Classifier:
+def fit(
+    root: Path, configure: Any, precision: str, ckpt: Any = None, **options: Any
+) -> Classifier:
     module = Classifier(make_net(), configure)
-    saving = [ModelCheckpoint(root, every_n_train_steps=2, save_top_k=-1)] if ckpt is None else []
+    saving = (
+        [ModelCheckpoint(root, every_n_train_steps=2, save_top_k=-1)]
+        if ckpt is None
+        else []
+    )
     options = {
         "devices": 1,
         "callbacks": saving,
@@ -61,7 +71,9 @@ def fit(root: Path, configure: Any, precision: str, ckpt: Any = None, **options:
     return module
 
 
-@pytest.mark.parametrize(("configure", "precision"), [(masters, "bf16-true"), (nadam, "64-true")])
+@pytest.mark.parametrize(
+    ("configure", "precision"), [(masters, "bf16-true"), (nadam, "64-true")]
+)
 def test_a_fit(tmp_path: Path, configure: Any, precision: str) -> None:
     whole = fit(tmp_path, configure, precision)
     assert_same(fit(tmp_path, configure, precision, tmp_path / "step-00000002"), whole)
@@ -111,7 +123,9 @@ def test_a_loop_of_the_users_own(tmp_path: Path) -> None:
     assert_same(train(*second), train(*first))
 
 
-@pytest.mark.parametrize(("then", "now"), [("32-true", "bf16-true"), ("bf16-true", "64-true")])
+@pytest.mark.parametrize(
+    ("then", "now"), [("32-true", "bf16-true"), ("bf16-true", "64-true")]
+)
 def test_state_in_the_dtype_of_its_weight_follows_the_weight(
     tmp_path: Path, then: str, now: str
 ) -> None:
@@ -127,6 +141,10 @@ def test_state_in_the_dtype_of_its_weight_follows_the_weight(
                 seen.append(own["exp_avg"].dtype)
 
     fit(tmp_path, adamw, then)
-    trainer = tk.Trainer(max_epochs=2, precision=now, enable_checkpointing=False, **QUIET)
-    trainer.fit(Looks(make_net(), adamw), make_batches(4), ckpt_path=tmp_path / "step-00000002")
+    trainer = tk.Trainer(
+        max_epochs=2, precision=now, enable_checkpointing=False, **QUIET
+    )
+    trainer.fit(
+        Looks(make_net(), adamw), make_batches(4), ckpt_path=tmp_path / "step-00000002"
+    )
     assert set(seen) == {{"bf16-true": torch.bfloat16, "64-true": torch.float64}[now]}

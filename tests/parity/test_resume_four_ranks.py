@@ -25,7 +25,9 @@ class Net(tk.TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        return nn.functional.cross_entropy(self.last(self.middle(self.first(x).tanh()).tanh()), y)
+        return nn.functional.cross_entropy(
+            self.last(self.middle(self.first(x).tanh()).tanh()), y
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)

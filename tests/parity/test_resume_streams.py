@@ -11,7 +11,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import trainer_kit as tk
-from tests.parity.plain import Batch, Classifier, adamw, assert_same, make_batches, make_net
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    adamw,
+    assert_same,
+    make_batches,
+    make_net,
+)
 from trainer_kit.core.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -74,7 +81,9 @@ def shuffled() -> Any:
 
 
 def together() -> Any:
-    return tk.CombinedLoader({"a": DataLoader(Samples(7), 2), "b": shuffled()}, "max_size_cycle")
+    return tk.CombinedLoader(
+        {"a": DataLoader(Samples(7), 2), "b": shuffled()}, "max_size_cycle"
+    )
 
 
 class Model(Classifier):
@@ -86,18 +95,27 @@ class Model(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if isinstance(batch, dict):
-            batch = tuple(torch.cat(parts) for parts in zip(batch["a"], batch["b"], strict=True))
+            batch = tuple(
+                torch.cat(parts) for parts in zip(batch["a"], batch["b"], strict=True)
+            )
         self.given.append(batch[0][:, 0].tolist())
         return super().training_step(batch, batch_idx)
 
 
 def fit(
-    directory: Path, data: Any, ckpt: Any = None, start: int = 1, save: bool = True, **options: Any
+    directory: Path,
+    data: Any,
+    ckpt: Any = None,
+    start: int = 1,
+    save: bool = True,
+    **options: Any,
 ) -> Model:
     torch.manual_seed(start)
     module = Model()
     torch.manual_seed(start)
-    saving = tk.callbacks.ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=-1)
+    saving = tk.callbacks.ModelCheckpoint(
+        directory, every_n_train_steps=1, save_top_k=-1
+    )
     trainer = tk.Trainer(
         accelerator="cpu",
         devices=1,
@@ -164,7 +182,9 @@ def test_batches_read_before_a_resume_are_not_read_again(tmp_path: Path) -> None
     assert again.dataset.read == 2 * (1 + 2)  # type: ignore[attr-defined]  # the last batch, and two new ones
 
 
-def test_a_state_that_no_checkpoint_holds_is_reported_before_the_first_step(tmp_path: Path) -> None:
+def test_a_state_that_no_checkpoint_holds_is_reported_before_the_first_step(
+    tmp_path: Path,
+) -> None:
     class Odd(Samples):
         def state_dict(self) -> dict[str, Any]:
             return {"i": self.i, "file": object()}
@@ -211,13 +231,17 @@ def test_the_generator_of_a_validation_loader_is_restored_too(tmp_path: Path) ->
 
     def run(ckpt: Any = None) -> list[Any]:
         module = Validated()
-        saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+        saving = tk.callbacks.ModelCheckpoint(
+            tmp_path, every_n_train_steps=1, save_top_k=-1
+        )
         trainer = tk.Trainer(
             accelerator="cpu", max_epochs=4, logger=False, enable_progress_bar=False, limit_val_batches=1,
             num_sanity_val_steps=0, enable_model_summary=False, callbacks=[saving] if ckpt is None else [], seed=3,
             enable_checkpointing=ckpt is None,
         )  # fmt: skip
-        trainer.fit(module, DataLoader(Samples(6), batch_size=3), shuffled(), ckpt_path=ckpt)
+        trainer.fit(
+            module, DataLoader(Samples(6), batch_size=3), shuffled(), ckpt_path=ckpt
+        )
         return module.seen
 
     whole = run()

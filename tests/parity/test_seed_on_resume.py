@@ -35,7 +35,9 @@ def seen(path, max_steps, **options):
         **{key: value for key, value in options.items() if key == "seed"},
         **quiet,
     )
-    data = DataLoader(TensorDataset(torch.arange(12.0).unsqueeze(1)), batch_size=2, shuffle=True)
+    data = DataLoader(
+        TensorDataset(torch.arange(12.0).unsqueeze(1)), batch_size=2, shuffle=True
+    )
     trainer.fit(module, data, ckpt_path=options.get("ckpt_path"))
     if "ckpt_path" not in options:
         trainer.save_checkpoint(path)

@@ -18,7 +18,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import trainer_kit as tk
-from tests.parity.language import Counting, Speaker, assert_alike, make_language, make_texts
+from tests.parity.language import (
+    Counting,
+    Speaker,
+    assert_alike,
+    make_language,
+    make_texts,
+)
 from tests.parity.plain import case, train
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError, RankError, StrategyError
@@ -26,7 +32,11 @@ from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.strategies import FSDPStrategy, MeshStrategy
 
 pytestmark = pytest.mark.slow
-LIMITS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
+LIMITS: dict[str, Any] = {
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.5,
+    "max_epochs": 2,
+}
 
 
 def texts(count: int, seed: int = 1) -> list[Any]:
@@ -36,7 +46,10 @@ def texts(count: int, seed: int = 1) -> list[Any]:
 
 
 def compare(
-    axes: dict[str, int], flags: dict[str, bool], kind: type[Speaker] = Counting, **options: Any
+    axes: dict[str, int],
+    flags: dict[str, bool],
+    kind: type[Speaker] = Counting,
+    **options: Any,
 ) -> None:
     """Training, evaluation and prediction on these ranks and in this process alone.
 
@@ -54,7 +67,10 @@ def compare(
         (
             mine,
             4 // ranks,
-            {"strategy": MeshStrategy(**{"dp_shard": 1, **axes}), "devices": dist.get_world_size()},
+            {
+                "strategy": MeshStrategy(**{"dp_shard": 1, **axes}),
+                "devices": dist.get_world_size(),
+            },
         ),
     ):
         train_data, val_data = (
@@ -63,13 +79,17 @@ def compare(
         trainers.append(train(module, train_data, val_data, **LIMITS, **how))
         logged.append(dict(trainers[-1].callback_metrics))
         outputs = trainers[-1].predict(module, val_data)
-        assert {type(output) for output in outputs} == {Tensor}  # no collective is under way
+        assert {type(output) for output in outputs} == {
+            Tensor
+        }  # no collective is under way
         predicted.append(torch.cat(outputs))
     assert_alike(mine, one)
     assert torch.cat([p.detach().flatten() for p in one.parameters()]).isfinite().all()
     alone, together = trainers
     for name in ("train_loss", "val_loss"):
-        assert logged[1][name].item() == pytest.approx(logged[0][name].item(), abs=1e-9), name
+        assert logged[1][name].item() == pytest.approx(
+            logged[0][name].item(), abs=1e-9
+        ), name
     for name in ("step", "batch", "samples", "tokens"):
         assert getattr(together.progress, name) == getattr(alone.progress, name), name
     torch.testing.assert_close(predicted[1], predicted[0], rtol=0, atol=1e-10)
@@ -109,7 +129,11 @@ def check_optimizers() -> None:
     def fit(plan: Any, **options: Any) -> Speaker:
         module = Adam(make_language(), plan)
         module.options = options
-        how = {"strategy": "single_device"} if plan is None else {"strategy": "tp", "devices": 2}
+        how = (
+            {"strategy": "single_device"}
+            if plan is None
+            else {"strategy": "tp", "devices": 2}
+        )
         train(module, make_texts([4] * 4), gradient_clip_val=0.5, **how)
         return module
 
@@ -118,10 +142,13 @@ def check_optimizers() -> None:
         with (
             case(**options),
             mock.patch(
-                "torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]
+                "torch.optim.optimizer._get_foreach_kernels_supported_devices",
+                return_value=["cpu"],
             ),
         ):
-            assert_alike(fit(ParallelPlan(tensor="llama"), **options), fit(None, **options))
+            assert_alike(
+                fit(ParallelPlan(tensor="llama"), **options), fit(None, **options)
+            )
 
 
 def check_dropout() -> None:
@@ -150,7 +177,9 @@ def check_a_forgotten_norm() -> None:
     """A whole parameter between split layers has another gradient on each rank: told before the first step."""
     net = make_language(normed=True)
     plan = {f"net.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
-    module = Speaker(net, ParallelPlan(tensor={**plan, "net.layers.*.self_attn.o_proj": "rowwise"}))
+    module = Speaker(
+        net, ParallelPlan(tensor={**plan, "net.layers.*.self_attn.o_proj": "rowwise"})
+    )
     before = net.lm_head.weight.detach().clone()
     with pytest.raises(
         StrategyError, match=r"different gradients(.|\n)*q_norm(.|\n)*grad_allreduce"
@@ -204,7 +233,9 @@ class Heads(nn.Module):
         )
         q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in parts)
         return self.c_proj(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
         )
 
 
@@ -219,7 +250,12 @@ class Deep(nn.Module):
 
 def gpt(fused: bool) -> nn.Module:
     block = nn.ModuleDict(
-        {"ln_1": nn.LayerNorm(8), "attn": Heads(fused), "ln_2": nn.LayerNorm(8), "mlp": Deep()}
+        {
+            "ln_1": nn.LayerNorm(8),
+            "attn": Heads(fused),
+            "ln_2": nn.LayerNorm(8),
+            "mlp": Deep(),
+        }
     )
     parts = {
         "wte": nn.Embedding(16, 8),
@@ -271,7 +307,11 @@ def check_presets() -> None:
                 modules.append(kind(make().double(), plan, lr=0.05))
                 train(modules[-1], make_texts([4, 4, 3]), **how)
             assert_alike(*modules)
-            weights = [p for name, p in modules[1].named_parameters() if name.endswith("weight")]
+            weights = [
+                p
+                for name, p in modules[1].named_parameters()
+                if name.endswith("weight")
+            ]
             assert sum(hasattr(weight, "placements") for weight in weights) == split
 
 
@@ -289,7 +329,9 @@ def check_metric_objects() -> None:
             self.log("seen", self.seen)
 
     module = Counts(make_language(), ParallelPlan(tensor="llama"))
-    trainer = train(module, make_texts([4]), make_texts([4, 3]), strategy="tp", devices=2)
+    trainer = train(
+        module, make_texts([4]), make_texts([4, 3]), strategy="tp", devices=2
+    )
     assert trainer.callback_metrics["seen"] == 7 * 8
 
 
@@ -299,7 +341,9 @@ def check_that_activations_are_kept_again() -> None:
     module.net.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for policy, expected in (("Block", 4), (False, 2)):
         calls.clear()
-        strategy = MeshStrategy(dp_shard=1, tp=2, activation_checkpointing_policy=policy)
+        strategy = MeshStrategy(
+            dp_shard=1, tp=2, activation_checkpointing_policy=policy
+        )
         train(module, make_texts([4] * 2), strategy=strategy, devices=2)
         assert len(calls) == expected, policy
 
@@ -342,10 +386,14 @@ def check_that_states_fail_together() -> None:
     module.unlucky = "nothing"
     module.rank.fill_(dist.get_rank())
     trainer.save_checkpoint(f"{box[0]}/one")
-    assert (module.buffers is None) == (dist.get_rank() == 1)  # who writes them has them
+    assert (module.buffers is None) == (
+        dist.get_rank() == 1
+    )  # who writes them has them
     assert read_checkpoint(f"{box[0]}/one")["buffers"][1]["rank"] == 1
     module.unlucky = "loading"
-    again = tk.Trainer(strategy="tp", devices=2, accelerator="cpu", barebones=True, max_steps=4)
+    again = tk.Trainer(
+        strategy="tp", devices=2, accelerator="cpu", barebones=True, max_steps=4
+    )
     with pytest.raises(CheckpointError, match="loading"):
         again.fit(module, make_texts([4] * 2), ckpt_path=f"{box[0]}/one")
     dist.barrier()
@@ -356,7 +404,11 @@ def check_what_is_refused() -> None:
     """Options for the data axes that would do nothing, or leave ranks with other weights."""
     for axes, options, told in (
         ({"tp": 2}, {"cpu_offload": True}, "more than one rank on"),
-        ({"tp": 2, "dp_shard": 1}, {"ignored_modules": "norm"}, "more than one rank on"),
+        (
+            {"tp": 2, "dp_shard": 1},
+            {"ignored_modules": "norm"},
+            "more than one rank on",
+        ),
     ):
         strategy = MeshStrategy(**axes, fsdp=options)
         with pytest.raises(StrategyError, match=told):
@@ -370,7 +422,9 @@ def check_what_is_refused() -> None:
 
 class Overflows(Speaker):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (float("inf") if batch_idx == 2 else 1.0)
+        return super().training_step(batch, batch_idx) * (
+            float("inf") if batch_idx == 2 else 1.0
+        )
 
 
 def check_half_precision() -> None:
@@ -385,8 +439,12 @@ def check_half_precision() -> None:
             mine.plan = ParallelPlan(
                 tensor="llama", sequence_parallel=sequence, loss_parallel=sequence
             )
-            train(one, make_texts([4] * 6), precision=precision, strategy="single_device")
-            train(mine, make_texts([4] * 6), precision=precision, strategy="tp", devices=2)
+            train(
+                one, make_texts([4] * 6), precision=precision, strategy="single_device"
+            )
+            train(
+                mine, make_texts([4] * 6), precision=precision, strategy="tp", devices=2
+            )
             assert_alike(mine, one, 2e-3)
 
 

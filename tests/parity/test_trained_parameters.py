@@ -24,7 +24,12 @@ from tests.parity.plain import (
     train,
 )
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
+from trainer_kit.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+)
 
 STEPS = 6
 
@@ -96,7 +101,12 @@ CHANGES: dict[str, dict[int, Change]] = {
     },
     "swapped": {-1: freeze_backbone, 1: swap, 2: swap, 3: swap},
     "added": {2: add_layer},
-    "added and frozen": {-1: freeze_backbone, 2: add_layer, 3: freeze_head, 4: train_all},
+    "added and frozen": {
+        -1: freeze_backbone,
+        2: add_layer,
+        3: freeze_head,
+        4: train_all,
+    },
 }
 
 
@@ -139,13 +149,17 @@ def assert_equal_on_ranks(net: nn.Module) -> None:
         assert torch.equal(rows[0], rows[1]), f"{name} differs from rank to rank"
 
 
-def train_accelerated(changes: dict[int, Change], face: str = "accelerator", **options: Any) -> Net:
+def train_accelerated(
+    changes: dict[int, Change], face: str = "accelerator", **options: Any
+) -> Net:
     """A custom loop through one of the faces, each rank with its part of every batch."""
     net = Net(seed=dist.get_rank())
     optimizer: Any = make_optimizer(net)
     change(changes, -1, net, optimizer)
     if face == "fabric":
-        fabric = tk.Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(**options))
+        fabric = tk.Fabric(
+            accelerator="cpu", devices=2, strategy=DDPStrategy(**options)
+        )
         fabric.launch()
         model, stepped = fabric.setup(net, optimizer)
         backward: Any = fabric.backward
@@ -153,7 +167,11 @@ def train_accelerated(changes: dict[int, Change], face: str = "accelerator", **o
         accelerator = tk.Accelerator(cpu=True, strategy=DDPStrategy(**options))
         backward = accelerator.backward
         model = accelerator.prepare(net)
-        stepped = optimizer if face == "unprepared optimizer" else accelerator.prepare(optimizer)
+        stepped = (
+            optimizer
+            if face == "unprepared optimizer"
+            else accelerator.prepare(optimizer)
+        )
     for step, (x, y) in enumerate(batches_of(dist.get_rank())):
         change(changes, step, net, optimizer)
         if face == "prepared again" and step in changes:
@@ -226,7 +244,11 @@ def test_a_fit_averages_what_is_trained_now(manual: bool) -> None:
             change(changes, -1, module.net, None)
             ddp(
                 module,
-                [half for both in zip(batches_of(0), batches_of(1), strict=True) for half in both],
+                [
+                    half
+                    for both in zip(batches_of(0), batches_of(1), strict=True)
+                    for half in both
+                ],
             )
             assert_close(module.net, train_plain(changes))
 
@@ -252,14 +274,18 @@ def test_alternating_models_and_short_windows_average_what_is_trained_now() -> N
 
     accelerator = tk.Accelerator(cpu=True, gradient_accumulation_steps=2)
     nets = [Net(0), Net(1)]
-    *models, first, second = accelerator.prepare(*nets, *(make_optimizer(net) for net in nets))
+    *models, first, second = accelerator.prepare(
+        *nets, *(make_optimizer(net) for net in nets)
+    )
     optimizers = [first, second]
     for step, (x, y) in enumerate(batches_of(dist.get_rank())):
         alternate(nets, step)
         for part in (slice(0, 1), slice(1, 3)):
             size = part.stop - part.start
             with accelerator.accumulate(*models):
-                accelerator.backward(loss_of(models, x[part], y[part]) * size, weight=size)
+                accelerator.backward(
+                    loss_of(models, x[part], y[part]) * size, weight=size
+                )
                 optimizers[step % 2].step()
                 optimizers[step % 2].zero_grad()
     for net, other in zip(nets, plain, strict=True):
@@ -278,7 +304,8 @@ def test_parameters_without_a_prepared_module_are_refused() -> None:
     )
     accelerator.backward(center(model(batches_of(dist.get_rank())[0][0])).mean())
     with pytest.raises(
-        StrategyError, match="2 of the 6 parameters of SGD, the first of shape \\[1, 4\\]"
+        StrategyError,
+        match="2 of the 6 parameters of SGD, the first of shape \\[1, 4\\]",
     ):
         optimizer.step()
 
@@ -305,11 +332,14 @@ def test_sharded_models_train_what_is_trained_now() -> None:
         for name, changes in CHANGES.items():
             with case(strategy=strategy.__name__, changes=name):
                 if "added" in name:
-                    with pytest.raises(StrategyError, match="each rank would train its own"):
+                    with pytest.raises(
+                        StrategyError, match="each rank would train its own"
+                    ):
                         train_sharded(strategy(), changes)
                 else:
                     torch.testing.assert_close(
-                        train_sharded(strategy(), changes), train_plain(changes).state_dict()
+                        train_sharded(strategy(), changes),
+                        train_plain(changes).state_dict(),
                     )
 
 

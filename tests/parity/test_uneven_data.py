@@ -63,7 +63,9 @@ class Sees(tk.TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         batch = torch.cat(batch) if isinstance(batch, (list, tuple)) else batch
-        self.trained.setdefault(self.current_epoch, []).extend(batch.flatten().long().tolist())
+        self.trained.setdefault(self.current_epoch, []).extend(
+            batch.flatten().long().tolist()
+        )
         return self.net(batch / 100).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -81,7 +83,9 @@ def batches(dataset: Any) -> Any:
     return DataLoader(dataset, batch_size=2)
 
 
-def stream(count: int, claimed: int | None = None, kind: Any = Claims) -> Callable[[], Any]:
+def stream(
+    count: int, claimed: int | None = None, kind: Any = Claims
+) -> Callable[[], Any]:
     return lambda: batches(kind(count, claimed))
 
 
@@ -103,7 +107,9 @@ DATA: dict[str, tuple[Callable[[], Any], int]] = {
 
 def check(make: Callable[[], Any], count: int, **options: Any) -> None:
     module = Sees()
-    trainer = tk.Trainer(accelerator="cpu", strategy="ddp", barebones=True, max_epochs=2, **options)
+    trainer = tk.Trainer(
+        accelerator="cpu", strategy="ddp", barebones=True, max_epochs=2, **options
+    )
     trainer.fit(module, make(), make())
     everyone: list[Any] = [None] * dist.get_world_size()
     mine = (
@@ -115,7 +121,9 @@ def check(make: Callable[[], Any], count: int, **options: Any) -> None:
     )
     dist.all_gather_object(everyone, mine)
     for epoch in range(2):
-        seen = sorted(sample for trained, *_ in everyone for sample in trained.get(epoch, ()))
+        seen = sorted(
+            sample for trained, *_ in everyone for sample in trained.get(epoch, ())
+        )
         assert len(seen) == count
         assert seen == sorted(set(seen)) or len(set(seen)) == 1
     assert len({tuple(ends) for _, _, *ends in everyone}) == 1, everyone
@@ -133,7 +141,10 @@ QUICK = ("shorter than its length", "one batch for all ranks")
 
 
 def others(mark: pytest.MarkDecorator) -> list[Any]:
-    return [*QUICK, *(pytest.param(name, marks=mark) for name in DATA if name not in QUICK)]
+    return [
+        *QUICK,
+        *(pytest.param(name, marks=mark) for name in DATA if name not in QUICK),
+    ]
 
 
 @pytest.mark.world_size(2)
@@ -178,22 +189,29 @@ def test_each_rank_brings_its_own_stream(counts: list[int], kind: Any) -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
+@pytest.mark.parametrize(
+    "mode", ["min_size", "max_size", "max_size_cycle", "sequential"]
+)
 def test_several_loaders_of_uneven_length(mode: Any) -> None:
     def loader() -> Any:
         return tk.CombinedLoader(
-            [batches(Claims(5, 40)), batches(torch.arange(11).unsqueeze(1).float())], mode
+            [batches(Claims(5, 40)), batches(torch.arange(11).unsqueeze(1).float())],
+            mode,
         )
 
     class Together(Sees):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             parts = (
-                [part for part in batch if part is not None] if isinstance(batch, list) else batch
+                [part for part in batch if part is not None]
+                if isinstance(batch, list)
+                else batch
             )
             return super().training_step(parts, batch_idx)
 
     module = Together()
-    trainer = tk.Trainer(accelerator="cpu", strategy="ddp", barebones=True, max_epochs=2)
+    trainer = tk.Trainer(
+        accelerator="cpu", strategy="ddp", barebones=True, max_epochs=2
+    )
     trainer.fit(module, loader())
     steps: list[Any] = [None, None]
     dist.all_gather_object(steps, (trainer.global_step, trainer.current_epoch))

@@ -18,9 +18,18 @@ from trainer_kit.callbacks import EMAWeightAveraging
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, PostLocalSGD
-from trainer_kit.testing.conformance import _Adaptive, _ByHand, _samples, assert_same, fit, whole
+from trainer_kit.testing.conformance import (
+    _Adaptive,
+    _ByHand,
+    _samples,
+    assert_same,
+    fit,
+    whole,
+)
 
-SPLIT = tk.ParallelPlan(tensor={"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"})
+SPLIT = tk.ParallelPlan(
+    tensor={"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"}
+)
 STRATEGIES = {
     "one": lambda: "auto",
     "ddp": DDPStrategy,
@@ -70,7 +79,9 @@ def local(tensor: Any) -> Any:
 
 
 def averaged(strategy: Any, make: Any, devices: int, steps: int, **options: Any) -> Any:
-    ema = EMAWeightAveraging(decay=0.7, update_every_n_steps=2, update_starting_at_epoch=0)
+    ema = EMAWeightAveraging(
+        decay=0.7, update_every_n_steps=2, update_starting_at_epoch=0
+    )
     settings = {
         "max_steps": steps,
         "max_epochs": 1,
@@ -97,7 +108,11 @@ def test_as_in_one_process_and_from_any_into_any_other() -> None:
         with case(writer=name):
             if name != "one" or rank == 0:
                 averaged(
-                    strategy(), Evaluated, 1 if name == "one" else 2, 3, save=str(directory / name)
+                    strategy(),
+                    Evaluated,
+                    1 if name == "one" else 2,
+                    3,
+                    save=str(directory / name),
                 )
         dist.barrier()
     assert read_manifest(directory / "fsdp")["shards"] == 2
@@ -110,7 +125,9 @@ def test_as_in_one_process_and_from_any_into_any_other() -> None:
                 strategy(), Evaluated, 1 if name == "one" else 2, 6, ckpt_path=path
             )
             assert_same(found, expected, 1e-9)
-            assert float(trainer.callback_metrics["val"]) == pytest.approx(loss, rel=1e-7)
+            assert float(trainer.callback_metrics["val"]) == pytest.approx(
+                loss, rel=1e-7
+            )
             assert_same(whole(mine), {key: live[key] for key in mine}, 1e-9)
             kept, weights = ema._averages._kept, ema._averages._live
             for key, average in kept.items():
@@ -119,7 +136,8 @@ def test_as_in_one_process_and_from_any_into_any_other() -> None:
                 )
             if name == "fsdp":
                 here, everywhere = (
-                    sum(v.numel() for v in of) for of in (map(local, kept.values()), live.values())
+                    sum(v.numel() for v in of)
+                    for of in (map(local, kept.values()), live.values())
                 )
                 assert here < 0.6 * everywhere
 
@@ -150,9 +168,18 @@ class LooksAgain(_ByHand):
 def check_what_a_step_leaves_gathered() -> None:
     values = []
     for name, devices in (("auto", 1), ("fsdp", 2)):
-        options: dict[str, Any] = {"max_epochs": 1, "callbacks": EMAWeightAveraging(decay=0.5)}
+        options: dict[str, Any] = {
+            "max_epochs": 1,
+            "callbacks": EMAWeightAveraging(decay=0.5),
+        }
         trainer, _ = fit(
-            name, LooksAgain, 24, 6 // devices, devices, num_sanity_val_steps=0, **options
+            name,
+            LooksAgain,
+            24,
+            6 // devices,
+            devices,
+            num_sanity_val_steps=0,
+            **options,
         )
         values.append(float(trainer.callback_metrics["val"]))
     assert values[0] == pytest.approx(values[1], rel=1e-9)
@@ -165,7 +192,9 @@ class LooksAt(tk.Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         averages = self.ema._averages
         self.kept = (
-            {name: value.clone() for name, value in averages._kept.items()} if averages else {}
+            {name: value.clone() for name, value in averages._kept.items()}
+            if averages
+            else {}
         )
 
 
@@ -177,7 +206,10 @@ def check_tied_weights_of_sixteen_bits(directory: Path) -> None:
         "enable_model_summary": False,
         "logger": False,
     }
-    for strategy, devices, more in (("auto", 1, {}), (stages(), 2, {"ckpt_path": path})):
+    for strategy, devices, more in (
+        ("auto", 1, {}),
+        (stages(), 2, {"ckpt_path": path}),
+    ):
         ema = EMAWeightAveraging(decay=0.999)
         looks = LooksAt(ema)
         trainer = tk.Trainer(
@@ -191,7 +223,8 @@ def check_tied_weights_of_sixteen_bits(directory: Path) -> None:
             kept.append(dict(ema._averages._kept))
         kept.append(looks.kept)
     named = {
-        name.replace("head.weight", "embedding.weight"): value for name, value in kept[-1].items()
+        name.replace("head.weight", "embedding.weight"): value
+        for name, value in kept[-1].items()
     }
     assert 0 < len(named) < len(kept[0])
     assert_same(named, {name: kept[0][name] for name in named}, 0.0)
@@ -202,7 +235,11 @@ def check_tied_weights_of_sixteen_bits(directory: Path) -> None:
 def check_own_buffers(directory: Path) -> None:
     """Those of rank 0 count in an evaluation; each rank goes on with its own, and in the same bits."""
     for name in ("ddp", "fsdp"):
-        made = partial(DDPStrategy, broadcast_buffers=False) if name == "ddp" else FSDPStrategy
+        made = (
+            partial(DDPStrategy, broadcast_buffers=False)
+            if name == "ddp"
+            else FSDPStrategy
+        )
         with case(buffers_of=name):
             seen: list[Any] = []
 

@@ -53,24 +53,38 @@ def traffic(kind, size, axis="data", count=1):
 
 def test_each_part_is_what_the_data_sheet_promises():
     assert seconds() == pytest.approx(1e15 / 989e12)
-    assert seconds(flops=0, traffic=traffic("all_gather", 450 * 10**9)) == pytest.approx(7 / 8)
-    assert seconds(flops=0, traffic=traffic("reduce_scatter", 450 * 10**9)) == pytest.approx(7 / 8)
-    assert seconds(flops=0, traffic=traffic("all_reduce", 450 * 10**9)) == pytest.approx(14 / 8)
-    assert seconds(flops=0, traffic=traffic("send", 450 * 10**9, axis="pipeline")) == pytest.approx(
-        1
-    )
-    assert seconds(flops=0, traffic=traffic("all_reduce", 50 * 10**9), world=16) == pytest.approx(
-        30 / 16
-    ), "a network"
-    state = {"parameters": 480 * 10**9, "gradients": 480 * 10**9, "optimizer": 960 * 10**9}
+    assert seconds(
+        flops=0, traffic=traffic("all_gather", 450 * 10**9)
+    ) == pytest.approx(7 / 8)
+    assert seconds(
+        flops=0, traffic=traffic("reduce_scatter", 450 * 10**9)
+    ) == pytest.approx(7 / 8)
+    assert seconds(
+        flops=0, traffic=traffic("all_reduce", 450 * 10**9)
+    ) == pytest.approx(14 / 8)
+    assert seconds(
+        flops=0, traffic=traffic("send", 450 * 10**9, axis="pipeline")
+    ) == pytest.approx(1)
+    assert seconds(
+        flops=0, traffic=traffic("all_reduce", 50 * 10**9), world=16
+    ) == pytest.approx(30 / 16), "a network"
+    state = {
+        "parameters": 480 * 10**9,
+        "gradients": 480 * 10**9,
+        "optimizer": 960 * 10**9,
+    }
     assert seconds(flops=0, memory=state) == pytest.approx(0.1 * (1 + 1 + 2 + 1 + 2))
     assert seconds(flops=0, host=64 * 10**9) == pytest.approx(2), "to the host and back"
 
 
 def test_hybrid_sharding_gathers_inside_a_machine_and_reduces_between_machines():
     given = {"flops": 0, "strategy": "hsdp8", "world": 32}
-    assert seconds(traffic=traffic("all_gather", 450 * 10**9), **given) == pytest.approx(7 / 8)
-    assert seconds(traffic=traffic("all_reduce", 50 * 10**9), **given) == pytest.approx(6 / 4)
+    assert seconds(
+        traffic=traffic("all_gather", 450 * 10**9), **given
+    ) == pytest.approx(7 / 8)
+    assert seconds(traffic=traffic("all_reduce", 50 * 10**9), **given) == pytest.approx(
+        6 / 4
+    )
 
 
 def test_data_collectives_hide_behind_products_and_others_do_not():
@@ -79,7 +93,9 @@ def test_data_collectives_hide_behind_products_and_others_do_not():
     assert seconds(
         traffic=traffic("all_reduce", size, axis="tensor"), strategy="tp2"
     ) == pytest.approx(1e15 / PEAK + 0.1)
-    assert seconds(flops=10, traffic=traffic("all_gather", size)) == pytest.approx(0.1 * 7 / 8)
+    assert seconds(flops=10, traffic=traffic("all_gather", size)) == pytest.approx(
+        0.1 * 7 / 8
+    )
 
 
 def test_a_pipeline_has_a_bubble_that_more_micro_batches_shrink():
@@ -90,7 +106,10 @@ def test_a_pipeline_has_a_bubble_that_more_micro_batches_shrink():
 
 def test_more_work_and_smaller_shares_are_never_faster():
     all_of_it = {
-        "traffic": (*traffic("all_reduce", 10**10, axis="tensor"), *traffic("all_gather", 10**12)),
+        "traffic": (
+            *traffic("all_reduce", 10**10, axis="tensor"),
+            *traffic("all_gather", 10**12),
+        ),
         "memory": {"parameters": 10**10, "gradients": 10**10, "optimizer": 2 * 10**10},
         "strategy": "tp2",
     }
@@ -106,7 +125,9 @@ def test_more_work_and_smaller_shares_are_never_faster():
         ]
         assert times == sorted(times)
     slow = replace(H200, link=100.0, bandwidth=1000.0, network=10.0)
-    assert seconds(Assumptions(), device=slow, **all_of_it) > seconds(Assumptions(), **all_of_it)
+    assert seconds(Assumptions(), device=slow, **all_of_it) > seconds(
+        Assumptions(), **all_of_it
+    )
     assert seconds(replace(Assumptions(), latency=1e-3), **all_of_it) > seconds(
         Assumptions(), **all_of_it
     )
@@ -114,22 +135,31 @@ def test_more_work_and_smaller_shares_are_never_faster():
 
 def test_speed_mfu_and_cost():
     found = estimate_step(
-        needs(), H200, replace(RIGHT, price=2.0, tokens=100), peak=PEAK, model_flops=0.75e15
+        needs(),
+        H200,
+        replace(RIGHT, price=2.0, tokens=100),
+        peak=PEAK,
+        model_flops=0.75e15,
     )
     assert found.mfu == pytest.approx(0.75), "recomputed activations are no useful work"
     assert found.samples_per_second == pytest.approx(8 * 4 * 2 / found.seconds)
     assert found.tokens_per_second == pytest.approx(100 * found.samples_per_second)
     assert found.cost == pytest.approx(2.0 * 8 / 3600 / found.tokens_per_second * 1e6)
-    by_sample = estimate_step(needs(strategy="tp4"), H200, replace(RIGHT, price=2.0), peak=PEAK)
-    assert by_sample.samples_per_second == pytest.approx(2 * 4 * 2 / by_sample.seconds), (
-        "4 ranks share their samples"
+    by_sample = estimate_step(
+        needs(strategy="tp4"), H200, replace(RIGHT, price=2.0), peak=PEAK
     )
-    assert by_sample.cost == pytest.approx(2.0 * 8 / 3600 / by_sample.samples_per_second * 1e6)
+    assert by_sample.samples_per_second == pytest.approx(
+        2 * 4 * 2 / by_sample.seconds
+    ), "4 ranks share their samples"
+    assert by_sample.cost == pytest.approx(
+        2.0 * 8 / 3600 / by_sample.samples_per_second * 1e6
+    )
     assert estimate_step(needs(), H200, RIGHT, peak=PEAK).cost is None
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"efficiency": 0.0}, {"bandwidth": 1.5}, {"price": -1.0}, {"latency": -1.0}]
+    "wrong",
+    [{"efficiency": 0.0}, {"bandwidth": 1.5}, {"price": -1.0}, {"latency": -1.0}],
 )
 def test_impossible_assumptions_are_refused(wrong):
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 from tests.planning.workloads import made
 from trainer_kit.planning.fake_mode import FastFakeMode
@@ -24,7 +28,9 @@ CALLS = {
     "a transposed copy": lambda x: aten.clone.default(
         aten.t.default(x), memory_format=torch.preserve_format
     ),
-    "several results": lambda x: aten.native_layer_norm.default(x, [6], None, None, 1e-5),
+    "several results": lambda x: aten.native_layer_norm.default(
+        x, [6], None, None, 1e-5
+    ),
     "a result that is None": lambda x: aten.native_layer_norm_backward.default(
         x, x, [6], x.new_ones(4, 1), x.new_ones(4, 1), None, None, [True, False, False]
     ),
@@ -32,7 +38,9 @@ CALLS = {
     "a list": lambda x: aten._foreach_sqrt.default([x, x]),
     "a list in place": lambda x: aten._foreach_add_.Scalar([x], 1.0),
     "where to write": lambda x: aten.add.out(x, x, out=aten.empty_like.default(x)),
-    "a new tensor": lambda x: aten.zeros.default([3], dtype=torch.int64, device=x.device),
+    "a new tensor": lambda x: aten.zeros.default(
+        [3], dtype=torch.int64, device=x.device
+    ),
     "a number": lambda x: aten._local_scalar_dense.default(torch.tensor(2.5)),
     "an index": lambda x: aten.embedding.default(x, aten.argmax.default(x, 1)),
     "conjugated": lambda x: aten._conj.default(x.to(torch.complex64)),
@@ -61,12 +69,19 @@ def facts(value, source):
             where.nbytes(),
             where._cdata == source.untyped_storage()._cdata,
         ),
-        *(value is source, {key: one for key, one in vars(value).items() if key != "fake_mode"}),
+        *(
+            value is source,
+            {key: one for key, one in vars(value).items() if key != "fake_mode"},
+        ),
     )
 
 
 def observed(call, tracked):
-    mode = FastFakeMode() if tracked is not None else FakeTensorMode(allow_non_fake_inputs=True)
+    mode = (
+        FastFakeMode()
+        if tracked is not None
+        else FakeTensorMode(allow_non_fake_inputs=True)
+    )
     found = []
     with mode:
         for rows in (4, 4, 4, 8, 4):
@@ -103,7 +118,8 @@ def test_a_repeated_result_is_not_computed(monkeypatch):
             torch.mm(x, y).mul_(2).t()
         torch.mm(x.to(torch.float64), y.to(torch.float64))
     assert [
-        computed.count(func) for func in (aten.mm.default, aten.mul_.Tensor, aten.t.default)
+        computed.count(func)
+        for func in (aten.mm.default, aten.mul_.Tensor, aten.t.default)
     ] == [2, 1, 1]
 
 
@@ -122,7 +138,9 @@ def test_real_tensors_stay_real_inside_a_tracker():
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", ["gpt", "resnet", "recommender"])
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_step_measures_as_under_the_mode_of_torch(name, precision, recomputes, monkeypatch):
+def test_a_step_measures_as_under_the_mode_of_torch(
+    name, precision, recomputes, monkeypatch
+):
     tried = Candidate(
         strategy="fsdp",
         world=4,

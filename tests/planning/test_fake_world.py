@@ -48,7 +48,9 @@ def test_equal_entries_of_a_list_are_prepared_once(monkeypatch):
             layouts = [Shard(0), Shard(0), Replicate(), Shard(1)] * 10
             with mode:
                 tensors = [
-                    DTensor.from_local(torch.empty(shape), mesh, [layout], run_check=False)
+                    DTensor.from_local(
+                        torch.empty(shape), mesh, [layout], run_check=False
+                    )
                     for shape, layout in zip(shapes, layouts, strict=True)
                 ]
                 made = torch._foreach_add(tensors, tensors, alpha=0.5)
@@ -56,13 +58,18 @@ def test_equal_entries_of_a_list_are_prepared_once(monkeypatch):
                     made, tensors, tensors, [float(number) for number in range(40)]
                 )
                 norms = torch._foreach_norm(tensors)
-            return [(one.shape, one.placements, one.to_local().shape) for one in (*made, *norms)]
+            return [
+                (one.shape, one.placements, one.to_local().shape)
+                for one in (*made, *norms)
+            ]
 
     expected = results()
     monkeypatch.setattr(type(propagator), "propagate_op_sharding_non_cached", counted)
     assert results() == expected
     assert sizes == [4, 40, 4], "each entry of the second has a number of its own"
-    monkeypatch.setattr(fake_world_module, "_once_for_equal_entries", lambda propagate: propagate)
+    monkeypatch.setattr(
+        fake_world_module, "_once_for_equal_entries", lambda propagate: propagate
+    )
     assert results() == expected, "as torch does it"
     assert "propagate_op_sharding_non_cached" not in vars(propagator)
 
@@ -73,7 +80,9 @@ def test_waiting_for_a_collective_allocates_nothing():
     tracker = StepTracker(mode, lambda *_: None)
     with fake_world(2), adapted(), mode, tracker:
         whole = torch.empty(1000)
-        summed = torch.ops._c10d_functional.all_reduce(whole, "sum", dist.group.WORLD.group_name)
+        summed = torch.ops._c10d_functional.all_reduce(
+            whole, "sum", dist.group.WORLD.group_name
+        )
         waited = torch.ops._c10d_functional.wait_tensor(summed)
     assert waited.untyped_storage()._cdata == summed.untyped_storage()._cdata
     assert sum(tracker.peak(0).values()) == 2 * 4 * 1000
@@ -96,7 +105,9 @@ def test_an_exchange_of_a_pipeline_holds_its_tensors():
 
 @pytest.mark.slow
 def test_ranks_forked_after_a_plan_save_their_own_parts():
-    trainer = tk.Trainer(strategy="fsdp", accelerator="cpu", devices=2, logger=False, seed=1)
+    trainer = tk.Trainer(
+        strategy="fsdp", accelerator="cpu", devices=2, logger=False, seed=1
+    )
     trainer.plan(verified.Classifier(), verified.loader(), world=2, strategies=["fsdp"])
     found = trainer.verify(
         verified.Classifier(), verified.loader(), steps=2

@@ -59,7 +59,9 @@ def test_each_rank_has_random_numbers_and_variables_of_its_own():
     for one in range(2):
         seed_everything(one)
         torch.set_default_dtype(torch.float64 if one else torch.float32)
-        alone = [(torch.rand(1).item(), random.random(), np.random.rand()) for _ in range(3)]
+        alone = [
+            (torch.rand(1).item(), random.random(), np.random.rand()) for _ in range(3)
+        ]
         torch.set_default_dtype(torch.float32)
         assert draws[one] == alone[2]
     swap_last_seed(None)
@@ -80,8 +82,12 @@ def everything(rank):
     dist.reduce(fresh(), 1)
     dist.all_gather([fresh() for _ in range(size)], fresh())
     new = hasattr(dist, "all_gather_single")  # torch 2.13
-    (dist.all_gather_single if new else dist.all_gather_into_tensor)(fresh(5 * size), fresh())
-    (dist.reduce_scatter_single if new else dist.reduce_scatter_tensor)(fresh(), fresh(5 * size))
+    (dist.all_gather_single if new else dist.all_gather_into_tensor)(
+        fresh(5 * size), fresh()
+    )
+    (dist.reduce_scatter_single if new else dist.reduce_scatter_tensor)(
+        fresh(), fresh(5 * size)
+    )
     dist.gather(fresh(), [fresh() for _ in range(size)] if rank == 0 else None, 0)
     dist.scatter(fresh(), [fresh() for _ in range(size)] if rank == 0 else None, 0)
     dist.all_to_all([fresh() for _ in range(size)], [fresh() for _ in range(size)])
@@ -134,7 +140,9 @@ def test_a_rank_that_fails_ends_the_others():
     with pytest.raises(ValueError, match="bad label") as caught:
         run_local(rank, 3)
     assert sorted(ended) == [0, 1, 2]
-    assert str(caught.traceback[-1].statement).strip() == 'raise ValueError("bad label")'
+    assert (
+        str(caught.traceback[-1].statement).strip() == 'raise ValueError("bad label")'
+    )
     assert caught.value.__notes__ == ["raised on rank 1 of 3, a thread of this process"]
     assert (threading.active_count(), state()) == before
 
@@ -150,7 +158,9 @@ def test_an_exit_of_a_rank_is_an_error_unless_its_code_is_zero():
     [
         (
             lambda rank: (
-                dist.all_reduce(torch.ones(3)) if rank else dist.broadcast(torch.ones(3), 0)
+                dist.all_reduce(torch.ones(3))
+                if rank
+                else dist.broadcast(torch.ones(3), 0)
             ),
             r"rank 0: broadcast\(float32\[3\]\); rank 1: allreduce\(float32\[3\]\)",
         ),
@@ -158,7 +168,10 @@ def test_an_exit_of_a_rank_is_an_error_unless_its_code_is_zero():
             lambda rank: dist.all_reduce(torch.ones(3 + rank)),
             r"rank 0: allreduce\(float32\[3\]\); rank 1: allreduce\(float32\[4\]\)",
         ),
-        (lambda rank: rank or dist.barrier(), "rank 0 waits in barrier; rank 1 has ended"),
+        (
+            lambda rank: rank or dist.barrier(),
+            "rank 0 waits in barrier; rank 1 has ended",
+        ),
         (
             lambda rank: rank or dist.recv(torch.ones(1), 1),
             "rank 0 waits in recv from rank 1 to rank 0; rank 1 has",
@@ -202,7 +215,10 @@ def test_a_rank_starts_no_ranks():
 def test_one_rank_has_no_process_group(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     found = []
-    run_local(lambda rank: found.append((rank, dist.is_initialized(), "RANK" in os.environ)), 1)
+    run_local(
+        lambda rank: found.append((rank, dist.is_initialized(), "RANK" in os.environ)),
+        1,
+    )
     assert found == [(0, False, False)]
     assert os.environ["RANK"] == "0"
 

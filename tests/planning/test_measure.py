@@ -37,9 +37,15 @@ def _counted():
     stop_counting()
 
 
-def candidate(strategy="single_device", world=1, samples=8, precision="32-true", **options):
+def candidate(
+    strategy="single_device", world=1, samples=8, precision="32-true", **options
+):
     return Candidate(
-        strategy=strategy, precision=precision, world=world, micro_batch=samples, **options
+        strategy=strategy,
+        precision=precision,
+        world=world,
+        micro_batch=samples,
+        **options,
     )
 
 
@@ -51,7 +57,12 @@ def close(name, tried, within=0.05, **options):
     found, traced = compared(name, tried, **options)
     assert found.exact
     assert max(sum(role.values()) for role in found.memory) == found.peak
-    assert abs(found.peak / traced - 1) < within, (name, tried, dict(found.memory[0]), traced)
+    assert abs(found.peak / traced - 1) < within, (
+        name,
+        tried,
+        dict(found.memory[0]),
+        traced,
+    )
 
 
 _LONG = [pytest.param(strategy, marks=pytest.mark.long) for strategy in ("ddp", "tp2")]
@@ -85,9 +96,22 @@ def test_two_ranks(strategy):
     close("gpt", candidate(strategy, 2), within=0.01)
 
 
-_MODELS = ("cnn", "encoder", "gpt", "llama", "mixer", "mlp", "recommender", "resnet", "vit")
+_MODELS = (
+    "cnn",
+    "encoder",
+    "gpt",
+    "llama",
+    "mixer",
+    "mlp",
+    "recommender",
+    "resnet",
+    "vit",
+)
 _MATRIX = [
-    *[("single_device", 1, name) for name in ("cnn", "mixer", "recommender", "resnet", "vit")],
+    *[
+        ("single_device", 1, name)
+        for name in ("cnn", "mixer", "recommender", "resnet", "vit")
+    ],
     *[("ddp", 2, name) for name in _MODELS if name != "gpt"],
     *[("fsdp", world, name) for world in (2, 4) for name in _MODELS],
     *[
@@ -95,7 +119,10 @@ _MATRIX = [
         for name in ("encoder", "gpt", "llama", "mixer", "mlp", "recommender", "vit")
     ],
     *[("tp2", 4, name) for name in ("encoder", "gpt")],
-    *[("pp2", 2, name) for name in ("encoder", "gpt", "llama", "mixer", "resnet", "vit")],
+    *[
+        ("pp2", 2, name)
+        for name in ("encoder", "gpt", "llama", "mixer", "resnet", "vit")
+    ],
     *[("pp2", 4, name) for name in ("gpt", "llama")],
 ]
 
@@ -110,7 +137,11 @@ def test_every_pair(strategy, world, name, again):
     close(
         name,
         candidate(
-            strategy, world, samples=samples, accumulate=accumulate, activation_checkpointing=again
+            strategy,
+            world,
+            samples=samples,
+            accumulate=accumulate,
+            activation_checkpointing=again,
         ),
     )
 
@@ -133,14 +164,20 @@ def test_bfloat16_of_every_strategy(strategy, world, precision):
         close(
             "gpt",
             candidate(
-                strategy, world, samples=2, precision=precision, activation_checkpointing=again
+                strategy,
+                world,
+                samples=2,
+                precision=precision,
+                activation_checkpointing=again,
             ),
         )
     close("mlp", candidate(strategy, world, samples=2, precision=precision))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)]
+)
 def test_accumulation_and_clipping(strategy, world):
     close("gpt", candidate(strategy, world, accumulate=3))
     close("gpt", candidate(strategy, world), gradient_clip_val=1.0)
@@ -162,13 +199,16 @@ def test_autocast_copies_all_weights_under_fsdp():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "world", "copies"), [("tp2", 2, False), ("tp2", 4, True), ("ddp", 2, False)]
+    ("strategy", "world", "copies"),
+    [("tp2", 2, False), ("tp2", 4, True), ("ddp", 2, False)],
 )
 def test_copies_are_noted_where_a_mesh_shards_too(strategy, world, copies):
     module, batch = made("gpt", 2)
     for precision in ("32-true", "bf16-mixed"):
         found = on_cpu(module, batch, candidate(strategy, world, precision=precision))
-        assert (AUTOCAST_COPIES in found.notes) == (copies and precision == "bf16-mixed")
+        assert (AUTOCAST_COPIES in found.notes) == (
+            copies and precision == "bf16-mixed"
+        )
 
 
 @pytest.mark.long
@@ -179,7 +219,9 @@ def test_autocast_copies_on_a_mesh():
 def test_autocast_keeps_copies_of_weights_over_recomputation_too():
     """Its cache holds them until the forward ends, unless it is switched off."""
     module, batch = made("deep", 2)
-    tried = candidate("fsdp", 4, samples=2, precision="bf16-mixed", activation_checkpointing=True)
+    tried = candidate(
+        "fsdp", 4, samples=2, precision="bf16-mixed", activation_checkpointing=True
+    )
     cached = on_cpu(module, batch, tried)
     torch.set_autocast_cache_enabled(False)
     try:
@@ -187,7 +229,9 @@ def test_autocast_keeps_copies_of_weights_over_recomputation_too():
     finally:
         torch.set_autocast_cache_enabled(True)
     assert cached.peak - kept.peak > 0.7 * 2 * 24 * 512 * 512
-    exact = on_cpu(module, batch, candidate("fsdp", 4, samples=2, activation_checkpointing=True))
+    exact = on_cpu(
+        module, batch, candidate("fsdp", 4, samples=2, activation_checkpointing=True)
+    )
     assert AUTOCAST_COPIES not in exact.notes
     assert kept.peak < 1.1 * exact.peak
 
@@ -199,7 +243,9 @@ def test_positions_that_a_batch_brings_may_pack_sequences():
     tried = candidate()
     alone = on_cpu(module, {"input_ids": tokens}, tried)
     packed = on_cpu(
-        module, {"input_ids": tokens, "position_ids": torch.arange(128).repeat(2, 1)}, tried
+        module,
+        {"input_ids": tokens, "position_ids": torch.arange(128).repeat(2, 1)},
+        tried,
     )
     repeated = (
         4 * 2 * 4 * (8 * 4 * 128 * 32)
@@ -229,7 +275,8 @@ def test_categories_add_up():
 def test_a_larger_batch_needs_more_activations():
     module, batch = made("encoder", 2)
     small, large = (
-        on_cpu(module, batch, candidate(samples=samples)).memory[0] for samples in (4, 8)
+        on_cpu(module, batch, candidate(samples=samples)).memory[0]
+        for samples in (4, 8)
     )
     assert small["parameters"] == large["parameters"]
     assert 1.9 < large["activations"] / small["activations"] < 2.1
@@ -248,7 +295,8 @@ class Movable:
 
 
 @pytest.mark.parametrize(
-    "wrap", [BatchEncoding, lambda batch: Sentences(batch["tokens"]), lambda batch: [batch]]
+    "wrap",
+    [BatchEncoding, lambda batch: Sentences(batch["tokens"]), lambda batch: [batch]],
 )
 def test_batches_of_every_kind_get_the_size_of_the_candidate(wrap):
     """A batch of transformers has a ``to`` of its own; it kept its size, and every plan was of that."""
@@ -268,7 +316,9 @@ def test_batches_of_every_kind_get_the_size_of_the_candidate(wrap):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     plain = on_cpu(
-        Reader(), {"tokens": torch.zeros(8, 24, dtype=torch.long)}, candidate(samples=32)
+        Reader(),
+        {"tokens": torch.zeros(8, 24, dtype=torch.long)},
+        candidate(samples=32),
     )
     given = wrap({"tokens": torch.zeros(2, 24, dtype=torch.long)})
     found = on_cpu(Reader(), given, candidate(samples=32))
@@ -286,7 +336,8 @@ def test_a_batch_that_shows_no_tensors_is_not_measured():
 def test_recomputed_activations_need_less():
     module, batch = made("encoder", 2)
     kept, again = (
-        on_cpu(module, batch, candidate(activation_checkpointing=flag)) for flag in (False, True)
+        on_cpu(module, batch, candidate(activation_checkpointing=flag))
+        for flag in (False, True)
     )
     assert again.peak < kept.peak
     assert again.flops > kept.flops
@@ -315,9 +366,9 @@ def test_optimizers():
     size = 4 * sum(parameter.numel() for parameter in TinyModule().parameters())
 
     def state(optimizer, **options):
-        return on_cpu(Chosen(optimizer, **options), torch.zeros(2, 32), candidate()).memory[0][
-            "optimizer"
-        ]
+        return on_cpu(
+            Chosen(optimizer, **options), torch.zeros(2, 32), candidate()
+        ).memory[0]["optimizer"]
 
     assert state(torch.optim.SGD) == 0
     assert state(torch.optim.SGD, momentum=0.9) == size
@@ -328,7 +379,8 @@ def test_optimizers():
 def test_all_tensors_are_stepped_together_on_an_accelerator():
     module, batch = made("mlp", 2)
     together, apart = (
-        measure(module, batch, candidate(samples=1), accelerator=word) for word in ("cuda", "cpu")
+        measure(module, batch, candidate(samples=1), accelerator=word)
+        for word in ("cuda", "cpu")
     )
     assert together.peak > apart.peak + 0.7 * apart.memory[0]["parameters"]
     assert any("cuda" in note for note in together.notes)
@@ -346,20 +398,26 @@ class TwoOptimizers(TinyModule):
 
     def configure_optimizers(self):
         first, *others = self.parameters()
-        return {"first": torch.optim.SGD([first], lr=0.1), "second": torch.optim.Adam(others)}
+        return {
+            "first": torch.optim.SGD([first], lr=0.1),
+            "second": torch.optim.Adam(others),
+        }
 
 
 def test_two_optimizers():
     found = on_cpu(TwoOptimizers(), torch.zeros(2, 32), candidate())
     assert found.exact
     _, *others = TwoOptimizers().parameters()
-    assert found.memory[0]["optimizer"] >= 8 * sum(parameter.numel() for parameter in others)
+    assert found.memory[0]["optimizer"] >= 8 * sum(
+        parameter.numel() for parameter in others
+    )
 
 
 def test_offload_holds_state_in_host_memory():
     module, batch = made("mlp", 2)
     kept, away = (
-        measure(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True)
+        measure(module, batch, candidate("fsdp", 4, offload=flag))
+        for flag in (False, True)
     )
     assert kept.host == 0
     assert away.memory[0]["optimizer"] == away.memory[0]["parameters"] == 0
@@ -371,7 +429,8 @@ def test_offload_saves_nothing_on_a_cpu():
     """A plan for a CPU took the memory of the host for another one, in which more would fit."""
     module, batch = made("mlp", 2)
     kept, away = (
-        on_cpu(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True)
+        on_cpu(module, batch, candidate("fsdp", 4, offload=flag))
+        for flag in (False, True)
     )
     assert away.memory == kept.memory
     assert away.host == 0
@@ -397,11 +456,18 @@ def test_offload_is_that_of_a_real_step(world, again):
 @pytest.mark.slow
 def test_four_billion_parameters_on_256_ranks():
     with torch.device("meta"):
-        module = LanguageModel(GPT(width=4096, depth=20, vocabulary=40_000, heads=32, tied=False))
+        module = LanguageModel(
+            GPT(width=4096, depth=20, vocabulary=40_000, heads=32, tied=False)
+        )
     count = sum(parameter.numel() for parameter in module.parameters())
     assert count > 4.3e9
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    tried = candidate("fsdp", 256, samples=1, precision="bf16-mixed", activation_checkpointing=True)
+    before, began = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        time.process_time(),
+    )
+    tried = candidate(
+        "fsdp", 256, samples=1, precision="bf16-mixed", activation_checkpointing=True
+    )
     found = on_cpu(module, torch.zeros(2, 1024, dtype=torch.long), tried)
     assert (
         time.process_time() - began < 60
@@ -474,7 +540,9 @@ def test_stages_of_a_pipeline():
     first, last = found.memory
     whole = on_cpu(module, batch, candidate(samples=4, accumulate=4))
     head = 4 * 1024 * 256  # the tied weight, which both stages hold
-    assert first["parameters"] + last["parameters"] == whole.memory[0]["parameters"] + head
+    assert (
+        first["parameters"] + last["parameters"] == whole.memory[0]["parameters"] + head
+    )
     sent = (
         4 * 4 * 128 * 256 * 4
     )  # activations of four micro-batches, and once the gradient of the tied weight
@@ -496,7 +564,9 @@ def test_buffers_are_broadcast():
 class OneLinear(Measured):
     def __init__(self):
         super().__init__(
-            nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 32, bias=False))
+            nn.Sequential(
+                nn.Linear(64, 128, bias=False), nn.Linear(128, 32, bias=False)
+            )
         )
 
 
@@ -508,14 +578,19 @@ def test_operations_of_linear_layers():
     )  # gradients of weights, and of the input of the second layer
     assert found.flops == forward + backward
     assert (
-        on_cpu(OneLinear(), torch.zeros(2, 64), candidate(samples=10, accumulate=3)).flops
+        on_cpu(
+            OneLinear(), torch.zeros(2, 64), candidate(samples=10, accumulate=3)
+        ).flops
         == 3 * found.flops
     )
 
 
 def test_operations_of_attention_are_divided_by_tensor_parallel():
     module, batch = made("gpt", 2)
-    whole, part = on_cpu(module, batch, candidate()), on_cpu(module, batch, candidate("tp2", 2))
+    whole, part = (
+        on_cpu(module, batch, candidate()),
+        on_cpu(module, batch, candidate("tp2", 2)),
+    )
     samples, length, width, depth, vocabulary = 8, 128, 256, 4, 1024
     tokens = samples * length
     linear = 2 * tokens * width * width * 12 * depth
@@ -523,7 +598,9 @@ def test_operations_of_attention_are_divided_by_tensor_parallel():
     head = 2 * tokens * width * vocabulary
     # Backward of attention computes its scores again: 5 products after 2.
     assert whole.flops == 3 * (linear + head) + attention + attention * 5 // 2
-    assert part.flops == whole.flops - (3 * linear + attention + attention * 5 // 2) // 2
+    assert (
+        part.flops == whole.flops - (3 * linear + attention + attention * 5 // 2) // 2
+    )
 
 
 # -- what cannot be run ----------------------------------------------------------------------------------------------
@@ -549,17 +626,24 @@ def test_the_line_that_reads_a_value_is_named():
     class Reads(TinyModule):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            self.log("value", loss["loss"].item() if isinstance(loss, dict) else loss.item())
+            self.log(
+                "value", loss["loss"].item() if isinstance(loss, dict) else loss.item()
+            )
             return loss
 
     line = Reads.training_step.__code__.co_firstlineno + 2
     found = on_cpu(Reads(), torch.zeros(2, 32), candidate())
-    assert f"DataDependentOutputException in test_measure.py, line {line}: " in found.notes[0]
+    assert (
+        f"DataDependentOutputException in test_measure.py, line {line}: "
+        in found.notes[0]
+    )
 
 
 def test_engines_without_a_fake_path_are_calculated():
     found = on_cpu(
-        TinyModule(), torch.zeros(2, 32), candidate("deepspeed_stage_2", 4, precision="bf16-mixed")
+        TinyModule(),
+        torch.zeros(2, 32),
+        candidate("deepspeed_stage_2", 4, precision="bf16-mixed"),
     )
     size = 4 * sum(parameter.numel() for parameter in TinyModule().parameters())
     assert not found.exact
@@ -591,7 +675,9 @@ def test_candidates_that_cannot_be_built(tried, says):
 def test_no_block_to_recompute():
     with pytest.raises(ConfigurationError, match="matches no block"):
         on_cpu(
-            Chosen(torch.optim.SGD), torch.zeros(2, 32), candidate(activation_checkpointing=True)
+            Chosen(torch.optim.SGD),
+            torch.zeros(2, 32),
+            candidate(activation_checkpointing=True),
         )
 
 
@@ -607,15 +693,21 @@ def test_nothing_changes(strategy, world):
     module.eval()
     before = copy.deepcopy(module.state_dict())
     flags = [parameter.requires_grad for parameter in module.parameters()]
-    hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()]
+    hooks = [
+        len(part._forward_hooks) + len(part._forward_pre_hooks)
+        for part in module.modules()
+    ]
     numbers, threads = torch.get_rng_state(), torch.backends.mkldnn.enabled
     resize, swap = torch.UntypedStorage.resize_, torch.utils.swap_tensors
     on_cpu(module, batch, candidate(strategy, world))
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in module.state_dict().items()
+    )
     assert type(next(module.parameters())) is nn.Parameter
     assert flags == [parameter.requires_grad for parameter in module.parameters()]
     assert hooks == [
-        len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()
+        len(part._forward_hooks) + len(part._forward_pre_hooks)
+        for part in module.modules()
     ]
     assert all(parameter.grad is None for parameter in module.parameters())
     assert not module.training
@@ -651,7 +743,9 @@ def test_a_rank_is_refused(monkeypatch):
 def test_a_fit_follows():
     module, batch = made("mlp", 2)
     on_cpu(module, batch, candidate("fsdp", 2))
-    trainer = tk.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = tk.Trainer(
+        max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False
+    )
     trainer.fit(module, [batch] * 2)
     assert trainer.global_step == 2
     with pytest.raises(TrainerKitError):

@@ -30,13 +30,18 @@ def test_the_estimate_equals_the_memory_of_a_trained_module():
         module.head(module.norm(module.frozen(module.embed(x)))).sum().backward()
         optimizer.step()
         states = [
-            v for state in optimizer.state.values() for key, v in state.items() if key != "step"
+            v
+            for state in optimizer.state.values()
+            for key, v in state.items()
+            if key != "step"
         ]
         told = {each.dtype: each for each in estimate_memory(describe_module(module))}[
             str(dtype).removeprefix("torch.")
         ]
         assert told.weights == bytes_of([*module.parameters(), *module.buffers()])
-        assert told.gradients == bytes_of(p.grad for p in module.parameters() if p.grad is not None)
+        assert told.gradients == bytes_of(
+            p.grad for p in module.parameters() if p.grad is not None
+        )
         assert told.optimizer == bytes_of(states)
         assert told.training == told.weights + told.gradients + told.optimizer
         assert told.largest_layer == bytes_of([module.embed.weight])
@@ -51,11 +56,18 @@ def test_meta_and_weights_by_name_say_the_same():
 
 def test_narrow_dtypes_are_for_inference_alone():
     told = {
-        each.dtype: each for each in estimate_memory(describe_module(nn.Linear(7, 5, bias=False)))
+        each.dtype: each
+        for each in estimate_memory(describe_module(nn.Linear(7, 5, bias=False)))
     }
     assert (told["int4"].weights, told["int8"].weights) == (18, 35)
-    assert [told["int4"].training, told["int8"].gradients, told["float8"].optimizer] == [None] * 3
+    assert [
+        told["int4"].training,
+        told["int8"].gradients,
+        told["float8"].optimizer,
+    ] == [None] * 3
 
 
 def test_nothing_is_nothing():
-    assert {each.weights for each in estimate_memory(describe_module(nn.Identity()))} == {0}
+    assert {
+        each.weights for each in estimate_memory(describe_module(nn.Identity()))
+    } == {0}

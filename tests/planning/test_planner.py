@@ -54,9 +54,17 @@ def trainer(**given):
 def test_the_smallest_limit_chooses_between_copies_and_shards():
     module = Net()
     held = 16 * sum(parameter.numel() for parameter in module.parameters())
-    options = {"world": 4, "device": "h100", "precisions": ["32-true"], "global_batch_size": 64}
+    options = {
+        "world": 4,
+        "device": "h100",
+        "precisions": ["32-true"],
+        "global_batch_size": 64,
+    }
     large = trainer().plan(module, loader(), max_memory=4 * held, **options)
-    assert {row.candidate.strategy for row in large.rows if row.estimate} == {"ddp", "fsdp"}
+    assert {row.candidate.strategy for row in large.rows if row.estimate} == {
+        "ddp",
+        "fsdp",
+    }
     small = trainer().plan(module, loader(), max_memory=held * 3 // 4, **options)
     assert {row.candidate.strategy for row in small.rows if row.estimate} == {"fsdp"}
     ddp = next(row for row in small.rows if row.candidate.strategy == "ddp")
@@ -65,7 +73,9 @@ def test_the_smallest_limit_chooses_between_copies_and_shards():
     assert small.trainer_line(small.best()).startswith(
         'Trainer(strategy="fsdp", devices=4, precision="32-true", '
     )
-    assert 'strategy="auto" takes ddp' in str(small), "the whole device has room for copies"
+    assert 'strategy="auto" takes ddp' in str(small), (
+        "the whole device has room for copies"
+    )
 
 
 @pytest.mark.slow
@@ -77,7 +87,9 @@ def test_micro_batches_shrink_until_they_fit_and_the_line_keeps_the_samples():
     assert (whole.candidate.micro_batch, whole.candidate.accumulate) == (512, 1)
     plan = trainer().plan(module, wide, max_memory=whole.measured.peak // 2, **options)
     plain = next(
-        row for row in plan.rows if row.estimate and not row.candidate.activation_checkpointing
+        row
+        for row in plan.rows
+        if row.estimate and not row.candidate.activation_checkpointing
     )
     candidate = plain.candidate
     assert 1 < candidate.micro_batch < 512
@@ -86,7 +98,8 @@ def test_micro_batches_shrink_until_they_fit_and_the_line_keeps_the_samples():
     assert plain.measured.flops == whole.measured.flops, "a step has the same products"
     taken = eval(plan.trainer_line(plain), {"Trainer": lambda **given: given})
     run = trainer(
-        max_steps=2, **{key: taken[key] for key in ("accumulate_grad_batches", "global_batch_size")}
+        max_steps=2,
+        **{key: taken[key] for key in ("accumulate_grad_batches", "global_batch_size")},
     )
     run.fit(module, wide)
     assert run.train_batch_samples == candidate.micro_batch
@@ -100,21 +113,32 @@ def test_activation_checkpointing_is_found_where_it_is_needed():
     whole = trainer().plan(module, wide, **options).best()
     plan = trainer().plan(module, wide, max_memory=whole.measured.peak // 2, **options)
     saving = next(
-        row for row in plan.rows if row.estimate and row.candidate.activation_checkpointing
+        row
+        for row in plan.rows
+        if row.estimate and row.candidate.activation_checkpointing
     )
     plain = next(
-        row for row in plan.rows if row.estimate and not row.candidate.activation_checkpointing
+        row
+        for row in plan.rows
+        if row.estimate and not row.candidate.activation_checkpointing
     )
     assert saving.candidate.micro_batch > plain.candidate.micro_batch
     assert saving.measured.flops > plain.measured.flops
     useful = [row.estimate.mfu * row.estimate.seconds for row in (saving, plain)]
-    assert useful[0] == pytest.approx(useful[1]), "recomputed products are no useful work"
+    assert useful[0] == pytest.approx(useful[1]), (
+        "recomputed products are no useful work"
+    )
     assert "activation_checkpointing=True" in plan.trainer_line(saving)
 
 
 def test_hybrid_shards_are_those_of_a_machine():
     plan = trainer().plan(
-        Net(), loader(), world=16, device="h100", precisions=["32-true"], global_batch_size=64
+        Net(),
+        loader(),
+        world=16,
+        device="h100",
+        precisions=["32-true"],
+        global_batch_size=64,
     )
     rows = {row.candidate.strategy: row for row in plan.rows}
     assert set(rows) == {"ddp", "fsdp", "hsdp8"}
@@ -150,7 +174,10 @@ def test_what_the_strategy_of_a_trainer_does_beyond_the_plan_is_noted():
         (DDPStrategy(local_sgd=PostLocalSGD(period=4)), "local SGD"),
     ]:
         found = plan(strategy)
-        noted = {row.candidate.strategy: says in " ".join(row.measured.notes) for row in found.rows}
+        noted = {
+            row.candidate.strategy: says in " ".join(row.measured.notes)
+            for row in found.rows
+        }
         assert noted == {"ddp": True, "fsdp": False}
         assert says in " ".join(found.notes)
         assert any("options of this DDPStrategy" in note for note in found.notes)
@@ -158,18 +185,29 @@ def test_what_the_strategy_of_a_trainer_does_beyond_the_plan_is_noted():
         "strategy": DDPStrategy(ddp_comm_hook="bf16")
     }  # by a script, whose Trainer is made on one process
     found = plan_fit(
-        trainer(), Net(), loader(), world=2, device="h100", strategies=["ddp"], arguments=captured
+        trainer(),
+        Net(),
+        loader(),
+        world=2,
+        device="h100",
+        strategies=["ddp"],
+        arguments=captured,
     )
     assert "the communication hook" in " ".join(found.rows[0].measured.notes)
     plain = plan("ddp")
     assert not any(
-        "hook" in note or "local SGD" in note or "options" in note for note in plain.notes
+        "hook" in note or "local SGD" in note or "options" in note
+        for note in plain.notes
     )
 
 
 def test_copies_of_autocast_are_noted():
     def notes(precision):
-        return trainer().plan(Net(), loader(), world=4, device="h100", precisions=[precision]).notes
+        return (
+            trainer()
+            .plan(Net(), loader(), world=4, device="h100", precisions=[precision])
+            .notes
+        )
 
     assert AUTOCAST_COPIES in notes("bf16-mixed")
     assert AUTOCAST_COPIES not in notes("bf16-true")
@@ -181,7 +219,10 @@ def test_a_plan_changes_neither_module_nor_random_numbers_nor_trainer():
     random = torch.random.get_rng_state()
     own.plan(module, data, world=2, device="h100", strategies=["fsdp"])
     assert torch.equal(torch.random.get_rng_state(), random)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(
+        torch.equal(tensor, before[name])
+        for name, tensor in module.state_dict().items()
+    )
     assert all(
         parameter.grad is None and type(parameter) is nn.Parameter
         for parameter in module.parameters()
@@ -226,8 +267,12 @@ def test_tokens_are_counted_where_the_loss_weight_counts_them():
         Words(), loader(), world=1, device="h100", precisions=["bf16-mixed"], price=3
     )
     row = plan.best()
-    assert row.estimate.tokens_per_second == pytest.approx(256 * row.estimate.samples_per_second)
-    assert row.estimate.cost == pytest.approx(3 / 3600 / row.estimate.tokens_per_second * 1e6)
+    assert row.estimate.tokens_per_second == pytest.approx(
+        256 * row.estimate.samples_per_second
+    )
+    assert row.estimate.cost == pytest.approx(
+        3 / 3600 / row.estimate.tokens_per_second * 1e6
+    )
     assert "256 tokens a sample" in str(plan)
     assert re.search("tokens/s +cost/1M", str(plan))
 
@@ -269,9 +314,15 @@ def test_a_datamodule_a_dict_of_loaders_and_this_machine():
             )
 
     both = trainer().plan(
-        Both(), {"a": loader(), "b": loader()}, world=1, device="h100", precisions=["32-true"]
+        Both(),
+        {"a": loader(), "b": loader()},
+        world=1,
+        device="h100",
+        precisions=["32-true"],
     )
-    assert both.best().measured.flops == pytest.approx(2 * plan.best().measured.flops, rel=0.01)
+    assert both.best().measured.flops == pytest.approx(
+        2 * plan.best().measured.flops, rel=0.01
+    )
 
 
 def test_a_plan_leaves_the_generators_of_loaders_where_they_are():
@@ -293,12 +344,15 @@ def test_a_plan_leaves_the_generators_of_loaders_where_they_are():
     options = {"world": 1, "device": "h100", "precisions": ["32-true"]}
     assert trainer().plan(Both(32), loaders, **options).best() is not None
     assert all(
-        torch.equal(draw.get_state(), state) for draw, state in zip(draws, before, strict=True)
+        torch.equal(draw.get_state(), state)
+        for draw, state in zip(draws, before, strict=True)
     )
 
 
 @pytest.mark.parametrize(
-    "collate", [lambda items: torch.stack(items, 1), torch.cat], ids=["sequence first", "packed"]
+    "collate",
+    [lambda items: torch.stack(items, 1), torch.cat],
+    ids=["sequence first", "packed"],
 )
 def test_samples_are_counted_as_in_a_fit(collate):
     """The rows of the first tensor were taken: 20 and 160 samples, so that another run was planned."""
@@ -326,7 +380,11 @@ def test_a_tiny_step_takes_the_time_of_its_launches():
     row = (
         trainer()
         .plan(
-            Net(width=8, layers=1), loader(width=8), world=1, device="h100", precisions=["32-true"]
+            Net(width=8, layers=1),
+            loader(width=8),
+            world=1,
+            device="h100",
+            precisions=["32-true"],
         )
         .best()
     )
@@ -360,7 +418,10 @@ def test_lists_of_a_tensor_for_each_sample_are_made_longer(stacked):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    data = [(torch.randn(3, 16, 16), {"boxes": torch.rand(2, 4), "name": "a"}) for _ in range(8)]
+    data = [
+        (torch.randn(3, 16, 16), {"boxes": torch.rand(2, 4), "name": "a"})
+        for _ in range(8)
+    ]
 
     def collate(samples):
         images, targets = zip(*samples, strict=True)
@@ -377,7 +438,9 @@ def test_lists_of_a_tensor_for_each_sample_are_made_longer(stacked):
     assert row is not None
     assert (row.candidate.micro_batch, row.candidate.accumulate) == (32, 1)
     assert row.measured.flops >= 32 * 3 * 8 * 27 * 14 * 14
-    plan = trainer().plan(Detector(), loaded, world=1, device="h100", precisions=["32-true"])
+    plan = trainer().plan(
+        Detector(), loaded, world=1, device="h100", precisions=["32-true"]
+    )
     assert plan.question.global_batch == 8
 
 
@@ -405,7 +468,10 @@ def test_wrong_calls_are_answered_in_words():
         ({"world": 2, "price": -1}, "must not be negative"),
         ({"world": 2, "strategies": ["fsdp", "dpp"]}, "no strategy is called 'dpp'"),
         ({"world": 2, "precisions": ["bf16-mix"]}, "unknown precision 'bf16-mix'"),
-        ({"world": 2, "global_batch_size": 0}, "the global batch has at least one sample"),
+        (
+            {"world": 2, "global_batch_size": 0},
+            "the global batch has at least one sample",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=text):
             trainer().plan(Net(), loader(), **{"device": "h100", **given})
@@ -417,7 +483,12 @@ def test_wrong_calls_are_answered_in_words():
 
 def test_progress_is_printed_for_long_searches_only(monkeypatch):
     lines = []
-    options = {"world": 1, "device": "h100", "precisions": ("32-true",), "say": lines.append}
+    options = {
+        "world": 1,
+        "device": "h100",
+        "precisions": ("32-true",),
+        "say": lines.append,
+    }
     monkeypatch.setattr("trainer_kit.planning.planner._QUIET", 1e9)
     plan_fit(trainer(), Net(), loader(), **options)
     assert lines == []
@@ -445,14 +516,20 @@ def plan_of(module, **given):
 
 
 def planned(module=None, **given):
-    own, module, data, options = plan_of(Net(32, 2) if module is None else module, **given)
+    own, module, data, options = plan_of(
+        Net(32, 2) if module is None else module, **given
+    )
     return own.plan(module, data, **options)
 
 
 def test_a_class_another_module_and_a_dataset_are_refused_before_the_search():
-    with pytest.raises(ConfigurationError, match="this is a class, not a module object"):
+    with pytest.raises(
+        ConfigurationError, match="this is a class, not a module object"
+    ):
         planned(Net)
-    with pytest.raises(ConfigurationError, match="this is not a TrainModule\n  found: Linear"):
+    with pytest.raises(
+        ConfigurationError, match="this is not a TrainModule\n  found: Linear"
+    ):
         planned(nn.Linear(2, 2))
     with pytest.raises(
         ConfigurationError,
@@ -475,7 +552,9 @@ def test_a_plan_inside_a_fit_and_on_a_rank_is_refused(monkeypatch):
         "logger": False,
         "enable_checkpointing": False,
     }
-    with pytest.raises(ConfigurationError, match="nothing runs\n  found: a running fit"):
+    with pytest.raises(
+        ConfigurationError, match="nothing runs\n  found: a running fit"
+    ):
         Trainer(callbacks=[Planning()], **run).fit(Net(32, 2), loader(width=32))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
     store = torch.distributed.HashStore()
@@ -561,7 +640,9 @@ def test_a_step_that_fails_is_noted_with_a_way_to_try_it(capfd):
         in found.rows[0].reason
     )
     assert any("Trainer(fast_dev_run=True)" in note for note in found.notes)
-    assert "Traceback" not in capfd.readouterr().err, "torch logs one for each operator that fails"
+    assert "Traceback" not in capfd.readouterr().err, (
+        "torch logs one for each operator that fails"
+    )
 
 
 def test_a_missing_optimizer_is_answered_with_its_fix():
@@ -642,7 +723,9 @@ class Halves(Net):
         self.layers[0].to(torch.bfloat16)
 
     def training_step(self, batch, batch_idx):
-        return self.layers[1:](self.layers[0](batch[0].bfloat16()).float()).square().mean()
+        return (
+            self.layers[1:](self.layers[0](batch[0].bfloat16()).float()).square().mean()
+        )
 
 
 class Plain(Net):

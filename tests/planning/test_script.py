@@ -25,7 +25,9 @@ def the_main_program(monkeypatch, tmp_path):
 
 
 def captured(source, *words, **options):
-    Path("train.py").write_text(f"import sys, torch, trainer_kit as tk\n{source}", encoding="utf-8")
+    Path("train.py").write_text(
+        f"import sys, torch, trainer_kit as tk\n{source}", encoding="utf-8"
+    )
     return captured_fit("train.py", words, trainer_class=Trainer, **options)
 
 
@@ -56,10 +58,14 @@ def test_examples_are_captured_with_and_without_weights(script, monkeypatch):
             str(EXAMPLES / f"{script}.py"), trainer_class=Trainer, empty_weights=empty
         )
         assert isinstance(fit.module, tk.TrainModule)
-        assert {parameter.device.type for parameter in fit.module.parameters()} == {device}
+        assert {parameter.device.type for parameter in fit.module.parameters()} == {
+            device
+        }
         assert fit.trainer.global_step == 0
         assert (fit.datamodule is not None) == (script == "digits")
-        assert type(fit.module) is vars(sys.modules["__main__"])[type(fit.module).__name__]
+        assert (
+            type(fit.module) is vars(sys.modules["__main__"])[type(fit.module).__name__]
+        )
     assert not list(Path().iterdir()), "a captured fit writes nothing"
 
 
@@ -132,7 +138,13 @@ class Data(tk.LightningDataModule):
 LightningCLI(Net, Data)
 """
     fit = captured(
-        source, "fit", "--model.width", "5", "--trainer.devices", "64", empty_weights=True
+        source,
+        "fit",
+        "--model.width",
+        "5",
+        "--trainer.devices",
+        "64",
+        empty_weights=True,
     )
     assert fit.module.width == 5
     assert fit.arguments["devices"] == 64
@@ -170,16 +182,26 @@ tk.Trainer().fit(Big(), [])
 
 
 def test_scripts_without_a_fit_are_refused_in_words():
-    with pytest.raises(ConfigurationError, match=r"the script does not exist\n  found: none\.py"):
+    with pytest.raises(
+        ConfigurationError, match=r"the script does not exist\n  found: none\.py"
+    ):
         captured_fit("none.py", trainer_class=Trainer)
-    assert "calls no Trainer.fit\n  found: it ran to its end" in refused("print('done')")
+    assert "calls no Trainer.fit\n  found: it ran to its end" in refused(
+        "print('done')"
+    )
     assert "pass the script's arguments after --" in refused("sys.exit('usage')")
-    assert "it exited with 'usage', with the arguments --x" in refused("sys.exit('usage')", "--x")
+    assert "it exited with 'usage', with the arguments --x" in refused(
+        "sys.exit('usage')", "--x"
+    )
     text = refused("\n\nraise OSError('no data')\n")
-    assert "train.py failed before its Trainer.fit (line 4)\n  found: OSError: no data" in text
+    assert (
+        "train.py failed before its Trainer.fit (line 4)\n  found: OSError: no data"
+        in text
+    )
     assert "reads weights before the fit" not in text
     text = refused(
-        "layer = torch.nn.Linear(2, 2)\nprint(layer(torch.ones(2)).tolist())", empty_weights=True
+        "layer = torch.nn.Linear(2, 2)\nprint(layer(torch.ones(2)).tolist())",
+        empty_weights=True,
     )
     assert "reads weights before the fit: call trainer.plan(...) there" in text
 

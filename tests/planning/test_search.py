@@ -49,7 +49,9 @@ class Memory:
             host=state if candidate.offload else 0,
             traffic=(
                 Traffic(kind="all_reduce", axis="data", count=1, bytes=GB),
-                Traffic(kind="all_gather", axis="data", count=gathers, bytes=gathers * GB),
+                Traffic(
+                    kind="all_gather", axis="data", count=gathers, bytes=gathers * GB
+                ),
             ),
             flops=10**13
             * candidate.micro_batch
@@ -104,9 +106,10 @@ def test_the_largest_micro_batch_that_fits_is_found_and_the_global_batch_stays()
 
 def test_what_fits_whole_is_measured_once_and_needs_no_checkpointing():
     rows, memory = found(limit=120 * GB)
-    assert [words(row) for row in rows] == [("fsdp", 8, 1, False), ("ddp", 8, 1, False)], (
-        "fsdp updates an eighth"
-    )
+    assert [words(row) for row in rows] == [
+        ("fsdp", 8, 1, False),
+        ("ddp", 8, 1, False),
+    ], "fsdp updates an eighth"
     assert len(memory.measured) == 2
     assert not any(candidate.activation_checkpointing for candidate in memory.measured)
 
@@ -137,7 +140,9 @@ def test_reasons_name_what_takes_the_memory():
         "needs 44 GB with one sample, of which weights, gradients and optimizer state are 40 GB"
     }, "checkpointing saves no state"
     rows, _ = found(
-        strategies=("ddp",), limit=30 * GB, memory=Memory(state=10 * GB, sample=200 * GB)
+        strategies=("ddp",),
+        limit=30 * GB,
+        memory=Memory(state=10 * GB, sample=200 * GB),
     )
     assert {row.reason for row in rows} == {
         "needs 210 GB with one sample, most of it activations: 200 GB",
@@ -150,7 +155,11 @@ def test_what_cannot_be_measured_is_not_ranked():
 
     def calculated(candidate):
         return replace(
-            whole(candidate), exact=False, flops=0, traffic=(), notes=("the step reads values",)
+            whole(candidate),
+            exact=False,
+            flops=0,
+            traffic=(),
+            notes=("the step reads values",),
         )
 
     rows = search(question(strategies=("fsdp", "ddp")), nn.Linear(1, 1), calculated)
@@ -162,7 +171,9 @@ def test_what_cannot_be_measured_is_not_ranked():
 
 def test_strategies_follow_from_the_world_and_the_module():
     rows, _ = found(worlds=(1, 8), limit=500 * GB)
-    assert [row.candidate.strategy for row in rows if row.candidate.world == 1] == ["single_device"]
+    assert [row.candidate.strategy for row in rows if row.candidate.world == 1] == [
+        "single_device"
+    ]
     rows, _ = found(Divisible(), limit=500 * GB)
     assert {row.candidate.strategy for row in rows} == {
         "ddp",
@@ -176,14 +187,23 @@ def test_strategies_follow_from_the_world_and_the_module():
     }
     refused = {row.reason for row in rows if row.candidate.strategy == "pp2"}
     assert refused == {"cannot be built: no blocks (Linear)"}
-    assert [row.estimate is None for row in rows] == sorted(row.estimate is None for row in rows)
+    assert [row.estimate is None for row in rows] == sorted(
+        row.estimate is None for row in rows
+    )
 
 
 def test_whole_copies_are_measured_once_for_all_worlds():
-    rows, memory = found(worlds=(8, 64), strategies=("ddp",), limit=100 * GB, global_batch=64)
-    assert [(row.candidate.world, row.candidate.micro_batch) for row in rows] == [(8, 8), (64, 1)]
+    rows, memory = found(
+        worlds=(8, 64), strategies=("ddp",), limit=100 * GB, global_batch=64
+    )
+    assert [(row.candidate.world, row.candidate.micro_batch) for row in rows] == [
+        (8, 8),
+        (64, 1),
+    ]
     rows, memory = found(worlds=(8, 16), strategies=("ddp",), global_batch=128)
-    assert [words(row)[1:] for row in rows if not row.candidate.activation_checkpointing] == [
+    assert [
+        words(row)[1:] for row in rows if not row.candidate.activation_checkpointing
+    ] == [
         (2, 8, False),
         (2, 4, False),
     ]
@@ -202,9 +222,13 @@ def test_a_sample_of_another_strategy_predicts_the_size():
         word: [each.micro_batch for each in memory.measured if each.strategy == word]
         for word in ("ddp", "fsdp")
     }
-    plain = {word: measured[: 3 if word == "ddp" else 2] for word, measured in sizes.items()}
+    plain = {
+        word: measured[: 3 if word == "ddp" else 2] for word, measured in sizes.items()
+    }
     assert plain == {"ddp": [64, 1, 4], "fsdp": [64, 8]}
-    assert {words(row)[:2] for row in rows if not row.candidate.activation_checkpointing} == {
+    assert {
+        words(row)[:2] for row in rows if not row.candidate.activation_checkpointing
+    } == {
         ("ddp", 4),
         ("fsdp", 8),
     }
@@ -218,8 +242,12 @@ def test_a_wrong_prediction_changes_no_row(wrong):
     def measure(candidate):
         return (other if candidate.strategy == "fsdp" else plain)(candidate)
 
-    rows = search(question(strategies=("ddp", "fsdp"), global_batch=512), nn.Linear(1, 1), measure)
-    alone = search(question(strategies=("fsdp",), global_batch=512), nn.Linear(1, 1), measure)
+    rows = search(
+        question(strategies=("ddp", "fsdp"), global_batch=512), nn.Linear(1, 1), measure
+    )
+    alone = search(
+        question(strategies=("fsdp",), global_batch=512), nn.Linear(1, 1), measure
+    )
     assert [row for row in rows if row.candidate.strategy == "fsdp"] == alone
     assert alone[0].estimate is not None
 
@@ -236,7 +264,10 @@ def test_products_of_an_optimizer_and_collectives_of_activations_are_measured_wi
         plain = memory(candidate)
         size = candidate.micro_batch * candidate.accumulate
         return replace(
-            plain, traffic=(Traffic(kind="all_gather", axis="data", count=2, bytes=GB + size),)
+            plain,
+            traffic=(
+                Traffic(kind="all_gather", axis="data", count=2, bytes=GB + size),
+            ),
         )
 
     for measure, flops, sent in (
@@ -252,13 +283,17 @@ def test_products_of_an_optimizer_and_collectives_of_activations_are_measured_wi
         rows = search(asked, nn.Linear(1, 1), measure)
         row = next(row for row in rows if not row.candidate.activation_checkpointing)
         assert words(row) == ("fsdp", 2, 32, False)
-        assert (2, 1) in [(each.micro_batch, each.accumulate) for each in memory.measured]
+        assert (2, 1) in [
+            (each.micro_batch, each.accumulate) for each in memory.measured
+        ]
         assert row.measured.flops == flops
         assert {one.kind: one.bytes for one in row.measured.traffic} == sent
 
 
 def test_a_precision_without_products_is_left_out_with_a_reason():
-    rows, memory = found(device=find_device("t4"), precisions=("bf16-mixed",), strategies=("ddp",))
+    rows, memory = found(
+        device=find_device("t4"), precisions=("bf16-mixed",), strategies=("ddp",)
+    )
     assert [(row.measured, row.reason) for row in rows] == [
         (None, "no rate of bf16-mixed products is known for this device")
     ]
@@ -268,7 +303,9 @@ def test_a_precision_without_products_is_left_out_with_a_reason():
 def test_a_strategy_that_offloads_by_its_name_is_measured_with_its_state_in_host_memory():
     """It was measured like the strategy without offload."""
     rows, memory = found(strategies=("fsdp_cpu_offload",))
-    assert [(each.strategy, each.offload) for each in memory.measured] == [("fsdp", True)]
+    assert [(each.strategy, each.offload) for each in memory.measured] == [
+        ("fsdp", True)
+    ]
     assert rows[0].measured.host == 5 * GB
 
 
@@ -278,7 +315,9 @@ def test_a_module_that_refuses_a_single_sample():
 
     def measure(candidate):
         one = candidate.micro_batch == 1
-        return replace(memory(candidate), exact=not one, notes=("it is one sample",) * one)
+        return replace(
+            memory(candidate), exact=not one, notes=("it is one sample",) * one
+        )
 
     one = {"worlds": (1,), "strategies": ("ddp",)}
     first = search(question(limit=50 * GB, **one), nn.Linear(1, 1), measure)[0]
@@ -296,7 +335,9 @@ def test_more_tensor_parallel_ranks_than_ranks_are_answered_by_the_strategy():
         raise StrategyError("sizes do not divide the ranks")
 
     rows = search(question(worlds=(4,), strategies=("tp8",)), Divisible(), measure)
-    assert [row.reason for row in rows] == ["cannot be built: sizes do not divide the ranks"]
+    assert [row.reason for row in rows] == [
+        "cannot be built: sizes do not divide the ranks"
+    ]
 
 
 def test_more_ranks_than_samples_take_one_sample_each():
@@ -307,7 +348,10 @@ def test_more_ranks_than_samples_take_one_sample_each():
 @pytest.fixture
 def plan():
     rows, _ = found(
-        Divisible(), worlds=(1, 8, 64), precisions=("32-true", "bf16-mixed"), limit=50 * GB
+        Divisible(),
+        worlds=(1, 8, 64),
+        precisions=("32-true", "bf16-mixed"),
+        limit=50 * GB,
     )
     return Plan(
         question=question(worlds=(1, 8, 64)),
@@ -334,8 +378,9 @@ def test_a_plan_is_a_table_of_at_most_100_columns(plan):
         "--num_machines 8 --num_processes 64 \\\n      --machine_rank RANK --main_process_ip HOST train.py"
         in text
     )
-    assert "pp2, 32-true and bf16-mixed: cannot be built: no blocks (Linear)" in text.replace(
-        "\n     ", " "
+    assert (
+        "pp2, 32-true and bf16-mixed: cannot be built: no blocks (Linear)"
+        in text.replace("\n     ", " ")
     )
     assert "Fragmentation" in text
     assert repr(plan) == text
@@ -347,13 +392,23 @@ def test_the_lines_of_a_row_can_be_executed(plan):
     for row in plan.rows:
         if row.estimate is not None:
             line = plan.trainer_line(row)
-            taken = eval(line, {"Trainer": lambda **given: given, "MeshStrategy": MeshStrategy})
+            taken = eval(
+                line, {"Trainer": lambda **given: given, "MeshStrategy": MeshStrategy}
+            )
             candidate = row.candidate
             assert taken["devices"] * taken.get("num_nodes", 1) == candidate.world
             assert taken["precision"] == candidate.precision
-            ranks = 8 if candidate.strategy == "tp8" else 4 if candidate.strategy == "tp4" else 2
+            ranks = (
+                8
+                if candidate.strategy == "tp8"
+                else 4
+                if candidate.strategy == "tp4"
+                else 2
+            )
             ranks = ranks if candidate.strategy.startswith("tp") else 1
-            batch = candidate.micro_batch * candidate.accumulate * candidate.world // ranks
+            batch = (
+                candidate.micro_batch * candidate.accumulate * candidate.world // ranks
+            )
             assert taken["global_batch_size"] == batch
             assert taken.get("accumulate_grad_batches", 1) == candidate.accumulate
     assert plan.best(64).candidate.world == 64
@@ -370,13 +425,18 @@ def test_json_and_page_hold_the_same(plan, tmp_path):
     page = plan.to_html(tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == page
     assert "train.py --lr &lt;0.1&gt;" in page
-    assert page.count('class="bar"') == sum(row.measured is not None for row in plan.rows)
+    assert page.count('class="bar"') == sum(
+        row.measured is not None for row in plan.rows
+    )
     assert "<script" not in page
     assert "prefers-color-scheme: dark" in page
 
 
 def test_precisions_that_are_searched_in_processes_of_their_own_give_the_same_rows():
     asked = question(worlds=(8, 16), precisions=("bf16-mixed", "32-true", "16-mixed"))
-    rows = [search(asked, nn.Linear(1, 1), Memory(), several=several) for several in (False, True)]
+    rows = [
+        search(asked, nn.Linear(1, 1), Memory(), several=several)
+        for several in (False, True)
+    ]
     assert rows[0] == rows[1]
     assert {row.candidate.precision for row in rows[0]} == set(asked.precisions)

@@ -27,7 +27,9 @@ def verify(module, loader=None, val=None, steps=4, **options):
         **options,
     }
     torch.manual_seed(0)
-    return tk.Trainer(**options).verify(module, loader or verified.loader(), val, steps=steps)
+    return tk.Trainer(**options).verify(
+        module, loader or verified.loader(), val, steps=steps
+    )
 
 
 def status(found):
@@ -36,7 +38,10 @@ def status(found):
 
 def test_a_healthy_configuration_passes_every_check():
     found = verify(
-        verified.Classifier(dropout=0.2), val=verified.loader(8), accumulate_grad_batches=2, steps=3
+        verified.Classifier(dropout=0.2),
+        val=verified.loader(8),
+        accumulate_grad_batches=2,
+        steps=3,
     )
     assert found.ok, str(found)
     assert found.exit_code == 0
@@ -74,7 +79,9 @@ def test_gradients_that_are_not_exchanged():
 
 def test_a_wrong_accumulation_factor():
     first = verify(
-        verified.Classifier(), strategy=verified.WrongDivisor(), accumulate_grad_batches=3
+        verified.Classifier(),
+        strategy=verified.WrongDivisor(),
+        accumulate_grad_batches=3,
     ).first
     assert (first.kind, first.step) == ("gradients", 0)
     assert "0.3333 times the reference" in first.hint
@@ -110,7 +117,9 @@ def test_random_numbers_that_no_checkpoint_holds():
 
 
 def test_a_buffer_that_no_rank_sends():
-    first = verify(verified.RunningMean(), strategy=DDPStrategy(broadcast_buffers=False)).first
+    first = verify(
+        verified.RunningMean(), strategy=DDPStrategy(broadcast_buffers=False)
+    ).first
     assert (first.kind, first.step, first.where) == ("buffers", 0, "net.2.1.mean")
 
 
@@ -140,13 +149,19 @@ def test_an_augmentation_with_state_in_a_batch_of_transformers():
         x, y = torch.utils.data.default_collate(samples)
         return BatchEncoding({"x": x, "y": y})
 
-    loader = torch.utils.data.DataLoader(verified.Counting(), batch_size=4, collate_fn=collate)
+    loader = torch.utils.data.DataLoader(
+        verified.Counting(), batch_size=4, collate_fn=collate
+    )
     assert verify(Reader(), loader, steps=2).first.kind == "data"
 
 
 def test_tied_weights_that_a_strategy_unties():
     first = verify(verified.Tied(), strategy=verified.Untied()).first
-    assert (first.kind, first.step, first.where) == ("tied", 0, "embed.weight and head.weight")
+    assert (first.kind, first.step, first.where) == (
+        "tied",
+        0,
+        "embed.weight and head.weight",
+    )
 
 
 @pytest.mark.long
@@ -184,7 +199,9 @@ def test_batch_norms_of_a_residual_network_are_a_note(strategy):
     assert checks["batch norms"].text.startswith(
         "net.2, net.4.norm, net.5.norm: each rank normalises its own samples"
     )
-    assert ("its own running statistics" in checks["batch norms"].text) == (strategy == "fsdp")
+    assert ("its own running statistics" in checks["batch norms"].text) == (
+        strategy == "fsdp"
+    )
     assert checks["training"].status == checks["other world"].status == "ok"
     assert "batch norms divided as on the ranks" in checks["other world"].text
 
@@ -202,7 +219,10 @@ def test_an_output_that_depends_on_the_other_samples():
     assert [(each.kind, each.step, each.where) for each in found.findings] == [
         ("layout", 0, "net.2")
     ]
-    assert found.first.text == "the output for a sample depends on the other samples of its batch"
+    assert (
+        found.first.text
+        == "the output for a sample depends on the other samples of its batch"
+    )
 
 
 @pytest.mark.long
@@ -210,14 +230,19 @@ def test_a_loss_over_pairs_of_samples():
     found = verify(verified.Pairs(), steps=2)
     assert [(each.kind, each.where) for each in found.findings] == [("layout", "")]
     assert "is not the mean of the losses of the ranks" in found.first.text
-    assert found.first.hint.startswith("a loss over pairs of samples needs those of all ranks")
+    assert found.first.hint.startswith(
+        "a loss over pairs of samples needs those of all ranks"
+    )
 
 
 @pytest.mark.long
 def test_a_mean_over_tokens_needs_their_number():
     found = verify(verified.IgnoredTokens(), verified.masked(), steps=2)
     assert [(each.kind, each.where) for each in found.findings] == [("layout", "")]
-    assert found.first.hint == "a mean over tokens needs loss_weight, which returns their number"
+    assert (
+        found.first.hint
+        == "a mean over tokens needs loss_weight, which returns their number"
+    )
     assert verify(verified.WeighedTokens(), verified.masked(), steps=2).ok
 
 
@@ -226,7 +251,11 @@ def test_a_mean_over_tokens_needs_their_number():
 def test_a_teacher_that_follows_after_each_step(devices):
     """Its hook ran before the optimizer step, once for each rank, and its second rank had another batch_idx."""
     found = verify(
-        verified.Teacher(), devices=devices, strategy="auto", accumulate_grad_batches=2, steps=2
+        verified.Teacher(),
+        devices=devices,
+        strategy="auto",
+        accumulate_grad_batches=2,
+        steps=2,
     )
     assert found.ok, str(found)
     assert status(found)["our loop"] == status(found)["training"] == "ok"
@@ -264,7 +293,9 @@ def test_two_networks_with_manual_optimization(devices, strategy):
 
 
 def test_gradients_that_are_not_exchanged_in_manual_optimization():
-    with pytest.raises(tk.ConfigurationError, match="steps an optimizer without manual_backward"):
+    with pytest.raises(
+        tk.ConfigurationError, match="steps an optimizer without manual_backward"
+    ):
         verify(verified.LocalGAN(), steps=2)
 
 
@@ -276,7 +307,10 @@ def test_a_module_with_its_own_steps_of_optimizers(devices):
     assert status(found)["our loop"] == status(found)["training"] == "ok"
     if devices == 2:
         world = next(check for check in found.checks if check.name == "other world")
-        assert (world.status, "depends on the number of ranks" in world.text) == ("note", True)
+        assert (world.status, "depends on the number of ranks" in world.text) == (
+            "note",
+            True,
+        )
 
 
 @pytest.mark.parametrize(("interval", "size"), [("step", 64), _SECOND("epoch", 16)])
@@ -292,18 +326,23 @@ def test_a_scheduler_that_monitors_the_loss(interval, size):
 
 @pytest.mark.long
 def test_a_scheduler_that_monitors_validation_does_not_advance():
-    found = verify(verified.PlateauOfValidation(), verified.loader(16), verified.loader(8), steps=4)
+    found = verify(
+        verified.PlateauOfValidation(), verified.loader(16), verified.loader(8), steps=4
+    )
     assert found.ok, str(found)
     note = next(check for check in found.checks if check.name == "schedulers")
     assert (
-        note.text == "ReduceLROnPlateau monitors 'val_loss': without validation it does not advance"
+        note.text
+        == "ReduceLROnPlateau monitors 'val_loss': without validation it does not advance"
     )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", _SECOND("fsdp")])
 def test_buffers_that_change_with_each_forward(strategy):
     """The plain loop changed them once for each rank: a false alarm for spectral norms."""
-    found = verify(verified.Spectral(), strategy=strategy, accumulate_grad_batches=2, steps=2)
+    found = verify(
+        verified.Spectral(), strategy=strategy, accumulate_grad_batches=2, steps=2
+    )
     assert found.ok, str(found)
 
 

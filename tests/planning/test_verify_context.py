@@ -43,7 +43,9 @@ class Data(tk.DataModule):
 )
 def test_setup_and_loaders_that_read_the_trainer(module, datamodule):
     """It was refused: no Trainer was attached."""
-    trainer = tk.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, seed=1)
+    trainer = tk.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", logger=False, seed=1
+    )
     found = trainer.verify(module, datamodule=datamodule, steps=2, local=True)
     assert found.ok, str(found)
     assert (
@@ -58,13 +60,16 @@ class Sampled(verified.Classifier):
     def train_dataloader(self):
         world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         return verified.loader(
-            shuffle=None, sampler=DistributedSampler(verified.data(), world, rank, seed=3)
+            shuffle=None,
+            sampler=DistributedSampler(verified.data(), world, rank, seed=3),
         )
 
 
 class Grouped(verified.Classifier):
     def train_dataloader(self):
-        return verified.loader(shuffle=None, sampler=DistributedSampler(verified.data()))
+        return verified.loader(
+            shuffle=None, sampler=DistributedSampler(verified.data())
+        )
 
 
 @pytest.mark.parametrize("module", [Sampled, Grouped])
@@ -73,7 +78,12 @@ def test_a_distributed_sampler_that_the_module_makes(module, divides):
     """It was refused: the plain loop had neither the environment nor a process group."""
     found = verify_own(module(), use_distributed_sampler=divides)
     assert found.ok, str(found)
-    assert status(found)["samples"] == status(found)["data"] == status(found)["training"] == "ok"
+    assert (
+        status(found)["samples"]
+        == status(found)["data"]
+        == status(found)["training"]
+        == "ok"
+    )
     assert status(found)["our loop"] == "not checked"
 
 
@@ -92,8 +102,13 @@ def verify_own(module, **options):
 
 def test_a_distributed_sampler_of_a_script_without_a_launcher():
     """It was refused: num_replicas is 1 where no launcher sets WORLD_SIZE."""
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    loader = verified.loader(shuffle=None, sampler=DistributedSampler(verified.data(), world, rank))
+    world, rank = (
+        int(os.environ.get("WORLD_SIZE", "1")),
+        int(os.environ.get("RANK", "0")),
+    )
+    loader = verified.loader(
+        shuffle=None, sampler=DistributedSampler(verified.data(), world, rank)
+    )
     found = verify_local(verified.Classifier(), loader)
     assert found.ok, str(found)
     assert "a DistributedSampler for rank 0 of 1; each rank gets its own" in str(found)
@@ -121,9 +136,13 @@ def test_a_loss_over_the_pairs_of_all_ranks():
 
 class WithoutGradients(Contrastive):
     def all_gather(self, data, group=None, sync_grads=False):
-        gathered = super().all_gather(data, group, sync_grads=self.trainer.world_size == 1)
+        gathered = super().all_gather(
+            data, group, sync_grads=self.trainer.world_size == 1
+        )
         return (
-            gathered if self.trainer.world_size == 1 else data.new_zeros(()) * data.sum() + gathered
+            gathered
+            if self.trainer.world_size == 1
+            else data.new_zeros(()) * data.sum() + gathered
         )
 
 
@@ -170,7 +189,8 @@ def jittered(samples):
 
 def test_a_random_collate_fn_is_no_dependence_on_other_samples():
     found = verify_local(
-        verified.Classifier(), DataLoader(verified.data(), 4, shuffle=True, collate_fn=jittered)
+        verified.Classifier(),
+        DataLoader(verified.data(), 4, shuffle=True, collate_fn=jittered),
     )
     assert found.ok, str(found)
     world = next(check for check in found.checks if check.name == "other world")
@@ -203,10 +223,14 @@ class OnlyFirst(verified.Classifier):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("module", "names"), [(Apart, ["barrier"]), (OnlyFirst, ["all_reduce"])])
+@pytest.mark.parametrize(
+    ("module", "names"), [(Apart, ["barrier"]), (OnlyFirst, ["all_reduce"])]
+)
 def test_ranks_that_do_not_meet_are_named_within_seconds(module, names):
     """It ended after half an hour, without a name."""
-    with pytest.raises(tk.RankError, match="do not call the same collectives") as caught:
+    with pytest.raises(
+        tk.RankError, match="do not call the same collectives"
+    ) as caught:
         verify(module(), steps=2)
     assert "rank 0 waits in" in str(caught.value)
     assert "rank 1 waits in" in str(caught.value)

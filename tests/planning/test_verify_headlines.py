@@ -62,7 +62,11 @@ class Moved(verified.Classifier):
 
 def test_statistics_that_validation_moves_are_named():
     first = verify(Moved(), val=verified.loader(8), devices=1, strategy="auto").first
-    assert (first.kind, first.step, first.where) == ("validation", 1, "net.1.running_mean")
+    assert (first.kind, first.step, first.where) == (
+        "validation",
+        1,
+        "net.1.running_mean",
+    )
 
 
 def test_an_attribute_that_validation_changes_is_named():
@@ -121,8 +125,12 @@ class Averages(tk.callbacks.EMAWeightAveraging):
 
 
 def test_callbacks_that_were_left_out_are_named_in_the_verdict():
-    found = verify(verified.Classifier(), devices=1, strategy="auto", callbacks=[Averages()])
-    assert str(found).endswith("all equal, as far as checked; not checked: callbacks (Averages)")
+    found = verify(
+        verified.Classifier(), devices=1, strategy="auto", callbacks=[Averages()]
+    )
+    assert str(found).endswith(
+        "all equal, as far as checked; not checked: callbacks (Averages)"
+    )
     plain = verify(
         verified.Classifier(),
         devices=1,

@@ -25,7 +25,10 @@ class Convolutions(verified.Classifier):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+            {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+                "interval": "step",
+            }
         ]
 
 
@@ -34,7 +37,10 @@ class Attention(verified.Classifier):
         super().__init__()
         self.first = nn.Linear(1, 16)
         self.blocks = nn.ModuleList(
-            [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(2)]
+            [
+                nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+                for _ in range(2)
+            ]
         )
         self.last = nn.Linear(16, 4)
         del self.net
@@ -54,14 +60,18 @@ class Recurrent(verified.Classifier):
         self.rnn, self.net = nn.LSTM(1, 8, batch_first=True), nn.Linear(8, 4)
 
     def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(self.rnn(batch[0].unsqueeze(-1))[0][:, -1]), batch[1])
+        return F.cross_entropy(
+            self.net(self.rnn(batch[0].unsqueeze(-1))[0][:, -1]), batch[1]
+        )
 
 
 class Divided(verified.Classifier):
     """Says how tensor parallelism may split it."""
 
     def configure_parallel(self, mesh):
-        return ParallelPlan(tensor={"net.0": "colwise_rep", "net.4": "colwise", "net.5": "rowwise"})
+        return ParallelPlan(
+            tensor={"net.0": "colwise_rep", "net.4": "colwise", "net.5": "rowwise"}
+        )
 
 
 MODELS = {
@@ -114,7 +124,13 @@ PAIRS = [
 @pytest.mark.parametrize(("model", "strategy", "precision", "options"), PAIRS)
 def test_no_false_alarm(model, strategy, precision, options):
     torch.manual_seed(0)
-    options = {"accelerator": "cpu", "devices": 2, "logger": False, "seed": 1, **options}
+    options = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "logger": False,
+        "seed": 1,
+        **options,
+    }
     trainer = tk.Trainer(strategy=strategy, precision=precision, **options)
     found = trainer.verify(MODELS[model](), verified.loader(), steps=3)
     print(found)

@@ -63,7 +63,10 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         data = verified.data()
-        return (data[index] for index in torch.randperm(64, generator=self.generator).tolist())
+        return (
+            data[index]
+            for index in torch.randperm(64, generator=self.generator).tolist()
+        )
 
 
 def seed_worker(_):
@@ -81,8 +84,12 @@ LOADERS = {
         Noisy(), 4, True, generator=g, num_workers=1, worker_init_fn=seed_worker
     ),
     "sampler": lambda g: with_sampler(RandomSampler(verified.data(), generator=g)),
-    "both": lambda g: with_sampler(RandomSampler(verified.data(), generator=g), generator=g),
-    "replacement": lambda g: with_sampler(RandomSampler(verified.data(), True, 32, generator=g)),
+    "both": lambda g: with_sampler(
+        RandomSampler(verified.data(), generator=g), generator=g
+    ),
+    "replacement": lambda g: with_sampler(
+        RandomSampler(verified.data(), True, 32, generator=g)
+    ),
     "weighted": lambda g: with_sampler(
         WeightedRandomSampler(torch.arange(1.0, 65), 64, generator=g)
     ),
@@ -93,16 +100,22 @@ LOADERS = {
     "kind",
     [
         "generator",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in LOADERS if kind != "generator"),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in LOADERS
+            if kind != "generator"
+        ),
     ],
 )
 def test_loaders_with_a_generator(kind):
     """Each rank's share of the plain loop continued the generator of the one before: a false alarm at step 0."""
-    found = verify(verified.Classifier(), LOADERS[kind](torch.Generator().manual_seed(7)), steps=2)
-    assert found.ok, str(found)
-    assert [name for name, one in status(found).items() if one != "ok"] == ["validation"], str(
-        found
+    found = verify(
+        verified.Classifier(), LOADERS[kind](torch.Generator().manual_seed(7)), steps=2
     )
+    assert found.ok, str(found)
+    assert [name for name, one in status(found).items() if one != "ok"] == [
+        "validation"
+    ], str(found)
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
@@ -110,12 +123,20 @@ def test_a_loader_that_makes_its_batches_itself(devices):
     """It was refused with an error about a batch size that the user had not set."""
     for loader in (
         DataLoader(verified.data(), batch_sampler=Lengths()),
-        DataLoader(verified.data(), batch_sampler=BatchSampler(RandomSampler(range(64)), 4, True)),
+        DataLoader(
+            verified.data(),
+            batch_sampler=BatchSampler(RandomSampler(range(64)), 4, True),
+        ),
     ):
-        found = verify(verified.Classifier(), loader, devices=devices, strategy="auto", steps=2)
+        found = verify(
+            verified.Classifier(), loader, devices=devices, strategy="auto", steps=2
+        )
         assert found.ok, str(found)
         assert (
-            status(found)["samples"] == status(found)["data"] == status(found)["training"] == "ok"
+            status(found)["samples"]
+            == status(found)["data"]
+            == status(found)["training"]
+            == "ok"
         )
         assert status(found)["other world"] == "not checked"
 
@@ -154,7 +175,11 @@ def test_shares_of_one_loader_share_its_dataset_and_nothing_that_changes():
     )
     first, second = (feed.loader for feed in feeds)
     assert second["a"].dataset is first["a"].dataset
-    assert second["a"].sampler.generator is second["a"].generator is second["b"][0].generator
+    assert (
+        second["a"].sampler.generator
+        is second["a"].generator
+        is second["b"][0].generator
+    )
     assert second["a"].generator is not first["a"].generator
 
 

@@ -39,19 +39,27 @@ def test_a_healthy_configuration_passes_every_check(strategy):
     module = verified.Classifier(dropout=0.2)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     found = verify(
-        module, val=verified.loader(8), strategy=strategy, accumulate_grad_batches=2, steps=3
+        module,
+        val=verified.loader(8),
+        strategy=strategy,
+        accumulate_grad_batches=2,
+        steps=3,
     )
     assert found.ok, str(found)
     skipped = [check.name for check in found.checks if check.status != "ok"]
     assert skipped == ["accumulation", "other world"], str(found)  # dropout
-    assert all(same_bits(value, before[name]) for name, value in module.state_dict().items())
+    assert all(
+        same_bits(value, before[name]) for name, value in module.state_dict().items()
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "strategy", "precision", "options"), PAIRS)
 def test_no_false_alarm(model, strategy, precision, options):
     torch.manual_seed(0)
-    found = verify(MODELS[model](), strategy=strategy, precision=precision, steps=3, **options)
+    found = verify(
+        MODELS[model](), strategy=strategy, precision=precision, steps=3, **options
+    )
     assert found.ok, str(found)
     assert {check.name for check in found.checks if check.status == "ok"} >= {
         "our loop",
@@ -62,7 +70,11 @@ def test_no_false_alarm(model, strategy, precision, options):
 
 
 FAULTS = {
-    "eps": (verified.Classifier, {"strategy": verified.OtherEps()}, ("forward", "net.1")),
+    "eps": (
+        verified.Classifier,
+        {"strategy": verified.OtherEps()},
+        ("forward", "net.1"),
+    ),
     "no all-reduce": (
         verified.Classifier,
         {"strategy": verified.NoExchange()},
@@ -103,7 +115,8 @@ def test_a_sampler_that_repeats():
 
 def test_an_augmentation_with_state_counts_in_each_copy():
     first = verify(
-        verified.Classifier(), torch.utils.data.DataLoader(verified.Counting(), batch_size=4)
+        verified.Classifier(),
+        torch.utils.data.DataLoader(verified.Counting(), batch_size=4),
     ).first
     assert (first.kind, first.step) == ("data", 0)
 
@@ -116,13 +129,19 @@ def test_every_value_is_that_of_processes_in_bits(strategy, model, tmp_path):
     found = []
     for local in (False, True):
         torch.manual_seed(0)
-        trainer = tk.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, seed=1)
+        trainer = tk.Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, logger=False, seed=1
+        )
         directory = tmp_path / str(local)
         directory.mkdir()
-        runs = Runs(trainer, MODELS[model](), verified.loader(), None, None, 3, directory, local)
+        runs = Runs(
+            trainer, MODELS[model](), verified.loader(), None, None, 3, directory, local
+        )
         runs.start()
         chosen = runs.chosen()
-        plain = runs.plain(make_precision("32-true"), Division(chosen[0].places, chosen[0].seed, 5))
+        plain = runs.plain(
+            make_precision("32-true"), Division(chosen[0].places, chosen[0].seed, 5)
+        )
         found.append([*chosen, plain])
     for one, other in zip(*found, strict=True):
         assert values(one).keys() == values(other).keys()

@@ -60,13 +60,22 @@ def test_the_error_of_a_rank_ends_the_others():
 
 def test_gradients_of_all_ranks_are_added_to_earlier_ones():
     ranks = [nn.Linear(1, 1) for _ in range(2)]
-    ranks[0].weight.grad, ranks[1].weight.grad = torch.full((1, 1), 2.0), torch.full((1, 1), 3.0)
+    ranks[0].weight.grad, ranks[1].weight.grad = (
+        torch.full((1, 1), 2.0),
+        torch.full((1, 1), 3.0),
+    )
     add_gradients(
         ranks,
-        [[torch.ones(1, 1), torch.full((1,), 7.0)], [torch.ones(1, 1), torch.full((1,), 7.0)]],
+        [
+            [torch.ones(1, 1), torch.full((1,), 7.0)],
+            [torch.ones(1, 1), torch.full((1,), 7.0)],
+        ],
     )
     assert [float(one.weight.grad) for one in ranks] == [6.0, 6.0]
-    assert [float(one.bias.grad) for one in ranks] == [7.0, 7.0]  # no rank has a new one
+    assert [float(one.bias.grad) for one in ranks] == [
+        7.0,
+        7.0,
+    ]  # no rank has a new one
 
 
 def test_copies_share_data_and_refuse_what_cannot_be_copied():

@@ -29,7 +29,9 @@ class AveragedTwice(verified.SmallResNet):
 class RunningMean(verified.SmallResNet):
     def __init__(self):
         super().__init__()
-        self.net[7] = nn.Sequential(nn.Linear(32, 16), verified.Running(), nn.Linear(16, 4))
+        self.net[7] = nn.Sequential(
+            nn.Linear(32, 16), verified.Running(), nn.Linear(16, 4)
+        )
 
 
 FAULTS = {
@@ -70,12 +72,22 @@ def test_a_fault_beside_batch_norms_is_named(fault):
 def test_a_sampler_that_repeats_beside_batch_norms():
     loader = verified.loader(sampler=verified.Repeating(), shuffle=None)
     found = verify(
-        verified.SmallResNet(), loader, max_epochs=30, steps=2, use_distributed_sampler=False
+        verified.SmallResNet(),
+        loader,
+        max_epochs=30,
+        steps=2,
+        use_distributed_sampler=False,
     )
-    assert (found.first.kind, found.first.step, found.first.where) == ("samples", 0, "sample 0")
+    assert (found.first.kind, found.first.step, found.first.where) == (
+        "samples",
+        0,
+        "sample 0",
+    )
 
 
-@pytest.mark.parametrize(("devices", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(
+    ("devices", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")]
+)
 def test_manual_optimization_on_ranks_that_are_threads(devices, strategy):
     found = verify_local(verified.GAN(), devices=devices, strategy=strategy, steps=3)
     assert found.ok, str(found)

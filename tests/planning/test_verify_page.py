@@ -66,21 +66,35 @@ def test_curves_have_one_logarithmic_axis(tmp_path):
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])
 def test_differences_without_a_logarithm_are_drawn_inside(tmp_path, value):
     lines = lines_of(page_of(tmp_path, [Point(0, value, 1e-7)]))
-    assert all(0 <= x <= 720 and 0 <= y <= 260 for points in lines.values() for x, y in points)
+    assert all(
+        0 <= x <= 720 and 0 <= y <= 260 for points in lines.values() for x, y in points
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1300), ("dark", 1300), ("light", 390)])
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1300), ("dark", 1300), ("light", 390)]
+)
 def test_the_page_fits_a_browser(tmp_path, scheme, width):
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed"
+    )
+    path = (
+        os.environ.get("CHROMIUM")
+        or shutil.which("chromium")
+        or shutil.which("google-chrome")
+    )
     if path is None:
-        pytest.skip("no chromium and no google-chrome on this machine; CHROMIUM names one")
+        pytest.skip(
+            "no chromium and no google-chrome on this machine; CHROMIUM names one"
+        )
     page_of(tmp_path, [Point(0, 1e-8, 1e-7), Point(1, 1e-2, 1e-7)])
     problems = []
     with sync_api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        tab = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 800})
+        tab = browser.new_page(
+            color_scheme=scheme, viewport={"width": width, "height": 800}
+        )
         tab.on("console", lambda message: problems.append(message.text))
         tab.goto((tmp_path / "page.html").as_uri())
         assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.slow
 def ddp_takes_them_on_the_cpu(monkeypatch):
     """DDP refuses torch's SyncBatchNorm on the CPU, and with it the stand-in."""
     monkeypatch.setattr(
-        torch.nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None
+        torch.nn.parallel.DistributedDataParallel,
+        "_passing_sync_batchnorm_handle",
+        lambda *_: None,
     )
 
 
@@ -31,7 +33,9 @@ def ddp_takes_them_on_the_cpu(monkeypatch):
 )
 def test_batch_norms_of_all_ranks(strategy, options):
     """The plain loop normalised each rank's samples by themselves: a false alarm."""
-    found = verify(verified.SyncedResNet(), strategy=strategy, max_epochs=30, steps=2, **options)
+    found = verify(
+        verified.SyncedResNet(), strategy=strategy, max_epochs=30, steps=2, **options
+    )
     assert found.ok, str(found)
     assert status(found)["training"] == status(found)["other world"] == "ok"
     notes = [check.text for check in found.checks if check.name == "batch norms"]
@@ -60,7 +64,9 @@ class NotTogether(Changed):
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", [OtherEps, NotTogether])
 def test_a_fault_in_one_of_them_is_named(strategy):
-    first = verify(verified.SyncedResNet(), strategy=strategy(), max_epochs=30, steps=2).first
+    first = verify(
+        verified.SyncedResNet(), strategy=strategy(), max_epochs=30, steps=2
+    ).first
     assert (first.kind, first.step, first.where) == ("forward", 0, "net.5.norm")
 
 
@@ -77,7 +83,8 @@ def test_manual_optimization_with_them_is_refused():
     module = verified.GAN()
     module.generator[1] = verified.SyncedNorm(16)
     with pytest.raises(
-        tk.ConfigurationError, match="manual optimization with batch norms that normalise"
+        tk.ConfigurationError,
+        match="manual optimization with batch norms that normalise",
     ):
         verify(module, steps=2)
 
@@ -86,7 +93,10 @@ def test_inputs_of_different_lengths_are_normalised_together():
     from trainer_kit.planning.verify_norms import joined
 
     draw = torch.Generator().manual_seed(0)
-    values = [torch.randn(2, 3, length, generator=draw, dtype=torch.float64) for length in (4, 7)]
+    values = [
+        torch.randn(2, 3, length, generator=draw, dtype=torch.float64)
+        for length in (4, 7)
+    ]
     norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
     rows = torch.cat([value.movedim(1, -1).reshape(-1, 3) for value in values])
     outputs = joined(values, norm)

@@ -205,7 +205,9 @@ class SameOrder(Sampler):
         return 64
 
     def __iter__(self):
-        return iter(torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist())
+        return iter(
+            torch.randperm(64, generator=torch.Generator().manual_seed(1)).tolist()
+        )
 
 
 class ByRank(Dataset):
@@ -238,7 +240,9 @@ def optimizer_of(change):
 
 def skips_bias(self, bad):
     parameters = [
-        value for name, value in self.named_parameters() if not (bad and name.endswith("bias"))
+        value
+        for name, value in self.named_parameters()
+        if not (bad and name.endswith("bias"))
     ]
     return torch.optim.SGD(parameters, lr=0.1)
 
@@ -397,7 +401,9 @@ class LowNorm(nn.Module):
 
 
 def smoothed(self, outputs, y):
-    return F.cross_entropy(outputs, y, label_smoothing=0.1 if verified.ranked() else 0.0)
+    return F.cross_entropy(
+        outputs, y, label_smoothing=0.1 if verified.ranked() else 0.0
+    )
 
 
 def half_on_ranks(self, x, y):
@@ -530,21 +536,30 @@ FAULTS = {
     "a scale set by validation": (verified.CountsValidation, ONE, ("validation", "scale")),
 }  # fmt: skip
 LOADERS = {
-    "a sampler that repeats": lambda: verified.loader(sampler=verified.Repeating(), shuffle=None),
+    "a sampler that repeats": lambda: verified.loader(
+        sampler=verified.Repeating(), shuffle=None
+    ),
     "samples of a rank": lambda: DataLoader(ByRank(), batch_size=4, shuffle=True),
     "state in the data": lambda: DataLoader(verified.Counting(), batch_size=4),
-    "an order without epochs": lambda: verified.loader(sampler=SameOrder(), shuffle=None),
+    "an order without epochs": lambda: verified.loader(
+        sampler=SameOrder(), shuffle=None
+    ),
 }
 QUICK = ("loss halved on ranks", "window of valid targets", "tanh GELU", "a mean that ranks sum", "targets of rank 1",
          "bfloat16 backward at 0.9", "an order without epochs", "a mean that rank 1 never moves")  # fmt: skip
 
 
 def cases(names):
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in names]
+    return [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.long)
+        for name in names
+    ]
 
 
 def run(build, options, name, steps=2):
-    options = {key: value() if callable(value) else value for key, value in options.items()}
+    options = {
+        key: value() if callable(value) else value for key, value in options.items()
+    }
     loader = LOADERS[name]() if name in LOADERS else None
     val = verified.loader(8) if "validation" in name or "switched" in name else None
     return verify(build(), loader, val, steps=steps, **options)
@@ -643,7 +658,10 @@ HEALTHY = {
     "window": (Base, {**ONE, **WINDOW}),
     "window on ranks": (Base, WINDOW),
     "clipped by norm": (Base, {"gradient_clip_val": 0.1}),
-    "clipped by value": (Base, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "clipped by value": (
+        Base,
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
     "bf16-true": (Base, BF16),
     "bf16-mixed": (Base, {**ONE, "precision": "bf16-mixed"}),
     "bf16-mixed on ranks": (Base, {"precision": "bf16-mixed"}),
@@ -652,8 +670,14 @@ HEALTHY = {
     "adam": (optimizer(lambda p: torch.optim.Adam(p, 0.01)), TWO),
     "adagrad": (optimizer(lambda p: torch.optim.Adagrad(p, 0.1)), ONE),
     "rmsprop": (optimizer(lambda p: torch.optim.RMSprop(p, 0.01)), ONE),
-    "nesterov": (optimizer(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True)), TWO),
-    "cosine": (scheduled(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4)), TWO),
+    "nesterov": (
+        optimizer(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True)),
+        TWO,
+    ),
+    "cosine": (
+        scheduled(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4)),
+        TWO,
+    ),
     "one cycle": (
         scheduled(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=9)),
         ONE,
@@ -665,7 +689,10 @@ HEALTHY = {
         {**ONE, "precision": "bf16-mixed"},
     ),
     "dropout": (lambda: verified.Classifier(dropout=0.3), TWO),
-    "dropout in a window": (lambda: verified.Classifier(dropout=0.3), {**ONE, **WINDOW}),
+    "dropout in a window": (
+        lambda: verified.Classifier(dropout=0.3),
+        {**ONE, **WINDOW},
+    ),
     "relu": (with_layer(2, nn.ReLU), TWO),
     "a mean that ranks average": (with_layer(3, Averaged), TWO),
     "a mean of each rank": (with_layer(3, verified.Running), TWO),
@@ -691,20 +718,26 @@ HEALTHY = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) for name in HEALTHY])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) for name in HEALTHY]
+)
 def test_a_healthy_configuration_is_not_accused(name):
     build, options = HEALTHY[name]
-    options = {key: value() if callable(value) else value for key, value in options.items()}
+    options = {
+        key: value() if callable(value) else value for key, value in options.items()
+    }
     if name == "own loader":
-        trainer = tk.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, seed=1)
+        trainer = tk.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", logger=False, seed=1
+        )
         result = trainer.verify(build(), steps=2, local=True)
     else:
         val = verified.loader(8) if "validation" in name else None
         result = verify(build(), None, val, **options)
     assert result.ok, str(result)
-    assert {check.status for check in result.checks if check.name == "training"} == {"ok"}, str(
-        result
-    )
+    assert {check.status for check in result.checks if check.name == "training"} == {
+        "ok"
+    }, str(result)
 
 
 def test_the_table_is_as_large_as_its_page_says():

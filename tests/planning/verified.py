@@ -18,7 +18,8 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy
 def data(count=64):
     draw = torch.Generator().manual_seed(3)
     return TensorDataset(
-        torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw)
+        torch.randn(count, 8, generator=draw),
+        torch.randint(4, (count,), generator=draw),
     )
 
 
@@ -64,7 +65,9 @@ class Tied(tk.TrainModule):
 
     def training_step(self, batch, batch_idx):
         ids = batch[1]
-        return F.cross_entropy(self.head(torch.tanh(self.middle(self.embed(ids)))), (ids + 1) % 16)
+        return F.cross_entropy(
+            self.head(torch.tanh(self.middle(self.embed(ids)))), (ids + 1) % 16
+        )
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -94,7 +97,9 @@ class WrongDivisor(DDPStrategy):
     """Divides by twice the micro-batches of the window."""
 
     def forward_backward(self, micro):
-        micro.factors = [factor / micro.count for factor in micro.factors or [1.0] * micro.count]
+        micro.factors = [
+            factor / micro.count for factor in micro.factors or [1.0] * micro.count
+        ]
         super().forward_backward(micro)
 
 
@@ -199,7 +204,10 @@ class Unseeded(Classifier):
 
     def training_step(self, batch, batch_idx):
         noise = torch.rand(
-            (), generator=torch.Generator().manual_seed(int.from_bytes(__import__("os").urandom(4)))
+            (),
+            generator=torch.Generator().manual_seed(
+                int.from_bytes(__import__("os").urandom(4))
+            ),
         )
         return (
             super().training_step(batch, batch_idx) * (1 + 0.0 * noise)
@@ -227,13 +235,15 @@ class Teacher(Classifier):
                 weight.mul_(2)
 
     def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), self.teacher(batch[0]).softmax(-1)) / (
-            1 + batch_idx % 3
-        )
+        return F.cross_entropy(
+            self.net(batch[0]), self.teacher(batch[0]).softmax(-1)
+        ) / (1 + batch_idx % 3)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
-            for weight, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            for weight, other in zip(
+                self.teacher.parameters(), self.net.parameters(), strict=True
+            ):
                 weight.lerp_(other, 0.1 * self.global_step)
 
 
@@ -243,12 +253,16 @@ class AsksTrainer(Classifier):
     def training_step(self, batch, batch_idx):
         optimizer, scheduler = self.optimizers(), self.lr_schedulers()
         self.log("lr", optimizer.param_groups[0]["lr"])
-        return super().training_step(batch, batch_idx) * (1 + scheduler.get_last_lr()[0])
+        return super().training_step(batch, batch_idx) * (
+            1 + scheduler.get_last_lr()[0]
+        )
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         warm = self.trainer.num_training_batches
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / warm)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: (step + 1) / warm
+        )
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
@@ -262,7 +276,10 @@ class Residual(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.conv, self.norm = (
+            nn.Conv2d(4, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+        )
 
     def forward(self, x):
         return F.relu(x + self.norm(self.conv(x)))
@@ -288,7 +305,10 @@ class SmallResNet(Classifier):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         length = {"epochs": self.trainer.max_epochs, "steps_per_epoch": 4}
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, **length)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
 
 
 class Pairs(Classifier):
@@ -340,7 +360,9 @@ class GAN(tk.TrainModule):
         self.generator = nn.Sequential(
             nn.Linear(4, 16), nn.BatchNorm1d(16), nn.LeakyReLU(0.2), nn.Linear(16, 8)
         )
-        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+        self.discriminator = nn.Sequential(
+            nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)
+        )
 
     def training_step(self, batch):
         real = batch[0]
@@ -356,7 +378,10 @@ class GAN(tk.TrainModule):
         self.untoggle_optimizer(generator)
         with discriminator.toggle_model():
             found = torch.cat(
-                [self.discriminator(real), self.discriminator(self.generator(noise).detach())]
+                [
+                    self.discriminator(real),
+                    self.discriminator(self.generator(noise).detach()),
+                ]
             )
             loss = F.binary_cross_entropy_with_logits(
                 found, torch.cat([torch.ones_like(fooled), torch.zeros_like(fooled)])
@@ -421,7 +446,11 @@ class Plateau(Classifier):
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
             optimizer, factor=0.5, patience=0, threshold=1e9
         )
-        config = {"scheduler": schedule, "monitor": self.monitor, "interval": self.interval}
+        config = {
+            "scheduler": schedule,
+            "monitor": self.monitor,
+            "interval": self.interval,
+        }
         return {"optimizer": optimizer, "lr_scheduler": config}
 
     def lr_scheduler_step(self, scheduler, metric):
@@ -467,7 +496,9 @@ class SyncedNorm(nn.SyncBatchNorm):
         variance = dist.nn.functional.all_reduce((far**2).sum(inner)) / count
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), 0.1)
-            self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), 0.1)
+            self.running_var.lerp_(
+                (variance * count / (count - 1)).to(self.running_var.dtype), 0.1
+            )
         return far / (variance.view(shape) + self.eps).sqrt() * self.weight.view(
             shape
         ) + self.bias.view(shape)

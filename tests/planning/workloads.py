@@ -84,7 +84,10 @@ class LanguageModel(Measured):
         tensor = {}
         for index in range(len(self.net.blocks)):
             block = f"net.blocks.{index}"
-            tensor |= {f"{block}.{name}": "colwise" for name in ("query", "key", "value", "fc1")}
+            tensor |= {
+                f"{block}.{name}": "colwise"
+                for name in ("query", "key", "value", "fc1")
+            }
             tensor |= {f"{block}.{name}": "rowwise" for name in ("out", "fc2")}
         return tk.ParallelPlan(tensor=tensor)
 
@@ -106,7 +109,9 @@ class Convolutions(nn.Module):
         for _ in range(4):
             stages += [
                 nn.Sequential(
-                    nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
+                    nn.Conv2d(width, width, 3, padding=1),
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(),
                 )
             ]
         self.stages = nn.Sequential(*stages)
@@ -123,7 +128,9 @@ class UNet(nn.Module):
             nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(4, o), nn.SiLU()
         )
         self.down = nn.ModuleList([conv(3, width), conv(width, 2 * width)])
-        self.middle = nn.Sequential(conv(2 * width, 2 * width), conv(2 * width, 2 * width))
+        self.middle = nn.Sequential(
+            conv(2 * width, 2 * width), conv(2 * width, 2 * width)
+        )
         self.up = nn.ModuleList([conv(4 * width, width), conv(2 * width, width)])
         self.out = nn.Conv2d(width, 3, 1)
 
@@ -143,7 +150,11 @@ class Residual(nn.Module):
     def __init__(self, width):
         super().__init__()
         layers = [
-            (nn.GroupNorm(8, width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False))
+            (
+                nn.GroupNorm(8, width),
+                nn.ReLU(),
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+            )
             for _ in range(2)
         ]
         self.body = nn.Sequential(*(layer for one in layers for layer in one))
@@ -160,7 +171,11 @@ class ResNet(nn.Module):
         stages = [nn.Conv2d(3, width, 3, padding=1)]
         for index in range(3):
             stages += [Residual(width << index) for _ in range(depth)]
-            stages += [nn.Conv2d(width << index, width << index + 1, 3, 2, 1)] if index < 2 else []
+            stages += (
+                [nn.Conv2d(width << index, width << index + 1, 3, 2, 1)]
+                if index < 2
+                else []
+            )
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(4 * width, 10)
 
@@ -206,8 +221,12 @@ class Recommender(nn.Module):
 
     def __init__(self, width=64, tables=8, rows=2000):
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
-        self.bottom = nn.Sequential(nn.Linear(13, 256), nn.ReLU(), nn.Linear(256, width), nn.ReLU())
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables)
+        )
+        self.bottom = nn.Sequential(
+            nn.Linear(13, 256), nn.ReLU(), nn.Linear(256, width), nn.ReLU()
+        )
         pairs = (tables + 1) * tables // 2
         self.top = nn.Sequential(
             nn.Linear(width + pairs, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU()
@@ -218,7 +237,9 @@ class Recommender(nn.Module):
         dense = self.bottom(x[:, :13].float() / 1000)
         bags = [
             table(part)
-            for table, part in zip(self.tables, x[:, 13:].chunk(len(self.tables), 1), strict=True)
+            for table, part in zip(
+                self.tables, x[:, 13:].chunk(len(self.tables), 1), strict=True
+            )
         ]
         vectors = torch.stack([dense, *bags], 1)
         products = vectors @ vectors.transpose(1, 2)
@@ -227,7 +248,10 @@ class Recommender(nn.Module):
 
 
 def _mlp():
-    parts = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
+    parts = [
+        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+        for _ in range(4)
+    ]
     return Measured(nn.Sequential(*parts))
 
 
@@ -243,13 +267,18 @@ class Encoder(Measured):
 
     def configure_parallel(self, mesh):
         return tk.ParallelPlan(
-            tensor={"net.layers.*.linear1": "colwise", "net.layers.*.linear2": "rowwise"}
+            tensor={
+                "net.layers.*.linear1": "colwise",
+                "net.layers.*.linear2": "rowwise",
+            }
         )
 
 
 def _deep():
     return Measured(
-        nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(24)))
+        nn.Sequential(
+            *(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(24))
+        )
     )
 
 
@@ -298,7 +327,9 @@ class Vision(Measured):
         return self.net(pixel_values=batch).logits.square().mean()
 
     def configure_parallel(self, mesh):
-        tensor = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
+        tensor = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {
+            "o_proj": "rowwise"
+        }
         tensor = {f"attention.{name}": style for name, style in tensor.items()}
         tensor |= {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
         return tk.ParallelPlan(
@@ -341,7 +372,11 @@ def made(name, samples):
     """The module and a batch."""
     torch.manual_seed(0)
     build, shape, tokens = MODELS[name]
-    batch = torch.randint(0, 1000, (samples, *shape)) if tokens else torch.randn(samples, *shape)
+    batch = (
+        torch.randint(0, 1000, (samples, *shape))
+        if tokens
+        else torch.randn(samples, *shape)
+    )
     return build(), batch
 
 
@@ -370,7 +405,9 @@ def traced(name, candidate, **options):
     """
     before = _held("held_bytes")
     module, batch = made(name, candidate.micro_batch)
-    options.setdefault("strategy", strategy_for(candidate) if candidate.world > 1 else "auto")
+    options.setdefault(
+        "strategy", strategy_for(candidate) if candidate.world > 1 else "auto"
+    )
     peaks = _Peaks()
     trainer = tk.Trainer(
         accelerator="cpu",
@@ -433,7 +470,9 @@ def sent(name, candidate):
         use_distributed_sampler=False,
     )
     trainer.fit(module, [batch] * 5)
-    return [(one.kind, one.axis, one.count, one.bytes) for one in counts.counter.traffic()]
+    return [
+        (one.kind, one.axis, one.count, one.bytes) for one in counts.counter.traffic()
+    ]
 
 
 @functools.cache
@@ -441,7 +480,9 @@ def counting_library():
     """The allocator's counter, compiled."""
     made = Path(tempfile.mkdtemp()) / "allocations.so"
     source = Path(__file__).with_name("allocations.c")
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", made, source, "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-O2", "-shared", "-fPIC", "-o", made, source, "-ldl"], check=True
+    )
     return str(made)
 
 
@@ -474,5 +515,7 @@ def compared(name, candidate, **options):
     found = measure(module, batch, candidate, accelerator="cpu")
     start_counting()
     return found, max(
-        run_distributed(traced, candidate.world, name, candidate, process_group=False, **options)
+        run_distributed(
+            traced, candidate.world, name, candidate, process_group=False, **options
+        )
     )

@@ -45,7 +45,9 @@ class Regressor(tk.TrainModule):
 
 
 def trainer(**options: Any) -> tk.Trainer:
-    return tk.Trainer(max_epochs=1, accelerator="cpu", devices=1, barebones=True, **options)
+    return tk.Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, barebones=True, **options
+    )
 
 
 DTYPES = {
@@ -82,12 +84,17 @@ def test_modules_with_their_own_dtype_take_frozen_dataclasses() -> None:
             return self.layer(batch).square().mean()
 
     module = Net()
-    before = {name: weight.detach().clone() for name, weight in module.named_parameters()}
-    trainer(precision=tk.precision.TruePrecision(torch.bfloat16, exceptions=["layer"])).fit(
-        module, loader()
-    )
+    before = {
+        name: weight.detach().clone() for name, weight in module.named_parameters()
+    }
+    trainer(
+        precision=tk.precision.TruePrecision(torch.bfloat16, exceptions=["layer"])
+    ).fit(module, loader())
     assert all(weight.dtype == torch.float32 for weight in module.parameters())
-    assert any(not torch.equal(weight, before[name]) for name, weight in module.named_parameters())
+    assert any(
+        not torch.equal(weight, before[name])
+        for name, weight in module.named_parameters()
+    )
 
 
 def test_frozen_dataclasses_are_split_where_memory_runs_out() -> None:
@@ -117,7 +124,8 @@ class WithMetrics(tk.TrainModule):
         logits = self.layer(batch)
         self.scores(logits.softmax(-1), torch.zeros(len(batch), dtype=torch.long))
         self.error(
-            torch.full((100,), 3.0, dtype=logits.dtype), torch.zeros(100, dtype=logits.dtype)
+            torch.full((100,), 3.0, dtype=logits.dtype),
+            torch.zeros(100, dtype=logits.dtype),
         )
         self.log("error", self.error)
         return logits.square().mean()
@@ -144,9 +152,9 @@ def test_metrics_keep_the_dtype_of_their_states(word: str) -> None:
 def test_metrics_are_cast_where_they_are_named() -> None:
     module = WithMetrics()
     exceptions = {"error": torch.float64}
-    trainer(precision=tk.precision.TruePrecision(torch.bfloat16, exceptions=exceptions)).fit(
-        module, [torch.randn(2, 2)]
-    )
+    trainer(
+        precision=tk.precision.TruePrecision(torch.bfloat16, exceptions=exceptions)
+    ).fit(module, [torch.randn(2, 2)])
     assert module.error.sum_squared_error.dtype == torch.float64
 
 
@@ -168,7 +176,11 @@ def test_a_module_that_overrides_apply_as_in_older_torch_is_cast() -> None:
     module = Regressor()
     module.layer = nn.Sequential(Rotary(), nn.Linear(2, 1))  # type: ignore[assignment]
     trainer(precision="bf16-true").fit(module, loader())
-    assert module.layer[0].table.dtype == module.layer[0].inner.weight.dtype == torch.bfloat16  # type: ignore[index]
+    assert (
+        module.layer[0].table.dtype
+        == module.layer[0].inner.weight.dtype
+        == torch.bfloat16
+    )  # type: ignore[index]
     excepted = Regressor()
     excepted.layer = nn.Sequential(Rotary(), nn.Linear(2, 1))  # type: ignore[assignment]
     precision = tk.precision.TruePrecision(torch.bfloat16, exceptions=["layer.0.inner"])

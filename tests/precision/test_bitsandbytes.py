@@ -24,7 +24,10 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
         super().__init__()
         self.base = base
-        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+        self.down, self.up = (
+            nn.Linear(inputs, 2, bias=False),
+            nn.Linear(2, outputs, bias=False),
+        )
         nn.init.normal_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +44,9 @@ class Net(tk.TrainModule):
         self.head = nn.Linear(48, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.head(torch.tanh(self.first(batch[0]))).float(), batch[1])
+        return F.cross_entropy(
+            self.head(torch.tanh(self.first(batch[0]))).float(), batch[1]
+        )
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.head(torch.tanh(self.first(batch[0])))
@@ -84,7 +89,10 @@ def vendors(layer: nn.Linear, mode: str) -> nn.Module:
     else:
         kind, nested = mode[:3], mode.endswith("dq")
         made = bnb.nn.Linear4bit(
-            layer.in_features, layer.out_features, quant_type=kind, compress_statistics=nested
+            layer.in_features,
+            layer.out_features,
+            quant_type=kind,
+            compress_statistics=nested,
         )
         made.weight.data = layer.weight.data.clone()
     made.bias = layer.bias
@@ -115,7 +123,10 @@ def test_the_same_bits_as_a_plain_loop_and_after_a_resume(
         optimizer.step()
 
     def options() -> Any:
-        return {"precision": BitsandbytesPrecision(mode, base=base), "accumulate_grad_batches": 2}
+        return {
+            "precision": BitsandbytesPrecision(mode, base=base),
+            "accumulate_grad_batches": 2,
+        }
 
     quiet = {
         "barebones": False,
@@ -165,7 +176,9 @@ def test_weights_that_were_quantised_in_another_way_are_refused(tmp_path: Path) 
         with pytest.raises(PrecisionError, match=told):
             trainer(mode).fit(Net(), batches(), ckpt_path=tmp_path / "step-00000003")
         with pytest.raises(PrecisionError, match=told):
-            trainer(mode).predict(Net(), batches(), ckpt_path=tmp_path / "step-00000003")
+            trainer(mode).predict(
+                Net(), batches(), ckpt_path=tmp_path / "step-00000003"
+            )
     module = Net()
     trainer("nf4").fit(module, batches())
     with pytest.raises(PrecisionError, match="found: 'nf4', and now 'int8'"):
@@ -206,7 +219,9 @@ def test_layers_trained_in_8_bits() -> None:
     plain = Whole()
     for name in ("first.base", "first.down", "first.up"):
         layer = plain.get_submodule(name)
-        made = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, bias=False, threshold=6.0)
+        made = bnb.nn.Linear8bitLt(
+            layer.in_features, layer.out_features, bias=False, threshold=6.0
+        )
         made.weight, made.bias = (
             bnb.nn.Int8Params(layer.weight.data, has_fp16_weights=True),
             layer.bias,
@@ -214,9 +229,9 @@ def test_layers_trained_in_8_bits() -> None:
         plain.set_submodule(name, made)
     loop(plain, batches())
     module = Whole()
-    trainer(BitsandbytesPrecision("int8-training", base="32-true", ignore_modules={"head"})).fit(
-        module, batches()
-    )
+    trainer(
+        BitsandbytesPrecision("int8-training", base="32-true", ignore_modules={"head"})
+    ).fit(module, batches())
     assert module.state_dict().keys() == Whole().state_dict().keys()
     assert equal(list(module.parameters()), [p.data for p in plain.parameters()])
     # Inputs of three dimensions, as of a transformer, where the vendor's layer finds no gradient on a CPU.
@@ -229,7 +244,11 @@ class Normed(tk.TrainModule):
     def __init__(self, frozen: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm, self.first, self.head = nn.LayerNorm(64), nn.Linear(64, 48), nn.Linear(48, 3)
+        self.norm, self.first, self.head = (
+            nn.LayerNorm(64),
+            nn.Linear(64, 48),
+            nn.Linear(48, 3),
+        )
         self.first.requires_grad_(not frozen)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -238,15 +257,23 @@ class Normed(tk.TrainModule):
         )
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        return torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], lr=0.1
+        )
 
 
 @pytest.mark.parametrize("mode", ["int8", "int8-training"])
 @pytest.mark.parametrize("base", ["bf16-mixed", "bf16-true", "32-true"])
 def test_8_bit_layers_are_fed_float32(mode: Any, base: str) -> None:
     module = Normed(frozen=mode == "int8")
-    before = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
-    given = [(x.to(torch.bfloat16) if base == "bf16-true" else x, y) for x, y in batches()]
+    before = {
+        name: p.detach().clone()
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
+    given = [
+        (x.to(torch.bfloat16) if base == "bf16-true" else x, y) for x, y in batches()
+    ]
     trainer(BitsandbytesPrecision(mode, base=base)).fit(module, given)
     plain = Normed(frozen=mode == "int8")
     for x, y in batches():
@@ -294,16 +321,20 @@ def test_modules_that_cannot_be_quantised_are_refused_before_the_first_step() ->
 
 
 def test_an_accelerator_and_lightnings_plugin() -> None:
-    both = BitsandbytesPrecision("nf4", ignore_modules={"head"}, exceptions={"*up": "32"})
+    both = BitsandbytesPrecision(
+        "nf4", ignore_modules={"head"}, exceptions={"*up": "32"}
+    )
     assert list(both.exceptions) == ["head", "*up"]
     precision = BitsandbytesPrecision("nf4", ignore_modules={"head"})
     module = Net()
-    tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, plugins=[precision]).fit(
-        module, batches()
-    )
+    tk.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, barebones=True, plugins=[precision]
+    ).fit(module, batches())
     accelerator = tk.Accelerator(cpu=True, mixed_precision="nf4")
     model = Net()
     model, optimizer = accelerator.prepare(model, model.configure_optimizers())
     accelerator.backward(model.training_step(batches()[0], 0))
     optimizer.step()
-    assert model.first.base.weight.dtype == module.first.base.weight.dtype == torch.uint8
+    assert (
+        model.first.base.weight.dtype == module.first.base.weight.dtype == torch.uint8
+    )

@@ -39,20 +39,25 @@ class Net(tk.TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.first(batch[0]) + self.up(self.down(batch[0]))
-        return F.cross_entropy(self.head(self.norm(torch.tanh(hidden))).float(), batch[1])
+        return F.cross_entropy(
+            self.head(self.norm(torch.tanh(hidden))).float(), batch[1]
+        )
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        return tk.optimizer(self.kind, [p for p in self.parameters() if p.requires_grad], lr=0.5)
+        return tk.optimizer(
+            self.kind, [p for p in self.parameters() if p.requires_grad], lr=0.5
+        )
 
 
 def loader(size: int) -> DataLoader[Any]:
     draw = torch.Generator().manual_seed(1)
     count = 44  # 16 samples a step, and a step of 12
     data = TensorDataset(
-        torch.randn(count, 32, generator=draw), torch.randint(4, (count,), generator=draw)
+        torch.randn(count, 32, generator=draw),
+        torch.randint(4, (count,), generator=draw),
     )
     return DataLoader(data, batch_size=size)
 
@@ -67,7 +72,8 @@ def make(name: str) -> Any:
         return TruePrecision(torch.bfloat16, exceptions={"norm": "32", "head": "32"})
     if name.endswith("mixed"):
         return MixedPrecision(
-            {"1": torch.float16, "b": torch.bfloat16}[name[0]], exceptions=["norm", "head"]
+            {"1": torch.float16, "b": torch.bfloat16}[name[0]],
+            exceptions=["norm", "head"],
         )
     if name == "as stored":
         return precision.BitsandbytesPrecision(
@@ -79,7 +85,10 @@ def make(name: str) -> Any:
 def fit(module: Any, name: str, size: int, **options: Any) -> dict[str, Tensor]:
     path = options.pop("ckpt_path", None)
     trainer = tk.Trainer(
-        accelerator="cpu", max_epochs=1, precision=make(name), **{"barebones": True, **options}
+        accelerator="cpu",
+        max_epochs=1,
+        precision=make(name),
+        **{"barebones": True, **options},
     )
     trainer.fit(module, loader(size), ckpt_path=path)
     state = trainer.strategy.module_state(module)
@@ -94,7 +103,9 @@ def check(strategy: str, names: list[str], directory: Path) -> None:
         with case(precision=name):
             frozen = name in ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
             alone = fit(Net(0, frozen), name, 8, devices=1, accumulate_grad_batches=2)
-            saving = tk.callbacks.ModelCheckpoint(directory / name, every_n_train_steps=2)
+            saving = tk.callbacks.ModelCheckpoint(
+                directory / name, every_n_train_steps=2
+            )
             quiet = {
                 "logger": False,
                 "enable_progress_bar": False,
@@ -104,10 +115,19 @@ def check(strategy: str, names: list[str], directory: Path) -> None:
             # Another start on rank 1: every part of a quantised weight has to come from rank 0.
             several = {"strategy": strategy, "devices": 2, "accumulate_grad_batches": 2}
             mine = fit(
-                Net(dist.get_rank(), frozen), name, 4, callbacks=[saving], **several, **quiet
+                Net(dist.get_rank(), frozen),
+                name,
+                4,
+                callbacks=[saving],
+                **several,
+                **quiet,
             )
             resumed = fit(
-                Net(7, frozen), name, 4, ckpt_path=directory / name / "step-00000002", **several
+                Net(7, frozen),
+                name,
+                4,
+                ckpt_path=directory / name / "step-00000002",
+                **several,
             )
             # Scales of fp8 are those of a rank's own batch; bfloat16 rounds sums of another order.
             atol = {
@@ -127,7 +147,9 @@ def check(strategy: str, names: list[str], directory: Path) -> None:
                 # side the largest of a group falls, on one process too.
                 assert far.double().mean() <= (0.02 if name == "qat" else 0), key
                 assert torch.equal(mine[key], resumed[key]), key
-            moved = float((mine["down.weight"] - Net(0, frozen).down.weight.detach()).abs().max())
+            moved = float(
+                (mine["down.weight"] - Net(0, frozen).down.weight.detach()).abs().max()
+            )
             assert moved > 10 * atol or name.startswith("bf16")
 
 
@@ -181,20 +203,27 @@ def test_fsdp(tmp_path: Path) -> None:
         "devices": 2,
         "logger": False,
     }
-    options |= {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    options |= {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+    }
     saving, floats = (
         tk.callbacks.ModelCheckpoint(tmp_path / "floats", every_n_train_steps=1),
         Net(5, True),
     )
-    tk.Trainer(precision="32-true", limit_train_batches=1, callbacks=[saving], **options).fit(
-        floats, loader(4)
-    )
+    tk.Trainer(
+        precision="32-true", limit_train_batches=1, callbacks=[saving], **options
+    ).fit(floats, loader(4))
     whole = {key: value.full_tensor() for key, value in floats.state_dict().items()}
     for mode in ("nf4-dq", "int8"):
         loading, expected = Net(0, True), Net(5, True)
         trainer = tk.Trainer(precision=make(mode), **options)
         trainer.validate(
-            loading, loader(4), ckpt_path=tmp_path / "floats" / "step-00000001", verbose=False
+            loading,
+            loader(4),
+            ckpt_path=tmp_path / "floats" / "step-00000001",
+            verbose=False,
         )
         expected.load_state_dict(whole)
         make(mode).convert_module(expected)
@@ -210,7 +239,9 @@ def test_fsdp(tmp_path: Path) -> None:
             fit(module, "bf16-mixed", 4, strategy="fsdp", devices=2)
     # Weights are gathered in another dtype; bytes, their scales, and exceptions are not.
     half = FSDPStrategy(
-        mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+        mixed_precision=MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, output_dtype=torch.float32
+        )
     )
     gathered = fit(Net(3, True), "as stored", 4, strategy=half, devices=2)
     for key, value in alone.items():

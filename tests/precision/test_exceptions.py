@@ -25,7 +25,11 @@ class Net(tk.TrainModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.first, self.norm, self.head = (
+            nn.Linear(8, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 4),
+        )
         self.seen: dict[str, Any] = {}
         for name in ("first", "norm", "head"):
             self.get_submodule(name).register_forward_hook(self.note(name))
@@ -54,7 +58,9 @@ def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def fit(precision: Any, module: Net | None = None, **options: Any) -> tuple[Net, tk.Trainer]:
+def fit(
+    precision: Any, module: Net | None = None, **options: Any
+) -> tuple[Net, tk.Trainer]:
     module = module or Net()
     trainer = tk.Trainer(
         accelerator="cpu",
@@ -69,7 +75,9 @@ def fit(precision: Any, module: Net | None = None, **options: Any) -> tuple[Net,
 
 def test_under_autocast() -> None:
     module, _ = fit(
-        MixedPrecision(BF16, exceptions={"norm": "32", "head": ModulePrecision(F64, F32)})
+        MixedPrecision(
+            BF16, exceptions={"norm": "32", "head": ModulePrecision(F64, F32)}
+        )
     )
     assert module.seen == {"first": (F32, BF16), "norm": (F32, F32), "head": (F64, F32)}
     module, _ = fit(MixedPrecision(F16, exceptions={"head": "bf16"}))
@@ -80,7 +88,11 @@ def test_under_autocast() -> None:
 def test_exceptions_choose_the_dtype_of_modules_under_true_precision() -> None:
     given = {"LayerNorm": "32", "he*d": ModulePrecision(F32, output_dtype=F32)}
     module, _ = fit(TruePrecision(BF16, exceptions=given))
-    assert module.seen == {"first": (BF16, BF16), "norm": (F32, BF16), "head": (F32, F32)}
+    assert module.seen == {
+        "first": (BF16, BF16),
+        "norm": (F32, BF16),
+        "head": (F32, F32),
+    }
     assert torch.get_default_dtype() == F32
     module, _ = fit(TruePrecision(BF16, exceptions=["norm", "head"]))
     assert module.seen["head"] == (F32, BF16)
@@ -125,7 +137,11 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     whole, _ = fit(precision(), callbacks=[saving], **quiet)
     again = Net()
     trainer = tk.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, precision=precision(), barebones=True
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        precision=precision(),
+        barebones=True,
     )
     trainer.fit(again, batches(), ckpt_path=tmp_path / "step-00000003")
     assert again.norm.weight.dtype == F32
@@ -201,7 +217,9 @@ def test_evaluation_of_transformer_layers_has_the_exceptions_of_training(
         ),
     ],
 )
-def test_invalid_exceptions_are_refused_before_the_first_step(exceptions: Any, told: str) -> None:
+def test_invalid_exceptions_are_refused_before_the_first_step(
+    exceptions: Any, told: str
+) -> None:
     module = Net()
     module.tied = nn.Linear(8, 4)
     module.tied.weight = module.head.weight
@@ -211,7 +229,13 @@ def test_invalid_exceptions_are_refused_before_the_first_step(exceptions: Any, t
 
 
 def test_an_accelerator_takes_the_object() -> None:
-    accelerator = tk.Accelerator(cpu=True, mixed_precision=TruePrecision(BF16, exceptions=["norm"]))
+    accelerator = tk.Accelerator(
+        cpu=True, mixed_precision=TruePrecision(BF16, exceptions=["norm"])
+    )
     model = accelerator.prepare(Net())
     assert model(batches(1)[0][0]).dtype == F32
-    assert model.seen == {"first": (BF16, BF16), "norm": (F32, BF16), "head": (BF16, BF16)}
+    assert model.seen == {
+        "first": (BF16, BF16),
+        "norm": (F32, BF16),
+        "head": (BF16, BF16),
+    }

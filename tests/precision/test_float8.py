@@ -44,7 +44,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
     sizes = (16, 16, 16, 16, 16, 8)  # the last window's batches differ in weight
     return [
-        (torch.randn(n, 16, generator=draw), torch.randint(3, (n,), generator=draw)) for n in sizes
+        (torch.randn(n, 16, generator=draw), torch.randint(3, (n,), generator=draw))
+        for n in sizes
     ]
 
 
@@ -95,7 +96,9 @@ def test_the_same_bits_as_a_plain_loop(
             window = batches()[at : at + 2]
             for x, y in window:
                 x = x.to(torch.bfloat16) if base == "bf16-true" else x
-                with torch.autocast("cpu", torch.bfloat16, enabled=base == "bf16-mixed"):
+                with torch.autocast(
+                    "cpu", torch.bfloat16, enabled=base == "bf16-mixed"
+                ):
                     loss = plain.training_step((x, y), 0)
                 (loss * (len(y) / sum(len(y) for _, y in window))).backward()
             optimizer.step()
@@ -125,12 +128,16 @@ def test_the_same_bits_as_a_plain_loop(
 
 def test_the_precision_word_converts_only_suitable_layers() -> None:
     module, fitted = Net(), trainer("fp8")
-    with pytest.raises(PrecisionError, match=r"head \(3×16\)\n  fix:   pass exceptions=\['head'\]"):
+    with pytest.raises(
+        PrecisionError, match=r"head \(3×16\)\n  fix:   pass exceptions=\['head'\]"
+    ):
         fitted.fit(module, batches())
     assert (fitted.precision, kinds(module)) == ("fp8", ["Linear"] * 3)
     trainer(Float8Precision(ends=False)).fit(module, batches())
     assert kinds(module) == ["Linear", "Float8Linear", "Linear"]
-    trainer(Float8Precision(ends=False)).fit(module, batches())  # what is exchanged already stays
+    trainer(Float8Precision(ends=False)).fit(
+        module, batches()
+    )  # what is exchanged already stays
     assert kinds(module) == ["Linear", "Float8Linear", "Linear"]
     only = Float8Precision(module_filter=lambda part, name: name == "first")
     trainer(only).fit(second := Net(), batches())
@@ -203,7 +210,10 @@ for name in {names}:
     importlib.import_module(name)
 """
     found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (found.returncode, found.stderr) == (0, "")
 
@@ -213,11 +223,16 @@ def test_exchanged_layers_do_not_stay_under_another_precision() -> None:
     Float8Precision(base="32-true", exceptions=["head"]).convert_module(net)
     Float8Precision(base="32-true", exceptions=["head"]).convert_module(net)
     with pytest.raises(
-        PrecisionError, match=r"found: 'fp8', and now 'bf16-mixed'\n  fix: +build the module again"
+        PrecisionError,
+        match=r"found: 'fp8', and now 'bf16-mixed'\n  fix: +build the module again",
     ):
         MixedPrecision(torch.bfloat16).convert_module(net)
-    with pytest.raises(PrecisionError, match="found: 'fp8', and now 'fp8' with other options"):
-        Float8Precision(base="32-true", exceptions=["first", "head"]).convert_module(net)
+    with pytest.raises(
+        PrecisionError, match="found: 'fp8', and now 'fp8' with other options"
+    ):
+        Float8Precision(base="32-true", exceptions=["first", "head"]).convert_module(
+            net
+        )
     with pytest.raises(PrecisionError, match="found: 'fp8', and now 'qat'"):
         QATPrecision().convert_module(nn.Sequential(net))
 
@@ -246,21 +261,30 @@ def test_an_accelerator_with_its_recipes() -> None:
     recipe = tk.AORecipeKwargs(
         pad_inner_dim=True, module_filter_func=lambda module, name: name == "first"
     )
-    accelerator = tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+    accelerator = tk.Accelerator(
+        cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe]
+    )
     model = accelerator.prepare(Net())
     assert kinds(model) == ["Float8Linear", "Linear", "Linear"]
     assert model.first.config.pad_inner_dim
     gathered = tk.AORecipeKwargs(enable_fsdp_float8_all_gather=True)
     with pytest.raises(
-        PrecisionError, match=r"found: enable_fsdp_float8_all_gather: .*\n  fix: +leave it out"
+        PrecisionError,
+        match=r"found: enable_fsdp_float8_all_gather: .*\n  fix: +leave it out",
     ):
         tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[gathered])
     scaled = tk.GradScalerKwargs(init_scale=8.0)
     accelerator = tk.Accelerator(
-        cpu=True, mixed_precision=Float8Precision(base="16-mixed"), kwargs_handlers=[scaled]
+        cpu=True,
+        mixed_precision=Float8Precision(base="16-mixed"),
+        kwargs_handlers=[scaled],
     )
     assert float(accelerator.precision.scale_loss(torch.ones(()))) == 8.0
     with pytest.raises(PrecisionError, match="MS-AMP is no longer maintained"):
-        tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[tk.MSAMPRecipeKwargs()])
+        tk.Accelerator(
+            cpu=True, mixed_precision="fp8", kwargs_handlers=[tk.MSAMPRecipeKwargs()]
+        )
     with pytest.raises(PrecisionError, match="needs Transformer Engine"):
-        tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[tk.TERecipeKwargs()])
+        tk.Accelerator(
+            cpu=True, mixed_precision="fp8", kwargs_handlers=[tk.TERecipeKwargs()]
+        )

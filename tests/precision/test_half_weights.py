@@ -23,19 +23,23 @@ class Half(tk.TrainModule):
         return self.head(self.base(batch)).square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        return torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], lr=0.1
+        )
 
 
 def by_trainer(module: Half) -> None:
-    tk.Trainer(max_steps=1, accelerator="cpu", barebones=True, precision="16-mixed").fit(
-        module, [torch.randn(2, 2)]
-    )
+    tk.Trainer(
+        max_steps=1, accelerator="cpu", barebones=True, precision="16-mixed"
+    ).fit(module, [torch.randn(2, 2)])
 
 
 def by_accelerator(module: Half) -> None:
     accelerator = tk.Accelerator(cpu=True, mixed_precision="fp16")
     optimizer = module.configure_optimizers()
-    model, optimizer = accelerator.prepare(nn.Sequential(module.base, module.head), optimizer)
+    model, optimizer = accelerator.prepare(
+        nn.Sequential(module.base, module.head), optimizer
+    )
     accelerator.backward(model(torch.randn(2, 2)).square().mean())
     optimizer.step()
 
@@ -43,7 +47,9 @@ def by_accelerator(module: Half) -> None:
 def clipped(module: Half) -> None:
     accelerator = tk.Accelerator(cpu=True, mixed_precision="fp16")
     optimizer = module.configure_optimizers()
-    model, optimizer = accelerator.prepare(nn.Sequential(module.base, module.head), optimizer)
+    model, optimizer = accelerator.prepare(
+        nn.Sequential(module.base, module.head), optimizer
+    )
     accelerator.backward(model(torch.randn(2, 2)).square().mean())
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
@@ -58,7 +64,9 @@ def by_fabric(module: Half) -> None:
 
 @pytest.mark.parametrize("train", [by_trainer, by_accelerator, clipped, by_fabric])
 def test_float16_weights_are_refused_where_they_are_trained(train: Any) -> None:
-    with pytest.raises(PrecisionError, match="2 of 4 parameters of SGD in float16") as refused:
+    with pytest.raises(
+        PrecisionError, match="2 of 4 parameters of SGD in float16"
+    ) as refused:
         train(Half())
     assert "torch.float32" in str(refused.value)
 

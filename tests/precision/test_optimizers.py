@@ -73,13 +73,21 @@ def test_the_same_bits_as_a_plain_loop_and_after_a_resume(
         def fit(**more: Any) -> Net:
             module = Net(name, **options)
             start = more.pop("ckpt_path", None)
-            quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-            trainer = tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet, **more)
+            quiet = {
+                "logger": False,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+            }
+            trainer = tk.Trainer(
+                accelerator="cpu", devices=1, max_epochs=1, **quiet, **more
+            )
             trainer.fit(module, batches(), ckpt_path=start)
             (module.used,) = trainer.optimizers
             return module
 
-        module = fit(callbacks=[tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)])
+        module = fit(
+            callbacks=[tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)]
+        )
         resumed = fit(ckpt_path=tmp_path / "step-00000003", enable_checkpointing=False)
     assert type(resumed.used) is kind
     large = resumed.used.state[resumed.first.weight][stored]
@@ -93,7 +101,9 @@ def test_names() -> None:
     parameters = [nn.Parameter(torch.zeros(2))]
     assert type(tk.optimizer("Adam", parameters)) is torch.optim.Adam
     assert type(tk.optimizer("adamw_torch", parameters)) is torch.optim.AdamW
-    assert type(tk.optimizer("paged_adamw_8bit", parameters)).__name__ == "PagedAdamW8bit"
+    assert (
+        type(tk.optimizer("paged_adamw_8bit", parameters)).__name__ == "PagedAdamW8bit"
+    )
     with pytest.raises(RegistryError, match="did you mean 'adamw8bit'"):
         tk.optimizer("adamw9bit", parameters)
     with pytest.raises(
@@ -102,12 +112,16 @@ def test_names() -> None:
         tk.optimizer("sgd", parameters, rate=1)
 
 
-def test_a_registered_name_and_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_name_and_a_library_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(OPTIMIZERS, "_targets", dict(OPTIMIZERS._targets))
     OPTIMIZERS.register("My_SGD", torch.optim.SGD)
     parameters = [nn.Parameter(torch.zeros(2))]
     assert type(tk.optimizer("My_SGD", parameters)) is torch.optim.SGD
     OPTIMIZERS.register("adagrad8bit", "bitsandbytes.optim:Adagrad8bit", overwrite=True)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    with pytest.raises(RegistryError, match=r"fix:   pip install 'trainer-kit\[bitsandbytes\]'"):
+    with pytest.raises(
+        RegistryError, match=r"fix:   pip install 'trainer-kit\[bitsandbytes\]'"
+    ):
         tk.optimizer("adagrad8bit", parameters)

@@ -21,7 +21,11 @@ class Net(tk.TrainModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 3)
+        self.first, self.second, self.head = (
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+            nn.Linear(32, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -61,7 +65,11 @@ def test_the_same_bits_as_torchao_by_hand(tmp_path: Path) -> None:
         plain.training_step(batch, 0).backward()
         optimizer.step()
 
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)
     module, precision = Net(), QATPrecision(exceptions=["head"])
     for start in (None, tmp_path / "step-00000003"):

@@ -19,14 +19,18 @@ START = 65536.0
 
 def batch(seed: int = 1, times: float = 1.0) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return times * torch.randn(6, 8, generator=draw), torch.randint(4, (6,), generator=draw)
+    return times * torch.randn(6, 8, generator=draw), torch.randint(
+        4, (6,), generator=draw
+    )
 
 
 def scaling(**options: Any) -> MixedPrecision:
     return MixedPrecision(torch.float16, "cpu", torch.amp.GradScaler("cpu", **options))
 
 
-def fit(module: Any, batches: Any, precision: Any = "16-mixed", **options: Any) -> tk.Trainer:
+def fit(
+    module: Any, batches: Any, precision: Any = "16-mixed", **options: Any
+) -> tk.Trainer:
     options = {"max_epochs": 1, "barebones": True, **options}
     trainer = tk.Trainer(accelerator="cpu", devices=1, precision=precision, **options)
     trainer.fit(module, batches)
@@ -60,7 +64,9 @@ class Norms(tk.Callback):
     def of(module: Any) -> float:
         return float(torch.stack([p.grad.norm() for p in module.parameters()]).norm())
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Any, module: Any, optimizer: Any
+    ) -> None:
         self.before.append(self.of(module))
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:
@@ -138,7 +144,10 @@ class Named(Net):
             "first": hidden.float().pow(2).mean(),
             "second": F.cross_entropy(self.second(hidden.detach()).float(), data[1]),
         }
-        return {name: loss * (1e38 if name in which else 1.0) for name, loss in losses.items()}
+        return {
+            name: loss * (1e38 if name in which else 1.0)
+            for name, loss in losses.items()
+        }
 
     def configure_optimizers(self) -> Any:
         return {
@@ -152,9 +161,13 @@ def test_an_overflow_skips_its_own_optimizer_only(which: str) -> None:
     module, start = Named(), Named()
     trainer = fit(module, [(batch(), which)])
     for name in ("first", "second"):
-        moved = not torch.equal(getattr(module, name).weight, getattr(start, name).weight)
+        moved = not torch.equal(
+            getattr(module, name).weight, getattr(start, name).weight
+        )
         assert moved is (name not in which), name
-    assert trainer.precision_plugin.scaler.get_scale() == (START / 2 if which else START)
+    assert trainer.precision_plugin.scaler.get_scale() == (
+        START / 2 if which else START
+    )
     assert trainer.global_step == 1
 
 
@@ -180,11 +193,15 @@ class Manual(Named):
 
     def training_step(self, given: Any, batch_idx: int) -> None:
         losses = super().training_step(given, batch_idx)
-        for (name, loss), optimizer in zip(losses.items(), self.optimizers(), strict=True):
+        for (name, loss), optimizer in zip(
+            losses.items(), self.optimizers(), strict=True
+        ):
             optimizer.zero_grad()
             self.manual_backward(loss)
             self.clip_gradients(optimizer, 0.1)
-            norm = torch.stack([p.grad.norm() for p in getattr(self, name).parameters()]).norm()
+            norm = torch.stack(
+                [p.grad.norm() for p in getattr(self, name).parameters()]
+            ).norm()
             assert name in given[1] or norm < 0.101
             optimizer.step()
 
@@ -235,7 +252,9 @@ def test_a_step_that_is_not_taken_after_clipping() -> None:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
-            self.clip_gradients(optimizer, gradient_clip_val=50.0, gradient_clip_algorithm="norm")
+            self.clip_gradients(
+                optimizer, gradient_clip_val=50.0, gradient_clip_algorithm="norm"
+            )
             self.norms.append(Norms.of(self))
             if batch_idx:
                 optimizer.step()
@@ -265,7 +284,11 @@ def test_a_step_function_of_the_users_own_is_skipped_too() -> None:
 
     class Own(Net):
         def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+            self,
+            epoch: int,
+            batch_idx: int,
+            optimizer: Any,
+            optimizer_closure: Any = None,
         ) -> None:
             calls.append(batch_idx)
             optimizer.step(closure=optimizer_closure)
@@ -285,10 +308,18 @@ def test_optimizers_that_ask_for_the_loss_again_are_refused() -> None:
 
 def test_groups_that_are_empty_here_or_come_later_are_unscaled() -> None:
     # Stages of a pipeline may hold nothing of a group; whole parameters and parts of a mesh are looked at apart.
-    precision, whole, part = scaling(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    precision, whole, part = (
+        scaling(),
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(3)),
+    )
     optimizer = torch.optim.SGD([{"params": []}, {"params": [whole]}], lr=1.0)
     part.device_mesh = "of its own"  # type: ignore[attr-defined]
-    for group in ([], [{"params": [part]}], [{"params": [nn.Parameter(torch.ones(3))]}]):
+    for group in (
+        [],
+        [{"params": [part]}],
+        [{"params": [nn.Parameter(torch.ones(3))]}],
+    ):
         for one in group:
             optimizer.add_param_group(one)
         parameters = [p for one in optimizer.param_groups for p in one["params"]]

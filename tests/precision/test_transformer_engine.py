@@ -44,7 +44,9 @@ class Engine:
                     )
 
             def get_extra_state(self) -> Tensor:
-                return torch.tensor([128, 4, 149], dtype=torch.uint8)  # a pickle, as the real one
+                return torch.tensor(
+                    [128, 4, 149], dtype=torch.uint8
+                )  # a pickle, as the real one
 
             def set_extra_state(self, state: Any) -> None:
                 assert state is None
@@ -68,7 +70,9 @@ class Engine:
                 return nn.Linear.forward(self, x)
 
         class LayerNorm(Layer, nn.LayerNorm):
-            def __init__(self, shape: Any, eps: float, params_dtype: torch.dtype) -> None:
+            def __init__(
+                self, shape: Any, eps: float, params_dtype: torch.dtype
+            ) -> None:
                 nn.LayerNorm.__init__(self, shape, eps, dtype=params_dtype)
                 self.begin()
 
@@ -84,16 +88,24 @@ class Engine:
         if renamed:
             parts["autocast"] = entering
         else:
-            parts["fp8_autocast"] = lambda enabled, fp8_recipe: entering(enabled, fp8_recipe)
+            parts["fp8_autocast"] = lambda enabled, fp8_recipe: entering(
+                enabled, fp8_recipe
+            )
         recipes = {
             "DelayedScaling": self.recipe,
             "Format": SimpleNamespace(HYBRID="hybrid", E4M3="e4m3"),
         }
-        for name, given in (("pytorch", parts), ("common", {}), ("common.recipe", recipes)):
+        for name, given in (
+            ("pytorch", parts),
+            ("common", {}),
+            ("common.recipe", recipes),
+        ):
             module = ModuleType(f"transformer_engine.{name}")
             vars(module).update(given)
             monkeypatch.setitem(sys.modules, f"transformer_engine.{name}", module)
-        monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+        monkeypatch.setitem(
+            sys.modules, "transformer_engine", ModuleType("transformer_engine")
+        )
         monkeypatch.setattr(home, "_NOT_NVIDIA", ())  # the stand-in runs on a CPU
 
     @staticmethod
@@ -105,10 +117,16 @@ class Net(tk.TrainModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.head = nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.first, self.norm, self.head = (
+            nn.Linear(16, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 3),
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.head(self.norm(self.first(batch[0]))).float(), batch[1])
+        return F.cross_entropy(
+            self.head(self.norm(self.first(batch[0]))).float(), batch[1]
+        )
 
     validation_step = training_step
 
@@ -159,9 +177,15 @@ def test_layers_context_recipe_and_state(
     module, plain = Net(), Net().to(torch.bfloat16)
     whole = trainer(precision(), callbacks=[saving], num_sanity_val_steps=0, **quiet)
     whole.fit(module, batches(), batches()[:1])
-    assert [type(part).__module__ == __name__ for part in module.children()] == [True, True, False]
+    assert [type(part).__module__ == __name__ for part in module.children()] == [
+        True,
+        True,
+        False,
+    ]
     assert [enabled for enabled, _ in engine.entered] == [True] * 4 + [False]
-    assert engine.entered[0][1] == SimpleNamespace(amax_history_len=3, fp8_format="e4m3")
+    assert engine.entered[0][1] == SimpleNamespace(
+        amax_history_len=3, fp8_format="e4m3"
+    )
     assert engine.active == 0
     optimizer = plain.configure_optimizers()
     for x, y in batches():
@@ -169,7 +193,8 @@ def test_layers_context_recipe_and_state(
         plain.training_step((x.to(torch.bfloat16), y), 0).backward()
         optimizer.step()
     assert [
-        torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(module.parameters(), plain.parameters(), strict=True)
     ] == [True] * 6
     assert not any("_extra_state" in name for name in module.state_dict())
     resumed = Net()
@@ -181,7 +206,8 @@ def test_layers_context_recipe_and_state(
     )
     assert list(one) == ["first"]
     assert torch.equal(
-        one["first"]["scaling_fwd"]["amax_history"], other["first"]["scaling_fwd"]["amax_history"]
+        one["first"]["scaling_fwd"]["amax_history"],
+        other["first"]["scaling_fwd"]["amax_history"],
     )
     assert one["first"]["scaling_fwd"]["amax_history"].shape == (3, 3)
     assert one["first"]["scaling_fwd"]["amax_history"].min() > 0
@@ -190,7 +216,9 @@ def test_layers_context_recipe_and_state(
 def test_norms_that_it_does_not_have_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     Engine(monkeypatch, renamed=True)
     net = nn.Sequential(
-        nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8, bias=False)
+        nn.LayerNorm(8),
+        nn.LayerNorm(8, elementwise_affine=False),
+        nn.LayerNorm(8, bias=False),
     )
     tk.precision.TransformerEnginePrecision("bf16-mixed").convert_module(net)
     assert [type(part) is nn.LayerNorm for part in net] == [False, True, True]
@@ -203,12 +231,14 @@ def test_precision_words_are_accepted_and_invalid_options_refused_before_the_fir
     assert trainer("transformer-engine").precision_plugin.base.name == "bf16-true"
     assert trainer("transformer-engine-float16").precision_plugin.base.name == "16-true"
     with pytest.raises(
-        PrecisionError, match=r"multiples of 16.*\n  found: head \(8 to 3\)\n  fix: .*\['head'\]"
+        PrecisionError,
+        match=r"multiples of 16.*\n  found: head \(8 to 3\)\n  fix: .*\['head'\]",
     ):
         trainer("transformer-engine").fit(Net(), batches())
     engine.available = (False, "Device compute capability 8.9 or higher required")
     with pytest.raises(
-        PrecisionError, match="does not support fp8 on this GPU\n  found: Device compute"
+        PrecisionError,
+        match="does not support fp8 on this GPU\n  found: Device compute",
     ):
         trainer("transformer-engine")
     monkeypatch.undo()
@@ -219,10 +249,14 @@ def test_precision_words_are_accepted_and_invalid_options_refused_before_the_fir
         trainer("transformer-engine")
 
 
-def test_an_accelerator_with_accelerates_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_with_accelerates_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine(monkeypatch, renamed=True)
     recipe = tk.TERecipeKwargs(amax_history_len=5, amax_compute_algo="max")
-    accelerator = tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+    accelerator = tk.Accelerator(
+        cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe]
+    )
     model = accelerator.prepare(nn.Sequential(nn.Linear(16, 8)))
     assert (accelerator.fp8_backend, accelerator.has_fp8_handler) == ("TE", True)
     assert model(batches()[0][0]).dtype == torch.float32
@@ -236,5 +270,7 @@ def test_an_accelerator_with_accelerates_recipe(monkeypatch: pytest.MonkeyPatch)
         tk.Accelerator(
             cpu=True,
             mixed_precision="fp8",
-            kwargs_handlers=[tk.TERecipeKwargs(override_linear_precision=(False, False, True))],
+            kwargs_handlers=[
+                tk.TERecipeKwargs(override_linear_precision=(False, False, True))
+            ],
         )

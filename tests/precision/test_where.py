@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_kit import Accelerator, Trainer, strategies  # they register the names of strategies
+from trainer_kit import (
+    Accelerator,
+    Trainer,
+    strategies,
+)  # they register the names of strategies
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.precision import BitsandbytesPrecision, MixedPrecision, TruePrecision
@@ -33,7 +37,10 @@ ENGINES: dict[str, Any] = {
 UNTESTED = {
     ("16-true", "deepspeed"),
     ("16-mixed", "deepspeed"),
-    *((name, "megatron") for name in ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")),
+    *(
+        (name, "megatron")
+        for name in ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
+    ),
     *(("transformer-engine", engine) for engine in ("single", "ddp", "fsdp")),
 }
 """Not refused, and no test runs it: for want of the device, or of the engine."""
@@ -82,7 +89,9 @@ def test_refusals_name_the_reason_and_the_engines_that_work(engine: str) -> None
         if name not in strategy.refused_precisions:
             strategy.check_precision(precision)
             continue
-        with pytest.raises(PrecisionError, match=f"{name!r} does not run on {engine}") as caught:
+        with pytest.raises(
+            PrecisionError, match=f"{name!r} does not run on {engine}"
+        ) as caught:
             strategy.check_precision(precision)
         assert caught.value.found == strategy.refused_precisions[name]
         assert "single" in str(caught.value.fix)
@@ -111,7 +120,9 @@ def test_a_precision_without_a_device_runs_on_the_trainers_device() -> None:
         match=r"found: device_type='cpu', and the run is on 'xpu'\n  fix: +leave dev",
     ):
         own.check(torch.device("xpu"), "single")
-    kept = MixedPrecision(torch.float16, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    kept = MixedPrecision(
+        torch.float16, scaler=torch.amp.GradScaler("cpu", init_scale=4.0)
+    )
     scaler = kept.scaler
     for device in ("xpu", "cpu"):
         kept.check(torch.device(device), "single")
@@ -131,16 +142,21 @@ def test_a_trainer_and_an_accelerator_look_it_up_before_anything_runs(
     with pytest.raises(PrecisionError, match="'64-true' does not run on deepspeed"):
         Trainer(accelerator="cpu", devices=1, precision="64-true", barebones=True)
     with pytest.raises(
-        PrecisionError, match=r"'64-true' does not run on deepspeed\n  found: .* in float32 at most"
+        PrecisionError,
+        match=r"'64-true' does not run on deepspeed\n  found: .* in float32 at most",
     ):
         Accelerator(cpu=True, mixed_precision="64-true")
 
 
 def test_every_strategy_has_its_column() -> None:
     classes = [
-        getattr(strategies, name) for name in strategies.__all__ if name.endswith("Strategy")
+        getattr(strategies, name)
+        for name in strategies.__all__
+        if name.endswith("Strategy")
     ]
-    assert {cls.engine for cls in classes if cls is not strategies.Strategy} == set(ENGINES)
+    assert {cls.engine for cls in classes if cls is not strategies.Strategy} == set(
+        ENGINES
+    )
 
 
 def test_a_strategy_without_a_declared_row_is_in_no_row() -> None:
@@ -156,6 +172,8 @@ def test_a_strategy_without_a_declared_row_is_in_no_row() -> None:
             return "mine"
 
     assert (
-        Trainer(accelerator="cpu", strategy=Mine(), precision="fp8", barebones=True).strategy.name
+        Trainer(
+            accelerator="cpu", strategy=Mine(), precision="fp8", barebones=True
+        ).strategy.name
         == "ppo_engine"
     )

@@ -49,7 +49,12 @@ class Watched(tk.TrainModule):
 
     def look(self, where: str, batch: dict[str, Any]) -> Tensor:
         out = self.inside(self.outside(batch["x"][0]) * self.scale)
-        self.seen[where] = (batch["x"][0].dtype, batch["y"].dtype, out.dtype, torch.zeros(1).dtype)
+        self.seen[where] = (
+            batch["x"][0].dtype,
+            batch["y"].dtype,
+            out.dtype,
+            torch.zeros(1).dtype,
+        )
         return out
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -73,7 +78,9 @@ def batches() -> list[dict[str, Any]]:
 
 
 def quiet(**options: Any) -> tk.Trainer:
-    return tk.Trainer(max_epochs=1, barebones=True, accelerator="cpu", devices=1, **options)
+    return tk.Trainer(
+        max_epochs=1, barebones=True, accelerator="cpu", devices=1, **options
+    )
 
 
 def test_the_table_is_complete() -> None:
@@ -93,7 +100,9 @@ def test_words(word: Any) -> None:
     assert module.count.dtype == torch.long
     assert module.seen.pop("made") == weights
     expected = (weights, torch.long, product, made)
-    assert module.seen == dict.fromkeys(("training", "validation", "test", "predict"), expected)
+    assert module.seen == dict.fromkeys(
+        ("training", "validation", "test", "predict"), expected
+    )
     assert predicted.dtype == product
     assert torch.get_default_dtype() == F32
     assert not torch.is_autocast_enabled("cpu")
@@ -142,7 +151,11 @@ def test_an_object_instead_of_a_word() -> None:
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("bf16-mixd", "did you mean 'bf16-mixed'"), (8, "unknown precision '8'"), ("f64", "64")],
+    [
+        ("bf16-mixd", "did you mean 'bf16-mixed'"),
+        (8, "unknown precision '8'"),
+        ("f64", "64"),
+    ],
 )
 def test_an_unknown_word_is_refused_with_the_nearest(word: Any, told: str) -> None:
     with pytest.raises(PrecisionError, match=told):
@@ -165,7 +178,10 @@ def test_an_unknown_word_is_refused_with_the_nearest(word: Any, told: str) -> No
 def test_a_vendor_precision_names_its_requirements(
     word: str, library: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+    for name in [
+        library,
+        *(name for name in sys.modules if name.startswith(f"{library}.")),
+    ]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(PrecisionError, match=told):
         quiet(precision=word)
@@ -187,7 +203,8 @@ def test_unknown_dtypes_and_precisions_are_refused() -> None:
     ):
         quiet(precision=BF16)
     with pytest.raises(
-        PrecisionError, match=r"MixedPrecision has no dtype torch.float32\n  fix: .*torch.bfloat16"
+        PrecisionError,
+        match=r"MixedPrecision has no dtype torch.float32\n  fix: .*torch.bfloat16",
     ):
         MixedPrecision(F32)
     with pytest.raises(
@@ -210,7 +227,11 @@ def test_a_registered_word(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batches_are_cast_at_any_depth() -> None:
     precision = make_precision("bf16-true", "cpu")
     batch = precision.convert_batch(
-        {"a": (torch.ones(2), [torch.ones(2, dtype=torch.int32)]), "b": None, "c": "text"}
+        {
+            "a": (torch.ones(2), [torch.ones(2, dtype=torch.int32)]),
+            "b": None,
+            "c": "text",
+        }
     )
     assert batch["a"][0].dtype == BF16
     assert batch["a"][1][0].dtype == torch.int32

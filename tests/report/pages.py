@@ -12,7 +12,9 @@ import numpy as np
 
 def data_of(page: str | Path) -> dict:
     text = page.read_text(encoding="utf-8") if isinstance(page, Path) else page
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    found = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL
+    )
     return json.loads(found[1])
 
 

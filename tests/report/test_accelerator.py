@@ -21,7 +21,9 @@ PAGE = Path("project/demo/report.html")
 
 
 def started(log_with="csv", **options):
-    accelerator = tk.Accelerator(cpu=True, log_with=log_with, project_dir="project", **options)
+    accelerator = tk.Accelerator(
+        cpu=True, log_with=log_with, project_dir="project", **options
+    )
     accelerator.init_trackers(
         "demo", config={"lr": 0.5, "optim": {"betas": [0.9]}, "api_key": "sk-secret"}
     )
@@ -37,7 +39,11 @@ def test_the_page_of_a_loop(tmp_path):
         accelerator.backward(model(torch.ones(3, 2)).mean())
         optimizer.step()
         accelerator.log(
-            {"loss": torch.tensor(1.0 / (step + 1)), "nested": {"at": step}, "note": "text"},
+            {
+                "loss": torch.tensor(1.0 / (step + 1)),
+                "nested": {"at": step},
+                "note": "text",
+            },
             step=step,
         )
     accelerator.end_training()
@@ -46,7 +52,8 @@ def test_the_page_of_a_loop(tmp_path):
     assert curve(run, "loss") == ([0, 1, 2, 3], pytest.approx([1, 1 / 2, 1 / 3, 1 / 4]))
     assert curve(run, "nested/at")[1] == [0, 1, 2, 3]
     rows = {
-        (section, name): (value, origin) for section, name, value, origin in run["configuration"]
+        (section, name): (value, origin)
+        for section, name, value, origin in run["configuration"]
     }
     assert rows["config", "optim/betas"] == ([0.9], "init_trackers")
     assert rows["config", "api_key"][0] == "***"
@@ -69,7 +76,9 @@ def test_the_journal_of_the_user_is_the_one_of_the_page(tmp_path):
     accelerator.log({"loss": 2.0})
     accelerator.end_training()
     assert [
-        record["loss"] for record in read_journal(PAGE.parent / "journal.jsonl") if "loss" in record
+        record["loss"]
+        for record in read_journal(PAGE.parent / "journal.jsonl")
+        if "loss" in record
     ] == [1.0, 2.0]
     assert curve(data_of(PAGE)["runs"][0], "loss") == ([0, 1], [1.0, 2.0])
 
@@ -108,10 +117,15 @@ def test_a_loaded_state_continues_the_curves_and_a_new_loop_is_another_run(tmp_p
 
     loop(0, 6)
     (run,) = loop(4, 8, load=True)
-    assert curve(run, "loss") == (list(range(8)), [0, 1 / 8, 2 / 8, 3 / 8, 4.5, 4.625, 4.75, 4.875])
-    assert [(mark["kind"], mark["step"]) for mark in run["marks"] if mark["kind"] == "restart"] == [
-        ("restart", 3)
-    ]
+    assert curve(run, "loss") == (
+        list(range(8)),
+        [0, 1 / 8, 2 / 8, 3 / 8, 4.5, 4.625, 4.75, 4.875],
+    )
+    assert [
+        (mark["kind"], mark["step"])
+        for mark in run["marks"]
+        if mark["kind"] == "restart"
+    ] == [("restart", 3)]
     (first,) = loop(0, 2)
     (second,) = data_of(PAGE.parent / "version_1" / "report.html")["runs"]
     assert (first["name"], second["name"]) == ("demo", "version_1")
@@ -165,9 +179,9 @@ def test_a_script_that_does_not_reach_its_end(programs, tmp_path, how, code, sta
     (run,) = data_of(PAGE)["runs"]
     assert run["status"] == status
     assert curve(run, "loss")[0] == [0, 1, 2, 3]
-    assert [found["headline"] for found in run["exceptions"]] == ["RuntimeError: broken"] * (
-        how == "raises"
-    )
+    assert [found["headline"] for found in run["exceptions"]] == [
+        "RuntimeError: broken"
+    ] * (how == "raises")
     assert "UserWarning: slow" in [mark["text"] for mark in run["marks"]]
     if how == "raises":
         assert 'raise RuntimeError("broken")' in run["exceptions"][0]["text"]

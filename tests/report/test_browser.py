@@ -14,8 +14,14 @@ from trainer_kit.loggers import JSONLLogger
 from trainer_kit.report.events import append_event
 from trainer_kit.report.page import render
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-BROWSER = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed"
+)
+BROWSER = (
+    os.environ.get("CHROMIUM")
+    or shutil.which("chromium")
+    or shutil.which("google-chrome")
+)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -42,13 +48,18 @@ def show(browser, tmp_path):
     def show(page, **options):
         file = tmp_path / "shown.html"
         file.write_text(page, encoding="utf-8")
-        context = browser.new_context(**{"viewport": {"width": 1300, "height": 900}, **options})
+        context = browser.new_context(
+            **{"viewport": {"width": 1300, "height": 900}, **options}
+        )
         contexts.append(context)
         tab = context.new_page()
         tab.on("console", lambda message: problems.append(message.text))
         tab.on("pageerror", lambda error: problems.append(str(error)))
         tab.on(
-            "request", lambda request: request.url == file.as_uri() or problems.append(request.url)
+            "request",
+            lambda request: (
+                request.url == file.as_uri() or problems.append(request.url)
+            ),
         )
         tab.goto(file.as_uri())
         tab.wait_for_selector(
@@ -102,7 +113,8 @@ def test_a_million_points_are_drawn_in_two_seconds(browser, tmp_path):
         "html[data-drawn]", state="attached"
     )  # a function would be against the page's policy
     metrics = {
-        each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]
+        each["name"]: each["value"]
+        for each in session.send("Performance.getMetrics")["metrics"]
     }
     assert inked(tab) == 5
     # Processor time of the page's thread, from the first byte to the last curve.
@@ -127,7 +139,11 @@ def make_run(directory, restarts=True):
     append_event(directory, "start", 0, journal=0, **start)
     for step in range(1, 101):
         logger.log_metrics(
-            {"train_loss": 1 / step, "lr-SGD": 0.1, "val_loss": float("nan") if step == 9 else 2.0},
+            {
+                "train_loss": 1 / step,
+                "lr-SGD": 0.1,
+                "val_loss": float("nan") if step == 9 else 2.0,
+            },
             step,
         )
     if restarts:
@@ -165,7 +181,9 @@ def test_a_page_is_used(show, tmp_path, scheme, width):
         assert chart.locator("h3 span").inner_text() == "step 30"
         assert f"train_loss{value}" in chart.inner_text().replace("\n", "")
         tab.mouse.move(0, 0)
-        assert "train_loss0.01" in chart.inner_text().replace("\n", ""), "the last value"
+        assert "train_loss0.01" in chart.inner_text().replace("\n", ""), (
+            "the last value"
+        )
     for control, value in (("#smooth", "0.9"), ("#log", None), ("#marks", None)):
         tab.locator(control).fill(value) if value else tab.locator(control).click()
     tab.select_option("#axis", "seconds")
@@ -187,7 +205,12 @@ def test_the_marks_have_a_legend_and_the_time_one_chart(show, tmp_path):
     append_event(tmp_path, "start", 0, stage="fit", run="r", journal=0, title="Net")
     for step in range(1, 6):
         logger.log_metrics(
-            {"train/time/step": 0.25, "train/time/data": 0.75, "cpu/memory": 425.9e6, "lr": 2e-5},
+            {
+                "train/time/step": 0.25,
+                "train/time/data": 0.75,
+                "cpu/memory": 425.9e6,
+                "lr": 2e-5,
+            },
             step,
         )
     append_event(tmp_path, "checkpoint", 3, text="checkpoints/step-00000003")
@@ -230,14 +253,25 @@ def test_a_hang_links_its_stacks_and_curves_are_over_tokens(show, tmp_path):
     logger = JSONLLogger(tmp_path, "", "")
     append_event(tmp_path, "start", 0, stage="fit", run="r", journal=0, title="Net")
     for step in range(1, 6):
-        logger.log_metrics({"loss": 1 / step}, step, {"samples": 2 * step, "tokens": 100 * step})
-    found = {"headline": "rank 1 hangs", "text": "rank 1 hangs\n  at step 5", "stacks": "hang-5"}
+        logger.log_metrics(
+            {"loss": 1 / step}, step, {"samples": 2 * step, "tokens": 100 * step}
+        )
+    found = {
+        "headline": "rank 1 hangs",
+        "text": "rank 1 hangs\n  at step 5",
+        "stacks": "hang-5",
+    }
     append_event(tmp_path, "end", 5, stage="fit", status="hung", exception=found)
     tab = show(render(described(tmp_path)))
     assert tab.locator(".badge").inner_text() == "hung"
     assert tab.locator(".failure b").inner_text() == "rank 1 hangs"
     assert tab.locator(".failure a").get_attribute("href") == "./hang-5/"
-    assert tab.locator("#axis option").all_inner_texts() == ["steps", "time", "samples", "tokens"]
+    assert tab.locator("#axis option").all_inner_texts() == [
+        "steps",
+        "time",
+        "samples",
+        "tokens",
+    ]
     place = tab.locator(".chart").first.locator(".u-over").bounding_box()
     for kind, text in (("samples", "6 samples"), ("tokens", "300 tokens")):
         tab.select_option("#axis", kind)

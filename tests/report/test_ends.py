@@ -92,13 +92,21 @@ def test_a_killed_run_of_two_ranks_is_completed_by_the_command_and_by_its_resume
     (run,) = data_of(page)["runs"]
     last = max(curve(run, "train_loss")[0])
     text = f"ended from outside (SIGKILL, or its machine); the last logged values are of step {last:.0f}"
-    assert (run["status"], [found["headline"] for found in run["exceptions"]]) == ("killed", [text])
-    assert [(mark["step"], mark["text"]) for mark in run["marks"] if mark["kind"] == "killed"] == [
-        (last, text)
-    ]
+    assert (run["status"], [found["headline"] for found in run["exceptions"]]) == (
+        "killed",
+        [text],
+    )
+    assert [
+        (mark["step"], mark["text"])
+        for mark in run["marks"]
+        if mark["kind"] == "killed"
+    ] == [(last, text)]
     assert last >= 4, "the journal is durable with the checkpoint"
 
-    assert [rank.returncode for rank in programs.run_ranks(2, script, "none", "0")] == [0, 0]
+    assert [rank.returncode for rank in programs.run_ranks(2, script, "none", "0")] == [
+        0,
+        0,
+    ]
     (run,) = data_of(page)["runs"]
     assert curve(run, "train_loss")[0] == list(range(1, 9))
     assert (run["status"], [found["headline"] for found in run["exceptions"]]) == (
@@ -126,7 +134,12 @@ def test_a_run_of_a_living_process_is_running(tmp_path):
         run.read()
         assert (run.described()[0]["status"], run.finished) == ("killed", True)
     append_event(
-        tmp_path, "start", 0, stage="fit", run="r", process=["elsewhere", boot, pid, started]
+        tmp_path,
+        "start",
+        0,
+        stage="fit",
+        run="r",
+        process=["elsewhere", boot, pid, started],
     )
     run.read()
     assert (run.described()[0]["status"], run.finished) == ("running", False)

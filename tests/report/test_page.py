@@ -51,16 +51,25 @@ def hostile_run(directory: Path) -> Path:
             "place": text,
         }
         append_event(
-            directory, "start", 0, configuration=[[text] * 4], environment=[[text, text]], **facts
+            directory,
+            "start",
+            0,
+            configuration=[[text] * 4],
+            environment=[[text, text]],
+            **facts,
         )
         append_event(directory, "warning", 3, text=text)
         failure = {"headline": text, "text": text}
-        append_event(directory, "end", 30, stage="fit", status="failed", exception=failure)
+        append_event(
+            directory, "end", 30, stage="fit", status="failed", exception=failure
+        )
     return directory
 
 
 def test_texts_of_users_are_escaped_in_html(tmp_path):
-    page = write_report(tmp_path / "page.html", [run := RunDirectory(hostile_run(tmp_path))])
+    page = write_report(
+        tmp_path / "page.html", [run := RunDirectory(hostile_run(tmp_path))]
+    )
     run.read()
     write_report(page, [run])
     text = page.read_text(encoding="utf-8")
@@ -69,7 +78,11 @@ def test_texts_of_users_are_escaped_in_html(tmp_path):
     assert not set("<>&") & set(body)
     assert not re.search(r"<(img|!--)", text)
     (found,) = data_of(text)["runs"]
-    assert {series["name"] for series in found["series"]} >= {HOSTILE[0], HOSTILE[1], "__proto__"}
+    assert {series["name"] for series in found["series"]} >= {
+        HOSTILE[0],
+        HOSTILE[1],
+        "__proto__",
+    }
     assert found["exceptions"][0]["headline"] == HOSTILE[0]
     assert [found["title"], found["explain"]] == [HOSTILE[-1]] * 2
 
@@ -84,7 +97,8 @@ def test_the_page_asks_for_nothing():
         for kind in ("js", "html", "css")
     )
     assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", own
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function",
+        own,
     )
     assert not re.search(
         r"https?://|url\(|@import|fetch\(|XMLHttpRequest|WebSocket|sendBeacon", own
@@ -93,19 +107,27 @@ def test_the_page_asks_for_nothing():
 
 def test_the_library_of_the_plots_is_the_one_of_its_checksums():
     vendor = files("trainer_kit.report").joinpath("vendor")
-    sums = [line.split() for line in vendor.joinpath("SHA256SUMS").read_text().splitlines()]
-    assert {name for _, name in sums} == {"uPlot.LICENSE", "uPlot.iife.min.js", "uPlot.min.css"}
+    sums = [
+        line.split() for line in vendor.joinpath("SHA256SUMS").read_text().splitlines()
+    ]
+    assert {name for _, name in sums} == {
+        "uPlot.LICENSE",
+        "uPlot.iife.min.js",
+        "uPlot.min.css",
+    }
     for checksum, name in sums:
-        assert hashlib.sha256(vendor.joinpath(name).read_bytes()).hexdigest() == checksum
+        assert (
+            hashlib.sha256(vendor.joinpath(name).read_bytes()).hexdigest() == checksum
+        )
     version = re.search(
         r"^UPLOT := (\S+)$",
         (root := Path(__file__).parents[2]).joinpath("Makefile").read_text(),
         re.M,
     )
     assert f"(v{version[1]})" in vendor.joinpath("uPlot.iife.min.js").read_text()[:200]
-    package = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "package-data"
-    ]
+    package = tomllib.loads((root / "pyproject.toml").read_text())["tool"][
+        "setuptools"
+    ]["package-data"]
     assert package["trainer_kit.report"] == ["page/*", "vendor/*"]
 
 
@@ -127,7 +149,13 @@ def test_values_that_are_not_numbers_are_counted(tmp_path):
     (run,) = described(tmp_path)
     facts = {series["name"]: series for series in run["series"]}
     loss = facts["loss"]
-    assert (loss["bad"], loss["firstBad"], loss["low"], loss["lowStep"], loss["high"]) == (
+    assert (
+        loss["bad"],
+        loss["firstBad"],
+        loss["low"],
+        loss["lowStep"],
+        loss["high"],
+    ) == (
         2,
         1,
         1.0,
@@ -142,13 +170,17 @@ def test_values_that_are_not_numbers_are_counted(tmp_path):
 def test_a_journal_is_read_from_its_last_position(tmp_path):
     journal, run = tmp_path / "journal.jsonl", RunDirectory(tmp_path)
     journal.write_text(
-        "".join(f'{{"step": {step}, "time": 1, "loss": {step}}}\n' for step in range(2500))
+        "".join(
+            f'{{"step": {step}, "time": 1, "loss": {step}}}\n' for step in range(2500)
+        )
     )
     pauses = []
     run.read(pause=lambda: pauses.append(1))
     assert len(pauses) == 2
     with journal.open("ab") as file:
-        file.write(b'not json\n{"step": 2500, "time": 1, "loss": 7}\n{"step": 2501, "time": 1, "lo')
+        file.write(
+            b'not json\n{"step": 2500, "time": 1, "loss": 7}\n{"step": 2501, "time": 1, "lo'
+        )
     for _ in range(2):
         run.read()
         steps, values = curve(run.described()[0], "loss")
@@ -164,7 +196,9 @@ def test_a_journal_is_read_from_its_last_position(tmp_path):
 
 
 def test_events_outlive_a_torn_line(tmp_path):
-    append_event(tmp_path, "note", 1, text="one", api_key="secret", at="s3://me:pw@host")
+    append_event(
+        tmp_path, "note", 1, text="one", api_key="secret", at="s3://me:pw@host"
+    )
     with open(tmp_path / EVENTS, "ab") as file:
         file.write(b'{"event": "no')
     append_event(tmp_path, "note", 2, text="two")
@@ -181,7 +215,10 @@ def test_events_outlive_a_torn_line(tmp_path):
 def test_runs_are_found_below_a_directory(tmp_path):
     for name in ("a/version_10", "a/version_2", "b"):
         JSONLLogger(tmp_path / name, "", "").log_metrics({"loss": 1}, 0)
-    names = [str(found.relative_to(tmp_path)) for found in find_runs([tmp_path, tmp_path / "b"])]
+    names = [
+        str(found.relative_to(tmp_path))
+        for found in find_runs([tmp_path, tmp_path / "b"])
+    ]
     assert names == ["a/version_2", "a/version_10", "b"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match="contains no run"):

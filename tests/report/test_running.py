@@ -17,12 +17,21 @@ from trainer_kit.report import running
 from trainer_kit.report.events import read_events
 from trainer_kit.testing import TinyModule, run_distributed
 
-BATCHES = [torch.randn(4, 32, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+BATCHES = [
+    torch.randn(4, 32, generator=torch.Generator().manual_seed(i)) for i in range(6)
+]
 
 
 def trainer(**options):
-    options = {"max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": False, **options}
-    return tk.Trainer(accelerator="cpu", devices=1, logger=JSONLLogger(".", "", "run"), **options)
+    options = {
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "enable_progress_bar": False,
+        **options,
+    }
+    return tk.Trainer(
+        accelerator="cpu", devices=1, logger=JSONLLogger(".", "", "run"), **options
+    )
 
 
 class StopAfter(tk.Callback):
@@ -72,7 +81,8 @@ def test_the_page_of_a_run(tmp_path):
         "what a test logs after the fit is on the page of the run"
     )
     rows = {
-        (section, name): (value, origin) for section, name, value, origin in run["configuration"]
+        (section, name): (value, origin)
+        for section, name, value, origin in run["configuration"]
     }
     assert rows["Trainer", "gradient_clip_val"] == (1.0, "argument")
     assert rows["Trainer", "min_epochs"] == (None, "default")
@@ -80,7 +90,9 @@ def test_the_page_of_a_run(tmp_path):
     assert rows["Net", "api_key"][0] == "***"
     assert "Net.training_step under 32-true" in run["explain"]
     assert dict(run["environment"])["torch"]
-    marks = [(mark["kind"], mark["step"]) for mark in run["marks"] if mark["kind"] != "note"]
+    marks = [
+        (mark["kind"], mark["step"]) for mark in run["marks"] if mark["kind"] != "note"
+    ]
     assert ("start", 0) in marks
     assert ("checkpoint", 6) in marks
     assert marks[-1] == ("end", 6)
@@ -124,7 +136,9 @@ def test_a_run_that_fails(tmp_path):
     (run,) = data_of(page)["runs"]
     assert run["status"] == "failed"
     (failure,) = run["exceptions"]
-    assert failure["headline"] == "RuntimeError: broken </script><script>alert(1)</script>"
+    assert (
+        failure["headline"] == "RuntimeError: broken </script><script>alert(1)</script>"
+    )
     assert "in training_step" in failure["text"]
     assert "float32 (4, 32)" in failure["text"], "the notes of the exception too"
     marks = {mark["kind"]: mark for mark in run["marks"]}
@@ -153,7 +167,10 @@ def test_a_restart_repeats_no_value(tmp_path):
     assert run["status"] == "finished"
     assert len(run["exceptions"]) == 1, "the one before the restart is still there"
     (restart,) = (mark for mark in run["marks"] if mark["kind"] == "restart")
-    assert (restart["step"], restart["text"].startswith("restart 1 at step 2, 1 process on ")) == (
+    assert (
+        restart["step"],
+        restart["text"].startswith("restart 1 at step 2, 1 process on "),
+    ) == (
         2,
         True,
     )
@@ -195,17 +212,21 @@ def test_a_report_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     made.fit(TinyModule(), BATCHES)
     assert made.global_step == 6
     lines = [
-        line for line in capsys.readouterr().out.splitlines() if "could not be written" in line
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "could not be written" in line
     ]
     assert len(lines) == 1
     assert "report.html could not be written: IsADirectoryError" in lines[0]
 
 
 def test_runs_without_a_report_write_none(tmp_path):
-    tk.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, enable_progress_bar=False).fit(
+    tk.Trainer(
+        accelerator="cpu", devices=1, fast_dev_run=True, enable_progress_bar=False
+    ).fit(TinyModule(), BATCHES)
+    tk.Trainer(accelerator="cpu", devices=1, max_steps=1, barebones=True).fit(
         TinyModule(), BATCHES
     )
-    tk.Trainer(accelerator="cpu", devices=1, max_steps=1, barebones=True).fit(TinyModule(), BATCHES)
     with pytest.raises(tk.TrainerKitError, match="fit needs training data"):
         trainer().fit(TinyModule())
     assert not list(tmp_path.rglob("report.html"))
@@ -217,7 +238,9 @@ def two_ranks(root):
         accelerator="cpu", strategy="ddp", devices=2, max_epochs=1, log_every_n_steps=1, default_root_dir=root,
         enable_progress_bar=False, logger="jsonl",
     )  # fmt: skip
-    made.fit(TinyModule(), torch.utils.data.DataLoader(torch.cat(BATCHES), batch_size=2))
+    made.fit(
+        TinyModule(), torch.utils.data.DataLoader(torch.cat(BATCHES), batch_size=2)
+    )
 
 
 @pytest.mark.slow
@@ -225,7 +248,9 @@ def test_one_page_of_two_ranks(tmp_path):
     run_distributed(two_ranks, 2, str(tmp_path))
     (file,) = tmp_path.rglob("report.html")
     (run,) = data_of(file)["runs"]
-    (start,) = (event for event in read_events(file.parent) if event["event"] == "start")
+    (start,) = (
+        event for event in read_events(file.parent) if event["event"] == "start"
+    )
     assert start["place"].startswith("2 processes on ")
     assert curve(run, "train_loss")[0] == [1, 2, 3, 4, 5, 6]
     assert "all-reduce over 2 ranks" in run["explain"]
@@ -244,13 +269,18 @@ def test_curves_over_samples_and_tokens(tmp_path):
     batches = [torch.ones(size, 32) for size in (1, 4, 2, 3, 1, 5)]
     options = {"max_duration": "1000tok", "max_epochs": None, "num_sanity_val_steps": 0}
     checkpoints = tk.callbacks.ModelCheckpoint(every_n_train_steps=4)
-    trainer(**options, limit_train_batches=5, callbacks=[checkpoints, StopAfter(5)]).fit(
-        Counts(), batches, batches[:1]
-    )
+    trainer(
+        **options, limit_train_batches=5, callbacks=[checkpoints, StopAfter(5)]
+    ).fit(Counts(), batches, batches[:1])
     saved = checkpoints.best_model_path
-    trainer(**options, callbacks=StopAfter(6)).fit(Counts(), batches, batches[:1], ckpt_path=saved)
+    trainer(**options, callbacks=StopAfter(6)).fit(
+        Counts(), batches, batches[:1], ckpt_path=saved
+    )
     records = read_journal(tmp_path / "run" / "journal.jsonl")
-    assert [r["counts"] for r in records if "train_loss" in r][-1] == {"samples": 16, "tokens": 160}
+    assert [r["counts"] for r in records if "train_loss" in r][-1] == {
+        "samples": 16,
+        "tokens": 160,
+    }
     (run,) = data_of(tmp_path / "run" / "report.html")["runs"]
     assert curve(run, "train_loss", "samples")[0] == [1, 5, 7, 10, 11, 16]
     assert curve(run, "train_loss", "tokens")[0] == [10, 50, 70, 100, 110, 160]

@@ -75,7 +75,11 @@ print("trained on", trainer.world_size, flush=True)
 
 
 def variables() -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTEST_CURRENT_TEST"
+    }
     binaries = str(Path(sys.executable).parent)
     return {
         **own,
@@ -131,27 +135,39 @@ def test_launch_needs_no_options(tasks: int) -> None:
 
 
 def test_one_task_on_each_node_starts_the_processes_there() -> None:
-    assert ranks(srun(1, "trainer-kit", "launch", "--num_processes", "4", "raw.py")) == places(4)
+    assert ranks(
+        srun(1, "trainer-kit", "launch", "--num_processes", "4", "raw.py")
+    ) == places(4)
 
 
 def test_a_step_that_is_started_from_a_shell() -> None:
     """The tasks inherit the shell's name, and are not the shell."""
     said = run(
-        "salloc", "--nodes=2", "srun", "--ntasks-per-node=1", "bash", "-c", "python raw.py; true"
+        "salloc",
+        "--nodes=2",
+        "srun",
+        "--ntasks-per-node=1",
+        "bash",
+        "-c",
+        "python raw.py; true",
     )
     assert ranks(said) == places(2)
 
 
 @pytest.mark.parametrize("tasks", [1, 2])
 def test_a_killed_rank_ends_the_step(tasks: int) -> None:
-    said = srun(tasks, "trainer-kit", "launch", "--num_processes", "4", "raw.py", "kill", code=1)
+    said = srun(
+        tasks, "trainer-kit", "launch", "--num_processes", "4", "raw.py", "kill", code=1
+    )
     assert ranks(said) == places(4)
     if tasks == 1:
         assert "rank 3 of 4 failed" in said
 
 
 def weights(rank: int = 0, directory: str = ".") -> list[list[float]]:
-    found: list[list[float]] = json.loads(Path(directory, f"weights-{rank}").read_text())
+    found: list[list[float]] = json.loads(
+        Path(directory, f"weights-{rank}").read_text()
+    )
     return found
 
 
@@ -200,7 +216,9 @@ def test_usr1_saves_and_requeues_the_job_which_ends_as_if_nothing_had_happened(
         "0.5",
         "wait",
     ).strip()
-    wait_until(lambda: all(Path(f"waits-{rank}").exists() for rank in range(2)), 60, job)
+    wait_until(
+        lambda: all(Path(f"waits-{rank}").exists() for rank in range(2)), 60, job
+    )
     run("scancel", "--signal=USR1", job)
     wait_until(lambda: state(job) == "COMPLETED", 90, job)
     said = Path(f"train-{job}.out").read_text()

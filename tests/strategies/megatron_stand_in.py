@@ -20,14 +20,25 @@ class Model(nn.Module):
 
     def __init__(self, **config: Any) -> None:
         super().__init__()
-        usual = {"bf16": False, "fp16": False, "num_moe_experts": None, "mtp_num_layers": None}
+        usual = {
+            "bf16": False,
+            "fp16": False,
+            "num_moe_experts": None,
+            "mtp_num_layers": None,
+        }
         sizes = {
             "tensor_model_parallel_size": 1,
             "pipeline_model_parallel_size": 1,
             "context_parallel_size": 1,
         }
         self.config = SimpleNamespace(
-            **{**usual, **sizes, "sequence_parallel": False, "grad_scale_func": None, **config}
+            **{
+                **usual,
+                **sizes,
+                "sequence_parallel": False,
+                "grad_scale_func": None,
+                **config,
+            }
         )
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
 
@@ -40,19 +51,26 @@ class Model(nn.Module):
 class Wrapper(nn.Module):
     """Megatron's: gradients go to buffers of its own."""
 
-    def __init__(self, calls: Calls, config: Any, settings: Any, module: nn.Module) -> None:
+    def __init__(
+        self, calls: Calls, config: Any, settings: Any, module: nn.Module
+    ) -> None:
         super().__init__()
         self.config, self.module, self.calls = config, module, calls
         self.divided = settings.use_distributed_optimizer
         calls.append(("wrap", vars(settings), config.calculate_per_token_loss))
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        trained = [
+            parameter for parameter in self.parameters() if parameter.requires_grad
+        ]
         # One bucket, filled up so that the last rank has almost nothing but what fills it.
         count, self.ranges = 0, {}
         for parameter in trained:
             self.ranges[parameter] = (count, count := count + parameter.numel())
         self.part = -(-count // dist.get_world_size()) + 20
         size = self.part * dist.get_world_size()
-        self.gradients, self.weights = torch.zeros(size), torch.zeros(size, dtype=trained[0].dtype)
+        self.gradients, self.weights = (
+            torch.zeros(size),
+            torch.zeros(size, dtype=trained[0].dtype),
+        )
         for parameter, (start, end) in self.ranges.items():
             parameter.main_grad = self.gradients[start:end].view(parameter.shape)
             self.weights[start:end].copy_(parameter.detach().view(-1))
@@ -100,7 +118,8 @@ class FusedAdam(torch.optim.Optimizer):
             for parameter, state in zip(group["params"], own, strict=True):
                 if not state:
                     state.update(
-                        exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
                     )
             torch.optim._functional.adamw(
                 group["params"], [p.grad for p in group["params"]], [state["exp_avg"] for state in own],
@@ -114,7 +133,11 @@ class Scaler:
     """Megatron's DynamicGradScaler."""
 
     def __init__(self) -> None:
-        self._scale, self._growth_tracker, self._hysteresis_tracker = torch.tensor([2.0**20]), 0, 2
+        self._scale, self._growth_tracker, self._hysteresis_tracker = (
+            torch.tensor([2.0**20]),
+            0,
+            2,
+        )
         self.growth_interval, self.hysteresis = 1000, 2
 
     @property
@@ -139,7 +162,9 @@ class Scaler:
 class Distributed:
     """Megatron's DistributedOptimizer: each rank steps its range of the buffer, and gathers what others stepped."""
 
-    def __init__(self, calls: Calls, config: Any, chunks: list[Any], config_overrides: Any) -> None:
+    def __init__(
+        self, calls: Calls, config: Any, chunks: list[Any], config_overrides: Any
+    ) -> None:
         calls.append(("optimizer", vars(config), config_overrides))
         (self.chunk,), self.calls, self.config = chunks, calls, config
         first = self.chunk.part * dist.get_rank()
@@ -153,7 +178,9 @@ class Distributed:
                 }
                 piece = parameter.detach().view(-1)[begin - start : stop - start]
                 here.append(parameter)
-                masters.append(piece if piece.dtype == torch.float32 else piece.clone().float())
+                masters.append(
+                    piece if piece.dtype == torch.float32 else piece.clone().float()
+                )
         half = self.chunk.weights.dtype != torch.float32
         none: list[list[Any]] = [[]]
         self.model_fp32_groups, self.shard_fp32_groups = (
@@ -164,9 +191,14 @@ class Distributed:
         )
         self.pairs = list(zip(here, masters, strict=True))
         # No group of torch's takes an empty list of parameters.
-        options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
+        options = {
+            "lr": config.lr,
+            "weight_decay": config.weight_decay,
+            "eps": config.adam_eps,
+        }
         self.optimizer = FusedAdam(
-            [{"params": []}], {**options, "betas": (config.adam_beta1, config.adam_beta2)}
+            [{"params": []}],
+            {**options, "betas": (config.adam_beta1, config.adam_beta2)},
         )
         self.optimizer.param_groups[0]["params"] = masters
         self.param_groups, self.chained_optimizers = self.optimizer.param_groups, [self]
@@ -191,7 +223,9 @@ class Distributed:
     def step(self) -> tuple[bool, None, None]:
         for parameter, master in self.pairs:
             place = self.places[parameter]["param"]
-            master.grad = parameter.main_grad.reshape(-1)[place.start : place.end].float()
+            master.grad = parameter.main_grad.reshape(-1)[
+                place.start : place.end
+            ].float()
         if self.grad_scaler is not None:
             gradients = [master.grad for _, master in self.pairs]
             found = torch.stack(
@@ -214,7 +248,9 @@ class Distributed:
         return True, None, None
 
 
-def make_stepper(calls: Calls, config: Any, chunks: list[Any], config_overrides: Any) -> Any:
+def make_stepper(
+    calls: Calls, config: Any, chunks: list[Any], config_overrides: Any
+) -> Any:
     """``get_megatron_optimizer``."""
     kind = Distributed if config.use_distributed_optimizer else Stepper
     return kind(calls, config, chunks, config_overrides)
@@ -223,7 +259,9 @@ def make_stepper(calls: Calls, config: Any, chunks: list[Any], config_overrides:
 class Stepper:
     """Megatron's optimizer around torch's; it steps with the wrapper's gradients, and clips by its configuration."""
 
-    def __init__(self, calls: Calls, config: Any, chunks: list[Any], config_overrides: Any) -> None:
+    def __init__(
+        self, calls: Calls, config: Any, chunks: list[Any], config_overrides: Any
+    ) -> None:
         calls.append(("optimizer", vars(config), config_overrides))
         self.calls, self.config = calls, config
         self.pairs = []
@@ -258,7 +296,9 @@ class Stepper:
         for parameter, master in self.pairs:
             master.grad = parameter.main_grad
         if self.config.clip_grad > 0:
-            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], self.config.clip_grad)
+            nn.utils.clip_grad_norm_(
+                self.param_groups[0]["params"], self.config.clip_grad
+            )
         self.calls.append(("step", self.config.clip_grad, self.param_groups[0]["lr"]))
         self.optimizer.step()
         for parameter, master in self.pairs:
@@ -269,7 +309,9 @@ class Stepper:
 def schedule(calls: Calls, **said: Any) -> None:
     """As Megatron's without a pipeline: forward, the loss function, backward; in the end gradients are finalised."""
     (chunk,) = said["model"]
-    calls.append(("schedule", {k: v for k, v in said.items() if isinstance(v, (int, bool))}))
+    calls.append(
+        ("schedule", {k: v for k, v in said.items() if isinstance(v, (int, bool))})
+    )
     for _ in range(said["num_microbatches"]):
         output, loss_func = said["forward_step_func"](said["data_iterator"], chunk)
         loss, tokens, _ = loss_func(output)
@@ -286,7 +328,9 @@ def finalize(calls: Calls, model: list[Any], tokens: Any, **said: Any) -> None:
     if not chunk.config.calculate_per_token_loss:
         chunk.gradients /= dist.get_world_size()
     dist.all_reduce(chunk.gradients)
-    if chunk.divided:  # what is not this rank's is not added up, and nobody should look at it
+    if (
+        chunk.divided
+    ):  # what is not this rank's is not added up, and nobody should look at it
         first, last = chunk.part * dist.get_rank(), chunk.part * (dist.get_rank() + 1)
         chunk.gradients[:first], chunk.gradients[last:] = torch.nan, torch.nan
 
@@ -337,11 +381,22 @@ def install() -> Calls:
         finalize_model_grads=partial(finalize, made),
     )
     vars(optimizer).update(
-        OptimizerConfig=SimpleNamespace, get_megatron_optimizer=partial(make_stepper, made)
+        OptimizerConfig=SimpleNamespace,
+        get_megatron_optimizer=partial(make_stepper, made),
     )
     vars(pipeline).update(get_forward_backward_func=lambda: partial(schedule, made))
     vars(module).update(Float16Module=Half)
-    for one in (root, core, state, tensor, distributed, optimizer, pipeline, transformer, module):
+    for one in (
+        root,
+        core,
+        state,
+        tensor,
+        distributed,
+        optimizer,
+        pipeline,
+        transformer,
+        module,
+    ):
         sys.modules[one.__name__] = one
     torch.cuda.is_available = lambda: True
     return made

@@ -33,7 +33,9 @@ class Rotations(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer(
-            "table", torch.linspace(0.5, 1.0, LENGTH).double()[:, None], persistent=False
+            "table",
+            torch.linspace(0.5, 1.0, LENGTH).double()[:, None],
+            persistent=False,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +71,10 @@ class Writer(tk.TrainModule):
     """Predicts the next word."""
 
     def __init__(
-        self, net: nn.Module | None = None, plan: PipelinePlan | None = None, lr: float = 0.1
+        self,
+        net: nn.Module | None = None,
+        plan: PipelinePlan | None = None,
+        lr: float = 0.1,
     ) -> None:
         super().__init__()
         self.net, self.plan, self.lr = net or words(), plan, lr

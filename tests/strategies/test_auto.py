@@ -27,7 +27,9 @@ class Built(tk.TrainModule):
 
     def configure_model(self) -> None:
         torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False))
+        self.net = nn.Sequential(
+            nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch).square().mean()
@@ -41,15 +43,25 @@ class Built(tk.TrainModule):
 
 def trainer(**options: Any) -> tk.Trainer:
     return tk.Trainer(
-        **{"accelerator": "cpu", "devices": 2, "max_epochs": 1, "barebones": True, **options}
+        **{
+            "accelerator": "cpu",
+            "devices": 2,
+            "max_epochs": 1,
+            "barebones": True,
+            **options,
+        }
     )
 
 
 def batches() -> list[torch.Tensor]:
-    return [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    return [
+        torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(6)
+    ]
 
 
-def run(memory: int, verbs: tuple[str, ...], **options: Any) -> tuple[tk.Trainer, Built, str]:
+def run(
+    memory: int, verbs: tuple[str, ...], **options: Any
+) -> tuple[tk.Trainer, Built, str]:
     made, module, said = trainer(**options), Built(), io.StringIO()
     with mock.patch(MEMORY, return_value=memory), redirect_stdout(said):
         for verb in verbs:

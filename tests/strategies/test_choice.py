@@ -17,18 +17,24 @@ from trainer_kit.strategies.single import Alone
 from trainer_kit.testing import TinyModule
 from trainer_kit.training.entry_points import _sync_batchnorm
 
-DATA = [torch.randn(4, 32, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+DATA = [
+    torch.randn(4, 32, generator=torch.Generator().manual_seed(i)) for i in range(4)
+]
 
 
 def made(**options: Any) -> tk.Trainer:
-    return tk.Trainer(**{"accelerator": "cpu", "barebones": True, "max_epochs": 1, **options})
+    return tk.Trainer(
+        **{"accelerator": "cpu", "barebones": True, "max_epochs": 1, **options}
+    )
 
 
 def wrapped(**options: Any) -> dict[str, Any]:
     """What a strategy's word says about torch's wrapper."""
     strategy = made(**options).strategy
     assert isinstance(strategy, DDPStrategy)
-    return {name: value for name, value in strategy.wrapper_options.items() if value is True}
+    return {
+        name: value for name, value in strategy.wrapper_options.items() if value is True
+    }
 
 
 VIEWS = {"gradient_as_bucket_view": True, "broadcast_buffers": True}
@@ -44,7 +50,11 @@ def test_one_process_needs_no_group() -> None:
     ):
         strategy = made(**options).strategy
         assert isinstance(strategy, SingleDeviceStrategy)
-        assert (strategy.world.size, strategy.data.size, strategy.gradient_divisor) == (1, 1, 1)
+        assert (strategy.world.size, strategy.data.size, strategy.gradient_divisor) == (
+            1,
+            1,
+            1,
+        )
         assert strategy.device == torch.device("cpu")
 
 
@@ -57,7 +67,10 @@ def test_words_for_data_parallel_training() -> None:
         "find_unused_parameters": True,
     }
     assert wrapped(devices=2, strategy="ddp_find_unused_parameters_false") == VIEWS
-    assert wrapped(devices=2, strategy="ddp_static_graph") == {**VIEWS, "static_graph": True}
+    assert wrapped(devices=2, strategy="ddp_static_graph") == {
+        **VIEWS,
+        "static_graph": True,
+    }
 
 
 def test_an_object_instead_of_a_word() -> None:
@@ -68,10 +81,15 @@ def test_an_object_instead_of_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "ddp_find_unused_parameters_true", DDPStrategy(static_graph=True)]
+    "strategy",
+    ["ddp", "ddp_find_unused_parameters_true", DDPStrategy(static_graph=True)],
 )
 def test_data_parallel_on_one_device_is_that_device(strategy: Any) -> None:
-    trainer, module, other = made(devices=1, strategy=strategy), TinyModule(), TinyModule()
+    trainer, module, other = (
+        made(devices=1, strategy=strategy),
+        TinyModule(),
+        TinyModule(),
+    )
     other.load_state_dict(module.state_dict())
     trainer.fit(module, DATA)
     made().fit(other, DATA)
@@ -89,7 +107,9 @@ def test_data_parallel_on_one_device_is_that_device(strategy: Any) -> None:
     ],
 )
 def test_an_unknown_word_is_refused_with_the_nearest(word: str, told: str) -> None:
-    with pytest.raises(RegistryError, match=f"no strategy is called '{word}'(.|\n)*{told}"):
+    with pytest.raises(
+        RegistryError, match=f"no strategy is called '{word}'(.|\n)*{told}"
+    ):
         made(strategy=word)
 
 
@@ -101,7 +121,8 @@ def test_objects_that_are_not_strategies_are_refused() -> None:
 
 def test_one_device_cannot_hold_several_processes() -> None:
     with pytest.raises(
-        StrategyError, match="one device cannot hold several processes\n  found: 2 processes"
+        StrategyError,
+        match="one device cannot hold several processes\n  found: 2 processes",
     ):
         made(devices=2, strategy="single_device")
     with pytest.raises(StrategyError, match="one device cannot hold several processes"):
@@ -110,26 +131,40 @@ def test_one_device_cannot_hold_several_processes() -> None:
 
 @pytest.mark.parametrize("devices", [0, -2, "two", [], [0, 0], 1.5, None, True, [0, 1]])
 def test_devices_that_cannot_be_read(devices: Any) -> None:
-    with pytest.raises(StrategyError, match=r"devices= is not understood|single CPU cores"):
+    with pytest.raises(
+        StrategyError, match=r"devices= is not understood|single CPU cores"
+    ):
         made(devices=devices)
 
 
 @pytest.mark.parametrize("accelerator", ["cdua", "quantum"])
 def test_an_accelerator_that_is_not_here(accelerator: str) -> None:
-    with pytest.raises(StrategyError, match=f"accelerator='{accelerator}' is not available"):
+    with pytest.raises(
+        StrategyError, match=f"accelerator='{accelerator}' is not available"
+    ):
         made(accelerator=accelerator)
 
 
 def test_several_machines_need_a_launcher() -> None:
     with pytest.raises(
-        StrategyError, match=r"several machines needs a launcher(.|\n)*torchrun --nnodes 2"
+        StrategyError,
+        match=r"several machines needs a launcher(.|\n)*torchrun --nnodes 2",
     ):
         made(devices=2, num_nodes=2)
 
 
 def as_launched(patch: pytest.MonkeyPatch, world: int, rank: int = 0) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29400}.items():
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+    }
+    for name, value in {
+        **place,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 29400,
+    }.items():
         patch.setenv(name, str(value))
 
 
@@ -144,7 +179,11 @@ def test_a_launched_world_decides_how_many(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         trainer = made(**options)
         assert isinstance(trainer.strategy, DDPStrategy)
-        assert (trainer.world_size, trainer.global_rank, trainer.local_rank) == (4, 2, 2)
+        assert (trainer.world_size, trainer.global_rank, trainer.local_rank) == (
+            4,
+            2,
+            2,
+        )
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
@@ -186,7 +225,9 @@ def test_a_registered_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer.global_step == 4
 
 
-def test_a_registered_class_without_a_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_class_without_a_constructor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Plain(Strategy):
         name = "plain"
 
@@ -205,12 +246,16 @@ def test_a_registered_class_without_a_constructor(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_unknown_communication_hook() -> None:
-    with pytest.raises(StrategyError, match="unknown communication hook\n  found: 'fp8'"):
+    with pytest.raises(
+        StrategyError, match="unknown communication hook\n  found: 'fp8'"
+    ):
         DDPStrategy(ddp_comm_hook="fp8")
 
 
 def test_a_sync_batch_norm_needs_an_accelerator() -> None:
-    with pytest.raises(ConfigurationError, match="SyncBatchNorm does not run on the CPU"):
+    with pytest.raises(
+        ConfigurationError, match="SyncBatchNorm does not run on the CPU"
+    ):
         made(sync_batchnorm=True).fit(TinyModule(), DATA)
     module = TinyModule()
     module.norms = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))

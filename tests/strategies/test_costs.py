@@ -24,7 +24,8 @@ class Odd(tk.TrainModule):
         super().__init__()
         self.embed = nn.Embedding(9, 5)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)) for _ in range(3)
+            nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 5))
+            for _ in range(3)
         )
         self.head = nn.Linear(5, 9)
         self.embed.requires_grad_(False)
@@ -49,7 +50,9 @@ class Odd(tk.TrainModule):
         self.expected = optimizer_bytes(trainer.optimizers, costs_of(trainer, self))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients = part_bytes(p.grad for p in self.parameters() if p.grad is not None)
+        self.gradients = part_bytes(
+            p.grad for p in self.parameters() if p.grad is not None
+        )
 
 
 BATCHES = [torch.arange(8)] * 4
@@ -91,14 +94,17 @@ def check_what_ranks_hold() -> None:
         assert state == module.expected == state_bytes(made.optimizers[0]), strategy
         assert module.total == PLAIN
         if strategy == "deepspeed_stage_3":
-            assert told.parameters == sum(p.ds_tensor.numel() * 4 for p in module.parameters())
+            assert told.parameters == sum(
+                p.ds_tensor.numel() * 4 for p in module.parameters()
+            )
         else:
             assert told.parameters == part_bytes(module.parameters()), strategy
         if not strategy.startswith("deepspeed"):  # there they are the engine's
             assert told.gradients == module.gradients, strategy
         else:
             assert told.masters == sum(
-                4 * x.numel() for x in {id(x): x for x in masters(made.strategy)}.values()
+                4 * x.numel()
+                for x in {id(x): x for x in masters(made.strategy)}.values()
             )
         # Once more, of what is divided by now.
         again = costs_of(made, module)
@@ -132,7 +138,9 @@ def check_tensor_ranks() -> None:
 class Blocks(tk.TrainModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+        self.net = nn.Sequential(
+            *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch).square().mean()
@@ -142,7 +150,10 @@ class Blocks(tk.TrainModule):
 
 
 def check_stages() -> None:
-    module, made = Blocks(), trainer(MeshStrategy(dp_shard=1, pp=2), accumulate_grad_batches=2)
+    module, made = (
+        Blocks(),
+        trainer(MeshStrategy(dp_shard=1, pp=2), accumulate_grad_batches=2),
+    )
     assert costs_of(made, module).parameters is None
     made.fit(module, [torch.ones(4, 6)] * 4)
     told = costs_of(made, module)
@@ -150,7 +161,9 @@ def check_stages() -> None:
         told.parameters == part_bytes(module.parameters()) in (42 * 4, 84 * 4)
     )  # one block or two
     assert "pipeline ranks" in told.layout
-    assert told.layout.endswith(f"this rank holds {told.parameters // 4} of 126 parameters")
+    assert told.layout.endswith(
+        f"this rank holds {told.parameters // 4} of 126 parameters"
+    )
     assert [exchange.split()[0] for exchange in told.exchanges] == ["activations"]
 
 
@@ -170,7 +183,9 @@ def test_tensor_ranks_hold_their_parts_and_pipeline_ranks_their_stages() -> None
 
 
 def sent(strategy: Any, ranks: int, module: nn.Module) -> list[str]:
-    precision = tk.Trainer(accelerator="cpu", barebones=True, max_steps=1).precision_plugin
+    precision = tk.Trainer(
+        accelerator="cpu", barebones=True, max_steps=1
+    ).precision_plugin
     return list(strategy.costs(module, precision, ranks).exchanges)
 
 
@@ -207,12 +222,18 @@ def test_copies_of_autocast_are_not_sharded() -> None:
         plugin = tk.Trainer(
             accelerator="cpu", barebones=True, max_steps=1, precision=precision
         ).precision_plugin
-        return "\n".join(cost_lines(FSDPStrategy(**options).costs(module, plugin, 4), None))
+        return "\n".join(
+            cost_lines(FSDPStrategy(**options).costs(module, plugin, 4), None)
+        )
 
     copies = "             from forward to backward up to 8.19 kB of autocast's bfloat16 copies of all weights"
     assert copies in shown("bf16-mixed").splitlines()
-    gathered = shown("bf16-mixed", mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    reduced = shown("bf16-mixed", mixed_precision=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    gathered = shown(
+        "bf16-mixed", mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    )
+    reduced = shown(
+        "bf16-mixed", mixed_precision=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    )
     assert "copies" not in gathered
     assert copies in reduced
     assert "copies" not in shown("32-true")
@@ -225,9 +246,12 @@ def test_lines() -> None:
     )
     shown = cost_lines(costs, [torch.optim.SGD(module.parameters(), lr=1.0)])
     assert (
-        shown[1] == "a rank holds 512 B of parameters, 512 B of gradients, 0 B of optimizer state"
+        shown[1]
+        == "a rank holds 512 B of parameters, 512 B of gradients, 0 B of optimizer state"
     )
-    assert shown[2] == "a step sends parameters: all-gather over 2 ranks for each forward"
+    assert (
+        shown[2] == "a step sends parameters: all-gather over 2 ranks for each forward"
+    )
     assert shown[3] == "             gradients: reduce-scatter over 2 ranks"
     assert "sizes known only in the run: optimizer state" in cost_lines(costs, None)[1]
 
@@ -255,21 +279,27 @@ def test_the_state_of_torchs_own_optimizers_is_known_before_their_first_step(
     alone = Costs(layout="", parameters=0, gradients=0, stepped=list)
     before = torch.get_default_dtype()
     try:
-        torch.set_default_dtype(torch.float64 if dtype is torch.float64 else torch.float32)
+        torch.set_default_dtype(
+            torch.float64 if dtype is torch.float64 else torch.float32
+        )
         for options in KINDS[kind]:
             layer = nn.Linear(4, 3, dtype=dtype)
             optimizer = getattr(torch.optim, kind)(layer.parameters(), **options)
             expected = optimizer_bytes([optimizer], alone)
             layer(torch.ones(4, dtype=dtype)).sum().backward()
             optimizer.step()
-            assert expected == state_bytes(optimizer) == optimizer_bytes([optimizer], alone), (
-                options
-            )
+            assert (
+                expected
+                == state_bytes(optimizer)
+                == optimizer_bytes([optimizer], alone)
+            ), options
     finally:
         torch.set_default_dtype(before)
 
 
-def test_nothing_of_the_users_optimizer_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_of_the_users_optimizer_is_called(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The summary called ``step`` of a copy of it: a second time that it printed, drew a number or counted."""
 
     class Own(torch.optim.SGD):
@@ -287,7 +317,9 @@ def test_nothing_of_the_users_optimizer_is_called(capsys: pytest.CaptureFixture[
         def on_train_start(self) -> None:
             assert Own.calls == 0
 
-    made = tk.Trainer(accelerator="cpu", max_steps=2, barebones=True, callbacks=ModelSummary())
+    made = tk.Trainer(
+        accelerator="cpu", max_steps=2, barebones=True, callbacks=ModelSummary()
+    )
     made.fit(Module(), BATCHES)
     assert Own.calls == 2
     assert "sizes known only in the run: optimizer state" in capsys.readouterr().err
@@ -296,8 +328,14 @@ def test_nothing_of_the_users_optimizer_is_called(capsys: pytest.CaptureFixture[
 def test_the_costs_of_a_data_dependent_optimizer_are_unknown() -> None:
     layer = nn.Linear(4, 4)
     alone = Costs(layout="", parameters=0, gradients=0, stepped=list)
-    optimizers = [torch.optim.Adafactor(layer.parameters()), torch.optim.LBFGS(layer.parameters())]
-    assert [optimizer_bytes([optimizer], alone) for optimizer in optimizers] == [None, None]
+    optimizers = [
+        torch.optim.Adafactor(layer.parameters()),
+        torch.optim.LBFGS(layer.parameters()),
+    ]
+    assert [optimizer_bytes([optimizer], alone) for optimizer in optimizers] == [
+        None,
+        None,
+    ]
     layer(torch.ones(4)).sum().backward()
     optimizers[0].step()
     assert optimizer_bytes(optimizers[:1], alone) == state_bytes(optimizers[0]) > 0

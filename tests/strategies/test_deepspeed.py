@@ -19,7 +19,12 @@ from trainer_kit.build import choose_strategy
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
 from trainer_kit.strategies import DeepSpeedStrategy
-from trainer_kit.strategies.deepspeed.config import RunFacts, filled, read_config, with_arguments
+from trainer_kit.strategies.deepspeed.config import (
+    RunFacts,
+    filled,
+    read_config,
+    with_arguments,
+)
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
@@ -106,7 +111,9 @@ def test_contradictions_name_both_sides_and_all_of_them() -> None:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
     }
-    facts = RunFacts(world=2, precision="32-true", batch_size=4, accumulation=2, clip=(0.5, "norm"))
+    facts = RunFacts(
+        world=2, precision="32-true", batch_size=4, accumulation=2, clip=(0.5, "norm")
+    )
     with pytest.raises(StrategyError) as caught:
         filled(with_arguments(written, 1, False, False), facts)
     for part in (
@@ -155,19 +162,32 @@ def test_words() -> None:
         ("deepspeed_stage_0", 0, "DeepSpeed ZeRO stage 0 on cpu"),
         ("deepspeed_stage_1", 1, "DeepSpeed ZeRO stage 1 on cpu"),
         ("deepspeed_stage_3", 3, "DeepSpeed ZeRO stage 3 on cpu"),
-        ("deepspeed_stage_2_offload", 2, "DeepSpeed ZeRO stage 2 on cpu, optimizer on the host"),
+        (
+            "deepspeed_stage_2_offload",
+            2,
+            "DeepSpeed ZeRO stage 2 on cpu, optimizer on the host",
+        ),
         (
             "deepspeed_stage_3_offload",
             3,
             "DeepSpeed ZeRO stage 3 on cpu, optimizer and parameters on the host",
         ),
     ]:
-        strategy, processes, start = choose_strategy(word, "cpu", 2, 1, Environment.detect())
+        strategy, processes, start = choose_strategy(
+            word, "cpu", 2, 1, Environment.detect()
+        )
         assert isinstance(strategy, DeepSpeedStrategy)
-        assert (strategy.stage, strategy.describe(), processes, start) == (stage, line, 2, "agent")
+        assert (strategy.stage, strategy.describe(), processes, start) == (
+            stage,
+            line,
+            2,
+            "agent",
+        )
 
 
-def test_options_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_from_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = {
         "distributed_type": "DEEPSPEED",
         "zero_stage": "3",
@@ -201,7 +221,9 @@ def test_options_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ):
         choose_strategy("auto", "cpu", 2, 1, Environment.detect())
     (tmp_path / "ds.json").write_text('{"gradient_clipping": 1.0}')
-    with pytest.raises(StrategyError, match=r"gradient_clipping: 1\.0, but the launcher: 0\.5"):
+    with pytest.raises(
+        StrategyError, match=r"gradient_clipping: 1\.0, but the launcher: 0\.5"
+    ):
         choose_strategy("auto", "cpu", 2, 1, Environment.detect())
     monkeypatch.delenv("TRAINER_KIT_DEEPSPEED_CONFIG_FILE")
     monkeypatch.setenv("TRAINER_KIT_OFFLOAD_OPTIMIZER_DEVICE", "nvme")
@@ -242,7 +264,9 @@ def with_empty_group(net: nn.Module) -> torch.optim.Optimizer:
 
 def with_schedule(net: nn.Module) -> Any:
     optimizer = with_empty_group(net)
-    return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))]
+    return [optimizer], [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    ]
 
 
 def low_bit(net: nn.Module) -> Any:
@@ -292,12 +316,20 @@ def the_json_names_what_the_module_does_not() -> None:
         optimizer.step()
     trainer = fit(module, NAMED)
     for name, value in net.state_dict().items():
-        torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            module.net.state_dict()[name], value, rtol=0, atol=1e-6
+        )
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 5 / 6)
-    with pytest.raises(StrategyError, match="names the optimizer, and so does the script"):
+    with pytest.raises(
+        StrategyError, match="names the optimizer, and so does the script"
+    ):
         fit(Classifier(make_net()), NAMED)
-    with pytest.raises(StrategyError, match=r'"auto" has no value in .*\n.*optimizer\.params\.lr'):
-        fit(Bare(make_net()), {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    with pytest.raises(
+        StrategyError, match=r'"auto" has no value in .*\n.*optimizer\.params\.lr'
+    ):
+        fit(
+            Bare(make_net()), {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+        )
 
 
 @pytest.mark.slow
@@ -316,11 +348,13 @@ def test_one_process_offloads_and_unsupported_options_are_refused() -> None:
     net, module = make_net(), Classifier(make_net())
     plain_loop(net, [make_batches(4)], sgd(net))
     strategy = DeepSpeedStrategy(stage=2, offload_optimizer=True)
-    tk.Trainer(strategy=strategy, devices=1, accelerator="cpu", barebones=True, max_epochs=1).fit(
-        module, make_batches(4)
-    )
+    tk.Trainer(
+        strategy=strategy, devices=1, accelerator="cpu", barebones=True, max_epochs=1
+    ).fit(module, make_batches(4))
     for name, value in net.state_dict().items():
-        torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            module.net.state_dict()[name], value, rtol=0, atol=1e-6
+        )
     the_json_names_what_the_module_does_not()
     for module, options, error, part in [
         (Manual(), {}, StrategyError, "manual optimization"),
@@ -337,11 +371,18 @@ def test_one_process_offloads_and_unsupported_options_are_refused() -> None:
     ]:  # fmt: skip
         strategy = DeepSpeedStrategy(
             config={
-                "gradient_accumulation_steps": 1 if "accumulate_grad_batches" in options else "auto"
+                "gradient_accumulation_steps": 1
+                if "accumulate_grad_batches" in options
+                else "auto"
             }
         )
         trainer = tk.Trainer(
-            strategy=strategy, devices=1, accelerator="cpu", barebones=True, max_epochs=1, **options
+            strategy=strategy,
+            devices=1,
+            accelerator="cpu",
+            barebones=True,
+            max_epochs=1,
+            **options,
         )
         with pytest.raises(error, match=part):
             trainer.fit(module, make_batches(2))

@@ -44,10 +44,14 @@ for word in %s:
 
 
 @pytest.mark.slow
-def test_a_library_without_the_engines_trains_and_names_the_missing_one(tmp_path: Path) -> None:
+def test_a_library_without_the_engines_trains_and_names_the_missing_one(
+    tmp_path: Path,
+) -> None:
     copy = tmp_path / "trainer_kit"
     shutil.copytree(
-        ROOT / "trainer_kit", copy, ignore=shutil.ignore_patterns("__pycache__", *ENGINES)
+        ROOT / "trainer_kit",
+        copy,
+        ignore=shutil.ignore_patterns("__pycache__", *ENGINES),
     )
     assert not any((copy / "strategies" / engine).exists() for engine in ENGINES)
     words = ("deepspeed", "deepspeed_stage_3_offload", "megatron", "xla")
@@ -64,4 +68,7 @@ def test_a_library_without_the_engines_trains_and_names_the_missing_one(tmp_path
         f"strategy {word!r} could not be imported" for word in words
     ]
     for word, answer in zip(words, answers, strict=True):
-        assert f"module 'trainer_kit.strategies' has no attribute '{word.split('_')[0]}'" in answer
+        assert (
+            f"module 'trainer_kit.strategies' has no attribute '{word.split('_')[0]}'"
+            in answer
+        )

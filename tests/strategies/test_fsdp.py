@@ -22,7 +22,11 @@ from trainer_kit.build import choose_strategy
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.strategies import FSDPStrategy, MeshStrategy
-from trainer_kit.strategies.gradients import clip_sharded_gradients, spread_overflow, total_norm
+from trainer_kit.strategies.gradients import (
+    clip_sharded_gradients,
+    spread_overflow,
+    total_norm,
+)
 from trainer_kit.strategies.launcher_options import fsdp_from_launcher
 from trainer_kit.strategies.rank_sync import InitialWeights
 from trainer_kit.strategies.single import Alone
@@ -43,7 +47,10 @@ class Deep(nn.Module):
 
 def test_units_by_default_by_class_by_size_and_by_callables() -> None:
     deep = Deep()
-    assert list(units(deep, None)) == ["layers.1", "layers.0"]  # the outermost repeated ones
+    assert list(units(deep, None)) == [
+        "layers.1",
+        "layers.0",
+    ]  # the outermost repeated ones
     assert list(units(deep, {"Linear"})) == [
         "head",
         "layers.1.1",
@@ -51,7 +58,11 @@ def test_units_by_default_by_class_by_size_and_by_callables() -> None:
         "layers.0.1",
         "layers.0.0",
     ]
-    assert list(units(deep, (nn.Embedding, "Sequential"))) == ["layers.1", "layers.0", "embed"]
+    assert list(units(deep, (nn.Embedding, "Sequential"))) == [
+        "layers.1",
+        "layers.0",
+        "embed",
+    ]
     assert list(units(deep, 36)) == ["head", "layers.1", "layers.0", "embed"]
     assert list(units(deep, lambda part: part is deep.head)) == ["head"]
 
@@ -77,7 +88,8 @@ class Tied(Classifier):
     def __init__(self) -> None:
         super().__init__(
             nn.Sequential(
-                *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8)
+                *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)),
+                nn.Linear(8, 8),
             )
         )
         self.net[3].weight = self.net[0][0].weight
@@ -88,7 +100,9 @@ def test_whole_parameters_are_handed_out_in_place() -> None:
     tied[1].weight = tied[0].weight
     before, values = list(tied.parameters()), copy.deepcopy(tied.state_dict())
     # As far as a machine of one device shows it: another device than that which they are on, by its index.
-    InitialWeights(tied, Alone()).hand_out(tied, torch.device("cpu", 0), torch.device("cpu"))
+    InitialWeights(tied, Alone()).hand_out(
+        tied, torch.device("cpu", 0), torch.device("cpu")
+    )
     assert all(now is then for now, then in zip(tied.parameters(), before, strict=True))
     assert tied[1].weight is tied[0].weight
     assert_same(tied.state_dict(), values, 0.0)
@@ -179,11 +193,17 @@ def check_an_optimizer_of_before_steps_the_parts() -> None:
     net = make_net()
     optimizer, stepped = sgd(net), sgd(net)
     stepped.state[net[0].weight]["momentum_buffer"] = torch.ones_like(net[0].weight)
-    made = strategy.wrap_module(net, tk.Trainer(barebones=True, accelerator="cpu").precision_plugin)
+    made = strategy.wrap_module(
+        net, tk.Trainer(barebones=True, accelerator="cpu").precision_plugin
+    )
     assert made is net
     strategy.prepare_optimizer(optimizer)
-    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in net.parameters()}
-    with pytest.raises(StrategyError, match="was used before its parameters were sharded"):
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
+        id(p) for p in net.parameters()
+    }
+    with pytest.raises(
+        StrategyError, match="was used before its parameters were sharded"
+    ):
         strategy.prepare_optimizer(stepped)
 
 
@@ -223,12 +243,16 @@ def check_clipping_over_a_mix() -> None:
         assert found is not None
         assert torch.allclose(found, norm)
         for one, other_one in zip(mixed, kept, strict=True):
-            gradient: Tensor = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+            gradient: Tensor = (
+                one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+            )
             assert torch.allclose(gradient, other_one.grad)
     with pytest.raises(ConfigurationError, match="norm_type=0"):
         clip_sharded_gradients(mixed, 0.5, "norm", 0.0)
     half = distribute_tensor(torch.full((2, 3), 2e4).half(), row, [Shard(0)])
-    torch.testing.assert_close(total_norm([half]), half.full_tensor().norm())  # no square overflows
+    torch.testing.assert_close(
+        total_norm([half]), half.full_tensor().norm()
+    )  # no square overflows
     bad = DTensor.from_local(
         torch.full((2,), torch.nan if dist.get_rank() else 1.0), row, [Shard(0)]
     )
@@ -251,12 +275,16 @@ def test_on_two_ranks() -> None:
     with pytest.raises(StrategyError, match="size of the mesh differs"):
         FSDPStrategy(device_mesh=(3,)).start()
     with pytest.raises(StrategyError, match="size of the mesh differs"):
-        FSDPStrategy(device_mesh=DeviceMesh("cpu", [0])).start()  # it would leave a rank out
+        FSDPStrategy(
+            device_mesh=DeviceMesh("cpu", [0])
+        ).start()  # it would leave a rank out
 
 
 @pytest.mark.slow
 def test_a_step_without_a_loss_is_refused() -> None:
-    with pytest.raises(StrategyError, match=r"(?s)returned None.*rank 1.*multiplied by 0"):
+    with pytest.raises(
+        StrategyError, match=r"(?s)returned None.*rank 1.*multiplied by 0"
+    ):
         run_distributed(without_a_loss, 2)
 
 
@@ -273,9 +301,16 @@ def test_options_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in told.items():
         monkeypatch.setenv(f"TRAINER_KIT_{name.upper()}", value)
-    strategy, processes, start = choose_strategy("auto", "cpu", 2, 1, Environment.detect())
+    strategy, processes, start = choose_strategy(
+        "auto", "cpu", 2, 1, Environment.detect()
+    )
     assert isinstance(strategy, FSDPStrategy)
-    assert (strategy.hybrid, strategy.cpu_offload, processes, start) == (True, True, 2, "agent")
+    assert (strategy.hybrid, strategy.cpu_offload, processes, start) == (
+        True,
+        True,
+        2,
+        "agent",
+    )
     assert fsdp_from_launcher(told) == {
         "sharding_strategy": "HYBRID_SHARD_ZERO2",
         "cpu_offload": True,
@@ -283,7 +318,10 @@ def test_options_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         "activation_checkpointing_policy": True,
     }
     assert choose_strategy("ddp", "cpu", 2, 1, Environment.detect())[0].name == "ddp"
-    assert choose_strategy("auto", "cpu", 1, 1, Environment.detect())[0].name == "single_device"
+    assert (
+        choose_strategy("auto", "cpu", 1, 1, Environment.detect())[0].name
+        == "single_device"
+    )
     assert fsdp_from_launcher(
         {"fsdp_reshard_after_forward": "false", "fsdp_ignored_modules": "head.*"}
     ) == {
@@ -291,7 +329,12 @@ def test_options_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         "ignored_modules": "head.*",
     }
     assert (
-        units(Deep(), fsdp_from_launcher({"fsdp_auto_wrap_policy": "NO_WRAP"})["auto_wrap_policy"])
+        units(
+            Deep(),
+            fsdp_from_launcher({"fsdp_auto_wrap_policy": "NO_WRAP"})[
+                "auto_wrap_policy"
+            ],
+        )
         == {}
     )
     offloads = {"fsdp_activation_checkpointing_offload": "true"}
@@ -316,7 +359,12 @@ def test_one_process_alone_offloads_and_recomputes() -> None:
     ):
         del os.environ[name]  # nobody launched this process
     made: list[Any] = []
-    for strategy in ("auto", FSDPStrategy(), FSDPStrategy(cpu_offload=True), "fsdp_cpu_offload"):
+    for strategy in (
+        "auto",
+        FSDPStrategy(),
+        FSDPStrategy(cpu_offload=True),
+        "fsdp_cpu_offload",
+    ):
         torch.manual_seed(7)
         module = conformance.Classifier()
         trainer = tk.Trainer(
@@ -331,7 +379,14 @@ def test_one_process_alone_offloads_and_recomputes() -> None:
         module.validation_step = module.training_step  # type: ignore[attr-defined]
         trainer.validate(module, data)  # what it gathers there is trained with
         trainer.fit(module, data)
-        made.append((trainer.strategy.name, whole(trainer.strategy.module_state(module))))
-    assert [name for name, _ in made] == ["single_device", "single_device", "fsdp", "fsdp"]
+        made.append(
+            (trainer.strategy.name, whole(trainer.strategy.module_state(module)))
+        )
+    assert [name for name, _ in made] == [
+        "single_device",
+        "single_device",
+        "fsdp",
+        "fsdp",
+    ]
     for _, weights in made[1:]:
         assert_same(weights, made[0][1])

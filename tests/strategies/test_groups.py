@@ -49,12 +49,22 @@ def test_collectives() -> None:
     group = ProcessGroup(CPU)
     rank = group.rank
     assert (rank, group.size) == (dist.get_rank(), 3)
-    for op, expected in (("sum", 6.0), ("mean", 2.0), ("avg", 2.0), ("min", 1.0), ("max", 3.0)):
+    for op, expected in (
+        ("sum", 6.0),
+        ("mean", 2.0),
+        ("avg", 2.0),
+        ("min", 1.0),
+        ("max", 3.0),
+    ):
         value = torch.tensor([rank + 1.0])
         reduced = group.all_reduce(value, op)
         assert reduced.tolist() == [expected], op
         assert value.tolist() == [expected], "in place"
-    assert group.all_gather(torch.tensor([rank, 7])).tolist() == [[0, 7], [1, 7], [2, 7]]
+    assert group.all_gather(torch.tensor([rank, 7])).tolist() == [
+        [0, 7],
+        [1, 7],
+        [2, 7],
+    ]
     assert group.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(3)]
     for source in range(3):
         assert group.broadcast(f"from {rank}", source) == f"from {source}"
@@ -65,7 +75,8 @@ def test_collectives() -> None:
     assert group.agree([True, 2**40]) == [[1.0, float(2**40)]] * 3
     group.barrier()
     with pytest.raises(
-        StrategyError, match=r"different models\n  found: weight: \[2, 2\] .* 0, \[3, 2\] .* rank 2"
+        StrategyError,
+        match=r"different models\n  found: weight: \[2, 2\] .* 0, \[3, 2\] .* rank 2",
     ):
         InitialWeights(nn.Linear(2, 2 + rank // 2), group)
     with pytest.raises(
@@ -84,7 +95,8 @@ def check_what_is_refused_of_options() -> None:
     sharded = FSDPStrategy(ignored_modules="hed")
     sharded.start()
     with pytest.raises(
-        StrategyError, match=r"no module that has parameters\n  found: 'hed'\n.*such as '0'"
+        StrategyError,
+        match=r"no module that has parameters\n  found: 'hed'\n.*such as '0'",
     ):
         sharded.wrap_module(nn.Sequential(nn.Linear(2, 1)), make_precision("32-true"))
     with pytest.raises(TypeError, match="unexpected keyword argument 'reshards'"):
@@ -95,8 +107,12 @@ def check_where_collectives_happen() -> None:
     """On the device of the group, from wherever a rank sends; meta stands in for one, from which nothing returns."""
     group, sent = ProcessGroup(torch.device("meta")), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda tensor, *_, **__: sent.append(tensor.device.type))
-        patch.setattr(dist, "all_gather", lambda parts, tensor, **_: sent.extend([*parts, tensor]))
+        patch.setattr(
+            dist, "all_reduce", lambda tensor, *_, **__: sent.append(tensor.device.type)
+        )
+        patch.setattr(
+            dist, "all_gather", lambda parts, tensor, **_: sent.extend([*parts, tensor])
+        )
         for collective in (group.all_reduce, group.all_gather):
             with pytest.raises(NotImplementedError, match="out of meta"):
                 collective(torch.zeros(2))
@@ -171,7 +187,8 @@ def test_the_mean_of_whole_numbers_can_be_a_fraction() -> None:
 @pytest.mark.world_size(2)
 def test_an_unknown_reduction_is_refused_on_every_rank() -> None:
     with pytest.raises(
-        ConfigurationError, match="unknown reduction 'product'\n  fix:   use one of: sum, mean"
+        ConfigurationError,
+        match="unknown reduction 'product'\n  fix:   use one of: sum, mean",
     ):
         ProcessGroup(CPU).all_reduce(torch.ones(1), "product")
     dist.barrier()
@@ -226,7 +243,9 @@ def test_borrowed_buffers_are_given_back_unless_they_were_written_to() -> None:
     with borrowed_buffers(module, group):
         assert module.values() == [18.0, 3.0, 1.0, 6.0]
         module.count += 5
-    assert module.values() == ([18.0, 8.0, 1.0, 6.0] if group.rank == 0 else [0.0, 8.0, 0.0, 0.0])
+    assert module.values() == (
+        [18.0, 8.0, 1.0, 6.0] if group.rank == 0 else [0.0, 8.0, 0.0, 0.0]
+    )
     with pytest.raises(KeyError), borrowed_buffers(module, group):
         raise KeyError
     assert module.passing.sum() == (6.0 if group.rank == 0 else 0.0)
@@ -275,7 +294,10 @@ def join_and_see() -> tuple[int, int, str]:
 
 
 def test_a_rank_without_a_group_makes_it() -> None:
-    assert run_distributed(join_and_see, 2, process_group=False) == [(0, 2, "gloo"), (1, 2, "gloo")]
+    assert run_distributed(join_and_see, 2, process_group=False) == [
+        (0, 2, "gloo"),
+        (1, 2, "gloo"),
+    ]
 
 
 def test_a_process_without_a_rank_cannot_join() -> None:
@@ -298,7 +320,9 @@ def test_clipping() -> None:
     clip_gradients(by_value, 3.5, "value")
     assert torch.cat([p.grad for p in by_value[:2]]).tolist() == [3.0, 0.0, 0.0, -3.5]
     assert by_value[2].grad is None
-    with pytest.raises(ConfigurationError, match="unknown clipping algorithm\n  found: 'max'"):
+    with pytest.raises(
+        ConfigurationError, match="unknown clipping algorithm\n  found: 'max'"
+    ):
         clip_gradients(parameters(), 1.0, "max")
 
 

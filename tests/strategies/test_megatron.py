@@ -54,7 +54,10 @@ class Task(tk.TrainModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.configure(self.parameters())
         return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+            {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+                "interval": "step",
+            }
         ]
 
 
@@ -70,7 +73,11 @@ def train(
         "seed": 0,
         **options,
     }
-    settings |= {"barebones": True, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    settings |= {
+        "barebones": True,
+        "accumulate_grad_batches": 2,
+        "gradient_clip_val": 0.5,
+    }
     trainer = tk.Trainer(strategy=strategy, **settings)
     trainer.print = lambda *values, **said: None  # type: ignore[method-assign]
     x, y = merged(make_batches(1, size=35))
@@ -116,7 +123,12 @@ def test_megatron_gets_its_arguments_and_trains_like_ddp() -> None:
         "optimizer": "sgd",
         "sgd_momentum": 0.9,
     }
-    two = {"num_microbatches": 2, "seq_length": 1, "micro_batch_size": 1, "forward_only": False}
+    two = {
+        "num_microbatches": 2,
+        "seq_length": 1,
+        "micro_batch_size": 1,
+        "forward_only": False,
+    }
     groups = {"pg_collection": "groups", "force_all_reduce": False}
     step = [
         ("schedule", two),
@@ -155,9 +167,14 @@ def test_parts_of_tensor_ranks_are_put_together() -> None:
     for name, axis in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
         layer, key = module.net.get_submodule(name.split(".")[0]), name.split(".")[1]
         part = nn.Parameter(whole.net.state_dict()[name].chunk(2, axis)[rank].clone())
-        part.tensor_model_parallel, part.partition_dim = True, axis  # as Megatron's layers have it
+        part.tensor_model_parallel, part.partition_dim = (
+            True,
+            axis,
+        )  # as Megatron's layers have it
         setattr(layer, key, part)
-    full = {name: dist_whole(value) for name, value in strategy.module_state(module).items()}
+    full = {
+        name: dist_whole(value) for name, value in strategy.module_state(module).items()
+    }
     assert {name: value.shape for name, value in full.items()} == {
         n: v.shape for n, v in whole.state_dict().items()
     }
@@ -165,16 +182,22 @@ def test_parts_of_tensor_ranks_are_put_together() -> None:
     for value in expected.values():
         dist.broadcast(value, 0)
     strategy.load_module_state(module, expected, strict=True)
-    torch.testing.assert_close(module.net.up.weight, expected["net.up.weight"].chunk(2, 0)[rank])
+    torch.testing.assert_close(
+        module.net.up.weight, expected["net.up.weight"].chunk(2, 0)[rank]
+    )
     torch.testing.assert_close(
         module.net.down.weight, expected["net.down.weight"].chunk(2, 1)[rank]
     )
     # Moments, too; those of one optimizer into another one's.
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     chunk = SimpleNamespace(parameters=module.parameters)
-    config = SimpleNamespace(lr=0.1, sgd_momentum=0.9, weight_decay=0.0, optimizer="sgd")
+    config = SimpleNamespace(
+        lr=0.1, sgd_momentum=0.9, weight_decay=0.0, optimizer="sgd"
+    )
     strategy._optimizer = Stepper([], config, [chunk], {})
-    strategy._pieces = find_pieces(strategy._optimizer, module.parameters(), divided=False)
+    strategy._pieces = find_pieces(
+        strategy._optimizer, module.parameters(), divided=False
+    )
     inner = strategy._optimizer.optimizer.state
     for parameter in module.parameters():
         inner[parameter] = {"momentum_buffer": parameter.detach().clone()}
@@ -186,7 +209,9 @@ def test_parts_of_tensor_ranks_are_put_together() -> None:
     assert moments[module.net.up.weight]["momentum_buffer"].shape == (16, 8)
     strategy.load_optimizer_state(optimizer, [{"lr": 0.3}], moments)
     for parameter in module.parameters():
-        torch.testing.assert_close(inner[parameter]["momentum_buffer"], parameter.detach() * 2)
+        torch.testing.assert_close(
+            inner[parameter]["momentum_buffer"], parameter.detach() * 2
+        )
 
 
 def adam(parameters: Any) -> Any:
@@ -197,7 +222,9 @@ class Overflowing(Task):
     """The gradients of the second window overflow in float16, and so do those of the third."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (1e8 if batch_idx in (3, 4) else 1.0)
+        return super().training_step(batch, batch_idx) * (
+            1e8 if batch_idx in (3, 4) else 1.0
+        )
 
 
 def whole_run(path: str) -> dict[str, Any]:
@@ -235,21 +262,34 @@ def test_the_distributed_optimizer_is_the_same_training() -> None:
         reference = whole_run("ddp-3")
         for name, moments in whole_run("again")["moments"].items():
             assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
-            torch.testing.assert_close(moments, reference["moments"][name], rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(
+                moments, reference["moments"][name], rtol=1e-4, atol=1e-7
+            )
     # Masters are what a checkpoint has of weights in half precision: runs go on in every bit, and elsewhere.
-    for precision, half, optimized in (("bf16-mixed", "bf16", True), ("bf16-mixed", "bf16", False)):
+    for precision, half, optimized in (
+        ("bf16-mixed", "bf16", True),
+        ("bf16-mixed", "bf16", False),
+    ):
         task = partial(Task, adam, **{half: True})
         strategy = distributed if optimized else partial(MegatronStrategy, "cpu")
         train(strategy(), module=task(), precision=precision, save="half", max_steps=2)
         weights = whole_run("half")["model"]
         assert all(value.dtype == torch.float32 for value in weights.values())
-        assert any((value != value.bfloat16().float()).any() for value in weights.values())
+        assert any(
+            (value != value.bfloat16().float()).any() for value in weights.values()
+        )
         train(strategy(), module=task(), precision=precision, save="straight")
         _, found = train(
-            strategy(), module=task(), precision=precision, save="resumed", ckpt_path="half"
+            strategy(),
+            module=task(),
+            precision=precision,
+            save="resumed",
+            ckpt_path="half",
         )
         assert found["net.up.weight"].dtype == torch.bfloat16
-        torch.testing.assert_close(whole_run("resumed"), whole_run("straight"), rtol=0, atol=0)
+        torch.testing.assert_close(
+            whole_run("resumed"), whole_run("straight"), rtol=0, atol=0
+        )
         _, found = train("ddp", module=Task(adam), ckpt_path="half")
         torch.testing.assert_close(found, expected, rtol=0.1, atol=0.02)
     # Steps that it skips are the run's, and none of the schedule's; the scale is in checkpoints.
@@ -267,11 +307,18 @@ def test_the_distributed_optimizer_is_the_same_training() -> None:
     )
     other = Overflowing(adam, fp16=True)
     trainer, _ = train(
-        distributed(), module=other, ckpt_path="scaled", max_epochs=2, max_steps=4, **sixteen
+        distributed(),
+        module=other,
+        ckpt_path="scaled",
+        max_epochs=2,
+        max_steps=4,
+        **sixteen,
     )
     assert trainer.precision_plugin.state_dict()["scale"] == 2.0**19
     assert trainer.precision_plugin.state_dict()["_growth_tracker"] == 1
-    with pytest.raises(StrategyError, match="distributed optimizer does not support SGD"):
+    with pytest.raises(
+        StrategyError, match="distributed optimizer does not support SGD"
+    ):
         train(distributed())
 
 
@@ -297,7 +344,11 @@ def test_unsupported_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         ({}, "32-true", "tensor_model_parallel_size=1, but this run needs 2"),
         ({"bf16": True, **sizes}, "32-true", "bf16=True, but this run needs False"),
         (sizes, "bf16-mixed", "bf16=False, but this run needs True"),
-        ({"num_moe_experts": 4, **sizes}, "32-true", "num_moe_experts is not supported yet"),
+        (
+            {"num_moe_experts": 4, **sizes},
+            "32-true",
+            "num_moe_experts is not supported yet",
+        ),
         ({"gated_linear_unit": True, **sizes}, "32-true", "gated layers"),
     ):
         with pytest.raises(StrategyError, match=told):
@@ -319,7 +370,9 @@ def test_unsupported_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     ):
         with pytest.raises(StrategyError, match=told.replace("found: ", "")):
             optimizer_options(optimizer)
-    adam = optimizer_options(torch.optim.AdamW(weights, lr=0.1, betas=(0.8, 0.9), weight_decay=0.2))
+    adam = optimizer_options(
+        torch.optim.AdamW(weights, lr=0.1, betas=(0.8, 0.9), weight_decay=0.2)
+    )
     assert adam == {
         "lr": 0.1,
         "weight_decay": 0.2,
@@ -351,7 +404,8 @@ def test_every_key_of_accelerates_is_taken_or_refused() -> None:
         ("context_parallel_size", "2"),
     ):
         with pytest.raises(
-            ConfigurationError, match=f"megatron_lm_{key} is not an option of MegatronStrategy"
+            ConfigurationError,
+            match=f"megatron_lm_{key} is not an option of MegatronStrategy",
         ):
             from_launcher({f"megatron_lm_{key}": value})
 
@@ -362,18 +416,29 @@ def test_the_memory_and_traffic_of_a_rank_are_reported() -> None:
     strategy = object.__new__(MegatronStrategy)
     strategy.tensor_parallel, strategy.distributed_optimizer = 2, False
     costs = strategy.costs(module, make_precision("bf16-mixed", "cpu"), 8)
-    assert (costs.parameters, costs.gradients, costs.masters) == (212 * 2, 212 * 4, 212 * 4)
+    assert (costs.parameters, costs.gradients, costs.masters) == (
+        212 * 2,
+        212 * 4,
+        212 * 4,
+    )
     assert (
         optimizer_bytes([optimizer], costs) == 2 * 212 * 4 + 4 * 4
     )  # moments in full precision, and steps
-    assert [sent.partition(":")[0] for sent in costs.exchanges] == ["gradients", "activations"]
+    assert [sent.partition(":")[0] for sent in costs.exchanges] == [
+        "gradients",
+        "activations",
+    ]
     assert "4 data ranks; each of 2 tensor ranks" in costs.layout
     assert megatron_costs(module, "32-true", 2, 1).exchanges == [
         "gradients: all-reduce over 2 data ranks"
     ]
     strategy.distributed_optimizer = True
     costs = strategy.costs(module, make_precision("bf16-mixed", "cpu"), 8)
-    assert (costs.parameters, costs.gradients, costs.masters) == (212 * 2, 212 * 4, 53 * 4)
+    assert (costs.parameters, costs.gradients, costs.masters) == (
+        212 * 2,
+        212 * 4,
+        53 * 4,
+    )
     assert optimizer_bytes([optimizer], costs) == 2 * 53 * 4 + 4
     assert [sent.partition(" over")[0] for sent in costs.exchanges] == [
         "gradients: reduce-scatter",
@@ -401,15 +466,22 @@ def test_the_real_one() -> None:
                 "num_attention_heads": 4,
                 "attention_dropout": 0.0,
             }
-            config = TransformerConfig(**sizes, hidden_dropout=0.0, pipeline_dtype=torch.float32)
+            config = TransformerConfig(
+                **sizes, hidden_dropout=0.0, pipeline_dtype=torch.float32
+            )
             self.net = GPTModel(
-                config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16
+                config,
+                get_gpt_layer_local_spec(),
+                vocab_size=64,
+                max_sequence_length=16,
             )
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             (tokens,) = batch
             places = torch.arange(8, device=self.device).expand(len(tokens), -1)
-            mask = torch.triu(torch.ones(8, 8, dtype=torch.bool, device=self.device), 1)[None, None]
+            mask = torch.triu(
+                torch.ones(8, 8, dtype=torch.bool, device=self.device), 1
+            )[None, None]
             loss = self.net(tokens, places, mask, labels=tokens.roll(-1, 1)).mean()
             losses.append(float(loss))
             return loss
@@ -423,10 +495,17 @@ def test_the_real_one() -> None:
         losses: list[float] = []
         strategy = MegatronStrategy(distributed_optimizer=distributed)
         trainer = tk.Trainer(
-            accelerator="cuda", devices=1, strategy=strategy, max_epochs=5, barebones=True, seed=0
+            accelerator="cuda",
+            devices=1,
+            strategy=strategy,
+            max_epochs=5,
+            barebones=True,
+            seed=0,
         )
         trainer.fit(Language(), data)
         assert losses[-1] < losses[0] / 2
         trainer.save_checkpoint(f"{distributed}")
-        found.append(read_state(Path(f"{distributed}"), False)["optimizer_states"][0]["state"])
+        found.append(
+            read_state(Path(f"{distributed}"), False)["optimizer_states"][0]["state"]
+        )
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)

@@ -60,7 +60,10 @@ def test_places_are_counted_before_anything_starts() -> None:
         MeshStrategy(tp=3).places(8)
     with pytest.raises(StrategyError, match="2 places but 1 process was launched"):
         tk.Trainer(
-            devices=1, accelerator="cpu", strategy=MeshStrategy(dp_shard=1, tp=2), barebones=True
+            devices=1,
+            accelerator="cpu",
+            strategy=MeshStrategy(dp_shard=1, tp=2),
+            barebones=True,
         )
     with pytest.raises(StrategyError, match="-1 for dp_shard, tp"):
         MeshStrategy(tp=-1)
@@ -70,14 +73,29 @@ def test_places_are_counted_before_anything_starts() -> None:
 
 def test_options_of_the_data_axes_that_a_mesh_has_no_place_for() -> None:
     sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
-    ignored, recomputed = {"ignored_modules": "norm"}, {"activation_checkpointing_policy": True}
+    ignored, recomputed = (
+        {"ignored_modules": "norm"},
+        {"activation_checkpointing_policy": True},
+    )
     check_options(sizes, {**ignored, **recomputed})
     check_options({**sizes, "tp": 2}, recomputed)
     for changed, options, told in (
-        ({"tp": 2}, ignored, "ignored_modules is not supported(.|\n)*dp_shard=2 × tp=2"),
+        (
+            {"tp": 2},
+            ignored,
+            "ignored_modules is not supported(.|\n)*dp_shard=2 × tp=2",
+        ),
         ({"pp": 2}, ignored, "ignored_modules is not supported"),
-        ({"pp": 2}, recomputed, "give activation_checkpointing_policy to MeshStrategy itself"),
-        ({"dp_shard": 1, "tp": 2}, {"cpu_offload": True}, "fsdp with cpu_offload, tp=2"),
+        (
+            {"pp": 2},
+            recomputed,
+            "give activation_checkpointing_policy to MeshStrategy itself",
+        ),
+        (
+            {"dp_shard": 1, "tp": 2},
+            {"cpu_offload": True},
+            "fsdp with cpu_offload, tp=2",
+        ),
     ):
         with pytest.raises(StrategyError, match=told):
             check_options({**sizes, **changed}, options)
@@ -85,14 +103,19 @@ def test_options_of_the_data_axes_that_a_mesh_has_no_place_for() -> None:
 
 def test_alone_a_mesh_is_a_device() -> None:
     for strategy in (MeshStrategy(), "tp", "tensor_parallel", "cp", "context_parallel"):
-        trainer = tk.Trainer(devices=1, accelerator="cpu", strategy=strategy, barebones=True)
+        trainer = tk.Trainer(
+            devices=1, accelerator="cpu", strategy=strategy, barebones=True
+        )
         assert trainer.strategy.name == "single_device"
 
 
 def test_plans_that_do_not_fit_the_module() -> None:
     net = make_language()
     for plan, told in (
-        ({"layers.*.mlp.up": "colwise"}, "'layers.*.mlp.up'\n  fix:   did you mean 'layers"),
+        (
+            {"layers.*.mlp.up": "colwise"},
+            "'layers.*.mlp.up'\n  fix:   did you mean 'layers",
+        ),
         ({"lm_head": "colwize"}, "'colwize'\n  fix:   did you mean 'colwise'?"),
         ({"lm_head": 3}, "found: 3\n  fix:   pass a name, or a ParallelStyle of torch"),
         ({"norm": "colwise"}, "found: norm is a RMSNorm"),
@@ -103,14 +126,18 @@ def test_plans_that_do_not_fit_the_module() -> None:
         with pytest.raises(StrategyError) as error:
             split(net, plan)
         assert told in str(error.value)
-    with pytest.raises(StrategyError, match="does not support sequence or loss parallelism"):
+    with pytest.raises(
+        StrategyError, match="does not support sequence or loss parallelism"
+    ):
         split(net, "gpt", sequence_parallel=True)
     with pytest.raises(
-        StrategyError, match=r"lm_head.out_features = 16, tp=3(.|\n)*use tp=2, or pad it to"
+        StrategyError,
+        match=r"lm_head.out_features = 16, tp=3(.|\n)*use tp=2, or pad it to",
     ):
         split(net, {"lm_head": "colwise"}, 3)
     with pytest.raises(
-        StrategyError, match=r"embed_tokens.num_embeddings = 16, tp=5\n  fix:   use tp=4, or pad"
+        StrategyError,
+        match=r"embed_tokens.num_embeddings = 16, tp=5\n  fix:   use tp=4, or pad",
     ):
         split(net, {"embed_tokens": "rowwise_rep"}, 5)
     with pytest.raises(
@@ -121,7 +148,9 @@ def test_plans_that_do_not_fit_the_module() -> None:
     net.__dict__["config"] = type(
         "Config", (), {"num_attention_heads": 4, "num_key_value_heads": 2}
     )
-    with pytest.raises(StrategyError, match="num_key_value_heads = 2, tp=4\n  fix:   use tp=2"):
+    with pytest.raises(
+        StrategyError, match="num_key_value_heads = 2, tp=4\n  fix:   use tp=2"
+    ):
         split(net, "llama", 4)
 
 
@@ -200,7 +229,10 @@ def test_a_rank_gets_its_part_of_a_sequence() -> None:
     assert given["ids"] is tokens
     given = {"ids": tokens, "at": tokens}
     assert context(positions="at").shard_batch(given)["at"].tolist() == pair[0].tolist()
-    assert context(dims={1: 0}).shard_batch([tokens, torch.arange(4)])[1].tolist() == [2, 3]
+    assert context(dims={1: 0}).shard_batch([tokens, torch.arange(4)])[1].tolist() == [
+        2,
+        3,
+    ]
     with pytest.raises(
         StrategyError,
         match="length 6 in dimension 1, cp=4\n  fix:   pad sequences to a multiple of 4",
@@ -222,7 +254,9 @@ def test_all_attention_has_to_be_seen() -> None:
         pass  # only a first step is looked at
     told = r"cover all keys(.|\n)*\(2, 2\) for 2 keys on each of 2 ranks"
     with pytest.raises(StrategyError, match=told), own.attending():
-        F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(2, 2, dtype=torch.bool))
+        F.scaled_dot_product_attention(
+            x, x, x, attn_mask=torch.ones(2, 2, dtype=torch.bool)
+        )
 
 
 def test_the_mean_over_no_targets_is_zero() -> None:
@@ -238,7 +272,9 @@ def test_the_mean_over_no_targets_is_zero() -> None:
     ):
         expected = F.cross_entropy(logits, some, **options)
         with context().attending():
-            torch.testing.assert_close(F.cross_entropy(logits, some, **options), expected)
+            torch.testing.assert_close(
+                F.cross_entropy(logits, some, **options), expected
+            )
             F.cross_entropy(logits, none, **options).sum().backward()
         assert logits.grad is not None
         assert logits.grad.abs().sum() == 0
@@ -260,7 +296,13 @@ def test_processes_that_draw_alike_find_it_out_by_one_number() -> None:
         "another number in another process: whole states would be sent in every step"
     )
     assert (
-        len({digest({**state, "python": (3, (1, 2, 3), gauss)}) for gauss in (None, 0.0, 0.5)}) == 3
+        len(
+            {
+                digest({**state, "python": (3, (1, 2, 3), gauss)})
+                for gauss in (None, 0.0, 0.5)
+            }
+        )
+        == 3
     )
 
 

@@ -50,7 +50,11 @@ def test_a_name_decides_nothing(name, precision, tmp_path):
     for strategy in (Delegates(name), "auto"):
         torch.manual_seed(0)
         trainer = tk.Trainer(
-            accelerator="cpu", strategy=strategy, precision=precision, max_epochs=1, barebones=True
+            accelerator="cpu",
+            strategy=strategy,
+            precision=precision,
+            max_epochs=1,
+            barebones=True,
         )
         module = TinyModule()
         trainer.fit(module, [torch.ones(2, 32)] * 2)
@@ -61,15 +65,15 @@ def test_a_name_decides_nothing(name, precision, tmp_path):
 
 def test_explain_shows_the_costs_that_the_strategy_declares(capsys):
     module = TinyModule()
-    unknown = tk.Trainer(accelerator="cpu", strategy=Delegates("_pp"), barebones=True).explain(
-        module
-    )
+    unknown = tk.Trainer(
+        accelerator="cpu", strategy=Delegates("_pp"), barebones=True
+    ).explain(module)
     assert "_pp around" in unknown
     plain = tk.Trainer(accelerator="cpu", barebones=True).explain(module)
     own = Costs(layout="mine alone", parameters=7, gradients=7, stepped=list)
-    known = tk.Trainer(accelerator="cpu", strategy=Delegates("_pp", own), barebones=True).explain(
-        module
-    )
+    known = tk.Trainer(
+        accelerator="cpu", strategy=Delegates("_pp", own), barebones=True
+    ).explain(module)
     assert "mine alone" in known
     whole = [line for line in plain.splitlines() if line.startswith("layout")]
     assert whole

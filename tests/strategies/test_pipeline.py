@@ -35,10 +35,14 @@ def run(stages: list[Any], *inputs: Any) -> Any:
 
 
 def split(model: nn.Module, count: int, plan: PipelinePlan | None = None) -> list[Any]:
-    return make_stages(model, lay_out(model, plan or PipelinePlan(), count), range(count), CPU)
+    return make_stages(
+        model, lay_out(model, plan or PipelinePlan(), count), range(count), CPU
+    )
 
 
-def test_blocks_are_divided_by_their_size_and_ends_belong_to_the_first_and_last() -> None:
+def test_blocks_are_divided_by_their_size_and_ends_belong_to_the_first_and_last() -> (
+    None
+):
     layout = lay_out(Words(blocks=8), PipelinePlan(), 4)
     assert [len(blocks) for blocks in layout.blocks] == [2, 2, 2, 2]
     assert {name: at for name, at in layout.owners.items() if "layers" not in name} == {
@@ -50,8 +54,14 @@ def test_blocks_are_divided_by_their_size_and_ends_belong_to_the_first_and_last(
     big = Words(blocks=4, width=8)
     big.embedding = nn.Embedding(1000, 8)
     assert [len(blocks) for blocks in lay_out(big, PipelinePlan(), 2).blocks] == [1, 3]
-    named = lay_out(Words(blocks=8), PipelinePlan(split_points=["layers.1", "layers.7"]), 3)
-    assert [blocks[0] for blocks in named.blocks] == ["layers.0", "layers.1", "layers.7"]
+    named = lay_out(
+        Words(blocks=8), PipelinePlan(split_points=["layers.1", "layers.7"]), 3
+    )
+    assert [blocks[0] for blocks in named.blocks] == [
+        "layers.0",
+        "layers.1",
+        "layers.7",
+    ]
 
 
 @pytest.mark.slow
@@ -63,7 +73,9 @@ def test_stages_one_after_the_other_are_the_model() -> None:
         stages = split(model, count)
         assert torch.equal(run(stages, batch)["logits"], expected)
         run(stages, batch)["logits"].sum()
-        assert torch.equal(model(batch)["logits"], expected)  # all stages are here, and put back
+        assert torch.equal(
+            model(batch)["logits"], expected
+        )  # all stages are here, and put back
         trained = [p for stage in stages for p in stage.parameters()]
         assert len({*map(id, trained)}) == len(trained) == len(list(model.parameters()))
 
@@ -73,7 +85,10 @@ def test_a_stage_has_nothing_of_the_others() -> None:
     (stage,) = make_stages(model, lay_out(model, PipelinePlan(), 2), [1], CPU)
     names = list(model.state_dict())
     assert {name.split(".")[0] for name in names} == {"layers", "norm", "head"}
-    assert {name.split(".")[1] for name in names if name.startswith("layers")} == {"2", "3"}
+    assert {name.split(".")[1] for name in names if name.startswith("layers")} == {
+        "2",
+        "3",
+    }
     assert len(model.layers) == 4
     assert len(list(stage.parameters())) == len(names)
 
@@ -140,7 +155,10 @@ def test_values_that_would_have_to_cross_between_stages_are_refused() -> None:
     for model, what in (
         (Skips(at_end=False), "the input of layers.1 depends"),
         (Skips(at_end=True), "what the model returns depends"),
-        (Twice(blocks=2), "layers.0 is called more than once|depends on what another stage"),
+        (
+            Twice(blocks=2),
+            "layers.0 is called more than once|depends on what another stage",
+        ),
     ):
         with case(model=type(model).__name__), pytest.raises(StrategyError, match=what):
             run(split(model, 2), batch)
@@ -172,7 +190,9 @@ def test_plans_that_do_not_fit() -> None:
         with case(plan=plan), pytest.raises(StrategyError, match=what):
             lay_out(model, PipelinePlan(**plan), 2)  # type: ignore[arg-type]
     several = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)})
-    with pytest.raises(StrategyError, match="the submodule that becomes the pipeline stages"):
+    with pytest.raises(
+        StrategyError, match="the submodule that becomes the pipeline stages"
+    ):
         pipelined_model(several, PipelinePlan())
     with pytest.raises(StrategyError, match="has no such submodule"):
         pipelined_model(several, PipelinePlan(model="tow"))
@@ -225,7 +245,11 @@ def fit(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "what"),
     [
-        (Skipping, StrategyError, "training_step returned no loss, but the other pipeline stages"),
+        (
+            Skipping,
+            StrategyError,
+            "training_step returned no loss, but the other pipeline stages",
+        ),
         (CallingTwice, StrategyError, "training_step calls the pipelined model twice"),
         (Failing, KeyError, "mine"),
     ],
@@ -278,20 +302,28 @@ def test_weights_of_other_stages_are_freed_at_once() -> None:
 @pytest.mark.world_size(2)
 def test_modules_that_have_no_place_in_a_pipeline() -> None:
     for make, what in (
-        (Outside, "scale.weight lies outside the submodule that becomes the pipeline stages"),
+        (
+            Outside,
+            "scale.weight lies outside the submodule that becomes the pipeline stages",
+        ),
         (NotCalling, "did not call the pipelined model"),
         (Listening, "on_before_backward and on_after_backward are not supported"),
     ):
         with case(module=make.__name__), pytest.raises(StrategyError, match=what):
             fit(make)
     with pytest.raises(
-        ConfigurationError, match=r"SAM evaluates the loss again.*each rank of a pipeline"
+        ConfigurationError,
+        match=r"SAM evaluates the loss again.*each rank of a pipeline",
     ):
         fit(Sharp)
     module = Writer()
-    first = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1)
+    first = tk.Trainer(
+        accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1
+    )
     first.fit(module, texts((4,) * 2))
-    own, whole = (sum(p.numel() for p in net.parameters()) for net in (module, Writer()))
+    own, whole = (
+        sum(p.numel() for p in net.parameters()) for net in (module, Writer())
+    )
     assert own < whole
     assert first.strategy.pipeline.elsewhere == whole - own
     second = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True)

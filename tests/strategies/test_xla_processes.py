@@ -29,7 +29,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """torch_xla as process 1 of 2 sees it; process 0 holds the same values plus one."""
     made: list[Any] = []
 
-    def all_reduce(kind: str, tensors: list[Tensor], scale: float = 1.0) -> list[Tensor]:
+    def all_reduce(
+        kind: str, tensors: list[Tensor], scale: float = 1.0
+    ) -> list[Tensor]:
         made.append(("all_reduce", kind, len(tensors), scale))
         for tensor in tensors:
             other = tensor + 1
@@ -43,14 +45,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def rendezvous(tag: str, payload: bytes = b"") -> list[bytes]:
         made.append(("rendezvous", tag))
-        asked = tag == "broadcast" and pickle.loads(payload) is None  # process 0 says it
+        asked = (
+            tag == "broadcast" and pickle.loads(payload) is None
+        )  # process 0 says it
         return [pickle.dumps(7) if asked else payload, payload]
 
     def all_gather(tensor: Tensor) -> Tensor:
         return torch.cat([tensor + 1, tensor])
 
     root, core, model, runtime = (
-        ModuleType(f"torch_xla{name}") for name in ("", ".core", ".core.xla_model", ".runtime")
+        ModuleType(f"torch_xla{name}")
+        for name in ("", ".core", ".core.xla_model", ".runtime")
     )
     root.__spec__ = importlib.util.spec_from_loader("torch_xla", None)
     vars(root).update(
@@ -59,10 +64,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         runtime=runtime,
         device=lambda: torch.device("cpu"),
         sync=lambda: made.append("sync"),
-        _XLAC=type("C", (), {"_xla_runtime_is_initialized": staticmethod(lambda: True)}),
+        _XLAC=type(
+            "C", (), {"_xla_runtime_is_initialized": staticmethod(lambda: True)}
+        ),
     )
     vars(core).update(xla_model=model)
-    vars(model).update(all_reduce=all_reduce, rendezvous=rendezvous, all_gather=all_gather)
+    vars(model).update(
+        all_reduce=all_reduce, rendezvous=rendezvous, all_gather=all_gather
+    )
     vars(runtime).update(
         local_process_count=lambda: 2,
         world_size=lambda: 2,
@@ -89,7 +98,10 @@ def test_a_group_over_its_collectives(calls: list[Any]) -> None:
         assert tensor.item() == expected
     with pytest.raises(ConfigurationError, match="unknown reduction 'product'"):
         group.all_reduce(torch.zeros(1), "product")
-    assert group.all_gather(torch.tensor([1.0, 2.0])).tolist() == [[2.0, 3.0], [1.0, 2.0]]
+    assert group.all_gather(torch.tensor([1.0, 2.0])).tolist() == [
+        [2.0, 3.0],
+        [1.0, 2.0],
+    ]
     assert group.all_gather_object({"a": (1, "b")}) == [{"a": (1, "b")}] * 2
     assert group.broadcast(torch.tensor([1.0])).tolist() == [2.0]
     assert group.broadcast({"run": 3}, source=1) == {"run": 3}
@@ -113,7 +125,9 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(
             calls.append(f"begin {index}")
 
         def forward(self, index: int) -> Tensor:
-            return module[0](torch.ones(1, 2)).sum()  # the second layer has no gradient here
+            return module[0](
+                torch.ones(1, 2)
+            ).sum()  # the second layer has no gradient here
 
         def backward(self, index: int, loss: Tensor) -> None:
             loss.backward()
@@ -122,7 +136,13 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(
             calls.append(f"end {index}")
 
     strategy.forward_backward(MicroBatches())
-    assert calls == ["begin 0", "end 0", "begin 1", "end 1", ("all_reduce", "sum", 4, 0.5)]
+    assert calls == [
+        "begin 0",
+        "end 0",
+        "begin 1",
+        "end 1",
+        ("all_reduce", "sum", 4, 0.5),
+    ]
     assert module[0].bias.grad is not None
     assert module[0].bias.grad.tolist() == [
         2.5,
@@ -155,7 +175,9 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(
     assert strategy.describe() == "torch_xla, 2 processes, one device each"
 
 
-def test_a_loop_of_the_user_s_own(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_of_the_user_s_own(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_RANK", "1")  # as torch_xla.launch has it
     accelerator = tk.Accelerator(gradient_accumulation_steps=2)
     assert (
@@ -163,7 +185,10 @@ def test_a_loop_of_the_user_s_own(calls: list[Any], monkeypatch: pytest.MonkeyPa
         accelerator.local_process_index,
         accelerator.num_processes,
     ) == (1, 1, 2)
-    assert (accelerator.distributed_type, accelerator.backend) == (tk.DistributedType.XLA, "cpu")
+    assert (accelerator.distributed_type, accelerator.backend) == (
+        tk.DistributedType.XLA,
+        "cpu",
+    )
     model = nn.Linear(2, 1)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -175,7 +200,9 @@ def test_a_loop_of_the_user_s_own(calls: list[Any], monkeypatch: pytest.MonkeyPa
             accelerator.backward(model(batch).mean())
             if accelerator.sync_gradients:
                 calls.append(
-                    round(float(accelerator.clip_grad_norm_(model.parameters(), 100.0)), 3)
+                    round(
+                        float(accelerator.clip_grad_norm_(model.parameters(), 100.0)), 3
+                    )
                 )
             optimizer.step()
             optimizer.zero_grad()
@@ -226,10 +253,14 @@ def test_a_script_in_a_process_for_each_device(
         out = StringIO()
         with (
             redirect_stdout(out),
-            nullcontext() if ran else pytest.raises(LaunchError, match="for each device"),
+            nullcontext()
+            if ran
+            else pytest.raises(LaunchError, match="for each device"),
         ):
             each_device.main([str(script), "--lr", "1"])
-        assert out.getvalue() == (f"__main__ {[str(script), '--lr', '1']} 1 2\n" if ran else "")
+        assert out.getvalue() == (
+            f"__main__ {[str(script), '--lr', '1']} 1 2\n" if ran else ""
+        )
 
 
 def test_options_unsupported_on_several_processes_are_refused_before_the_first_step(
@@ -240,11 +271,14 @@ def test_options_unsupported_on_several_processes_are_refused_before_the_first_s
     with pytest.raises(StrategyError, match="sharded weights need one process"):
         XLAStrategy(shard_parameters=True, spmd=False)
     with pytest.raises(StrategyError, match="manual optimization on XLA"):
-        started().prepare_module(nn.Linear(1, 1), True, make_precision("32-true", "cpu"))
+        started().prepare_module(
+            nn.Linear(1, 1), True, make_precision("32-true", "cpu")
+        )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accelerator"), [("xla", "auto"), ("auto", "tpu"), (XLAStrategy(), "auto")]
+    ("strategy", "accelerator"),
+    [("xla", "auto"), ("auto", "tpu"), (XLAStrategy(), "auto")],
 )
 def test_without_torch_xla_the_error_names_it(
     strategy: Any, accelerator: str, monkeypatch: pytest.MonkeyPatch

@@ -14,9 +14,9 @@ BATCHES = [torch.ones(2, 32)] * 2
 
 
 def fit(callbacks: list[Any], **settings: Any) -> None:
-    Trainer(accelerator="cpu", callbacks=callbacks, max_epochs=1, barebones=True, **settings).fit(
-        TinyModule(), BATCHES
-    )
+    Trainer(
+        accelerator="cpu", callbacks=callbacks, max_epochs=1, barebones=True, **settings
+    ).fit(TinyModule(), BATCHES)
 
 
 def test_names_come_in_the_order_of_the_calls() -> None:
@@ -44,7 +44,10 @@ def test_names_come_in_the_order_of_the_calls() -> None:
 def test_every_hook_of_the_specification_is_listened_to() -> None:
     record_hooks(callbacks := [])
     (recorder,) = callbacks
-    hooks = {name for name in vars(Callback) if name.startswith("on_")} | {"setup", "teardown"}
+    hooks = {name for name in vars(Callback) if name.startswith("on_")} | {
+        "setup",
+        "teardown",
+    }
     assert hooks <= vars(type(recorder)).keys()
 
 
@@ -71,5 +74,7 @@ def test_two_records_are_independent() -> None:
 
 
 def test_the_package_lists_its_names() -> None:
-    assert all(getattr(trainer_kit.testing, name) for name in trainer_kit.testing.__all__)
+    assert all(
+        getattr(trainer_kit.testing, name) for name in trainer_kit.testing.__all__
+    )
     assert {"TinyModule", "record_hooks"} <= set(dir(trainer_kit.testing))

@@ -53,7 +53,16 @@ def test_each_leak_fails_its_test(tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_suite.py").write_text(SUITE)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rN", "-p", "no:cacheprovider", "tests"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rN",
+            "-p",
+            "no:cacheprovider",
+            "tests",
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,

@@ -30,7 +30,12 @@ def _sum(start: float, step: float = 1.0) -> tuple[int, float, int]:
 
 
 def _place() -> tuple[Environment, str, str | None, bool]:
-    return Environment.detect(), os.getcwd(), os.environ.get("OF_THE_TEST"), dist.is_initialized()
+    return (
+        Environment.detect(),
+        os.getcwd(),
+        os.environ.get("OF_THE_TEST"),
+        dist.is_initialized(),
+    )
 
 
 def _fail(rank: int, how: str) -> None:
@@ -64,7 +69,9 @@ def _tensor() -> torch.Tensor:
 
 
 def test_results_come_in_rank_order() -> None:
-    assert run_distributed(_sum, 3, 1.0, step=2.0) == [(rank, 9.0, 1) for rank in range(3)]
+    assert run_distributed(_sum, 3, 1.0, step=2.0) == [
+        (rank, 9.0, 1) for rank in range(3)
+    ]
 
 
 def test_one_rank_and_large_results() -> None:
@@ -126,7 +133,9 @@ def test_warnings_are_errors_in_ranks_too() -> None:
 
 @pytest.mark.slow
 def test_a_hang_ends_with_every_stack() -> None:
-    with pytest.raises(RankError, match=r"2 of 2 ranks were not done after 3 s") as caught:
+    with pytest.raises(
+        RankError, match=r"2 of 2 ranks were not done after 3 s"
+    ) as caught:
         run_distributed(_hang_in_one_place, 2, timeout=3)
     told = str(caught.value)
     assert "rank 0 (pid" in told

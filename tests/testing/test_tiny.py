@@ -33,12 +33,18 @@ def test_training_is_the_hand_written_loop() -> None:
     assert torch.equal(module.layer.bias, plain.bias)
 
 
-@pytest.mark.parametrize(("verb", "name"), [("validate", "val_loss"), ("test", "test_loss")])
+@pytest.mark.parametrize(
+    ("verb", "name"), [("validate", "val_loss"), ("test", "test_loss")]
+)
 def test_evaluation_logs_the_mean_squared_output(verb: str, name: str) -> None:
     module = TinyModule()
     values = getattr(quiet(), verb)(module, BATCHES, verbose=False)
     with torch.no_grad():
-        expected = torch.stack([module(batch).pow(2).mean() for batch in BATCHES]).double().mean()
+        expected = (
+            torch.stack([module(batch).pow(2).mean() for batch in BATCHES])
+            .double()
+            .mean()
+        )
     assert values == [{name: pytest.approx(float(expected))}]
 
 

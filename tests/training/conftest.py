@@ -14,7 +14,9 @@ from trainer_kit import Callback, DataModule, TrainModule
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
 
 CALLBACK_HOOKS = [
-    name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
+    name
+    for name in vars(Callback)
+    if name.startswith("on_") or name in ("setup", "teardown")
 ]
 MODULE_HOOKS = [name for name in vars(ModuleHooks) if name.startswith("on_")]
 DATA_HOOKS = [name for name in vars(DataHooks) if not name.startswith("__")]
@@ -65,7 +67,9 @@ def spy_callback(name, log, order="normal"):
         "order": order,
         "state_key": property(lambda self: name),
         "state_dict": lambda self: {"name": name},
-        "load_state_dict": lambda self, state: log.note(name, f"load_state_dict {state['name']}"),
+        "load_state_dict": lambda self, state: log.note(
+            name, f"load_state_dict {state['name']}"
+        ),
     }
     return type(name, (Callback,), members)()
 
@@ -137,15 +141,25 @@ def _noting(who, log, name, base):
 
 
 def spy_module(log):
-    transfer = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    transfer = (
+        "on_before_batch_transfer",
+        "transfer_batch_to_device",
+        "on_after_batch_transfer",
+    )
     names = [*MODULE_HOOKS, *MODULE_METHODS, "prepare_data", "setup", "teardown"]
-    members = {name: _noting("M", log, name, PlainModule) for name in names if name not in transfer}
+    members = {
+        name: _noting("M", log, name, PlainModule)
+        for name in names
+        if name not in transfer
+    }
     return type("SpyModule", (PlainModule,), members)()
 
 
 def spy_data(log):
     return type(
-        "SpyData", (PlainData,), {name: _noting("D", log, name, PlainData) for name in DATA_HOOKS}
+        "SpyData",
+        (PlainData,),
+        {name: _noting("D", log, name, PlainData) for name in DATA_HOOKS},
     )()
 
 

@@ -12,7 +12,12 @@ from torch.autograd.graph import save_on_cpu
 from tests.callbacks.fits import trainer
 from trainer_kit import ContextPlan, ParallelPlan, TrainModule
 from trainer_kit.core.errors import ConfigurationError, StrategyError
-from trainer_kit.strategies import MegatronStrategy, MeshStrategy, SingleDeviceStrategy, XLAStrategy
+from trainer_kit.strategies import (
+    MegatronStrategy,
+    MeshStrategy,
+    SingleDeviceStrategy,
+    XLAStrategy,
+)
 from trainer_kit.strategies.transforms import blocks
 
 
@@ -21,7 +26,9 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8))
+        self.inner = nn.Sequential(
+            nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8)
+        )
 
     def forward(self, x):
         Block.calls += 1  # FSDP gives the instance a class of its own
@@ -32,7 +39,10 @@ class Net(TrainModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.blocks, self.head = nn.Sequential(Block(), Block(), Block()), nn.Linear(8, 1)
+        self.blocks, self.head = (
+            nn.Sequential(Block(), Block(), Block()),
+            nn.Linear(8, 1),
+        )
 
     def training_step(self, batch, batch_idx):
         kept = []
@@ -61,12 +71,16 @@ def trained(**options):
     return module, made.strategy.module_state(module)
 
 
-@pytest.mark.parametrize("policy", [True, "Block", Block, lambda part: isinstance(part, Block)])
+@pytest.mark.parametrize(
+    "policy", [True, "Block", Block, lambda part: isinstance(part, Block)]
+)
 def test_it_trains_to_the_same_bits_with_less_memory(policy):
     plain, weights = trained()
     assert Block.calls == 3 * (8 + 2)
     module, ours = trained(activation_checkpointing=policy)
-    assert Block.calls == 3 * (8 * 2 + 2), "each block runs twice a step, and once in validation"
+    assert Block.calls == 3 * (8 * 2 + 2), (
+        "each block runs twice a step, and once in validation"
+    )
     assert module.kept < 0.5 * plain.kept
     for name, value in weights.items():
         assert torch.equal(ours[name], value), name
@@ -114,7 +128,10 @@ class Sequences(Net):
 
     def __init__(self):
         super().__init__()
-        self.blocks, self.head = nn.Sequential(*(Rows() for _ in range(4))), nn.Linear(8, 1)
+        self.blocks, self.head = (
+            nn.Sequential(*(Rows() for _ in range(4))),
+            nn.Linear(8, 1),
+        )
 
     def training_step(self, batch, batch_idx):
         return self.head(self.blocks(batch)).pow(2).mean()
@@ -129,14 +146,22 @@ class Rows(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.drop, self.down = nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 8)
+        self.up, self.drop, self.down = (
+            nn.Linear(8, 32),
+            nn.Dropout(0.3),
+            nn.Linear(32, 8),
+        )
 
     def forward(self, x):
         Rows.calls += 1
-        heads = x[:, None]  # attention sees the whole sequence, also when backward runs it again
+        heads = x[
+            :, None
+        ]  # attention sees the whole sequence, also when backward runs it again
         x = (
             x
-            + nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+            + nn.functional.scaled_dot_product_attention(
+                heads, heads, heads, is_causal=True
+            )[:, 0]
         )
         return x + self.down(self.drop(nn.functional.gelu(self.up(x))))
 
@@ -152,12 +177,18 @@ class Stages(Sequences):
 
 def whole(strategy, kind, **options):
     module, Rows.calls = kind(), 0
-    made = trainer(max_epochs=1, strategy=strategy, accumulate_grad_batches=2, **options)
+    made = trainer(
+        max_epochs=1, strategy=strategy, accumulate_grad_batches=2, **options
+    )
     torch.manual_seed(3)
-    made.fit(module, list(torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(2))))
+    made.fit(
+        module,
+        list(torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(2))),
+    )
     state = made.strategy.module_state(module)
     return {
-        n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in state.items()
+        n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+        for n, t in state.items()
     }, Rows.calls
 
 
@@ -165,7 +196,9 @@ def check_same_bits(devices, **strategies):
     for name, make in strategies.items():
         kind = Stages if name.startswith("pp") else Sequences
         plain, once = whole(make(), kind, devices=devices)
-        ours, calls = whole(make(), kind, devices=devices, activation_checkpointing=True)
+        ours, calls = whole(
+            make(), kind, devices=devices, activation_checkpointing=True
+        )
         assert calls >= 2 * once - 2, (
             name,
             once,
@@ -178,7 +211,11 @@ def check_same_bits(devices, **strategies):
 @pytest.mark.world_size(2)
 def test_the_same_bits_on_each_axis_of_a_mesh():
     check_same_bits(
-        2, **{name: partial(MeshStrategy, dp_shard=1, **{name: 2}) for name in ("tp", "pp", "cp")}
+        2,
+        **{
+            name: partial(MeshStrategy, dp_shard=1, **{name: 2})
+            for name in ("tp", "pp", "cp")
+        },
     )
 
 
@@ -186,7 +223,11 @@ def test_the_same_bits_on_each_axis_of_a_mesh():
 @pytest.mark.world_size(2)
 def test_the_same_bits_under_deepspeed():
     check_same_bits(
-        2, **{f"stage_{stage}": partial(str, f"deepspeed_stage_{stage}") for stage in (1, 3)}
+        2,
+        **{
+            f"stage_{stage}": partial(str, f"deepspeed_stage_{stage}")
+            for stage in (1, 3)
+        },
     )
 
 
@@ -194,7 +235,9 @@ def test_the_same_bits_under_deepspeed():
 @pytest.mark.world_size(4)
 def test_the_same_bits_on_two_axes():
     check_same_bits(
-        4, tp=partial(MeshStrategy, dp_shard=2, tp=2), pp=partial(MeshStrategy, dp_shard=2, pp=2)
+        4,
+        tp=partial(MeshStrategy, dp_shard=2, tp=2),
+        pp=partial(MeshStrategy, dp_shard=2, pp=2),
     )
 
 
@@ -208,7 +251,10 @@ def test_on_two_ranks(strategy):
     _, ours = trained(activation_checkpointing=True, **options)
     assert Block.calls >= 3 * 4 * 2, "three blocks, four micro-batches, twice"
     for name, value in weights.items():
-        a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (ours[name], value))
+        a, b = (
+            t.full_tensor() if hasattr(t, "full_tensor") else t
+            for t in (ours[name], value)
+        )
         assert torch.equal(a, b), name
 
 
@@ -222,7 +268,9 @@ def test_inputs_are_offloaded_until_backward(monkeypatch):
             def __init__(self, pin_memory, packed=packed):
                 super().__init__(pin_memory=pin_memory)
                 pack = self.pack_hook
-                self.pack_hook = lambda tensor: packed.append(tuple(tensor.shape)) or pack(tensor)
+                self.pack_hook = lambda tensor: (
+                    packed.append(tuple(tensor.shape)) or pack(tensor)
+                )
 
         monkeypatch.setattr(blocks, "save_on_cpu", Host)
         net = Net()

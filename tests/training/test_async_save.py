@@ -80,7 +80,9 @@ class At(Callback):
 
 
 def fit(directory, *callbacks, module=None, **options):
-    keeper = ModelCheckpoint(directory, every_n_train_steps=options.pop("every", 2), save_top_k=-1)
+    keeper = ModelCheckpoint(
+        directory, every_n_train_steps=options.pop("every", 2), save_top_k=-1
+    )
     options = {"max_epochs": 1, **QUIET, **options}
     trainer = Trainer(callbacks=[keeper, *callbacks], **options)
     trainer.fit(module or Net(), BATCHES)
@@ -132,7 +134,10 @@ def test_it_holds_the_step_that_it_was_asked_for(tmp_path, storage, behind):
                 optimizer["exp_avg"].clone(),
             )
 
-    slow = At(step1=lambda trainer: storage.open.clear(), step3=lambda trainer: storage.open.set())
+    slow = At(
+        step1=lambda trainer: storage.open.clear(),
+        step3=lambda trainer: storage.open.set(),
+    )
     fit(tmp_path, Remembers(), *([slow] if behind else []), async_save=behind)
     for record in checkpoints(tmp_path):
         state = read_checkpoint(record)
@@ -188,7 +193,10 @@ def test_the_end_of_training_waits(tmp_path, storage):
     class Ends(Callback):
         def on_train_end(self, trainer, module):
             found.update(
-                {record.step: verify_checkpoint(record) for record in checkpoints(tmp_path)}
+                {
+                    record.step: verify_checkpoint(record)
+                    for record in checkpoints(tmp_path)
+                }
             )
 
     def opens(trainer):
@@ -209,35 +217,48 @@ def test_an_exception_does_not_cost_the_save_under_way(tmp_path, storage):
         fit(tmp_path, At(step1=lambda trainer: storage.open.clear(), step3=raises))
     assert [record.step for record in checkpoints(tmp_path)] == [2]
     timer.join()
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "checkpoint"
+    ]
 
 
 def test_a_checkpoint_saved_by_hand_is_durable_at_once(tmp_path, storage):
     def saves(trainer):
         trainer.save_checkpoint(tmp_path / "mine")
         assert verify_checkpoint(tmp_path / "mine")
-        assert lookup(tmp_path, "last").name == "step-00000002", "what was under way is there too"
+        assert lookup(tmp_path, "last").name == "step-00000002", (
+            "what was under way is there too"
+        )
 
     fit(tmp_path, At(step3=saves))
 
 
-def test_a_long_wait_and_a_slow_storage_are_reported(tmp_path, storage, capsys, monkeypatch):
+def test_a_long_wait_and_a_slow_storage_are_reported(
+    tmp_path, storage, capsys, monkeypatch
+):
     monkeypatch.setattr(saving, "_SLOW", 0.05)
     monkeypatch.setattr(saving, "_PATIENCE", 0.3)
 
     def opens(trainer):
         time.sleep(0.2)
-        monkeypatch.setattr(saving, "_SLOW", 60.0)  # the saves after this one are not slow
+        monkeypatch.setattr(
+            saving, "_SLOW", 60.0
+        )  # the saves after this one are not slow
         threading.Timer(0.6, storage.open.set).start()
 
     fit(tmp_path, At(step1=lambda trainer: storage.open.clear(), step4=opens))
     said = capsys.readouterr().out
-    assert f"save of step 2 has taken 0 s ({tmp_path}/step-00000002); training continues" in said
+    assert (
+        f"save of step 2 has taken 0 s ({tmp_path}/step-00000002); training continues"
+        in said
+    )
     assert "waiting for the save of step 2" in said
     assert "step 4" not in said
 
 
-def test_a_slow_storage_that_training_waits_for_is_reported(tmp_path, storage, capsys, monkeypatch):
+def test_a_slow_storage_that_training_waits_for_is_reported(
+    tmp_path, storage, capsys, monkeypatch
+):
     monkeypatch.setattr(saving, "_SLOW", 0.3)
     monkeypatch.setattr(saving, "_PATIENCE", 0.05)
 
@@ -260,7 +281,11 @@ def test_the_memory_of_a_save_serves_the_next_one(tmp_path):
             if trainer.global_step in (4, 6):
                 copies = trainer.run.saver.buffers[False]._previous
                 held.append(
-                    {name: copy.data_ptr() for name, copy in copies.items() if copy.numel()}
+                    {
+                        name: copy.data_ptr()
+                        for name, copy in copies.items()
+                        if copy.numel()
+                    }
                 )
 
     fit(tmp_path, Looks())
@@ -291,7 +316,9 @@ def test_every_accelerator_that_was_copied_from_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
     buffers = HostBuffers()
     for number in (1, 0, 1):
-        there = SimpleNamespace(device=torch.device("cuda", number), shape=(), dtype=torch.float32)
+        there = SimpleNamespace(
+            device=torch.device("cuda", number), shape=(), dtype=torch.float32
+        )
         buffers.copy(f"w{len(buffers._current)}", there)
     buffers.end()
     buffers.end()
@@ -329,7 +356,9 @@ def test_a_second_signal_waits_for_no_storage(tmp_path, monkeypatch, capsys, whe
     with pytest.raises(SystemExit) as caught:
         fit(tmp_path, At(step4=ask), every=2)
     assert caught.value.code == 143
-    [writing] = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    [writing] = [
+        thread for thread in threading.enumerate() if thread.name == "checkpoint"
+    ]
     assert writing.daemon, "a process does not wait for it either"
     assert checkpoints(tmp_path) == []
     stalled.set()
@@ -367,9 +396,13 @@ def test_a_refused_save_is_raised_once_and_the_rescue_is_written(tmp_path):
         for name in ("file/below", "theirs"):
             trainer.request_checkpoint("test", Request(tmp_path / name))
 
-    keeper = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=100, save_on_exception=True)
+    keeper = ModelCheckpoint(
+        tmp_path / "kept", every_n_train_steps=100, save_on_exception=True
+    )
     trainer = Trainer(max_epochs=1, callbacks=[keeper, At(step2=ask)], **QUIET)
-    with pytest.raises(CheckpointError, match="theirs: not a checkpoint of this library") as caught:
+    with pytest.raises(
+        CheckpointError, match="theirs: not a checkpoint of this library"
+    ) as caught:
         trainer.fit(Net(), BATCHES)
     assert getattr(caught.value, "__notes__", []) == []
     [rescued] = checkpoints(tmp_path / "kept")
@@ -387,10 +420,23 @@ def fit_with_failures(directory):
 
         return fails
 
-    memory, thread = MemoryError("no host memory"), RuntimeError("can't start new thread")
+    memory, thread = (
+        MemoryError("no host memory"),
+        RuntimeError("can't start new thread"),
+    )
     for place, name, error, elsewhere in (
-        (saving, "take_snapshot", memory, RankError("rank 0: MemoryError: no host memory")),
-        (saving, "Background", thread, RankError("rank 0: RuntimeError: can't start new thread")),
+        (
+            saving,
+            "take_snapshot",
+            memory,
+            RankError("rank 0: MemoryError: no host memory"),
+        ),
+        (
+            saving,
+            "Background",
+            thread,
+            RankError("rank 0: RuntimeError: can't start new thread"),
+        ),
         (
             RunFiles,
             "choose",
@@ -408,9 +454,13 @@ def fit_with_failures(directory):
         with pytest.MonkeyPatch.context() as patch:
             if os.environ["RANK"] == "0":
                 patch.setattr(place, name, failing(error))
-            with pytest.raises(type(expected), match=re.escape(str(expected).splitlines()[0])):
+            with pytest.raises(
+                type(expected), match=re.escape(str(expected).splitlines()[0])
+            ):
                 fit(Path(directory) / name, strategy="ddp", devices=2)
-    assert threading.active_count() == 1, "nor is a slow save told of one that never began"
+    assert threading.active_count() == 1, (
+        "nor is a slow save told of one that never began"
+    )
 
 
 @pytest.mark.world_size(2)
@@ -429,7 +479,9 @@ def test_every_rank_is_notified_at_the_same_step(tmp_path):
     class Asks(Callback):
         def on_train_step_end(self, trainer, module):
             if trainer.global_step % 3 == 0:
-                trainer.request_checkpoint("test", Request(tmp_path / str(trainer.global_step)))
+                trainer.request_checkpoint(
+                    "test", Request(tmp_path / str(trainer.global_step))
+                )
 
     trainer = Trainer(
         max_epochs=1,

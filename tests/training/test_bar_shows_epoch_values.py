@@ -17,7 +17,9 @@ class Counting(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-def test_the_line_of_an_epoch_has_its_own_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_line_of_an_epoch_has_its_own_values(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,

@@ -23,7 +23,10 @@ def test_layers_are_built_once_for_fit_validate_and_a_loaded_checkpoint():
 
     module, data = Builds(), [torch.randn(4, 32) for _ in range(3)]
     trainer = Trainer(
-        max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(module, data, data)
     trained = module.layer.weight.detach().clone()
@@ -32,5 +35,6 @@ def test_layers_are_built_once_for_fit_validate_and_a_loaded_checkpoint():
         (values,) = trainer.validate(each, data, verbose=False)
         assert torch.equal(each.layer.weight, trained)
         assert values["val_loss"] == pytest.approx(
-            sum(float(each(batch).detach().pow(2).mean()) for batch in data) / 3, rel=1e-5
+            sum(float(each(batch).detach().pow(2).mean()) for batch in data) / 3,
+            rel=1e-5,
         )

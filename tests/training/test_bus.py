@@ -46,7 +46,9 @@ def test_a_hook_without_an_override_has_no_listener():
 
 
 def test_every_hook_of_the_specification_has_a_field():
-    assert set(Bus.names()) == {name for name in vars(Callback) if name.startswith("on_")}
+    assert set(Bus.names()) == {
+        name for name in vars(Callback) if name.startswith("on_")
+    }
     assert set(Bus.names()) | {"on_train_epoch_end_late"} == set(Bus.__annotations__)
 
 
@@ -276,5 +278,7 @@ def test_hooks_may_take_anything_or_have_defaults():
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    Trainer(max_steps=1, callbacks=Loose(), barebones=True).fit(Fits(), [torch.ones(1, 1)])
+    Trainer(max_steps=1, callbacks=Loose(), barebones=True).fit(
+        Fits(), [torch.ones(1, 1)]
+    )
     assert heard == ["default", 5]

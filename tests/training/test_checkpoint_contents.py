@@ -72,14 +72,19 @@ def fit_on_ranks(root: str) -> tuple[int, list[Any]]:
         callbacks=drawn,
         min_steps=1,
     )
-    random.seed(trainer.environment.rank), torch.manual_seed(5 + trainer.environment.rank)
+    (
+        random.seed(trainer.environment.rank),
+        torch.manual_seed(5 + trainer.environment.rank),
+    )
     np.random.seed(trainer.environment.rank)
     trainer.fit(Keyed(lr=0.5), BATCHES * 2)
     trainer.save_checkpoint(Path(root) / "c")
     return trainer.global_rank, drawn.at
 
 
-def test_every_generator_of_every_rank_sums_values_and_configuration(tmp_path: Path) -> None:
+def test_every_generator_of_every_rank_sums_values_and_configuration(
+    tmp_path: Path,
+) -> None:
     ranks = run_distributed(fit_on_ranks, 2, str(tmp_path))
     state = read_checkpoint(tmp_path / "c")
     for rank, drawn in ranks:
@@ -92,15 +97,24 @@ def test_every_generator_of_every_rank_sums_values_and_configuration(tmp_path: P
     assert ranks[0][1] != ranks[1][1]
     for own in state["metrics"]:
         running = {
-            name: sums.tolist() for _, name, _, sums, *_ in own["running"] if sums is not None
+            name: sums.tolist()
+            for _, name, _, sums, *_ in own["running"]
+            if sums is not None
         }
         assert running == {} or running["sum"] == [2.0, 2.0]
         assert {"loss", "sum"} <= set(own["callback"]) | set(running)
     assert state["progress"]["step"] == 2
     assert state["hyper_parameters"] == {"lr": 0.5, "api_key": "", "store": None}
-    assert verify_checkpoint(tmp_path / "c")["versions"].keys() == {"trainer_kit", "torch"}
+    assert verify_checkpoint(tmp_path / "c")["versions"].keys() == {
+        "trainer_kit",
+        "torch",
+    }
     about = state["configuration"]
-    assert (about["world_size"], about["module"], about["precision"]) == (2, "Keyed", "32-true")
+    assert (about["world_size"], about["module"], about["precision"]) == (
+        2,
+        "Keyed",
+        "32-true",
+    )
     assert (
         about["trainer"]["max_steps"],
         about["trainer"]["min_steps"],
@@ -110,7 +124,9 @@ def test_every_generator_of_every_rank_sums_values_and_configuration(tmp_path: P
     assert "DistributedDataParallel" in about["strategy"]
 
 
-def test_a_restored_state_never_overrides_the_current_configuration(tmp_path: Path) -> None:
+def test_a_restored_state_never_overrides_the_current_configuration(
+    tmp_path: Path,
+) -> None:
     Trainer(max_steps=2, barebones=True, accelerator="cpu", gradient_clip_val=0.5).fit(
         module := Keyed(), BATCHES
     )
@@ -130,10 +146,14 @@ def test_secrets_are_masked_and_asked_for(tmp_path: Path) -> None:
         assert b"hush" not in file.read_bytes(), file
     assert read_checkpoint(tmp_path / "c")["datamodule_hyper_parameters"]["size"] == 3
     with pytest.raises(
-        ConfigurationError, match="only the repr of these hyperparameters: api_key, store"
+        ConfigurationError,
+        match="only the repr of these hyperparameters: api_key, store",
     ):
         Keyed.load_from_checkpoint(tmp_path / "c")
-    assert Keyed.load_from_checkpoint(tmp_path / "c", api_key="new", store=None).hparams.lr == 0.1
+    assert (
+        Keyed.load_from_checkpoint(tmp_path / "c", api_key="new", store=None).hparams.lr
+        == 0.1
+    )
 
 
 def test_arguments_are_plain_and_name_no_address() -> None:
@@ -153,7 +173,11 @@ def test_arguments_are_plain_and_name_no_address() -> None:
     assert json.loads(json.dumps(plain)) == plain
     assert "0x" not in str(plain)
     assert plain == {
-        "callbacks": ["EarlyStopping(monitor='val_loss', mode='min')", Own.__qualname__, "Drawn"],
+        "callbacks": [
+            "EarlyStopping(monitor='val_loss', mode='min')",
+            Own.__qualname__,
+            "Drawn",
+        ],
         "max_time": "1:00:00",
         "default_root_dir": "a/b",
         "plugins": "torch.float16",
@@ -163,7 +187,9 @@ def test_arguments_are_plain_and_name_no_address() -> None:
 
 
 def test_equal_states_give_equal_bytes(tmp_path: Path) -> None:
-    trainer = Trainer(max_steps=2, barebones=True, accelerator="cpu", callbacks=[Drawn()])
+    trainer = Trainer(
+        max_steps=2, barebones=True, accelerator="cpu", callbacks=[Drawn()]
+    )
     trainer.fit(TinyModule(), BATCHES)
     for name in ("a", "b"):
         trainer.save_checkpoint(tmp_path / name)
@@ -171,9 +197,9 @@ def test_equal_states_give_equal_bytes(tmp_path: Path) -> None:
     assert files == sorted(file.name for file in (tmp_path / "b").iterdir())
     for name in files:
         if name != "manifest.json":
-            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), (
-                name
-            )
+            assert (tmp_path / "a" / name).read_bytes() == (
+                tmp_path / "b" / name
+            ).read_bytes(), name
     first, second = (read_manifest(tmp_path / name) for name in ("a", "b"))
     assert first.pop("committed") < second.pop("committed")
     assert first == second
@@ -216,7 +242,10 @@ def test_loggers_go_on_with_their_runs_in_the_same_directory(
         }
         options["log_every_n_steps"] = 1
         trainer = Trainer(
-            max_steps=1 if ckpt is None else 2, logger=loggers, callbacks=keeper, **options
+            max_steps=1 if ckpt is None else 2,
+            logger=loggers,
+            callbacks=keeper,
+            **options,
         )
         if ckpt is not None:
             keeper.load_state_dict = lambda state: None  # type: ignore[method-assign]
@@ -225,7 +254,11 @@ def test_loggers_go_on_with_their_runs_in_the_same_directory(
 
     before = fit(tmp_path / "run")
     after = fit(
-        tmp_path / ("run" if same else "other"), given, tmp_path / "kept-run" / "step-00000001"
+        tmp_path / ("run" if same else "other"),
+        given,
+        tmp_path / "kept-run" / "step-00000001",
     )
     assert (after[0].run == before[0].run) is same
-    assert [logger.version for logger in after[1:]] == [given if given else 0 if same else 1] * 3
+    assert [logger.version for logger in after[1:]] == [
+        given if given else 0 if same else 1
+    ] * 3

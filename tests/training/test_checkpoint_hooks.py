@@ -14,7 +14,11 @@ from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.checkpoint.read import OF_A_RUN
 from trainer_kit.testing import TinyModule
 
-QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+}
 
 
 class Keeps(TinyModule):
@@ -46,7 +50,11 @@ def batches(count: int = 4) -> list[torch.Tensor]:
 
 
 def fit(
-    module: TinyModule, *, epochs: int = 1, trainer: dict[str, Any] | None = None, **options: Any
+    module: TinyModule,
+    *,
+    epochs: int = 1,
+    trainer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tk.Trainer:
     made = tk.Trainer(max_epochs=epochs, **{**QUIET, "devices": 1, **(trainer or {})})
     made.fit(module, batches(), **options)
@@ -78,7 +86,9 @@ def test_load_from_checkpoint(saved: tuple[Keeps, Path, Path]) -> None:
         check(module, saved[0])
         assert module.lr == 0.2
         assert module.seen["global_step"] == 4
-        assert ("optimizer_states" in module.seen) == (path == saved[1]), "everything that is there"
+        assert ("optimizer_states" in module.seen) == (path == saved[1]), (
+            "everything that is there"
+        )
 
 
 class Starts(Keeps):
@@ -94,7 +104,10 @@ def test_a_new_run_from_the_weights(saved: tuple[Keeps, Path, Path]) -> None:
         trainer = fit(module, ckpt_path=path, load_weights_only=True)
         check(module, saved[0])
         assert trainer.global_step == 4, "it starts at step 0"
-        assert (module.seen["global_step"], module.seen["hyper_parameters"]) == (4, {"lr": 0.2})
+        assert (module.seen["global_step"], module.seen["hyper_parameters"]) == (
+            4,
+            {"lr": 0.2},
+        )
         assert not module.seen.keys() & OF_A_RUN
 
 
@@ -107,14 +120,20 @@ def test_evaluation_and_a_resumed_run(saved: tuple[Keeps, Path, Path]) -> None:
     check(again, saved[0])
 
 
-def test_a_file_that_lightning_wrote(saved: tuple[Keeps, Path, Path], tmp_path: Path) -> None:
+def test_a_file_that_lightning_wrote(
+    saved: tuple[Keeps, Path, Path], tmp_path: Path
+) -> None:
     content = {
         "state_dict": saved[0].state_dict(),
         "hyper_parameters": {"lr": 0.2},
         "epoch": 1,
         "global_step": 4,
     }
-    content |= {"optimizer_states": [{}], "loops": {}, "pytorch-lightning_version": "2.6.0"}
+    content |= {
+        "optimizer_states": [{}],
+        "loops": {},
+        "pytorch-lightning_version": "2.6.0",
+    }
     saved[0].on_save_checkpoint(content)
     torch.save(content, tmp_path / "theirs.ckpt")
     check(Keeps.load_from_checkpoint(tmp_path / "theirs.ckpt"), saved[0])
@@ -174,4 +193,7 @@ def test_ranks_that_hold_parts(tmp_path: Path) -> None:
     assert again.vocabulary["words"] == ["a", "b"]
     assert torch.equal(whole(again.vocabulary["counts"]), torch.tensor([3, 4]))
     assert torch.equal(whole(again.layer.weight), whole(module.layer.weight))
-    assert KeepsParts.load_from_checkpoint(tmp_path / "full").vocabulary["words"] == ["a", "b"]
+    assert KeepsParts.load_from_checkpoint(tmp_path / "full").vocabulary["words"] == [
+        "a",
+        "b",
+    ]

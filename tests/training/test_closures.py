@@ -43,7 +43,12 @@ class SAM(torch.optim.Optimizer):
         return loss
 
     def climb(self) -> dict[nn.Parameter, Tensor]:
-        mine = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        mine = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         norm = torch.stack([p.grad.pow(2).sum() for p in mine]).sum().sqrt()
         before = {p: p.detach().clone() for p in mine}
         for p in mine:
@@ -109,7 +114,9 @@ class Counts(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def plain_sam(net: nn.Module, windows: list[list[Batch]], clip: float | None = None) -> nn.Module:
+def plain_sam(
+    net: nn.Module, windows: list[list[Batch]], clip: float | None = None
+) -> nn.Module:
     """The loop that people write."""
     optimizer = SAM(net.parameters())
     for window in windows:
@@ -142,10 +149,16 @@ def test_a_closure_computes_gradients_at_the_weights_of_its_call(
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_a_closure_repeats_the_whole_window_with_the_same_clipping(clip: float | None) -> None:
+def test_a_closure_repeats_the_whole_window_with_the_same_clipping(
+    clip: float | None,
+) -> None:
     batches, net = make_batches(5, last=2), make_net()
-    train(Classifier(net, sam), batches, accumulate_grad_batches=2, gradient_clip_val=clip)
-    assert_same(net, plain_sam(make_net(), [batches[:2], batches[2:4], batches[4:]], clip))
+    train(
+        Classifier(net, sam), batches, accumulate_grad_batches=2, gradient_clip_val=clip
+    )
+    assert_same(
+        net, plain_sam(make_net(), [batches[:2], batches[2:4], batches[4:]], clip)
+    )
 
 
 def test_a_closure_that_is_called_once_costs_no_second_forward() -> None:
@@ -176,11 +189,17 @@ def test_progress_logs_and_hooks_of_batches_see_a_window_once() -> None:
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             seen.append("before step")
 
-        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, outputs: Any, batch: Batch, batch_idx: int
+        ) -> None:
             seen.append(("end", outputs["loss"].item()))
 
     trainer = train(Listens(make_net(), sam), make_batches(1))
-    assert (trainer.progress.step, trainer.progress.batch, trainer.progress.samples) == (1, 1, 6)
+    assert (
+        trainer.progress.step,
+        trainer.progress.batch,
+        trainer.progress.samples,
+    ) == (1, 1, 6)
     first, second = (
         value
         for name, value in (item for item in seen if isinstance(item, tuple))
@@ -241,7 +260,8 @@ def test_dropout_draws_the_same_at_both_points() -> None:
 @pytest.mark.parametrize("module", [Classifier, ByHand])
 def test_scaled_gradients_cannot_be_computed_again(module: type[Classifier]) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"(?s)SAM evaluates the loss again.*scaled gradients.*bf16"
+        ConfigurationError,
+        match=r"(?s)SAM evaluates the loss again.*scaled gradients.*bf16",
     ):
         train(module(make_net(), sam), make_batches(2), precision="16-mixed")
     own = module(make_net(), lambda net: Once(net.parameters(), lr=0.1))
@@ -257,12 +277,18 @@ def whole(batches: list[Batch]) -> list[Batch]:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_climb_and_descend_as_one(strategy: str) -> None:
     batches = make_batches(6, last=3)
-    module = ByHand(make_net(), sam) if strategy == "ddp" else Classifier(make_net(), sam)
+    module = (
+        ByHand(make_net(), sam) if strategy == "ddp" else Classifier(make_net(), sam)
+    )
     train(module, batches, accumulate_grad_batches=2, strategy=strategy, devices=2)
     expected = plain_sam(make_net(), [batches[:4], batches[4:]])
     found = module.net.state_dict()
     for name, value in expected.state_dict().items():
-        mine = found[name].full_tensor() if hasattr(found[name], "full_tensor") else found[name]
+        mine = (
+            found[name].full_tensor()
+            if hasattr(found[name], "full_tensor")
+            else found[name]
+        )
         torch.testing.assert_close(mine, value, rtol=1e-5, atol=1e-6)
 
 
@@ -331,7 +357,9 @@ class Silent(Classifier):
 def test_a_run_without_a_loss_is_an_error_once_an_epoch_is_over() -> None:
     class Late(Silent):
         def training_step(self, batch: Batch, batch_idx: int) -> Any:
-            return Classifier.training_step(self, batch, batch_idx) if batch_idx else None
+            return (
+                Classifier.training_step(self, batch, batch_idx) if batch_idx else None
+            )
 
     with pytest.raises(
         ConfigurationError,
@@ -369,7 +397,9 @@ class Drops(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("by_closure", [False, True])
-def test_manual_steps_of_an_optimizer_that_drops_gradients_itself_train(by_closure: bool) -> None:
+def test_manual_steps_of_an_optimizer_that_drops_gradients_itself_train(
+    by_closure: bool,
+) -> None:
     class Manual(Classifier):
         automatic_optimization = False
 
@@ -391,7 +421,9 @@ def test_manual_steps_of_an_optimizer_that_drops_gradients_itself_train(by_closu
     net = make_net()
     before = [parameter.detach().clone() for parameter in net.parameters()]
     train(Manual(net), make_batches(2))
-    assert all(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert all(
+        not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -422,9 +454,13 @@ def test_an_optimizer_with_foreign_parameters_warns_that_they_are_not_saved(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     scale = nn.Parameter(torch.ones(()))
-    trainer = tk.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer = tk.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False
+    )
     trainer.fit(
-        Classifier(make_net(), lambda net: torch.optim.SGD([*net.parameters(), scale], lr=0.1)),
+        Classifier(
+            make_net(), lambda net: torch.optim.SGD([*net.parameters(), scale], lr=0.1)
+        ),
         make_batches(1),
     )
     assert (

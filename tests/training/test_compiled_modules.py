@@ -50,7 +50,13 @@ def fit(module, steps=2, ckpt_path=None, callbacks=(), **options):
         "accelerator": "cpu",
     }
     trainer = tk.Trainer(
-        **{**quiet, "devices": 1, "max_steps": steps, "callbacks": list(callbacks), **options}
+        **{
+            **quiet,
+            "devices": 1,
+            "max_steps": steps,
+            "callbacks": list(callbacks),
+            **options,
+        }
     )
     trainer.fit(module, BATCHES, ckpt_path=ckpt_path)
     return trainer
@@ -73,7 +79,9 @@ def assert_equal_weights(first, second):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_compiled_and_plain_modules_continue_each_other(compiled, tmp_path):
     module = make(compiled)
-    fit(module, callbacks=[EMAWeightAveraging(decay=0.5)]).save_checkpoint(tmp_path / "c")
+    fit(module, callbacks=[EMAWeightAveraging(decay=0.5)]).save_checkpoint(
+        tmp_path / "c"
+    )
     state = read_checkpoint(tmp_path / "c")
     assert "_orig_mod" not in (tmp_path / "c" / "state.json").read_text()
     assert sorted(state["model"]) == NAMES
@@ -94,14 +102,20 @@ def test_a_checkpoint_with_the_names_of_wrappers_is_continued(tmp_path):
     state = read_checkpoint(tmp_path / "c")
 
     def wrapped(name):
-        return name.replace("net.", "net._orig_mod.").replace("inner.", "inner._orig_mod.")
+        return name.replace("net.", "net._orig_mod.").replace(
+            "inner.", "inner._orig_mod."
+        )
 
     [optimizer] = state["optimizer_states"]
-    optimizer["state"] = {wrapped(name): value for name, value in optimizer["state"].items()}
+    optimizer["state"] = {
+        wrapped(name): value for name, value in optimizer["state"].items()
+    }
     for group in optimizer["param_groups"]:
         group["params"] = [wrapped(name) for name in group["params"]]
     state["model"] = {wrapped(name): value for name, value in state["model"].items()}
-    tk.checkpoint.write_checkpoint(tmp_path / "old", state, info={"step": 2, "epoch": 0})
+    tk.checkpoint.write_checkpoint(
+        tmp_path / "old", state, info={"step": 2, "epoch": 0}
+    )
     for compiled in (True, False):
         whole, resumed = make(False), make(compiled, seed=1)
         fit(whole, 4)
@@ -128,7 +142,9 @@ def test_a_compiled_train_module_is_fitted_and_its_step_is_compiled(tmp_path):
     assert_equal_weights(module.parameters(), plain.parameters())
     trainer.save_checkpoint(tmp_path / "c")
     assert sorted(read_checkpoint(tmp_path / "c")["model"]) == NAMES
-    trainer.validate(torch.compile(Validates(), backend="eager"), BATCHES, verbose=False)
+    trainer.validate(
+        torch.compile(Validates(), backend="eager"), BATCHES, verbose=False
+    )
     assert trainer.callback_metrics["val"] == 1.0
     fit(module)  # later fits of the plain module do not compile
     assert trainer.explain(compiled, BATCHES)
@@ -167,7 +183,10 @@ def test_an_accelerator_saves_plain_names_and_loads_them(tmp_path):
         accelerator.save_state(tmp_path / f"state-{compiled}")
         assert sorted(read_weights(tmp_path / f"model-{compiled}")) == NAMES
         assert sorted(accelerator.get_state_dict(model)) == NAMES
-        assert "_orig_mod" not in (tmp_path / f"state-{compiled}" / "state.json").read_text()
+        assert (
+            "_orig_mod"
+            not in (tmp_path / f"state-{compiled}" / "state.json").read_text()
+        )
         accelerator.free_memory()
         other = accelerator.prepare(make(not compiled, seed=1))
         accelerator.prepare(torch.optim.AdamW(other.parameters(), lr=0.1))
@@ -197,7 +216,9 @@ def test_weights_that_are_not_loaded_are_named_wherever_loading_is_not_strict(tm
     with pytest.warns(UserWarning, match=DIFFERENCE):
         Net.load_from_checkpoint(tmp_path / "c", strict=False, name="new")
     with pytest.warns(UserWarning, match=DIFFERENCE):
-        trainer.fit(Loose(name="new"), BATCHES, ckpt_path=tmp_path / "c", load_weights_only=True)
+        trainer.fit(
+            Loose(name="new"), BATCHES, ckpt_path=tmp_path / "c", load_weights_only=True
+        )
     with pytest.warns(UserWarning, match=DIFFERENCE):
         trainer.predict(Predicts(name="new"), BATCHES, ckpt_path=tmp_path / "c")
     accelerator = tk.Accelerator(cpu=True)
@@ -211,7 +232,9 @@ def test_weights_that_are_not_loaded_are_named_wherever_loading_is_not_strict(tm
     fabric = tk.Fabric(accelerator="cpu", devices=1)
     fabric.save(tmp_path / "fabric", {"model": fabric.setup(Net(name="net"))})
     with pytest.warns(UserWarning, match=DIFFERENCE):
-        fabric.load(tmp_path / "fabric", {"model": fabric.setup(Net(name="new"))}, strict=False)
+        fabric.load(
+            tmp_path / "fabric", {"model": fabric.setup(Net(name="new"))}, strict=False
+        )
 
 
 class Predicts(Loose):
@@ -219,7 +242,9 @@ class Predicts(Loose):
         return 0
 
 
-def test_the_line_is_bounded_and_there_is_none_if_all_weights_are_loaded(tmp_path, recwarn):
+def test_the_line_is_bounded_and_there_is_none_if_all_weights_are_loaded(
+    tmp_path, recwarn
+):
     fit(make(False)).save_checkpoint(tmp_path / "c")
     Net.load_from_checkpoint(tmp_path / "c", strict=False)
     assert not recwarn.list
@@ -240,7 +265,8 @@ def test_names_are_reported_under_fsdp(tmp_path):
     module.head = nn.Linear(1, 1)
     if rank == 0:
         with pytest.warns(
-            UserWarning, match=r"keeps its own values: head\.bias, head\.weight \(keys: 2\)"
+            UserWarning,
+            match=r"keeps its own values: head\.bias, head\.weight \(keys: 2\)",
         ):
             trained(module, tmp_path / "c")
     else:

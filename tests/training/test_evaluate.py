@@ -137,7 +137,11 @@ def test_evaluation_sets_modes_and_gradients_and_restores_them(mode):
     module.dropout.eval()
     evaluate(module, loader(1), inference_mode=mode)
     assert seen == [(False, False, False, False, mode)] * 3
-    assert (module.training, module.norm.training, module.dropout.training) == (True, True, False)
+    assert (module.training, module.norm.training, module.dropout.training) == (
+        True,
+        True,
+        False,
+    )
     assert torch.is_grad_enabled()
 
 
@@ -289,4 +293,6 @@ def test_two_ranks_see_every_sample_once():
             self.log("sum", batch.sum(), reduce_fx="sum")
 
     made = Trainer(accelerator="cpu", strategy="ddp", devices=2, barebones=True)
-    assert made.test(Counts(), loader(7), verbose=False) == [{"count": 7.0, "sum": 21.0}]
+    assert made.test(Counts(), loader(7), verbose=False) == [
+        {"count": 7.0, "sum": 21.0}
+    ]

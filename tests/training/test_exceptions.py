@@ -19,7 +19,11 @@ from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.precision import MixedPrecision
 
-QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+QUIET = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 TOLD = ["C1", "C2", "late", "M", "D"]
 TORN_DOWN = ["D", "C1", "C2", "late", "M"]
 
@@ -28,19 +32,36 @@ class Boom(Exception):
     pass
 
 
-CALLBACK = [name for name in vars(Callback) if name.startswith("on_") or name == "setup"]
+CALLBACK = [
+    name for name in vars(Callback) if name.startswith("on_") or name == "setup"
+]
 MODULE = [
     *(name for name in vars(ModuleHooks) if name.startswith("on_")),
-    *("training_step", "validation_step", "test_step", "predict_step", "backward", "loss_weight"),
+    *(
+        "training_step",
+        "validation_step",
+        "test_step",
+        "predict_step",
+        "backward",
+        "loss_weight",
+    ),
     *(
         "configure_callbacks",
         "configure_model",
         "configure_optimizers",
         "configure_gradient_clipping",
     ),
-    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "prepare_data", "setup"),
+    *(
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "lr_scheduler_step",
+        "prepare_data",
+        "setup",
+    ),
 ]
-DATA = [name for name in vars(DataHooks) if not name.startswith("__") and name != "teardown"]
+DATA = [
+    name for name in vars(DataHooks) if not name.startswith("__") and name != "teardown"
+]
 PLACES = (
     [("C1", name) for name in CALLBACK]
     + [("M", name) for name in MODULE]
@@ -62,7 +83,9 @@ class Asks(Callback):
 
 
 def fit(module=None, batches=3, *callbacks, **options):
-    trainer = Trainer(max_epochs=1, logger=False, callbacks=list(callbacks), **{**QUIET, **options})
+    trainer = Trainer(
+        max_epochs=1, logger=False, callbacks=list(callbacks), **{**QUIET, **options}
+    )
     trainer.fit(module or Tiny(), [torch.ones(2, 2)] * batches)
     return trainer
 
@@ -76,7 +99,9 @@ def call(trainer, cast, hook, tmp_path):
 
 def notes(error):
     """Without the one that names the step and its batch."""
-    return [note for note in getattr(error, "__notes__", []) if "_step; batch" not in note]
+    return [
+        note for note in getattr(error, "__notes__", []) if "_step; batch" not in note
+    ]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +122,11 @@ def test_an_exception_anywhere_arrives_unchanged_and_everything_is_undone(
         logger=logger,
         callbacks=[
             *cast.callbacks,
-            *([Asks()] if hook in ("on_save_checkpoint", "on_checkpoint_committed") else []),
+            *(
+                [Asks()]
+                if hook in ("on_save_checkpoint", "on_checkpoint_committed")
+                else []
+            ),
         ],
         deterministic=True,
         precision="bf16-mixed",
@@ -135,7 +164,9 @@ def test_an_exception_anywhere_arrives_unchanged_and_everything_is_undone(
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_stop_iteration_of_a_loss_weight_does_not_pass_for_the_end_of_the_epoch(batches):
+def test_stop_iteration_of_a_loss_weight_does_not_pass_for_the_end_of_the_epoch(
+    batches,
+):
     class Fails(Tiny):
         def loss_weight(self, batch):
             if batch[0, 0] == 3.0:
@@ -143,7 +174,9 @@ def test_stop_iteration_of_a_loss_weight_does_not_pass_for_the_end_of_the_epoch(
             return 1.0
 
     trap = StopIteration("a reason")
-    trainer = Trainer(max_epochs=1, logger=False, accumulate_grad_batches=batches, **QUIET)
+    trainer = Trainer(
+        max_epochs=1, logger=False, accumulate_grad_batches=batches, **QUIET
+    )
     with pytest.raises(RuntimeError) as caught:
         trainer.fit(Fails(), [torch.full((2, 2), float(n)) for n in range(6)])
     assert caught.value.__cause__ is trap
@@ -152,7 +185,8 @@ def test_stop_iteration_of_a_loss_weight_does_not_pass_for_the_end_of_the_epoch(
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize(
-    "hook", ["setup", "on_sanity_check_start", "on_train_batch_end", "on_validation_end"]
+    "hook",
+    ["setup", "on_sanity_check_start", "on_train_batch_end", "on_validation_end"],
 )
 def test_base_exceptions_are_passed_on_too(make_cast, tmp_path, hook, kind):
     cast, logger = make_cast(), Recorder()
@@ -163,12 +197,16 @@ def test_base_exceptions_are_passed_on_too(make_cast, tmp_path, hook, kind):
     assert caught.value is trap
     assert cast.log.who("on_exception") == TOLD
     assert cast.log.who("teardown") == TORN_DOWN
-    assert logger.finalized == ["interrupted" if kind is KeyboardInterrupt else "failed"]
+    assert logger.finalized == [
+        "interrupted" if kind is KeyboardInterrupt else "failed"
+    ]
 
 
 @pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize("who", TORN_DOWN)
-def test_an_exception_in_teardown_arrives_when_all_others_were_torn_down(make_cast, verb, who):
+def test_an_exception_in_teardown_arrives_when_all_others_were_torn_down(
+    make_cast, verb, who
+):
     cast, logger = make_cast(), Recorder()
     trainer = Trainer(max_epochs=1, logger=logger, callbacks=cast.callbacks, **QUIET)
     trap = cast.log.traps[who, "teardown"] = Boom("late")
@@ -288,7 +326,9 @@ def test_switches_of_torch_hold_during_the_fit_only(deterministic):
             raise Boom("inside")
 
     with pytest.raises(Boom):
-        fit(Looks(), 1, deterministic=deterministic, detect_anomaly=True, benchmark=True)
+        fit(
+            Looks(), 1, deterministic=deterministic, detect_anomaly=True, benchmark=True
+        )
     assert seen == [(True, deterministic == "warn", True, True)]
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.is_anomaly_enabled()
@@ -422,7 +462,9 @@ def test_a_trainer_trains_like_a_new_one_after_a_failed_fit():
 
     torch.manual_seed(0)
     broken, whole = Fails(), Fails()
-    data = DataLoader(torch.arange(24.0).reshape(12, 2) / 24, batch_size=2, shuffle=True)
+    data = DataLoader(
+        torch.arange(24.0).reshape(12, 2) / 24, batch_size=2, shuffle=True
+    )
     trainer = Trainer(max_epochs=2, logger=False, seed=5, **QUIET)
     start = {name: value.clone() for name, value in broken.state_dict().items()}
     with pytest.raises(Boom):
@@ -482,10 +524,14 @@ def test_save_on_exception_saves_the_completed_steps(tmp_path):
     with pytest.raises(Boom) as caught:
         fit(Fails(), 3, keeper, enable_checkpointing=True)
     assert notes(caught.value) == []
-    assert [path.name for path in (tmp_path / "kept").glob("step-*")] == ["step-00000002"]
+    assert [path.name for path in (tmp_path / "kept").glob("step-*")] == [
+        "step-00000002"
+    ]
 
 
-@pytest.mark.parametrize("hook", ["training_step", "on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize(
+    "hook", ["training_step", "on_after_backward", "on_before_optimizer_step"]
+)
 def test_a_window_that_failed_runs_again_after_a_resume(tmp_path, hook):
     from trainer_kit.callbacks import ModelCheckpoint
 
@@ -520,7 +566,9 @@ def test_a_window_that_failed_runs_again_after_a_resume(tmp_path, hook):
     broken.fails = True
     with pytest.raises(Boom):
         Trainer(
-            callbacks=ModelCheckpoint(dirpath=tmp_path / "kept", save_on_exception=True),
+            callbacks=ModelCheckpoint(
+                dirpath=tmp_path / "kept", save_on_exception=True
+            ),
             **{**options, "enable_checkpointing": True},
         ).fit(broken, data)
     Trainer(**options).fit(resumed, data, ckpt_path=tmp_path / "kept" / "step-00000001")

@@ -73,14 +73,17 @@ def by_hand(make, clip=None):
             nn.functional.mse_loss(net(x), y).backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(
-                    [p for group in optimizer.param_groups for p in group["params"]], clip
+                    [p for group in optimizer.param_groups for p in group["params"]],
+                    clip,
                 )
             optimizer.step()
     return net
 
 
 def momentum_later(net, epoch):
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) if epoch == 1 else None
+    return (
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) if epoch == 1 else None
+    )
 
 
 def stages(net, epoch):
@@ -97,7 +100,8 @@ def test_the_run_continues_with_the_new_optimizer(make, clip):
     for name, weight in expected.state_dict().items():
         assert torch.equal(module.state_dict()[name], weight), name
     assert isinstance(
-        trainer.optimizers[0], torch.optim.SGD if make is momentum_later else torch.optim.Adam
+        trainer.optimizers[0],
+        torch.optim.SGD if make is momentum_later else torch.optim.Adam,
     )
 
 
@@ -105,7 +109,9 @@ def test_the_run_continues_with_the_new_optimizer(make, clip):
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_several_ranks(strategy):
-    module, _ = fitted(momentum_later, strategy=strategy, devices="auto", global_batch_size=4)
+    module, _ = fitted(
+        momentum_later, strategy=strategy, devices="auto", global_batch_size=4
+    )
     weights = {name: value.full_tensor() if hasattr(value, "full_tensor") else value
                for name, value in module.state_dict().items()}  # fmt: skip
     torch.testing.assert_close(
@@ -177,7 +183,10 @@ def test_only_a_list_of_optimizers_is_accepted():
                     trainer.optimizers = wrap(made)  # noqa: B023
 
         trainer = tk.Trainer(
-            max_epochs=3, accelerator="cpu", barebones=True, callbacks=[Other(momentum_later)]
+            max_epochs=3,
+            accelerator="cpu",
+            barebones=True,
+            callbacks=[Other(momentum_later)],
         )
         trainer.fit(module, DataLoader(points(), batch_size=4))
         assert torch.equal(module.last.weight, one.last.weight)
@@ -190,7 +199,9 @@ def test_only_a_list_of_optimizers_is_accepted():
         def on_train_epoch_start(self, trainer, pl_module):
             trainer.optimizers[0] = torch.optim.SGD(pl_module.parameters(), lr=0.1)
 
-    trainer = tk.Trainer(max_epochs=3, accelerator="cpu", barebones=True, callbacks=[Item()])
+    trainer = tk.Trainer(
+        max_epochs=3, accelerator="cpu", barebones=True, callbacks=[Item()]
+    )
     with pytest.raises(tk.ConfigurationError, match=r"must be set together"):
         trainer.fit(Net(), DataLoader(points(), batch_size=4))
 
@@ -203,7 +214,9 @@ def test_a_group_that_is_added_to_the_new_optimizer_is_trained():
             added.append(torch.optim.SGD(net.last.parameters(), lr=0.1))
             return added[-1]
         if epoch == 2:
-            added[-1].add_param_group({"params": list(net.first.parameters()), "lr": 0.02})
+            added[-1].add_param_group(
+                {"params": list(net.first.parameters()), "lr": 0.02}
+            )
         return None
 
     module, _ = fitted(make, gradient_clip_val=0.5)
@@ -279,7 +292,9 @@ def trained(callback, path, epochs, ckpt_path=None):
 def test_a_run_that_resumes_sets_them_when_it_loads(tmp_path, make):
     whole = trained(Halving(make), tmp_path / "whole", 4)
     trained(Halving(make), tmp_path / "first", 3)
-    resumed = trained(Resuming(make), tmp_path / "first", 4, tmp_path / "first" / "step-00000012")
+    resumed = trained(
+        Resuming(make), tmp_path / "first", 4, tmp_path / "first" / "step-00000012"
+    )
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
     trainer = tk.Trainer(accelerator="cpu", barebones=True, callbacks=[Resuming(make)])
@@ -291,7 +306,9 @@ def test_a_run_that_resumes_sets_them_when_it_loads(tmp_path, make):
     with pytest.raises(
         tk.CheckpointError, match=r"(?s)had replaced this optimizer.*on_load_checkpoint"
     ):
-        trained(Halving(make), tmp_path / "first", 4, tmp_path / "first" / "step-00000012")
+        trained(
+            Halving(make), tmp_path / "first", 4, tmp_path / "first" / "step-00000012"
+        )
 
 
 def test_new_state_of_the_configured_optimizer_resumes_without_a_hook(tmp_path):
@@ -300,16 +317,24 @@ def test_new_state_of_the_configured_optimizer_resumes_without_a_hook(tmp_path):
 
     whole = trained(Exchange(again), tmp_path / "whole", 4)
     trained(Exchange(again), tmp_path / "first", 3)
-    resumed = trained(Exchange(again), tmp_path / "first", 4, tmp_path / "first" / "step-00000012")
+    resumed = trained(
+        Exchange(again), tmp_path / "first", 4, tmp_path / "first" / "step-00000012"
+    )
     assert torch.equal(resumed.last.weight, whole.last.weight)
 
 
 def test_a_restored_state_that_is_dropped_is_named(tmp_path, capsys):
     trained(Exchange(momentum_later), tmp_path / "first", 1)
     assert "drops the state" not in capsys.readouterr().out
-    trained(Exchange(momentum_later), tmp_path / "first", 2, tmp_path / "first" / "step-00000004")
+    trained(
+        Exchange(momentum_later),
+        tmp_path / "first",
+        2,
+        tmp_path / "first" / "step-00000004",
+    )
     assert (
-        "drops the state of the optimizers that the checkpoint restored" in capsys.readouterr().out
+        "drops the state of the optimizers that the checkpoint restored"
+        in capsys.readouterr().out
     )
 
 
@@ -332,12 +357,15 @@ def test_another_number_and_no_run():
         def on_train_epoch_start(self, trainer, pl_module):
             trainer.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.1)] * 2
 
-    trainer = tk.Trainer(max_epochs=1, accelerator="cpu", barebones=True, callbacks=[Two(None)])
+    trainer = tk.Trainer(
+        max_epochs=1, accelerator="cpu", barebones=True, callbacks=[Two(None)]
+    )
     with pytest.raises(tk.ConfigurationError, match="2 in the place of 1"):
         trainer.fit(Net(), DataLoader(points(), batch_size=4))
     trainer = tk.Trainer(max_epochs=1, accelerator="cpu", barebones=True)
     with pytest.raises(
-        tk.ConfigurationError, match=r"(?s)only while fit runs.*in a hook.*if trainer.training"
+        tk.ConfigurationError,
+        match=r"(?s)only while fit runs.*in a hook.*if trainer.training",
     ):
         trainer.optimizers = []
     with pytest.raises(tk.StrategyError, match=r"trainer\.optimizers = "):

@@ -56,7 +56,9 @@ def trainer(**options):
 
 def lines(text):
     return {
-        line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()
+        line.split()[0]: " ".join(line.split()[1:])
+        for line in text.splitlines()
+        if line.strip()
     }
 
 
@@ -125,9 +127,9 @@ def test_it_shows_batches_and_steps_of_an_epoch():
 
 
 def test_limits_count():
-    assert lines(trainer(limit_train_batches=5).explain(Net(), loader()))["steps/epoch"].startswith(
-        "5 "
-    )
+    assert lines(trainer(limit_train_batches=5).explain(Net(), loader()))[
+        "steps/epoch"
+    ].startswith("5 ")
 
 
 def test_unknown_numbers_are_named_as_unknown():
@@ -150,7 +152,9 @@ def test_the_loop_lists_listeners_in_order():
     assert found["on_validation_end"] == "First, Second"
     assert found["on_train_epoch_end"].endswith("Second")
     assert (
-        text.index("on_train_start") < text.index("training_step") < text.index("on_validation_end")
+        text.index("on_train_start")
+        < text.index("training_step")
+        < text.index("on_validation_end")
     )
 
 
@@ -163,8 +167,12 @@ def test_hooks_without_listeners_are_left_out():
 def test_validation_is_shown_if_the_module_has_a_validation_step():
     assert "validation_step" not in trainer().explain(Net(), loader())
     assert "validation_step" in trainer().explain(Validates(), loader())
-    assert "validation_step" in trainer().explain(type("Heir", (Validates,), {})(), loader())
-    assert "validation_step" not in trainer(limit_val_batches=0).explain(Validates(), loader())
+    assert "validation_step" in trainer().explain(
+        type("Heir", (Validates,), {})(), loader()
+    )
+    assert "validation_step" not in trainer(limit_val_batches=0).explain(
+        Validates(), loader()
+    )
 
 
 def test_it_shows_clipping_and_the_owner_of_the_step():
@@ -178,11 +186,18 @@ def test_it_shows_clipping_and_the_owner_of_the_step():
 def test_it_shows_the_memory_and_traffic_of_a_rank():
     module = Net()
     text = trainer(devices=2, accumulate_grad_batches=4).explain(module, loader())
-    assert "a rank holds 8 B of parameters, 8 B of gradients, 0 B of optimizer state" in text
+    assert (
+        "a rank holds 8 B of parameters, 8 B of gradients, 0 B of optimizer state"
+        in text
+    )
     assert "a step sends gradients: all-reduce over 2 ranks" in text
-    text = trainer(devices=2, strategy="fsdp", accumulate_grad_batches=4).explain(module, loader())
+    text = trainer(devices=2, strategy="fsdp", accumulate_grad_batches=4).explain(
+        module, loader()
+    )
     assert "all-gather over 2 ranks for each forward" in text
-    built = type("Built", (Net,), {"__init__": lambda self: tk.TrainModule.__init__(self)})()
+    built = type(
+        "Built", (Net,), {"__init__": lambda self: tk.TrainModule.__init__(self)}
+    )()
     assert "known when configure_model has built" in trainer().explain(built, loader())
 
 
@@ -249,7 +264,9 @@ def placed(picture):
         x, y = x + float(found_x), y + float(found_y)
         texts = [child.text for child in element if child.tag.endswith("text")]
         if texts and texts[0].startswith("rank "):
-            colour = next(child.get("class") for child in element if child.tag.endswith("rect"))
+            colour = next(
+                child.get("class") for child in element if child.tag.endswith("rect")
+            )
             assert int(texts[0][5:]) not in found
             found[int(texts[0][5:])] = (x, y, colour, texts[1])
         for child in element:
@@ -264,9 +281,13 @@ def test_a_picture_has_each_rank_at_its_place_on_the_mesh():
     picture = trainer(strategy=strategy, devices=8).explain(format="svg")
     found = placed(picture)
     assert sorted(found) == list(range(8))
-    ranks = torch.arange(8).view(2, 2, 2)  # as torch's init_device_mesh orders pp, dp_shard and tp
+    ranks = torch.arange(8).view(
+        2, 2, 2
+    )  # as torch's init_device_mesh orders pp, dp_shard and tp
     x, y = (
-        torch.tensor([[[found[int(r)][i] for r in row] for row in stage] for stage in ranks])
+        torch.tensor(
+            [[[found[int(r)][i] for r in row] for row in stage] for stage in ranks]
+        )
         for i in (0, 1)
     )
     assert (x[:, :, 1] - x[:, :, 0]).unique().numel() == 1, "tp: from left to right"
@@ -330,6 +351,8 @@ def test_a_long_axis_is_cut_and_text_is_escaped():
 
 
 def test_another_format_is_refused():
-    with pytest.raises(ConfigurationError, match='explain returns "text" or "svg"') as caught:
+    with pytest.raises(
+        ConfigurationError, match='explain returns "text" or "svg"'
+    ) as caught:
         trainer().explain(format="svgg")
     assert "svg" in str(caught.value).partition("fix:")[2]

@@ -13,7 +13,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import trainer_kit as tk
 from trainer_kit.callbacks import EarlyStopping, ModelCheckpoint
 from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, DataError, LogError
+from trainer_kit.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    LogError,
+)
 from trainer_kit.testing import TinyModule
 
 BATCHES = [torch.randn(4, 32) for _ in range(2)]
@@ -26,7 +31,9 @@ def trainer(**options):
 
 @pytest.mark.parametrize("name", TRAINING_ARGUMENTS)
 def test_an_argument_of_another_library_is_refused_with_its_replacement(name):
-    with pytest.raises(ConfigurationError, match=f"Trainer has no argument '{name}'") as error:
+    with pytest.raises(
+        ConfigurationError, match=f"Trainer has no argument '{name}'"
+    ) as error:
         tk.Trainer(**{name: 3})
     assert error.value.fix == TRAINING_ARGUMENTS[name].format(value="3")
     written = error.value.fix.partition("=")[0]
@@ -79,7 +86,9 @@ def test_a_checkpoint_without_a_needed_argument(tmp_path):
     ) as error:
         Sized.load_from_checkpoint(tmp_path / "here")
     assert "save_hyperparameters" in error.value.fix
-    assert isinstance(Sized.load_from_checkpoint(tmp_path / "here", size=2, depth=2), Sized)
+    assert isinstance(
+        Sized.load_from_checkpoint(tmp_path / "here", size=2, depth=2), Sized
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,12 +106,15 @@ def test_a_step_that_returns_a_number_or_several_values(output, fix):
 
 
 def test_a_module_given_to_the_constructor_of_the_trainer():
-    with pytest.raises(ConfigurationError, match="takes its arguments by name") as error:
+    with pytest.raises(
+        ConfigurationError, match="takes its arguments by name"
+    ) as error:
         tk.Trainer(nn.Linear(2, 2))
     assert "trainer.fit(module, loader)" in error.value.fix
     assert error.value.found == "a Linear without a name"
     with pytest.raises(
-        ConfigurationError, match=r"found: 'gpu' without a name\n  fix:   such as accelerator="
+        ConfigurationError,
+        match=r"found: 'gpu' without a name\n  fix:   such as accelerator=",
     ):
         tk.Trainer("gpu", 2)
 
@@ -122,7 +134,10 @@ def test_a_module_given_to_the_constructor_of_the_trainer():
     ],
 )
 def test_a_name_that_is_elsewhere(name, fix):
-    importlib.import_module("trainer_kit.callbacks"), importlib.import_module("trainer_kit.loggers")
+    (
+        importlib.import_module("trainer_kit.callbacks"),
+        importlib.import_module("trainer_kit.loggers"),
+    )
     with pytest.raises(AttributeError) as error:
         getattr(tk, name)
     assert fix in str(error.value)
@@ -143,7 +158,10 @@ def test_the_loss_of_transformers_trainer():
 def test_a_scheduler_under_another_key():
     class Keys(TinyModule):
         def configure_optimizers(self):
-            return {"optimizer": torch.optim.SGD(self.parameters(), lr=0.1), "scheduler": None}
+            return {
+                "optimizer": torch.optim.SGD(self.parameters(), lr=0.1),
+                "scheduler": None,
+            }
 
     with pytest.raises(ConfigurationError, match="unknown key") as error:
         trainer().fit(Keys(), BATCHES)
@@ -339,20 +357,28 @@ def test_too_many_arguments_without_a_name(verb):
     [
         *[("world", value) for value in (None, "8", 1.5, float("nan"))],
         *[("device", value) for value in (3, [])],
-        *[(name, value) for name in ("strategies", "precisions") for value in (3, None, "ddp")],
+        *[
+            (name, value)
+            for name in ("strategies", "precisions")
+            for value in (3, None, "ddp")
+        ],
         *[("global_batch_size", value) for value in ("8", 1.5, float("nan"))],
         *[("price", value) for value in ("1", float("nan"))],
     ],
 )
 def test_an_argument_of_plan_that_is_of_the_wrong_type(name, value):
     with pytest.raises(ConfigurationError) as error:
-        trainer().plan(TinyModule(), BATCHES, **{"world": 2, "device": "h200", name: value})
+        trainer().plan(
+            TinyModule(), BATCHES, **{"world": 2, "device": "h200", name: value}
+        )
     assert f"{name}={value!r}" in error.value.found
 
 
 @pytest.mark.parametrize("steps", [None, "4", 1.5])
 def test_steps_of_verify_that_are_no_number(steps):
-    with pytest.raises(ConfigurationError, match=r"Trainer.verify\(steps=\) has the wrong type"):
+    with pytest.raises(
+        ConfigurationError, match=r"Trainer.verify\(steps=\) has the wrong type"
+    ):
         trainer().verify(TinyModule(), BATCHES, steps=steps)
 
 
@@ -397,13 +423,20 @@ def test_a_run_that_logs_nothing_says_how_the_loss_is_shown(logs, capsys):
             return loss
 
     made = tk.Trainer(
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
     )
     made.fit(Logs(), BATCHES)
-    assert ('self.log("loss", loss, prog_bar=True)' in capsys.readouterr().out) is not logs
+    assert (
+        'self.log("loss", loss, prog_bar=True)' in capsys.readouterr().out
+    ) is not logs
 
 
-@pytest.mark.parametrize(("reads", "interval"), [(True, "epoch"), (True, "step"), (False, "epoch")])
+@pytest.mark.parametrize(
+    ("reads", "interval"), [(True, "epoch"), (True, "step"), (False, "epoch")]
+)
 def test_a_schedule_in_steps_that_advances_once_an_epoch(reads, interval, capsys):
     """A warm-up over all steps, advanced once an epoch, hardly leaves a learning rate of 0."""
 
@@ -462,11 +495,16 @@ def test_persistent_workers_end_with_the_run():
 
     def loader():
         data = TensorDataset(torch.randn(8, 32))
-        return DataLoader(data, 4, num_workers=1, persistent_workers=True, collate_fn=first)
+        return DataLoader(
+            data, 4, num_workers=1, persistent_workers=True, collate_fn=first
+        )
 
     before = set(multiprocessing.active_children())
     made = tk.Trainer(
-        max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
     )
     made.fit(TinyModule(), loader(), loader())
     made.validate(TinyModule(), loader())
@@ -496,7 +534,9 @@ class LogsItself(WithoutValidation):
 
 
 @pytest.mark.parametrize("callback", [EarlyStopping, ModelCheckpoint])
-def test_a_monitored_value_of_a_validation_that_is_not_there(callback, tmp_path, capsys):
+def test_a_monitored_value_of_a_validation_that_is_not_there(
+    callback, tmp_path, capsys
+):
     """A step may log any name, so the line before the first step is no error; the end of the epoch knows."""
 
     def made(name):
@@ -511,7 +551,8 @@ def test_a_monitored_value_of_a_validation_that_is_not_there(callback, tmp_path,
 
     line = f"{callback.__name__} monitors 'val_loss', and this fit has no validation: define validation_step"
     with pytest.raises(
-        ConfigurationError, match="monitors 'val_loss', but no value of this name is logged"
+        ConfigurationError,
+        match="monitors 'val_loss', but no value of this name is logged",
     ):
         made("val_loss").fit(WithoutValidation(), BATCHES)
     assert line in capsys.readouterr().out
@@ -581,7 +622,8 @@ def test_a_callback_that_acts_after_a_validation_that_is_not_there(callback, tmp
         default_root_dir=tmp_path,
     )
     with pytest.raises(
-        ConfigurationError, match="acts after validation only, and this fit has no validation"
+        ConfigurationError,
+        match="acts after validation only, and this fit has no validation",
     ) as error:
         made.fit(Steps(), BATCHES)
     assert "define validation_step" in error.value.fix
@@ -641,8 +683,14 @@ def test_clipping_a_module_in_a_step():
 @pytest.mark.parametrize("waits", [False, True])
 def test_neither_model_nor_optimizer_is_prepared_for_accumulation(waits):
     """Accelerate steps in every micro-batch then, without a word."""
-    accelerator, model = tk.Accelerator(cpu=True, gradient_accumulation_steps=2), nn.Linear(2, 2)
-    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
+    accelerator, model = (
+        tk.Accelerator(cpu=True, gradient_accumulation_steps=2),
+        nn.Linear(2, 2),
+    )
+    optimizer, before = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.weight.detach().clone(),
+    )
 
     def step():
         with accelerator.accumulate(model):
@@ -654,9 +702,13 @@ def test_neither_model_nor_optimizer_is_prepared_for_accumulation(waits):
         step(), step()
         assert not torch.equal(before, model.weight)
         return
-    with pytest.raises(ConfigurationError, match="updates a model inside a window") as error:
+    with pytest.raises(
+        ConfigurationError, match="updates a model inside a window"
+    ) as error:
         step()
-    assert error.value.fix.startswith("model, optimizer = accelerator.prepare(model, optimizer)")
+    assert error.value.fix.startswith(
+        "model, optimizer = accelerator.prepare(model, optimizer)"
+    )
     assert torch.equal(before, model.weight)
 
 
@@ -677,7 +729,9 @@ def test_load_from_checkpoint_of_a_whole_module(tmp_path):
     assert "weights_only=False, and save its state_dict()" in error.value.fix
 
 
-@pytest.mark.parametrize("given", [lambda module: module, lambda module: module.parameters])
+@pytest.mark.parametrize(
+    "given", [lambda module: module, lambda module: module.parameters]
+)
 def test_an_optimizer_of_something_else_than_parameters(given):
     class Makes(TinyModule):
         def configure_optimizers(self):

@@ -81,7 +81,9 @@ def test_fit_adds_few_frames_above_the_users_step(options):
 @pytest.mark.world_size(2)
 def test_ddp_adds_few_frames_above_the_users_step():
     names = frames_to_step(strategy="ddp", devices=2)
-    assert len(names) <= MOST_FRAMES + 1, names  # one more: DDP is entered through its own forward
+    assert len(names) <= MOST_FRAMES + 1, (
+        names
+    )  # one more: DDP is entered through its own forward
 
 
 def test_a_tiny_step_takes_few_python_calls():
@@ -103,7 +105,9 @@ def test_callbacks_that_listen_elsewhere_add_no_call():
         def on_train_epoch_end(self, trainer, module): ...
         def on_validation_end(self, trainer, module): ...
 
-    assert calls_per_step(callbacks=[Elsewhere() for _ in range(50)]) == calls_per_step()
+    assert (
+        calls_per_step(callbacks=[Elsewhere() for _ in range(50)]) == calls_per_step()
+    )
 
 
 @pytest.mark.slow

@@ -28,7 +28,11 @@ SET_UP = [
     "configure_model M",
 ]
 TEAR_DOWN = ["teardown D C1 C2 late M"]
-MOVED = ["on_before_batch_transfer D", "transfer_batch_to_device D", "on_after_batch_transfer D"]
+MOVED = [
+    "on_before_batch_transfer D",
+    "transfer_batch_to_device D",
+    "on_after_batch_transfer D",
+]
 
 
 def evaluation(kind):
@@ -90,7 +94,9 @@ def without_weights(lines):
 
 def test_fit_with_accumulation_and_validation(make_cast):
     cast = make_cast()
-    trainer = Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=cast.callbacks, **QUIET)
+    trainer = Trainer(
+        max_epochs=2, accumulate_grad_batches=2, callbacks=cast.callbacks, **QUIET
+    )
     trainer.fit(cast.module, datamodule=cast.data)
     assert without_weights(cast.log.lines()) == [
         *SET_UP,
@@ -112,7 +118,9 @@ def test_fit_with_accumulation_and_validation(make_cast):
 
 def test_the_picture_of_the_loop_has_the_order_of_a_resumed_fit(make_cast, tmp_path):
     """docs/assets/loop.svg is drawn from these lists."""
-    loop = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "generate_loop.py"))
+    loop = runpy.run_path(
+        str(Path(__file__).resolve().parents[2] / "docs" / "generate_loop.py")
+    )
     first = make_cast()
     trainer = Trainer(max_epochs=1, callbacks=first.callbacks, **QUIET)
     trainer.fit(first.module, datamodule=first.data)
@@ -125,12 +133,18 @@ def test_the_picture_of_the_loop_has_the_order_of_a_resumed_fit(make_cast, tmp_p
 
     # The second epoch alone: hooks of a first fit and of a sanity check come before it.
     trainer = Trainer(
-        max_epochs=2, accumulate_grad_batches=2, callbacks=[*cast.callbacks, Asks()], **QUIET
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        callbacks=[*cast.callbacks, Asks()],
+        **QUIET,
     )
     trainer.fit(cast.module, datamodule=cast.data, ckpt_path=tmp_path / "end")
     lines = [line.split()[0] for line in cast.log.lines()]
     validation = lines.index("on_validation_model_eval")
-    for column, heard in ((loop["FIT"], lines), (loop["EVALUATION"], lines[validation:])):
+    for column, heard in (
+        (loop["FIT"], lines),
+        (loop["EVALUATION"], lines[validation:]),
+    ):
         drawn, called = list(loop["names"](column)), list(dict.fromkeys(heard))
         assert [name for name in called if name in drawn] == [
             name for name in drawn if name in called
@@ -144,17 +158,22 @@ def test_the_picture_of_the_loop_has_the_order_of_a_resumed_fit(make_cast, tmp_p
 
 def test_loss_weight_is_asked_once_a_training_batch(make_cast):
     cast = make_cast()
-    trainer = Trainer(max_epochs=2, limit_val_batches=0, callbacks=cast.callbacks, **QUIET)
+    trainer = Trainer(
+        max_epochs=2, limit_val_batches=0, callbacks=cast.callbacks, **QUIET
+    )
     trainer.fit(cast.module, datamodule=cast.data)
     assert len(cast.log.who("loss_weight")) == len(cast.log.who("training_step")) == 6
 
 
 @pytest.mark.parametrize(
-    ("verb", "kind"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
+    ("verb", "kind"),
+    [("validate", "validation"), ("test", "test"), ("predict", "predict")],
 )
 def test_evaluation_never_configures_optimizers(make_cast, verb, kind):
     cast = make_cast()
-    getattr(Trainer(callbacks=cast.callbacks, **QUIET), verb)(cast.module, datamodule=cast.data)
+    getattr(Trainer(callbacks=cast.callbacks, **QUIET), verb)(
+        cast.module, datamodule=cast.data
+    )
     loader = {"validate": "val"}.get(verb, verb)
     assert without_weights(cast.log.lines()) == [
         *SET_UP,
@@ -164,9 +183,13 @@ def test_evaluation_never_configures_optimizers(make_cast, verb, kind):
     ]
 
 
-def test_fast_dev_run_is_one_batch_of_everything_without_sanity_check(make_cast, tmp_path):
+def test_fast_dev_run_is_one_batch_of_everything_without_sanity_check(
+    make_cast, tmp_path
+):
     cast = make_cast()
-    trainer = Trainer(fast_dev_run=True, callbacks=cast.callbacks, enable_progress_bar=False)
+    trainer = Trainer(
+        fast_dev_run=True, callbacks=cast.callbacks, enable_progress_bar=False
+    )
     trainer.fit(cast.module, datamodule=cast.data)
     assert without_weights(cast.log.lines()) == [
         *SET_UP,
@@ -192,7 +215,9 @@ def test_fast_dev_run_is_one_batch_of_everything_without_sanity_check(make_cast,
 def test_code_that_uses_its_logger_runs_in_fast_dev_run(tmp_path):
     class Draws(Tiny):
         def training_step(self, batch, batch_idx):
-            self.logger.experiment.add_histogram("weights", self.layer.weight, self.global_step)
+            self.logger.experiment.add_histogram(
+                "weights", self.layer.weight, self.global_step
+            )
             self.logger.log_hyperparams({"a": 1})
             self.logger.log_metrics({"b": 2.0}, step=1)
             return super().training_step(batch, batch_idx)
@@ -223,8 +248,8 @@ def test_a_checkpoint_is_taken_once_after_everything_of_its_step(make_cast, tmp_
             if not trainer.sanity_checking:
                 trainer.request_checkpoint("asked", None)
 
-        on_train_batch_end = on_validation_end = on_train_epoch_end = lambda self, trainer, *_: (
-            self.ask(trainer)
+        on_train_batch_end = on_validation_end = on_train_epoch_end = (
+            lambda self, trainer, *_: self.ask(trainer)
         )
 
     trainer = Trainer(
@@ -302,7 +327,9 @@ def test_on_save_checkpoint_is_not_called_before_the_first_step(tmp_path):
             checkpoint["late"] = self.average
 
     options = {**QUIET, "enable_checkpointing": True}
-    Trainer(max_epochs=1, callbacks=Late(), **options).fit(Tiny(), [torch.ones(2, 2)] * 3)
+    Trainer(max_epochs=1, callbacks=Late(), **options).fit(
+        Tiny(), [torch.ones(2, 2)] * 3
+    )
     assert [path.name for path in tmp_path.glob("**/step-*")] == ["step-00000003"]
 
 
@@ -373,7 +400,9 @@ def test_callbacks_of_the_module_replace_those_of_the_same_class():
             return [Named("module's", heard)]
 
     trainer = Trainer(
-        max_steps=1, callbacks=[Named("trainer's", heard), Other("other", heard)], **QUIET
+        max_steps=1,
+        callbacks=[Named("trainer's", heard), Other("other", heard)],
+        **QUIET,
     )
     trainer.fit(Brings(), [torch.ones(2, 2)])
     assert heard == ["other", "module's"]
@@ -393,7 +422,9 @@ def test_one_callback_of_the_module_needs_no_list():
     assert heard == ["module's"]
 
 
-def test_the_best_checkpoint_of_a_callback_that_the_module_brings_is_found_after_the_fit(tmp_path):
+def test_the_best_checkpoint_of_a_callback_that_the_module_brings_is_found_after_the_fit(
+    tmp_path,
+):
     from trainer_kit.callbacks import ModelCheckpoint
 
     class Brings(Tiny):
@@ -406,13 +437,15 @@ def test_the_best_checkpoint_of_a_callback_that_the_module_brings_is_found_after
     trainer = Trainer(max_steps=1, **{**QUIET, "enable_checkpointing": True})
     module = Brings()
     trainer.fit(module, [torch.ones(2, 2)])
-    assert trainer.checkpoint_callback.best_model_path == str(tmp_path / "mine" / "step-00000001")
+    assert trainer.checkpoint_callback.best_model_path == str(
+        tmp_path / "mine" / "step-00000001"
+    )
     expected = module.layer.weight.sum().item()
     nn.init.zeros_(module.layer.weight)
     for _ in range(2):
-        assert trainer.test(dataloaders=[torch.ones(2, 2)], ckpt_path="best", verbose=False) == [
-            {"weight": expected}
-        ]
+        assert trainer.test(
+            dataloaders=[torch.ones(2, 2)], ckpt_path="best", verbose=False
+        ) == [{"weight": expected}]
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
@@ -436,7 +469,13 @@ def test_evaluation_hooks_take_the_loader_or_leave_it(verb):
         return type(
             name,
             (Callback,),
-            dict(zip((f"on_{kind}_batch_start", f"on_{kind}_batch_end"), hooks, strict=True)),
+            dict(
+                zip(
+                    (f"on_{kind}_batch_start", f"on_{kind}_batch_end"),
+                    hooks,
+                    strict=True,
+                )
+            ),
         )()
 
     class Module(Tiny):
@@ -447,14 +486,21 @@ def test_evaluation_hooks_take_the_loader_or_leave_it(verb):
         f"{kind}_step",
         lambda self, batch, batch_idx, dataloader_idx=0: (batch_idx, dataloader_idx),
     )
-    setattr(Module, f"on_{kind}_batch_start", lambda self, batch, batch_idx: heard.append("module"))
+    setattr(
+        Module,
+        f"on_{kind}_batch_start",
+        lambda self, batch, batch_idx: heard.append("module"),
+    )
     loaders = [DataLoader(torch.ones(2, 2)), DataLoader(torch.ones(1, 2))]
     callbacks = [make("Without", start, end), make("With", start_with, end_with)]
     getattr(Trainer(callbacks=callbacks, **QUIET), verb)(Module(), loaders)
     expected = []
     for loader, index in ((0, 0), (0, 1), (1, 0)):
         expected += [("start", index), ("start", index, loader), "module"]
-        expected += [("end", (index, loader), index), ("end", (index, loader), index, loader)]
+        expected += [
+            ("end", (index, loader), index),
+            ("end", (index, loader), index, loader),
+        ]
     assert heard == expected
 
 
@@ -462,7 +508,9 @@ def test_with_one_loader_the_loader_index_is_zero():
     heard = []
 
     class Listens(Callback):
-        def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=7):
+        def on_validation_batch_start(
+            self, trainer, module, batch, batch_idx, dataloader_idx=7
+        ):
             heard.append(dataloader_idx)
 
     Trainer(callbacks=Listens(), **QUIET).validate(Tiny(), [torch.ones(2, 2)])
@@ -490,7 +538,11 @@ def test_minus_one_from_on_train_batch_start_ends_the_epoch(says):
     trainer = Trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=Ends(), **QUIET)
     trainer.fit(Module(), [torch.ones(2, 2)] * 5, [torch.ones(2, 2)])
     assert heard == ["validation", ("epoch", 0, 2), "validation", ("epoch", 1, 4)]
-    assert (trainer.current_epoch, trainer.global_step, trainer.progress.batch) == (2, 4, 4)
+    assert (trainer.current_epoch, trainer.global_step, trainer.progress.batch) == (
+        2,
+        4,
+        4,
+    )
 
 
 def test_every_listener_receives_the_start_of_the_batch_that_ends_the_epoch():
@@ -552,7 +604,9 @@ def test_modes_are_right_in_every_hook(make_cast):
     def looking(who, hook):
         note(who, hook)
         if who == "C1":
-            modes.setdefault(hook, set()).add((cast.module.training, cast.module.asleep.training))
+            modes.setdefault(hook, set()).add(
+                (cast.module.training, cast.module.asleep.training)
+            )
 
     cast.log.note = looking
     trainer = Trainer(max_epochs=1, callbacks=cast.callbacks, **QUIET)
@@ -569,7 +623,11 @@ def test_a_hook_sees_the_current_stage():
             states["train"] = (trainer.training, trainer.evaluating, trainer.state_verb)
 
         def on_validation_epoch_start(self, trainer, module):
-            states["validation"] = (trainer.training, trainer.evaluating, trainer.state_verb)
+            states["validation"] = (
+                trainer.training,
+                trainer.evaluating,
+                trainer.state_verb,
+            )
 
     Trainer(max_steps=1, callbacks=Looks(), **QUIET).fit(
         Tiny(), [torch.ones(2, 2)], [torch.ones(2, 2)]

@@ -30,7 +30,9 @@ class Marked(TinyModule):
         self.starts.append((float(self.mark), self.trainer.global_step))
 
 
-def trainer(root: Path, *keepers: ModelCheckpoint, epochs: int = 1, **options: Any) -> tk.Trainer:
+def trainer(
+    root: Path, *keepers: ModelCheckpoint, epochs: int = 1, **options: Any
+) -> tk.Trainer:
     quiet: dict[str, Any] = {
         "logger": False,
         "enable_progress_bar": False,
@@ -39,7 +41,10 @@ def trainer(root: Path, *keepers: ModelCheckpoint, epochs: int = 1, **options: A
     }
     quiet["devices"] = 1
     return tk.Trainer(
-        max_epochs=epochs, default_root_dir=root, callbacks=list(keepers), **{**quiet, **options}
+        max_epochs=epochs,
+        default_root_dir=root,
+        callbacks=list(keepers),
+        **{**quiet, **options},
     )
 
 
@@ -49,10 +54,19 @@ def start_of(mark: float, made: tk.Trainer) -> tuple[float, int]:
     return module.starts[0]
 
 
-def test_a_run_with_its_own_directory_takes_nothing_from_that_of_another(tmp_path: Path) -> None:
-    trainer(tmp_path, epochs=3).fit(Marked(1.0), BATCHES)  # 6 steps, in tmp_path/checkpoints
-    assert start_of(2.0, trainer(tmp_path, ModelCheckpoint(tmp_path / "keep"))) == (2.0, 0)
-    assert start_of(3.0, trainer(tmp_path, ModelCheckpoint(tmp_path / "keep"), epochs=2)) == (
+def test_a_run_with_its_own_directory_takes_nothing_from_that_of_another(
+    tmp_path: Path,
+) -> None:
+    trainer(tmp_path, epochs=3).fit(
+        Marked(1.0), BATCHES
+    )  # 6 steps, in tmp_path/checkpoints
+    assert start_of(2.0, trainer(tmp_path, ModelCheckpoint(tmp_path / "keep"))) == (
+        2.0,
+        0,
+    )
+    assert start_of(
+        3.0, trainer(tmp_path, ModelCheckpoint(tmp_path / "keep"), epochs=2)
+    ) == (
         2.0,
         2,
     )
@@ -78,7 +92,9 @@ def test_a_later_run_with_fewer_steps_in_the_same_directory_is_the_newest(
     trainer(tmp_path, ModelCheckpoint(tmp_path / "same", save_top_k=-1), epochs=3).fit(
         Marked(1.0), BATCHES
     )
-    trainer(tmp_path, ModelCheckpoint(tmp_path / "same", save_top_k=-1)).fit(Marked(2.0), BATCHES)
+    trainer(tmp_path, ModelCheckpoint(tmp_path / "same", save_top_k=-1)).fit(
+        Marked(2.0), BATCHES
+    )
     for seconds, record in enumerate(
         reversed(checkpoints(tmp_path / "same"))
     ):  # a copy does not keep times
@@ -89,10 +105,17 @@ def test_a_later_run_with_fewer_steps_in_the_same_directory_is_the_newest(
     assert start_of(3.0, trainer(tmp_path, keeper, epochs=2)) == (2.0, 2)
 
 
-def test_of_two_directories_the_newest_commit_counts_not_the_highest_step(tmp_path: Path) -> None:
-    trainer(tmp_path, ModelCheckpoint(tmp_path / "a"), epochs=3).fit(Marked(1.0), BATCHES)
+def test_of_two_directories_the_newest_commit_counts_not_the_highest_step(
+    tmp_path: Path,
+) -> None:
+    trainer(tmp_path, ModelCheckpoint(tmp_path / "a"), epochs=3).fit(
+        Marked(1.0), BATCHES
+    )
     trainer(tmp_path, ModelCheckpoint(tmp_path / "b")).fit(Marked(2.0), BATCHES)
-    both = [ModelCheckpoint(tmp_path / "a", filename="{epoch}"), ModelCheckpoint(tmp_path / "b")]
+    both = [
+        ModelCheckpoint(tmp_path / "a", filename="{epoch}"),
+        ModelCheckpoint(tmp_path / "b"),
+    ]
     assert start_of(3.0, trainer(tmp_path, *both, epochs=4)) == (2.0, 2)
 
 
@@ -107,17 +130,24 @@ def test_an_evaluation_names_what_it_does_not_take(
     with pytest.raises(kind) as error:
         made.test(Marked(2.0), BATCHES, ckpt_path=word)
     assert isinstance(error.value, MissingCheckpointError)
-    assert word == "best" or f'ckpt_path="{other.checkpoint_callback.last_model_path}"' in str(
-        error.value
+    assert (
+        word == "best"
+        or f'ckpt_path="{other.checkpoint_callback.last_model_path}"'
+        in str(error.value)
     )
 
 
 @pytest.mark.world_size(2)
-def test_two_ranks_start_at_the_same_checkpoint_of_their_own_directory(tmp_path: Path) -> None:
+def test_two_ranks_start_at_the_same_checkpoint_of_their_own_directory(
+    tmp_path: Path,
+) -> None:
     trainer(tmp_path, epochs=3, devices=2, strategy="ddp").fit(Marked(1.0), BATCHES)
     for mark, epochs, start in ((2.0, 1, (2.0, 0)), (3.0, 2, (2.0, 1))):
         keeper = ModelCheckpoint(tmp_path / "keep")
         assert (
-            start_of(mark, trainer(tmp_path, keeper, epochs=epochs, devices=2, strategy="ddp"))
+            start_of(
+                mark,
+                trainer(tmp_path, keeper, epochs=epochs, devices=2, strategy="ddp"),
+            )
             == start
         )

@@ -128,14 +128,18 @@ def test_workers_that_each_end_with_a_short_batch() -> None:
 
 def test_a_limit_of_batches_is_not_capped_by_a_claimed_length() -> None:
     module = Counts()
-    trainer = tk.Trainer(**OPTIONS, max_epochs=1, limit_train_batches=3, limit_val_batches=3)
+    trainer = tk.Trainer(
+        **OPTIONS, max_epochs=1, limit_train_batches=3, limit_val_batches=3
+    )
     trainer.fit(module, loader(8, claimed=2), loader(8, claimed=2))
     assert (module.samples["fit"], module.samples["validate"]) == (6, 6)
 
 
 def test_a_fraction_is_taken_of_the_claimed_length() -> None:
     module = Counts()
-    trainer = tk.Trainer(**OPTIONS, max_epochs=1, val_check_interval=0.5, limit_val_batches=0.5)
+    trainer = tk.Trainer(
+        **OPTIONS, max_epochs=1, val_check_interval=0.5, limit_val_batches=0.5
+    )
     trainer.fit(module, loader(12, claimed=8), loader(8, claimed=8))
     assert module.validated_after == [2, 4, 6]
     assert module.samples == {"fit": 12, "validate": 12, "test": 0, "predict": 0}
@@ -190,7 +194,9 @@ def test_a_resumed_run_reads_what_the_length_did_not_announce(tmp_path: Path) ->
     first.save_checkpoint(path)
     module = Counts()
     with pytest.warns(UserWarning, match="3 batches were read and discarded"):
-        tk.Trainer(**OPTIONS, max_epochs=1).fit(module, loader(8, claimed=4), ckpt_path=path)
+        tk.Trainer(**OPTIONS, max_epochs=1).fit(
+            module, loader(8, claimed=4), ckpt_path=path
+        )
     assert module.samples["fit"] == 2
 
 
@@ -200,13 +206,18 @@ def test_an_empty_stream_that_claims_to_have_data() -> None:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("data", [loader(10, claimed=4), loader(10, claimed=40), sampled(5, 2)])
+@pytest.mark.parametrize(
+    "data", [loader(10, claimed=4), loader(10, claimed=40), sampled(5, 2)]
+)
 def test_two_ranks_end_together(data: Any) -> None:
     module = Counts()
     trainer = tk.Trainer(**{**OPTIONS, "devices": 2}, strategy="ddp", max_epochs=2)
     trainer.fit(module, data, data)
     seen = trainer.strategy.world.all_gather_object(module.samples)
-    assert [sum(samples[name] for samples in seen) for name in ("fit", "validate")] == [20, 20]
+    assert [sum(samples[name] for samples in seen) for name in ("fit", "validate")] == [
+        20,
+        20,
+    ]
     assert (trainer.global_step, trainer.current_epoch) == (6, 2)
 
 
@@ -225,7 +236,9 @@ def test_gathering_with_the_accelerator_ends_with_the_data(claimed: int) -> None
     accelerator = tk.Accelerator(cpu=True)
     for data in (sampled(5, claimed), loader(10, claimed=2 * claimed)):
         batches = accelerator.prepare(data)
-        gathered = torch.cat([accelerator.gather_for_metrics(batch) for batch in batches])
+        gathered = torch.cat(
+            [accelerator.gather_for_metrics(batch) for batch in batches]
+        )
         assert sorted(gathered.flatten().tolist()) == [float(i) for i in range(10)]
 
 

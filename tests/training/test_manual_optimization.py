@@ -59,7 +59,9 @@ class Pair(TrainModule):
             self.manual_backward(loss)
             if self.clip is not None:
                 self.clip_gradients(
-                    optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm"
+                    optimizer,
+                    gradient_clip_val=self.clip,
+                    gradient_clip_algorithm="norm",
                 )
             optimizer.step()
             self.untoggle_optimizer(optimizer)
@@ -80,7 +82,9 @@ def by_hand(module, data, clip=None):
     optimizers = module.configure_optimizers()
     parts = (module.generator, module.discriminator)
     for batch in data:
-        for optimizer, part, loss_of in zip(optimizers, parts, module.losses(batch), strict=True):
+        for optimizer, part, loss_of in zip(
+            optimizers, parts, module.losses(batch), strict=True
+        ):
             loss = loss_of()
             optimizer.zero_grad()
             gradients = torch.autograd.grad(loss, list(part.parameters()))
@@ -92,7 +96,10 @@ def by_hand(module, data, clip=None):
 
 
 def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -114,7 +121,11 @@ def test_one_batch_is_one_turn_regardless_of_optimizer_steps():
     module = Lazy()
     trainer = Trainer(max_steps=4, **QUIET)
     trainer.fit(module, batches())
-    assert (trainer.global_step, trainer.progress.batch, module.global_step) == (4, 4, 4)
+    assert (trainer.global_step, trainer.progress.batch, module.global_step) == (
+        4,
+        4,
+        4,
+    )
     reference = Pair()
     by_hand(reference, batches()[1:4:2])
     assert same(module, reference)
@@ -140,7 +151,10 @@ def test_hooks_of_each_step_are_called_in_order():
             heard.append(("end", outputs))
 
     Trainer(max_steps=1, callbacks=Hears(), **QUIET).fit(Pair(), batches())
-    turn = [[("zero", name), "backward", "after", ("step", name)] for name in ("Adam", "SGD")]
+    turn = [
+        [("zero", name), "backward", "after", ("step", name)]
+        for name in ("Adam", "SGD")
+    ]
     assert heard == [*turn[0], *turn[1], ("end", None)]
 
 
@@ -148,7 +162,11 @@ def test_optimizers_look_like_optimizers():
     class Looks(Pair):
         def training_step(self, batch, batch_idx):
             wrapped, raw = self.optimizers(), self.optimizers(use_pl_optimizer=False)
-            assert [optimizer.optimizer for optimizer in wrapped] == raw == self.trainer.optimizers
+            assert (
+                [optimizer.optimizer for optimizer in wrapped]
+                == raw
+                == self.trainer.optimizers
+            )
             for ours, theirs in zip(wrapped, raw, strict=True):
                 assert isinstance(ours, torch.optim.Optimizer)
                 assert ours.param_groups is theirs.param_groups
@@ -241,7 +259,11 @@ def test_toggled_optimizer_leaves_only_its_own_parameters_trainable():
     module.discriminator.bias.requires_grad_(False)
     Trainer(max_steps=1, **QUIET).fit(module, batches())
     generator = ["generator.weight", "generator.bias"]
-    assert seen == [generator, ["discriminator.weight"], [*generator, "discriminator.weight"]]
+    assert seen == [
+        generator,
+        ["discriminator.weight"],
+        [*generator, "discriminator.weight"],
+    ]
 
 
 def test_toggling_a_parameter_of_both_optimizers():
@@ -249,7 +271,9 @@ def test_toggling_a_parameter_of_both_optimizers():
         def training_step(self, batch, batch_idx):
             for optimizer in self.optimizers():
                 with self.toggled_optimizer(optimizer):
-                    seen.append([name for name, p in self.named_parameters() if p.requires_grad])
+                    seen.append(
+                        [name for name, p in self.named_parameters() if p.requires_grad]
+                    )
 
         def configure_optimizers(self):
             own = list(self.generator.parameters())
@@ -311,7 +335,8 @@ def test_an_overflow_skips_only_the_optimizer_it_hits():
             ):
                 optimizer.zero_grad()
                 self.manual_backward(
-                    part.weight.sum() * (float("inf") if part is self.generator else 1.0)
+                    part.weight.sum()
+                    * (float("inf") if part is self.generator else 1.0)
                 )
                 optimizer.step()
 
@@ -321,12 +346,16 @@ def test_an_overflow_skips_only_the_optimizer_it_hits():
     trainer = Trainer(max_steps=1, plugins=precision, **QUIET)
     trainer.fit(module, batches())
     assert torch.equal(module.generator.weight, before["generator.weight"])
-    assert torch.allclose(module.discriminator.weight, before["discriminator.weight"] - 0.1)
+    assert torch.allclose(
+        module.discriminator.weight, before["discriminator.weight"] - 0.1
+    )
     assert precision.scaler.get_scale() == 512.0
     assert trainer.global_step == 1
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "64-true", "bf16-true"])
+@pytest.mark.parametrize(
+    "precision", ["16-mixed", "bf16-mixed", "64-true", "bf16-true"]
+)
 def test_every_precision_trains(precision):
     module = Pair(clip=1.0)
     before = [parameter.clone() for parameter in module.parameters()]
@@ -335,7 +364,10 @@ def test_every_precision_trains(precision):
         options = {"plugins": MixedPrecision(torch.float16, "cpu", scaler())}
     Trainer(max_steps=3, **options, **QUIET).fit(
         module,
-        [batch.to({"64-true": torch.float64}.get(precision, torch.float32)) for batch in batches()],
+        [
+            batch.to({"64-true": torch.float64}.get(precision, torch.float32))
+            for batch in batches()
+        ],
     )
     for old, new in zip(before, module.parameters(), strict=True):
         assert not torch.equal(old.to(new.dtype), new)
@@ -402,7 +434,9 @@ def test_resume_restores_each_optimizer(tmp_path):
     assert same(whole, second)
 
 
-@pytest.mark.parametrize("options", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize(
+    "options", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}]
+)
 def test_arguments_that_manual_optimization_replaces_are_refused(options):
     with pytest.raises(ConfigurationError, match="manual optimization"):
         Trainer(max_steps=1, **options, **QUIET).fit(Pair(), batches())

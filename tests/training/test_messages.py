@@ -20,7 +20,9 @@ def quiet(**settings: Any) -> Trainer:
     return Trainer(accelerator="cpu", barebones=True, **settings)
 
 
-def test_the_reason_of_a_stop_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_a_stop_is_printed_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     trainer = quiet(max_epochs=5)
 
     @trainer.on("train_step_end")
@@ -82,7 +84,9 @@ def test_loaders_that_can_be_read_once_are_reported_before_the_first_step(
     )
 
 
-def test_messages_do_not_depend_on_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_do_not_depend_on_the_progress_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Talks(DataModule):
         def setup(self, stage: str) -> None:
             self.trainer.print("in setup, ahead of the bar's own")
@@ -107,11 +111,15 @@ def test_messages_do_not_depend_on_the_progress_bar(capsys: pytest.CaptureFixtur
         )  # the bar's summary
 
 
-def test_a_second_fit_starts_at_step_zero_and_prints_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_fit_starts_at_step_zero_and_prints_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     trainer = quiet(max_epochs=2)
     line = "this fit starts at step 0 with new optimizers; the last one ended at step 6"
     module, trained = TinyModule(), []
-    trainer.on("train_step_end")(lambda trainer, module: trained.append(trainer.global_step))
+    trainer.on("train_step_end")(
+        lambda trainer, module: trained.append(trainer.global_step)
+    )
     assert "begins" not in trainer.explain(module, BATCHES)
     capsys.readouterr()
     trainer.validate(module, BATCHES, verbose=False)  # no fit
@@ -148,7 +156,11 @@ def test_an_evaluation_prints_which_weights_it_loads(
     monitor: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keeper = ModelCheckpoint(tmp_path, monitor=monitor, save_last=True)
-    options = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
+    options = {
+        "logger": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+    }
     trainer, module = (
         Trainer(accelerator="cpu", max_epochs=2, callbacks=keeper, **options),
         TinyModule(),

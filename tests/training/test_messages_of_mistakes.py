@@ -61,12 +61,18 @@ class Empty(torch.utils.data.IterableDataset[Any]):
 
 @pytest.mark.parametrize(
     "loader",
-    [[], DataLoader(torch.randn(3, 32), batch_size=4, drop_last=True), DataLoader(Empty())],  # type: ignore[arg-type]
+    [
+        [],
+        DataLoader(torch.randn(3, 32), batch_size=4, drop_last=True),
+        DataLoader(Empty()),
+    ],  # type: ignore[arg-type]
 )
 def test_a_loader_without_a_batch_is_an_error(loader: Any) -> None:
     with pytest.raises(DataError, match="the training loader returned no batch"):
         Trainer(max_epochs=1, **QUIET).fit(TinyModule(), loader)
-    Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(TinyModule(), [torch.randn(4, 32)])
+    Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(
+        TinyModule(), [torch.randn(4, 32)]
+    )
 
 
 def test_no_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +94,9 @@ def test_loaders_without_a_step(capsys: pytest.CaptureFixture[str]) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    Trainer(max_epochs=1, **QUIET).fit(Trains(), [torch.randn(4, 32)], [torch.randn(4, 32)])
+    Trainer(max_epochs=1, **QUIET).fit(
+        Trains(), [torch.randn(4, 32)], [torch.randn(4, 32)]
+    )
     assert "no validation: Trains has no validation_step" in capsys.readouterr().out
 
 
@@ -101,7 +109,12 @@ class NoInit(TinyModule):
     ("module", "options", "fit", "said"),
     [
         (NoInit, {}, {}, "NoInit.__init__ does not call super"),
-        (lambda: TinyModule, {}, {}, r"(?s)a class, not a module object.*TinyModule\(\.\.\.\)"),
+        (
+            lambda: TinyModule,
+            {},
+            {},
+            r"(?s)a class, not a module object.*TinyModule\(\.\.\.\)",
+        ),
         (
             TinyModule,
             {"callbacks": [EarlyStopping]},
@@ -119,9 +132,13 @@ class NoInit(TinyModule):
         (TinyModule, {}, {"ckpt_path": True}, "ckpt_path must be a path"),
     ],
 )
-def test_mistakes_that_have_a_name(module: Any, options: Any, fit: Any, said: str) -> None:
+def test_mistakes_that_have_a_name(
+    module: Any, options: Any, fit: Any, said: str
+) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        Trainer(**{**QUIET, "max_steps": 1, **options}).fit(module(), [torch.randn(4, 32)], **fit)
+        Trainer(**{**QUIET, "max_steps": 1, **options}).fit(
+            module(), [torch.randn(4, 32)], **fit
+        )
 
 
 def test_a_later_loss_of_several_numbers_gets_a_note() -> None:
@@ -136,10 +153,14 @@ def test_a_later_loss_of_several_numbers_gets_a_note() -> None:
 
 
 def test_a_directory_of_checkpoints_is_none_of_them(tmp_path: Path) -> None:
-    Trainer(**{**QUIET, "enable_checkpointing": True}, max_epochs=1, default_root_dir=tmp_path).fit(
-        TinyModule(), [torch.randn(4, 32)]
-    )
-    with pytest.raises(CheckpointError, match=r"(?s)not one of them.*pass .*step-00000001"):
+    Trainer(
+        **{**QUIET, "enable_checkpointing": True},
+        max_epochs=1,
+        default_root_dir=tmp_path,
+    ).fit(TinyModule(), [torch.randn(4, 32)])
+    with pytest.raises(
+        CheckpointError, match=r"(?s)not one of them.*pass .*step-00000001"
+    ):
         Trainer(**QUIET, max_epochs=2).fit(
             TinyModule(), [torch.randn(4, 32)], ckpt_path=tmp_path / "checkpoints"
         )

@@ -21,7 +21,9 @@ OPTIONS = {
 
 
 def batches(count: int = 6, size: int = 2) -> DataLoader:
-    return DataLoader(torch.arange(float(count)).reshape(-1, 1).repeat(1, 2), batch_size=size)
+    return DataLoader(
+        torch.arange(float(count)).reshape(-1, 1).repeat(1, 2), batch_size=size
+    )
 
 
 class Counting(Tiny):
@@ -30,10 +32,15 @@ class Counting(Tiny):
     def __init__(self, on_step: bool = False) -> None:
         super().__init__()
         self.on_step, self.read = on_step, {}
-        self.train_mean, self.val_mean, self.test_mean = MeanMetric(), MeanMetric(), MeanMetric()
+        self.train_mean, self.val_mean, self.test_mean = (
+            MeanMetric(),
+            MeanMetric(),
+            MeanMetric(),
+        )
         self.best, self.last = MaxMetric(), MaxMetric()
         self.both = MetricCollection(
-            {"mean": MeanMetric(), "again": MeanMetric(), "sum": SumMetric()}, prefix="c_"
+            {"mean": MeanMetric(), "again": MeanMetric(), "sum": SumMetric()},
+            prefix="c_",
         )
 
     def count(self, name, metric, batch):
@@ -68,7 +75,9 @@ class Counting(Tiny):
         self.best.update(self.val_mean.compute() - self.trainer.current_epoch)
         self.log("best", self.best.compute())
         self.last.update(self.val_mean.compute() - self.trainer.current_epoch)
-        self.log("last", self.last)  # an object that a hook logs belongs to its epoch, too
+        self.log(
+            "last", self.last
+        )  # an object that a hook logs belongs to its epoch, too
 
     def on_validation_end(self):
         if not self.trainer.sanity_checking:
@@ -101,16 +110,24 @@ class Reader(Callback):
 def test_every_hook_at_the_end_of_an_epoch_reads_the_whole_epoch(on_step):
     module = Counting(on_step)
     readers = [Reader(order) for order in ("early", "normal", "late")]
-    trainer = Trainer(max_epochs=2, callbacks=readers, enable_checkpointing=False, **OPTIONS)
+    trainer = Trainer(
+        max_epochs=2, callbacks=readers, enable_checkpointing=False, **OPTIONS
+    )
     trainer.fit(module, batches(), batches())
     shown = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert (shown["best"], shown["last"]) == (2.5, 1.5)
     trainer.test(module, batches(), verbose=False)
     both = module.read.pop("both")
     assert both == [{"c_mean": 2.5, "c_again": 2.5, "c_sum": 30.0}] * 2
-    tested = {name: values for name, values in module.read.items() if name.startswith("test")}
-    assert tested == {key: [2.5] for key in ["test", "test early", "test normal", "test late"]}
-    others = {name: values for name, values in module.read.items() if name not in tested}
+    tested = {
+        name: values for name, values in module.read.items() if name.startswith("test")
+    }
+    assert tested == {
+        key: [2.5] for key in ["test", "test early", "test normal", "test late"]
+    }
+    others = {
+        name: values for name, values in module.read.items() if name not in tested
+    }
     kinds = [
         "train",
         "train early",
@@ -134,15 +151,17 @@ def test_every_hook_at_the_end_of_an_epoch_reads_the_whole_epoch(on_step):
 
 def test_a_checkpoint_is_chosen_by_a_best_value_that_a_hook_computes(tmp_path):
     keeper = ModelCheckpoint(tmp_path, monitor="best", mode="max", save_top_k=-1)
-    Trainer(max_epochs=2, callbacks=keeper, **OPTIONS).fit(Counting(), batches(), batches())
+    Trainer(max_epochs=2, callbacks=keeper, **OPTIONS).fit(
+        Counting(), batches(), batches()
+    )
     assert sorted(map(float, keeper.best_k_models.values())) == [2.5, 2.5]
 
 
 def test_values_of_a_validation_inside_an_epoch_do_not_reset_the_training_objects():
     module = Counting()
-    Trainer(max_epochs=1, val_check_interval=1, enable_checkpointing=False, **OPTIONS).fit(
-        module, batches(), batches()
-    )
+    Trainer(
+        max_epochs=1, val_check_interval=1, enable_checkpointing=False, **OPTIONS
+    ).fit(module, batches(), batches())
     assert module.read["train"] == [2.5]
     assert module.read["val"] == [2.5] * 3
 
@@ -215,7 +234,9 @@ class Ends(Callback):
 
 
 @pytest.mark.parametrize("how", ["max_steps", "max_duration", "stop", "exception"])
-def test_the_last_checkpoint_of_a_run_that_ends_inside_its_epoch_holds_its_sums(how, tmp_path):
+def test_the_last_checkpoint_of_a_run_that_ends_inside_its_epoch_holds_its_sums(
+    how, tmp_path
+):
     limits = {
         "max_steps": {"max_steps": 2},
         "max_duration": {"max_duration": "4sp", "max_epochs": 1},
@@ -235,7 +256,10 @@ def test_the_last_checkpoint_of_a_run_that_ends_inside_its_epoch_holds_its_sums(
 
 @pytest.mark.parametrize("tests", [False, True])
 def test_a_checkpoint_saved_after_the_run_holds_the_sums_of_its_epoch(tests, tmp_path):
-    module, trainer = Sums(), Trainer(max_steps=2, enable_checkpointing=False, **OPTIONS)
+    module, trainer = (
+        Sums(),
+        Trainer(max_steps=2, enable_checkpointing=False, **OPTIONS),
+    )
     trainer.fit(module, batches())
     if tests:
         trainer.test(module, batches(), verbose=False)
@@ -244,7 +268,10 @@ def test_a_checkpoint_saved_after_the_run_holds_the_sums_of_its_epoch(tests, tmp
 
 
 def test_a_fit_that_the_same_trainer_continues_has_the_sums_of_its_epoch():
-    module, trainer = Sums(), Trainer(max_steps=2, enable_checkpointing=False, **OPTIONS)
+    module, trainer = (
+        Sums(),
+        Trainer(max_steps=2, enable_checkpointing=False, **OPTIONS),
+    )
     trainer.fit(module, batches())
     trainer.fit_loop.max_steps = 3
     trainer.fit(module, batches())
@@ -256,12 +283,16 @@ def test_a_run_that_a_hook_extends_continues_with_its_sums():
         def on_train_epoch_end(self, trainer, module):
             trainer.fit_loop.max_steps = 3
 
-    trainer = Trainer(max_steps=2, enable_checkpointing=False, callbacks=Extends(), **OPTIONS)
+    trainer = Trainer(
+        max_steps=2, enable_checkpointing=False, callbacks=Extends(), **OPTIONS
+    )
     trainer.fit(Sums(), batches())
     assert shown(trainer) == WHOLE
 
 
-def test_a_checkpoint_of_the_last_hook_of_an_epoch_repeats_that_hook_with_its_values(tmp_path):
+def test_a_checkpoint_of_the_last_hook_of_an_epoch_repeats_that_hook_with_its_values(
+    tmp_path,
+):
     class Saves(Callback):
         order = "early"
 
@@ -306,7 +337,9 @@ def test_a_validation_that_fails_is_owed_and_leaves_no_trace_in_its_objects(tmp_
             module.fails = trainer.global_step == 2
 
     keeper = ModelCheckpoint(tmp_path, save_on_exception=True)
-    trainer = Trainer(max_epochs=1, val_check_interval=2, callbacks=[keeper, Fails()], **OPTIONS)
+    trainer = Trainer(
+        max_epochs=1, val_check_interval=2, callbacks=[keeper, Fails()], **OPTIONS
+    )
     with pytest.raises(RuntimeError, match="planted"):
         trainer.fit(Validating(), batches(), batches())
     values = []
@@ -316,9 +349,18 @@ def test_a_validation_that_fails_is_owed_and_leaves_no_trace_in_its_objects(tmp_
             values.append((trainer.global_step, float(trainer.callback_metrics["val"])))
 
     trainer = Trainer(
-        max_epochs=1, val_check_interval=2, enable_checkpointing=False, callbacks=Reads(), **OPTIONS
+        max_epochs=1,
+        val_check_interval=2,
+        enable_checkpointing=False,
+        callbacks=Reads(),
+        **OPTIONS,
     )
-    trainer.fit(Validating(), batches(), batches(), ckpt_path=str(checkpoints(tmp_path)[-1].path))
+    trainer.fit(
+        Validating(),
+        batches(),
+        batches(),
+        ckpt_path=str(checkpoints(tmp_path)[-1].path),
+    )
     assert values == [(2, 2.5)]
 
 

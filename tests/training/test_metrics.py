@@ -24,7 +24,9 @@ class Rows:
         self.rows = []
 
     def log_metrics(self, metrics, step):
-        assert all(type(value) is float for name, value in metrics.items() if name != "epoch")
+        assert all(
+            type(value) is float for name, value in metrics.items() if name != "epoch"
+        )
         self.rows.append(
             (step, {name: value for name, value in metrics.items() if name != "epoch"})
         )
@@ -63,9 +65,16 @@ def loader(count=5, batch_size=2):
 
 def make_trainer(**options):
     rows = Rows()
-    defaults = {"max_epochs": 1, "log_every_n_steps": 1, "logger": rows, "num_sanity_val_steps": 0}
+    defaults = {
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "logger": rows,
+        "num_sanity_val_steps": 0,
+    }
     off = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    trainer = Trainer(accelerator="cpu", **dict.fromkeys(off, False), **{**defaults, **options})
+    trainer = Trainer(
+        accelerator="cpu", **dict.fromkeys(off, False), **{**defaults, **options}
+    )
     trainer.rows = rows
     return trainer
 
@@ -77,7 +86,9 @@ def fit(module, val=None, train=None, **options):
 
 
 def numbers(metrics):
-    return {name: pytest.approx(float(value), abs=1e-6) for name, value in metrics.items()}
+    return {
+        name: pytest.approx(float(value), abs=1e-6) for name, value in metrics.items()
+    }
 
 
 # -- names and defaults --------------------------------------------------------------------------------------------
@@ -100,12 +111,18 @@ def test_both_in_training_gives_two_names_and_the_plain_one_for_monitors():
     assert trainer.rows.of("a_step") == [(1, 0.5), (2, 2.5), (3, 4.0)]
     assert trainer.rows.of("a_epoch") == [(3, 2.0)]
     assert trainer.rows.of("a") == []
-    assert numbers(trainer.callback_metrics) == {"a": 2.0, "a_step": 4.0, "a_epoch": 2.0}
+    assert numbers(trainer.callback_metrics) == {
+        "a": 2.0,
+        "a_step": 4.0,
+        "a_epoch": 2.0,
+    }
     assert numbers(trainer.logged_metrics) == {"a_step": 4.0, "a_epoch": 2.0}
 
 
 def test_epoch_alone_in_training():
-    trainer = fit(Net(lambda m, v: m.log("a", v, on_step=False, on_epoch=True)), max_epochs=2)
+    trainer = fit(
+        Net(lambda m, v: m.log("a", v, on_step=False, on_epoch=True)), max_epochs=2
+    )
     assert trainer.rows.of("a") == [(3, 2.0), (6, 2.0)]
 
 
@@ -123,7 +140,8 @@ def test_single_batches_of_validation_have_their_own_count_over_all_validations(
 
 def test_a_step_value_that_first_appears_in_a_later_batch_of_validation_is_handed_on():
     trainer = fit(
-        Net(val=lambda m, v: v > 2 and m.log("a", v, on_step=True, on_epoch=False)), loader()
+        Net(val=lambda m, v: v > 2 and m.log("a", v, on_step=True, on_epoch=False)),
+        loader(),
     )
     assert [value for _, value in trainer.rows.of("a")] == [2.5, 4.0]
 
@@ -141,7 +159,9 @@ def test_neither_step_nor_epoch_is_an_error():
 
 @pytest.mark.parametrize("every", [1, 2, 4, 7, 100])
 def test_steps_are_handed_on_every_n_optimizer_steps(every):
-    trainer = fit(Net(lambda m, v: m.log("a", v)), train=loader(10, 1), log_every_n_steps=every)
+    trainer = fit(
+        Net(lambda m, v: m.log("a", v)), train=loader(10, 1), log_every_n_steps=every
+    )
     assert trainer.rows.of("a") == [(n, float(n - 1)) for n in range(every, 11, every)]
 
 
@@ -157,7 +177,9 @@ def test_steps_count_over_epochs():
 
 
 def test_a_window_hands_on_its_last_micro_batch_under_its_optimizer_step():
-    trainer = fit(Net(lambda m, v: m.log("a", v)), train=loader(8, 2), accumulate_grad_batches=2)
+    trainer = fit(
+        Net(lambda m, v: m.log("a", v)), train=loader(8, 2), accumulate_grad_batches=2
+    )
     assert trainer.rows.of("a") == [(1, 2.5), (2, 6.5)]
 
 
@@ -225,17 +247,25 @@ def test_nothing_logged_means_nothing_handed_on():
 def test_reductions_over_the_epoch(kind, expected):
     log = lambda m, v: m.log("a", v, on_step=False, on_epoch=True, reduce_fx=kind)  # noqa: E731
     trainer = fit(Net(log, log), loader())
-    assert trainer.rows.of("a") == [(3, pytest.approx(expected)), (3, pytest.approx(expected))]
+    assert trainer.rows.of("a") == [
+        (3, pytest.approx(expected)),
+        (3, pytest.approx(expected)),
+    ]
 
 
 @pytest.mark.parametrize("kind", ["total", None, 3, ["sum"]])
 def test_a_reduction_that_does_not_exist_is_refused_in_words(kind):
-    with pytest.raises(LogError, match=r"(?s)unknown reduce_fx for 'a'.*fix: +use mean, sum, min"):
+    with pytest.raises(
+        LogError, match=r"(?s)unknown reduce_fx for 'a'.*fix: +use mean, sum, min"
+    ):
         fit(Net(lambda m, v: m.log("a", v, reduce_fx=kind)), loader())
 
 
 def test_a_mean_is_weighted_by_the_size_of_the_batch():
-    assert fit(Net(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics["a"] == 2.0
+    assert (
+        fit(Net(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics["a"]
+        == 2.0
+    )
 
 
 def test_a_given_batch_size_is_the_weight():
@@ -252,7 +282,9 @@ def test_the_default_weight_is_the_loss_weight():
             return float(batch[0]) + 1  # 1, 3, 5
 
     trainer = fit(Weighted(lambda m, v: m.log("a", v, on_step=False, on_epoch=True)))
-    assert float(trainer.callback_metrics["a"]) == pytest.approx((0.5 * 1 + 2.5 * 3 + 4.0 * 5) / 9)
+    assert float(trainer.callback_metrics["a"]) == pytest.approx(
+        (0.5 * 1 + 2.5 * 3 + 4.0 * 5) / 9
+    )
 
 
 def test_the_default_weight_is_the_loss_weight_in_evaluation_too():
@@ -260,9 +292,13 @@ def test_the_default_weight_is_the_loss_weight_in_evaluation_too():
         def loss_weight(self, batch):
             return float(batch[0]) + 1
 
-    by_samples = fit(Net(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics["a"]
+    by_samples = fit(
+        Net(val=lambda m, v: m.log("a", v)), loader(5, 4)
+    ).callback_metrics["a"]
     assert (
-        fit(Weighted(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics["a"]
+        fit(Weighted(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics[
+            "a"
+        ]
         != by_samples
     )
 
@@ -270,8 +306,13 @@ def test_the_default_weight_is_the_loss_weight_in_evaluation_too():
 @pytest.mark.parametrize("kind", ["mean", "sum", "min", "max"])
 def test_more_values_than_are_kept_at_once_fold_right(kind):
     values = torch.randn(700, dtype=torch.float64)
-    log = lambda m, v: m.log("a", values[int(v)], on_step=True, on_epoch=True, reduce_fx=kind)  # noqa: E731
-    trainer = fit(Net(log, log), loader(700, 1), train=loader(700, 1), log_every_n_steps=100)
+
+    def log(m, v):
+        m.log("a", values[int(v)], on_step=True, on_epoch=True, reduce_fx=kind)
+
+    trainer = fit(
+        Net(log, log), loader(700, 1), train=loader(700, 1), log_every_n_steps=100
+    )
     expected = pytest.approx(float(getattr(values, kind)()), abs=1e-12)
     assert trainer.rows.of("a_epoch") == [(700, expected), (700, expected)]
     steps = trainer.rows.of("a_step")
@@ -325,7 +366,9 @@ def test_a_tensor_of_several_numbers_is_refused_with_its_shape(value):
         fit(Net(lambda m, v: m.log("a", value)))
 
 
-@pytest.mark.parametrize("value", ["3 apples", None, [1.0], {"b": 1}, np.zeros(2), object()])
+@pytest.mark.parametrize(
+    "value", ["3 apples", None, [1.0], {"b": 1}, np.zeros(2), object()]
+)
 def test_values_that_are_not_numbers_are_refused(value):
     with pytest.raises(LogError, match="'a' is not a number"):
         fit(Net(lambda m, v: m.log("a", value)))
@@ -360,9 +403,11 @@ def test_a_value_that_changes_in_place_later_keeps_its_logged_value(kind):
             self.table = torch.nn.Parameter(torch.zeros(3))
 
         def training_step(self, batch, batch_idx):
-            value = {"buffer": self.buffer, "parameter": self.parameter, "view": self.table[1]}[
-                kind
-            ]
+            value = {
+                "buffer": self.buffer,
+                "parameter": self.parameter,
+                "view": self.table[1],
+            }[kind]
             with torch.no_grad():
                 for moving in (self.buffer, self.parameter, self.table):
                     moving += 1
@@ -373,7 +418,9 @@ def test_a_value_that_changes_in_place_later_keeps_its_logged_value(kind):
     assert trainer.rows.of("a_epoch") == [(3, 2.0)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64]
+)
 def test_a_value_between_two_flushes_keeps_its_dtype(dtype):
     """A float32 tensor on the CPU is kept as a number, others as tensors."""
     seen = []
@@ -383,7 +430,11 @@ def test_a_value_between_two_flushes_keeps_its_dtype(dtype):
             seen.append(self.trainer.callback_metrics["a"])
 
     value = torch.tensor(7 / 3).to(dtype)
-    fit(Looks(lambda m, v: m.log("a", value)), train=[torch.zeros(1)] * 2, log_every_n_steps=50)
+    fit(
+        Looks(lambda m, v: m.log("a", value)),
+        train=[torch.zeros(1)] * 2,
+        log_every_n_steps=50,
+    )
     assert [(one.dtype, one.item()) for one in seen] == [(dtype, value.item())] * 2
 
 
@@ -396,15 +447,25 @@ def test_a_value_of_a_run_in_float64_is_not_rounded_between_two_flushes():
             seen.append(self.trainer.callback_metrics["a"])
 
     value = torch.tensor(7 / 3, dtype=torch.float64)
-    fit(Looks(lambda m, v: m.log("a", value)), precision="64-true", log_every_n_steps=50)
+    fit(
+        Looks(lambda m, v: m.log("a", value)), precision="64-true", log_every_n_steps=50
+    )
     assert [(one.dtype, one.item()) for one in seen] == [(torch.float64, 7 / 3)] * 3
 
 
 def test_numbers_and_tensors_under_one_name_are_averaged_in_float64():
     values = iter(
-        [7 / 3, torch.tensor(7 / 3, dtype=torch.float64), torch.tensor(0.5, dtype=torch.bfloat16)]
+        [
+            7 / 3,
+            torch.tensor(7 / 3, dtype=torch.float64),
+            torch.tensor(0.5, dtype=torch.bfloat16),
+        ]
     )
-    net = Net(lambda m, v: m.log("a", next(values), on_step=False, on_epoch=True, batch_size=1))
+    net = Net(
+        lambda m, v: m.log(
+            "a", next(values), on_step=False, on_epoch=True, batch_size=1
+        )
+    )
     assert fit(net).rows.of("a") == [(3, (7 / 3 + 7 / 3 + 0.5) / 3)]
 
 
@@ -471,7 +532,10 @@ def test_the_journal_has_values_that_a_logger_fails_on(tmp_path, capsys):
             raise ConnectionError("no answer")
 
     fit(Net(lambda m, v: m.log("time", v)), logger=Down(), log_every_n_steps=1)
-    assert "Down: ConnectionError: no answer; training continues" in capsys.readouterr().out
+    assert (
+        "Down: ConnectionError: no answer; training continues"
+        in capsys.readouterr().out
+    )
     record, *_ = read_journal(tmp_path / "run" / "journal.jsonl")
     assert (record["step"], record["metric/time"]) == (1, 0.5)
 
@@ -497,18 +561,26 @@ def snapshots(names):
             (name, {k: float(v) for k, v in trainer.callback_metrics.items()})
         )
 
-    return type("Seen", (Callback,), {"seen": seen, **{name: hook(name) for name in names}})()
+    return type(
+        "Seen", (Callback,), {"seen": seen, **{name: hook(name) for name in names}}
+    )()
 
 
 def test_the_value_of_a_step_is_there_at_once_also_between_flushes():
     seen = snapshots(["on_train_batch_end"])
-    fit(Net(lambda m, v: m.log("a", v, on_epoch=True)), callbacks=seen, log_every_n_steps=100)
+    fit(
+        Net(lambda m, v: m.log("a", v, on_epoch=True)),
+        callbacks=seen,
+        log_every_n_steps=100,
+    )
     assert [values["a"] for _, values in seen.seen] == [0.5, 2.5, 4.0]
     assert [values["a_step"] for _, values in seen.seen] == [0.5, 2.5, 4.0]
 
 
 def test_during_validation_the_latest_training_values_are_there():
-    seen = snapshots(["on_validation_start", "on_validation_batch_end", "on_validation_end"])
+    seen = snapshots(
+        ["on_validation_start", "on_validation_batch_end", "on_validation_end"]
+    )
     module = Net(lambda m, v: m.log("a", v), lambda m, v: m.log("b", v))
     fit(module, loader(), callbacks=seen, log_every_n_steps=100)
     assert {values["a"] for _, values in seen.seen} == {4.0}
@@ -523,7 +595,14 @@ def test_hooks_at_the_end_of_an_epoch_see_it_reduced(log_every):
     (_, validation), (_, training) = seen.seen
     assert {"b": 2.0, "b_epoch": 2.0}.items() <= validation.items()
     assert training == pytest.approx(
-        {"a": 2.0, "a_step": 4.0, "a_epoch": 2.0, "b": 2.0, "b_epoch": 2.0, "b_step": 4.0}
+        {
+            "a": 2.0,
+            "a_step": 4.0,
+            "a_epoch": 2.0,
+            "b": 2.0,
+            "b_epoch": 2.0,
+            "b_step": 4.0,
+        }
     )
 
 
@@ -580,14 +659,18 @@ def test_a_step_value_that_is_not_logged_again_is_not_published_again():
 
 def test_validation_does_not_leak_into_the_next_one():
     trainer = fit(
-        Net(val=lambda m, v: m.log("a", v + 10 * m.current_epoch)), loader(), max_epochs=3
+        Net(val=lambda m, v: m.log("a", v + 10 * m.current_epoch)),
+        loader(),
+        max_epochs=3,
     )
     assert [value for _, value in trainer.rows.of("a")] == [2.0, 12.0, 22.0]
 
 
 def test_validation_inside_an_epoch_does_not_touch_the_epoch_s_training_values():
     log = {"on_step": False, "on_epoch": True}
-    module = Net(lambda m, v: m.log("a", v, **log), lambda m, v: m.log("a", v + 100, **log))
+    module = Net(
+        lambda m, v: m.log("a", v, **log), lambda m, v: m.log("a", v + 100, **log)
+    )
     trainer = fit(module, loader(), val_check_interval=1)
     assert [value for _, value in trainer.rows.of("a")] == [102.0, 102.0, 102.0, 2.0]
 
@@ -595,14 +678,18 @@ def test_validation_inside_an_epoch_does_not_touch_the_epoch_s_training_values()
 def test_the_sanity_check_leaves_no_value_and_hands_nothing_on():
     seen = snapshots(["on_train_start"])
     module = Net(val=lambda m, v: m.log("a", v, on_step=True, prog_bar=True))
-    trainer = fit(module, loader(), callbacks=seen, num_sanity_val_steps=2, limit_train_batches=0)
+    trainer = fit(
+        module, loader(), callbacks=seen, num_sanity_val_steps=2, limit_train_batches=0
+    )
     assert seen.seen == [("on_train_start", {})]
     assert trainer.rows.rows == []
     assert trainer.progress_bar_metrics == {}
 
 
 def test_a_test_starts_without_the_values_of_training():
-    trainer = fit(Net(lambda m, v: m.log("a", v, prog_bar=True), lambda m, v: m.log("b", v)))
+    trainer = fit(
+        Net(lambda m, v: m.log("a", v, prog_bar=True), lambda m, v: m.log("b", v))
+    )
     assert set(trainer.callback_metrics) == {"a"}
     trainer.test(trainer.module, loader(), verbose=False)
     assert set(trainer.callback_metrics) == {"b"}
@@ -622,7 +709,9 @@ def test_several_loaders_have_a_name_each():
 
 
 def test_step_and_epoch_precede_the_loader_in_a_name():
-    trainer = fit(Net(val=lambda m, v: m.log("a", v, on_step=True)), [loader(), loader(3, 1)])
+    trainer = fit(
+        Net(val=lambda m, v: m.log("a", v, on_step=True)), [loader(), loader(3, 1)]
+    )
     assert trainer.rows.of("a_step/dataloader_idx_0") == [(1, 0.5), (2, 2.5), (3, 4.0)]
     assert trainer.rows.of("a_step/dataloader_idx_1") == [(1, 0.0), (2, 1.0), (3, 2.0)]
     assert trainer.rows.of("a_epoch/dataloader_idx_1") == [(3, 1.0)]
@@ -632,7 +721,9 @@ def test_step_and_epoch_precede_the_loader_in_a_name():
 def test_names_of_one_s_own_for_each_loader():
     class Own(Net):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
-            self.log(f"a{dataloader_idx}", batch.float().mean(), add_dataloader_idx=False)
+            self.log(
+                f"a{dataloader_idx}", batch.float().mean(), add_dataloader_idx=False
+            )
 
     trainer = fit(Own(), [loader(), loader(3, 1)])
     assert numbers(trainer.callback_metrics) == {"a0": 2.0, "a1": 1.0}
@@ -640,7 +731,10 @@ def test_names_of_one_s_own_for_each_loader():
 
 def test_the_same_name_of_one_s_own_for_two_loaders_is_an_error():
     with pytest.raises(LogError, match="'a' comes from several loaders"):
-        fit(Net(val=lambda m, v: m.log("a", v, add_dataloader_idx=False)), [loader(), loader()])
+        fit(
+            Net(val=lambda m, v: m.log("a", v, add_dataloader_idx=False)),
+            [loader(), loader()],
+        )
 
 
 def test_values_logged_at_the_end_of_an_evaluation_belong_to_no_loader():
@@ -749,7 +843,9 @@ def test_a_prediction_step_refuses_to_log():
         make_trainer().predict(Logs(), loader())
 
 
-@pytest.mark.parametrize("method", ["setup", "configure_optimizers", "train_dataloader"])
+@pytest.mark.parametrize(
+    "method", ["setup", "configure_optimizers", "train_dataloader"]
+)
 def test_outside_a_hook_nothing_can_be_logged(method):
     class Early(Net):
         pass
@@ -783,13 +879,16 @@ def test_the_same_name_with_other_options_is_an_error(other):
         m.log("a", v, **other)
 
     with pytest.raises(
-        LogError, match=r"(?s)'a' is logged twice in training_step with different options.*fix"
+        LogError,
+        match=r"(?s)'a' is logged twice in training_step with different options.*fix",
     ):
         fit(Net(log))
 
 
 def test_the_same_name_in_another_hook_may_have_other_options():
-    trainer = fit(Net(lambda m, v: m.log("a", v)), callbacks=logging_in("on_train_epoch_end"))
+    trainer = fit(
+        Net(lambda m, v: m.log("a", v)), callbacks=logging_in("on_train_epoch_end")
+    )
     assert trainer.rows.of("a") == [(1, 0.5), (2, 2.5), (3, 4.0), (3, 3.0)]
 
 
@@ -812,7 +911,9 @@ class WithMetric(Net):
 
     def training_step(self, batch, batch_idx):
         self.mean(batch.float())
-        self.log("mean", self.mean, **{"on_step": False, "on_epoch": True, **self.options})
+        self.log(
+            "mean", self.mean, **{"on_step": False, "on_epoch": True, **self.options}
+        )
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):

@@ -8,7 +8,8 @@ import trainer_kit as tk
 from trainer_kit.testing import TinyModule
 
 OFF = dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+    False,
 )
 GOOD, WRONG = [torch.randn(4, 32)] * 2, [torch.randn(4, 32), torch.randn(4, 7)]
 
@@ -19,7 +20,9 @@ class Net(TinyModule):
         self.layer = nn.Sequential(nn.Identity(), nn.Linear(32, 2))
 
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch["x"] if isinstance(batch, dict) else batch, batch_idx)
+        return super().training_step(
+            batch["x"] if isinstance(batch, dict) else batch, batch_idx
+        )
 
 
 def notes(error):
@@ -35,7 +38,9 @@ def test_a_wrong_shape_names_the_layer_and_the_batch(stage):
     }.get(stage, lambda: getattr(trainer, stage)(module, WRONG))
     with pytest.raises(RuntimeError, match="mat1 and mat2") as error:
         run()
-    step = {"fit": "training", "sanity": "validation", "validate": "validation"}.get(stage, stage)
+    step = {"fit": "training", "sanity": "validation", "validate": "validation"}.get(
+        stage, stage
+    )
     (note,) = notes(error)
     assert note.startswith(
         f"in Net.{step}_step, module 'layer.1': Linear(in_features=32, out_features=2, bias=True); "
@@ -53,7 +58,9 @@ def test_a_nested_batch_is_described():
     }
     with pytest.raises(RuntimeError) as error:
         tk.Trainer(max_epochs=1, **OFF).fit(Net(), [batch])
-    described = "{'x': float32 (4, 7), 'more': tuple of 2: (int64 (2,), str), 'none': NoneType}"
+    described = (
+        "{'x': float32 (4, 7), 'more': tuple of 2: (int64 (2,), str), 'none': NoneType}"
+    )
     assert notes(error)[0].endswith(f"; batch 0: {described}")
 
 
@@ -92,9 +99,9 @@ def test_library_errors_and_interrupts_are_not_wrapped():
 @pytest.mark.world_size(2)
 def test_a_wrong_shape_on_two_ranks():
     with pytest.raises(RuntimeError, match="mat1 and mat2") as error:
-        tk.Trainer(max_epochs=1, devices=2, strategy="ddp", accelerator="cpu", **OFF).fit(
-            Net(), [torch.randn(4, 7)] * 4
-        )
+        tk.Trainer(
+            max_epochs=1, devices=2, strategy="ddp", accelerator="cpu", **OFF
+        ).fit(Net(), [torch.randn(4, 7)] * 4)
     assert "module 'layer.1'" in notes(error)[0]
     assert notes(error)[0].endswith("float32 (4, 7)")
 
@@ -128,7 +135,10 @@ class KeepsGraph(TinyModule):
     ("module", "said"),
     [
         (Backward, "remove backward() from the step"),
-        (ManualTwice, "ManualTwice.training_step calls backward on one loss more than once"),
+        (
+            ManualTwice,
+            "ManualTwice.training_step calls backward on one loss more than once",
+        ),
         (KeepsGraph, "detach what the module keeps"),
     ],
 )

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 import trainer_kit as tk
 from trainer_kit.core.errors import ConfigurationError
 
-QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+}
 
 
 class Encoder(tk.TrainModule):
@@ -85,7 +89,11 @@ def test_it_knows_epoch_and_step_and_logs_under_its_own_names(
 ) -> None:
     module = Outer(builds)
     logger = tk.loggers.CSVLogger(tmp_path)
-    options = {**QUIET, "logger": logger, "compile": {"backend": "eager"} if compiled else False}
+    options = {
+        **QUIET,
+        "logger": logger,
+        "compile": {"backend": "eager"} if compiled else False,
+    }
     trainer = tk.Trainer(max_epochs=2, num_sanity_val_steps=0, **options)
     trainer.fit(module, batches(), batches())
     assert module.encoder.seen == [(0, 0), (0, 1), (1, 2), (1, 3)]
@@ -101,7 +109,9 @@ def test_it_knows_epoch_and_step_and_logs_under_its_own_names(
 
 def test_a_copy_of_it_and_one_outside_of_a_fit_have_no_trainer() -> None:
     module = Outer()
-    with pytest.raises(ConfigurationError, match="Encoder is not attached to a Trainer"):
+    with pytest.raises(
+        ConfigurationError, match="Encoder is not attached to a Trainer"
+    ):
         _ = module.encoder.trainer
     tk.Trainer(max_epochs=1, **QUIET).fit(module, batches())
     with pytest.raises(ConfigurationError, match="Encoder is not attached"):
@@ -112,7 +122,9 @@ def test_a_copy_of_it_and_one_outside_of_a_fit_have_no_trainer() -> None:
 def test_values_of_an_inner_module_are_means_over_ranks() -> None:
     class Ranks(Outer):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.encoder.log("rank", float(self.encoder.global_rank), on_step=False, on_epoch=True)
+            self.encoder.log(
+                "rank", float(self.encoder.global_rank), on_step=False, on_epoch=True
+            )
             return super().training_step(batch, batch_idx)
 
     trainer = tk.Trainer(max_epochs=1, strategy="ddp", devices=2, **QUIET)
@@ -129,9 +141,14 @@ def test_a_padding_batch_does_not_change_the_state_of_an_inner_module() -> None:
         max_epochs=1, devices=2, strategy="fsdp", enable_progress_bar=False, **QUIET
     )
     trainer.fit(
-        module, [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+        module,
+        [
+            torch.randn(4, 4, generator=torch.Generator().manual_seed(i))
+            for i in range(3)
+        ],
     )
     assert trainer.progress.step == 2
     assert [
-        len(found) for found in trainer.strategy.world.all_gather_object(module.encoder.seen)
+        len(found)
+        for found in trainer.strategy.world.all_gather_object(module.encoder.seen)
     ] == [2, 1]

@@ -19,19 +19,29 @@ META = torch.device("meta")
 class NoWait(TorchFunctionMode):
     """Copies to the device do not wait. Those from it are torch's own errors: there is nothing to copy."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result, options = func(*args, **(kwargs or {})), kwargs or {}
-        if isinstance(result, Tensor) and result.device == META and not options.get("non_blocking"):
+        if (
+            isinstance(result, Tensor)
+            and result.device == META
+            and not options.get("non_blocking")
+        ):
             on_host = not isinstance(args[0], Tensor) or args[0].device != META
             if on_host and func in (torch.tensor, torch.as_tensor, Tensor.to):
-                raise AssertionError(f"{func.__name__} of host values waits for the device")
+                raise AssertionError(
+                    f"{func.__name__} of host values waits for the device"
+                )
         return result
 
 
 class Net(tk.TrainModule):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -72,7 +82,9 @@ class Watches(tk.Callback):
 @pytest.mark.parametrize(
     "precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.long)]
 )
-def test_the_loop_reads_nothing(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_reads_nothing(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     devices: list[Any] = []
 
     def ahead(iterator: Any, move: Any, device: Any = None) -> Any:
@@ -82,7 +94,11 @@ def test_the_loop_reads_nothing(precision: str, monkeypatch: pytest.MonkeyPatch)
     made = compose.Ahead
     monkeypatch.setattr(compose, "Ahead", ahead)
     monkeypatch.setattr("trainer_kit.build.pick_device", lambda *_: META)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = tk.Trainer(
         accelerator="cpu",
         devices=1,
@@ -96,11 +112,14 @@ def test_the_loop_reads_nothing(precision: str, monkeypatch: pytest.MonkeyPatch)
         **quiet,
     )
     batches = [
-        (torch.zeros(6 - i % 2, 8), torch.zeros(6 - i % 2, dtype=torch.long)) for i in range(310)
+        (torch.zeros(6 - i % 2, 8), torch.zeros(6 - i % 2, dtype=torch.long))
+        for i in range(310)
     ]
     with pytest.raises(Enough):
         trainer.fit(Net(), batches)
-    assert trainer.global_step == 150  # 300 values of each name: more than are kept apart
+    assert (
+        trainer.global_step == 150
+    )  # 300 values of each name: more than are kept apart
     assert devices == [
         META
     ]  # so that batches are pinned and copied beside the steps, where the device can

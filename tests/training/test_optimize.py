@@ -67,7 +67,9 @@ def test_training_without_an_optimizer_changes_nothing():
     module = Net(lambda m: None)
     before = [p.detach().clone() for p in module.parameters()]
     assert fit(module).global_step == 6
-    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,10 @@ def test_several_optimizers_in_manual_optimization():
 def test_named_optimizers_with_their_schedulers():
     def configure(m):
         first, second = sgd(m.layer), sgd(m.other)
-        return {"a": first, "b": {"optimizer": second, "lr_scheduler": StepLR(second, 1)}}
+        return {
+            "a": first,
+            "b": {"optimizer": second, "lr_scheduler": StepLR(second, 1)},
+        }
 
     found = made(configure)
     assert found.names == ["a", "b"]
@@ -128,7 +133,10 @@ def test_options_of_a_scheduler():
         "name": "mine",
     }
     found = made(
-        lambda m: {"optimizer": sgd(m), "lr_scheduler": {"scheduler": Counting(), **config}}
+        lambda m: {
+            "optimizer": sgd(m),
+            "lr_scheduler": {"scheduler": Counting(), **config},
+        }
     ).schedulers[0]
     assert {name: getattr(found, name) for name in config} == config
 
@@ -156,7 +164,10 @@ def test_a_plateau_scheduler_is_recognised_and_takes_a_monitor_outside_its_dict(
         (lambda m: ["adam"], r"configure_optimizers\(\)\[0\] is not an optimizer"),
         (lambda m: ([nn.Linear(1, 1)], []), "no optimizer"),
         (lambda m: {"optimizer": "adam"}, "no optimizer"),
-        (lambda m: {"optimizer": sgd(m), "lr_schedule": None}, r"(?s)unknown key.*'lr_schedule'"),
+        (
+            lambda m: {"optimizer": sgd(m), "lr_schedule": None},
+            r"(?s)unknown key.*'lr_schedule'",
+        ),
         (
             lambda m: {"optimizer": sgd(m), "lr_scheduler": {"schedule": 1}},
             r"(?s)'schedule'.*did you mean 'scheduler'",
@@ -166,12 +177,18 @@ def test_a_plateau_scheduler_is_recognised_and_takes_a_monitor_outside_its_dict(
             "needs a key 'scheduler'",
         ),
         (lambda m: {"optimizer": sgd(m), "lr_scheduler": object()}, "step method"),
-        (lambda m: _with(m, interval="batch"), r"(?s)interval is 'epoch' or 'step'.*'batch'"),
+        (
+            lambda m: _with(m, interval="batch"),
+            r"(?s)interval is 'epoch' or 'step'.*'batch'",
+        ),
         (lambda m: _with(m, frequency=0), "frequency"),
         (lambda m: _with(m, frequency=1.5), "frequency"),
         (lambda m: _plateau(m), r"(?s)ReduceLROnPlateau needs a metric.*monitor"),
         (lambda m: [sgd(m.layer), sgd(m.other)], r"(?s)several optimizers.*names"),
-        (lambda m: {"a": sgd(m), "b": sgd(m.other)}, r"(?s)share a parameter.*'a' and 'b'"),
+        (
+            lambda m: {"a": sgd(m), "b": sgd(m.other)},
+            r"(?s)share a parameter.*'a' and 'b'",
+        ),
     ],
 )
 def test_malformed_optimizer_configurations_are_refused(configure, said):
@@ -180,7 +197,10 @@ def test_malformed_optimizer_configurations_are_refused(configure, said):
 
 
 def _with(module, **config):
-    return {"optimizer": sgd(module), "lr_scheduler": {"scheduler": Counting(), **config}}
+    return {
+        "optimizer": sgd(module),
+        "lr_scheduler": {"scheduler": Counting(), **config},
+    }
 
 
 def _plateau(module):
@@ -202,11 +222,18 @@ def _plateau(module):
         ({"interval": "step", "frequency": 4}, 3),
     ],
 )
-def test_a_scheduler_advances_every_so_often_counted_over_the_whole_run(config, expected):
+def test_a_scheduler_advances_every_so_often_counted_over_the_whole_run(
+    config, expected
+):
     """4 epochs of 3 steps; Lightning counts a step frequency anew in each epoch."""
     scheduler = Counting()
     fit(
-        Net(lambda m: {"optimizer": sgd(m), "lr_scheduler": {"scheduler": scheduler, **config}}),
+        Net(
+            lambda m: {
+                "optimizer": sgd(m),
+                "lr_scheduler": {"scheduler": scheduler, **config},
+            }
+        ),
         max_epochs=4,
     )
     assert len(scheduler.metrics) == expected
@@ -277,7 +304,8 @@ def test_a_scheduler_on_a_validation_metric_sees_this_epoch_s():
 def test_a_missing_metric_is_an_error_that_lists_the_logged_ones():
     config = {"scheduler": Counting(), "monitor": "val_loss", "reduce_on_plateau": True}
     with pytest.raises(
-        ConfigurationError, match=r"(?s)'val_loss', which was not logged.*logged so far: loss"
+        ConfigurationError,
+        match=r"(?s)'val_loss', which was not logged.*logged so far: loss",
     ):
         fit(Logs(lambda m: {"optimizer": sgd(m), "lr_scheduler": config}))
 
@@ -372,7 +400,13 @@ def test_the_user_may_clip_himself():
         def on_train_batch_end(self, *_):
             given.append(max(float(p.grad.abs().max()) for p in self.parameters()))
 
-    fit(Own(), batches=1, max_epochs=1, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+    fit(
+        Own(),
+        batches=1,
+        max_epochs=1,
+        gradient_clip_val=0.5,
+        gradient_clip_algorithm="norm",
+    )
     assert given == [(0.5, "norm"), pytest.approx(1e-3)]
 
 
@@ -413,7 +447,8 @@ def test_an_optimizer_that_evaluates_again_runs_the_window_again():
 
 
 @pytest.mark.parametrize(
-    ("given", "algorithm"), [({}, "norm"), ({"gradient_clip_algorithm": "value"}, "value")]
+    ("given", "algorithm"),
+    [({}, "norm"), ({"gradient_clip_algorithm": "value"}, "value")],
 )
 def test_clip_gradients_without_a_value_uses_the_trainers_value(given, algorithm):
     """As in Lightning: an override may decide when, and leave to the Trainer how much."""
@@ -431,7 +466,11 @@ def test_clip_gradients_without_a_value_uses_the_trainers_value(given, algorithm
     def train(module_class):
         torch.manual_seed(0)
         trainer = Trainer(
-            max_steps=2, gradient_clip_val=1e-3, barebones=True, accelerator="cpu", **given
+            max_steps=2,
+            gradient_clip_val=1e-3,
+            barebones=True,
+            accelerator="cpu",
+            **given,
         )
         module = module_class()
         trainer.fit(module, [torch.ones(2, 32)] * 2)
@@ -439,4 +478,6 @@ def test_clip_gradients_without_a_value_uses_the_trainers_value(given, algorithm
 
     torch.testing.assert_close(train(Overrides), train(TinyModule), rtol=0, atol=0)
     largest = torch.cat([g.flatten() for g in seen[0]])
-    assert (largest.norm() if algorithm == "norm" else largest.abs().max()) <= 1e-3 * 1.001
+    assert (
+        largest.norm() if algorithm == "norm" else largest.abs().max()
+    ) <= 1e-3 * 1.001

@@ -15,7 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as L
-from trainer_kit.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from trainer_kit.callbacks import (
+    Callback,
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core import seed as seeds
 from trainer_kit.loggers import Logger
@@ -43,7 +48,10 @@ class Data(L.LightningDataModule):
         return DataLoader(self.full, batch_size=self.hparams["batch_size"])
 
     def test_dataloader(self):
-        return [DataLoader(self.full, batch_size=8), DataLoader(self.full, batch_size=12)]
+        return [
+            DataLoader(self.full, batch_size=8),
+            DataLoader(self.full, batch_size=12),
+        ]
 
     def predict_dataloader(self):
         return DataLoader(self.full, batch_size=8)
@@ -74,9 +82,16 @@ class Net(L.LightningModule):
         x, y = batch
         loss = nn.functional.mse_loss(self(x), y)
         self.log(
-            "train_loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=x.size(0)
+            "train_loss",
+            loss,
+            prog_bar=True,
+            on_step=True,
+            on_epoch=True,
+            batch_size=x.size(0),
         )
-        self.log_dict({"a": batch_idx, "b": torch.tensor(2.0)}, on_step=False, on_epoch=True)
+        self.log_dict(
+            {"a": batch_idx, "b": torch.tensor(2.0)}, on_step=False, on_epoch=True
+        )
         return {"loss": loss, "log": {"n": batch_idx}}
 
     def validation_step(self, batch, batch_idx):
@@ -100,7 +115,9 @@ class Net(L.LightningModule):
     def configure_optimizers(self):
         steps = self.notes["steps"] = self.trainer.estimated_stepping_batches
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 - s / (2 * steps))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda s: 1 - s / (2 * steps)
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {
@@ -114,7 +131,9 @@ class Net(L.LightningModule):
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         optimizer.step(closure=optimizer_closure)
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val, gradient_clip_algorithm
+    ):
         self.clip_gradients(
             optimizer,
             gradient_clip_val=gradient_clip_val,
@@ -158,16 +177,29 @@ class Printer(Callback):
         assert pl_module is trainer.lightning_module
         config = trainer.lr_scheduler_configs[0]
         self.calls.append(
-            (type(trainer.optimizers[0]).__name__, config.interval, config.frequency, config.name)
+            (
+                type(trainer.optimizers[0]).__name__,
+                config.interval,
+                config.frequency,
+                config.name,
+            )
         )
         self.calls.append(
-            (trainer.global_rank, trainer.world_size, trainer.is_global_zero, trainer.max_epochs)
+            (
+                trainer.global_rank,
+                trainer.world_size,
+                trainer.is_global_zero,
+                trainer.max_epochs,
+            )
         )
         self.calls.append(
             (trainer.num_training_batches, trainer.current_epoch, trainer.global_step)
         )
         self.calls.append(
-            (type(trainer.datamodule).__name__, type(trainer.checkpoint_callback).__name__)
+            (
+                type(trainer.datamodule).__name__,
+                type(trainer.checkpoint_callback).__name__,
+            )
         )
         self.calls.append(
             (
@@ -186,7 +218,13 @@ class Printer(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.is_last_batch:
             self.calls.append(
-                ("last", batch_idx, trainer.global_step, sorted(outputs), outputs["log"])
+                (
+                    "last",
+                    batch_idx,
+                    trainer.global_step,
+                    sorted(outputs),
+                    outputs["log"],
+                )
             )
 
     def on_validation_epoch_end(self, trainer, pl_module):
@@ -263,7 +301,9 @@ class GAN(L.LightningModule):
         g_loss = bce(self.d(self.g(z)), torch.ones(len(x), 1))
         opt_g.zero_grad()
         self.manual_backward(g_loss)
-        self.clip_gradients(opt_g, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        self.clip_gradients(
+            opt_g, gradient_clip_val=0.5, gradient_clip_algorithm="norm"
+        )
         opt_g.step()
         self.untoggle_optimizer(opt_g)
 
@@ -307,7 +347,12 @@ def _no_seed_stays():
 @pytest.fixture
 def fitted(tmp_path):
     L.seed_everything(11)
-    model, data, logger, printer = Net(width=6, lr=0.02, note="hello"), Data(), Memory(), Printer()
+    model, data, logger, printer = (
+        Net(width=6, lr=0.02, note="hello"),
+        Data(),
+        Memory(),
+        Printer(),
+    )
     best = ModelCheckpoint(
         dirpath=tmp_path / "ck",
         monitor="val_loss",
@@ -334,7 +379,12 @@ def fitted(tmp_path):
     )
     trainer.fit(model, datamodule=data)
     return SimpleNamespace(
-        trainer=trainer, model=model, data=data, logger=logger, printer=printer, best=best
+        trainer=trainer,
+        model=model,
+        data=data,
+        logger=logger,
+        printer=printer,
+        best=best,
     )
 
 
@@ -422,10 +472,14 @@ def test_evaluation_returns_lightnings_values(fitted):
     assert validated == pytest.approx(
         {"from_callback": 2.0, "val_loss": 1.92889, "val_max": 4.77563}, rel=1e-4
     )
-    first, second = trainer.test(model, datamodule=data, ckpt_path="best", verbose=False)
+    first, second = trainer.test(
+        model, datamodule=data, ckpt_path="best", verbose=False
+    )
     assert first == pytest.approx({"test_loss/dataloader_idx_0": 1.92889}, rel=1e-4)
     assert second == pytest.approx({"test_loss/dataloader_idx_1": 1.92889}, rel=1e-4)
-    assert [tuple(p.shape) for p in trainer.predict(model, datamodule=data)] == [(8, 1)] * 3
+    assert [tuple(p.shape) for p in trainer.predict(model, datamodule=data)] == [
+        (8, 1)
+    ] * 3
     stages = ("validate", "test", "predict")
     assert fitted.printer.calls == [
         (word, stage) for stage in stages for word in ("setup", "teardown")
@@ -448,7 +502,9 @@ def test_a_checkpoint_has_lightnings_keys_and_the_users(fitted):
         torch.equal(a, b)
         for a, b in zip(again.parameters(), fitted.model.parameters(), strict=True)
     )
-    assert Net.load_from_checkpoint(fitted.best.best_model_path, lr=0.5).hparams.lr == 0.5
+    assert (
+        Net.load_from_checkpoint(fitted.best.best_model_path, lr=0.5).hparams.lr == 0.5
+    )
 
 
 def test_a_run_continues_from_a_checkpoint(fitted, tmp_path):
@@ -464,7 +520,12 @@ def test_a_run_continues_from_a_checkpoint(fitted, tmp_path):
     trainer.fit(model, datamodule=data, ckpt_path=fitted.best.best_model_path)
     assert model.notes["extra"]["keys"] == ["net.0.bias"]
     assert printer.restored == {"mine": 12, "counted": 12}
-    assert (data.loaded, printer.counted, trainer.current_epoch, trainer.global_step) == (
+    assert (
+        data.loaded,
+        printer.counted,
+        trainer.current_epoch,
+        trainer.global_step,
+    ) == (
         5,
         6,
         3,
@@ -475,15 +536,19 @@ def test_a_run_continues_from_a_checkpoint(fitted, tmp_path):
 def test_a_gan_in_manual_optimization_ends_with_lightnings_weights(tmp_path):
     L.seed_everything(5)
     gan = GAN()
-    trainer = L.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, **CPU, **QUIET)
+    trainer = L.Trainer(
+        max_epochs=2, logger=False, enable_checkpointing=False, **CPU, **QUIET
+    )
     trainer.fit(gan, Data())
     sums = [parameter.sum().item() for parameter in gan.parameters()]
     assert sums == pytest.approx([1.2229, 0.37523, 0.553986, 0.075667], abs=1e-4)
-    assert [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers] == pytest.approx(
-        [0.005, 0.0162]
-    )
+    assert [
+        optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers
+    ] == pytest.approx([0.005, 0.0162])
     assert sorted(trainer.callback_metrics) == ["d_loss", "g_loss"]
-    assert trainer.global_step == 12  # ours: turns, where Lightning counts 24 calls of step
+    assert (
+        trainer.global_step == 12
+    )  # ours: turns, where Lightning counts 24 calls of step
 
 
 # ---- names -------------------------------------------------------------------------------------------------------
@@ -503,7 +568,11 @@ CALLBACK_HOOKS = [
         for kind in BATCH
         for moment in ("start", "end", "epoch_start", "epoch_end")
     ),
-    *(f"on_{kind}_{moment}" for kind in BATCH for moment in ("batch_start", "batch_end")),
+    *(
+        f"on_{kind}_{moment}"
+        for kind in BATCH
+        for moment in ("batch_start", "batch_end")
+    ),
     *(
         "on_exception",
         "state_dict",
@@ -512,7 +581,12 @@ CALLBACK_HOOKS = [
         "on_save_checkpoint",
         "on_load_checkpoint",
     ),
-    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
+    *(
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_before_zero_grad",
+    ),
 ]
 MODULE_NAMES = [
     *(
@@ -520,7 +594,11 @@ MODULE_NAMES = [
         for name in CALLBACK_HOOKS
         if "sanity" not in name and name not in ("state_key", "on_exception")
     ),
-    *("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_model_train"),
+    *(
+        "on_validation_model_zero_grad",
+        "on_validation_model_eval",
+        "on_validation_model_train",
+    ),
     *(
         "on_test_model_eval",
         "on_test_model_train",
@@ -655,7 +733,12 @@ TRAINER_NAMES = [
         "logger",
         "loggers",
     ),
-    *("callback_metrics", "logged_metrics", "progress_bar_metrics", "estimated_stepping_batches"),
+    *(
+        "callback_metrics",
+        "logged_metrics",
+        "progress_bar_metrics",
+        "estimated_stepping_batches",
+    ),
     *("log_every_n_steps", "accumulate_grad_batches", "fast_dev_run"),
 ]
 
@@ -668,10 +751,16 @@ def test_every_name_of_lightning_is_there():
         "from_datasets",
         "hparams",
     ]
-    checks = [(L.Callback(), CALLBACK_HOOKS), (Net(), MODULE_NAMES), (trainer, TRAINER_NAMES)]
+    checks = [
+        (L.Callback(), CALLBACK_HOOKS),
+        (Net(), MODULE_NAMES),
+        (trainer, TRAINER_NAMES),
+    ]
     for owner, names in [*checks, (Data(), data)]:
         missing = [
-            name for name in names if not hasattr(type(owner), name) and not hasattr(owner, name)
+            name
+            for name in names
+            if not hasattr(type(owner), name) and not hasattr(owner, name)
         ]
         assert missing == [], type(owner).__name__
 
@@ -709,7 +798,11 @@ def test_steps_and_hooks_may_leave_out_or_add_parameters():
 
     data = [torch.ones(1, 2)]
     trainer = L.Trainer(
-        max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0, **QUIET
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        **QUIET,
     )
     trainer.fit(Short(), data, data)
     trainer.test(dataloaders=data, verbose=False)
@@ -738,16 +831,28 @@ def test_validating_is_true_inside_fit_but_not_in_the_sanity_check():
     class Looks(Net):
         def on_validation_start(self):
             seen.append(
-                (self.trainer.sanity_checking, self.trainer.validating, self.trainer.training)
+                (
+                    self.trainer.sanity_checking,
+                    self.trainer.validating,
+                    self.trainer.training,
+                )
             )
 
         def on_train_start(self):
             seen.append(
-                (self.trainer.sanity_checking, self.trainer.validating, self.trainer.training)
+                (
+                    self.trainer.sanity_checking,
+                    self.trainer.validating,
+                    self.trainer.training,
+                )
             )
 
     trainer = L.Trainer(
-        max_epochs=1, limit_val_batches=1, logger=False, enable_checkpointing=False, **QUIET
+        max_epochs=1,
+        limit_val_batches=1,
+        logger=False,
+        enable_checkpointing=False,
+        **QUIET,
     )
     trainer.fit(Looks(), datamodule=Data())
     trainer.validate(datamodule=Data(), verbose=False)

@@ -33,7 +33,11 @@ class Counts(TinyModule):
 def test_weights_extra_state_and_the_values_of_the_last_verb_come_back() -> None:
     module, loader = Counts(), DataLoader(torch.randn(16, 32), batch_size=4)
     trainer = Trainer(
-        max_epochs=1, barebones=True, devices=2, accelerator="cpu", strategy="ddp_notebook"
+        max_epochs=1,
+        barebones=True,
+        devices=2,
+        accelerator="cpu",
+        strategy="ddp_notebook",
     )
     before = module.state_dict()["layer.weight"].clone()
     trainer.fit(module, loader)

@@ -32,7 +32,8 @@ def rank():
 
 def loader(samples):
     return DataLoader(
-        torch.randn(samples, 32, generator=torch.Generator().manual_seed(1)), batch_size=2
+        torch.randn(samples, 32, generator=torch.Generator().manual_seed(1)),
+        batch_size=2,
     )
 
 
@@ -61,7 +62,11 @@ def test_intervals_hold_for_the_rank_with_most_batches():
 
     trainer = Trainer(**QUIET, use_distributed_sampler=False, val_check_interval=0.5)
     trainer.fit(Module(), loader(8 if rank() == 0 else 16), loader(4))
-    assert (validated, trainer.num_training_batches, trainer.progress.samples) == ([4, 8], 8, 24)
+    assert (validated, trainer.num_training_batches, trainer.progress.samples) == (
+        [4, 8],
+        8,
+        24,
+    )
 
 
 @pytest.mark.world_size(2)
@@ -96,7 +101,10 @@ def test_a_checkpoint_that_one_rank_asks_for_at_the_end_is_taken(tmp_path, hook,
 
     callback = type("Asks", (Callback,), {hook: ask})()
     trainer = Trainer(
-        **OPTIONS, default_root_dir=tmp_path, callbacks=[callback], enable_checkpointing=False
+        **OPTIONS,
+        default_root_dir=tmp_path,
+        callbacks=[callback],
+        enable_checkpointing=False,
     )
     trainer.fit(TinyModule(), loader(8))
     assert (Path(tmp_path) / "checkpoints" / "step-00000002").is_dir()
@@ -105,7 +113,9 @@ def test_a_checkpoint_that_one_rank_asks_for_at_the_end_is_taken(tmp_path, hook,
 @pytest.mark.world_size(2)
 def test_a_checkpoint_callback_on_one_rank_is_an_error():
     trainer = Trainer(
-        **OPTIONS, enable_checkpointing=False, callbacks=[ModelCheckpoint()] if rank() == 0 else []
+        **OPTIONS,
+        enable_checkpointing=False,
+        callbacks=[ModelCheckpoint()] if rank() == 0 else [],
     )
     with pytest.raises(
         RankError,
@@ -153,7 +163,9 @@ def test_a_metric_object_is_reduced_on_a_rank_without_a_batch():
         **{**OPTIONS, "max_epochs": 2}, enable_checkpointing=False
     )  # with a sanity check
     trainer.fit(Module(), loader(8), loader(1))
-    assert trainer.callback_metrics["mean"].item() == pytest.approx(loader(1).dataset.mean().item())
+    assert trainer.callback_metrics["mean"].item() == pytest.approx(
+        loader(1).dataset.mean().item()
+    )
 
 
 @pytest.mark.world_size(2)
@@ -210,8 +222,12 @@ class Watches(TinyModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return [optimizer], [{"scheduler": plateau, "interval": "step", "monitor": "own"}]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=0
+        )
+        return [optimizer], [
+            {"scheduler": plateau, "interval": "step", "monitor": "own"}
+        ]
 
 
 @pytest.mark.world_size(2)
@@ -249,6 +265,10 @@ def test_a_logger_writes_on_rank_0_alone_and_is_known_on_all(tmp_path):
     Trainer(**options, devices=2, default_root_dir=tmp_path).fit(module, loader(8))
     written = tmp_path / "trainer_kit_logs" / "version_0"
     logger = module.logger
-    assert (logger.log_dir, logger.version, logger.name) == (str(written), 0, "trainer_kit_logs")
+    assert (logger.log_dir, logger.version, logger.name) == (
+        str(written),
+        0,
+        "trainer_kit_logs",
+    )
     assert [path.name for path in written.parent.iterdir()] == ["version_0"]
     assert len(list(written.glob("events.out.*"))) == 1

@@ -12,7 +12,15 @@ from trainer_kit.core.errors import LogError
 from trainer_kit.metrics.entry import Entry, agreed, reduced
 
 
-def entry(name, values=(), weights=None, kind="mean", hook="training_step", loader=None, **slots):
+def entry(
+    name,
+    values=(),
+    weights=None,
+    kind="mean",
+    hook="training_step",
+    loader=None,
+    **slots,
+):
     made = Entry(hook, name, loader, (False, None, True, True, kind, True, True, False))
     made.values, made.weights = list(values), list(weights or [1.0] * len(values))
     if values:
@@ -23,17 +31,26 @@ def entry(name, values=(), weights=None, kind="mean", hook="training_step", load
 
 
 def test_a_mean_over_time_is_weighted():
-    assert reduced([entry("a", [1.0, 4.0], [3.0, 1.0])], step=False, group=None) == [1.75]
+    assert reduced([entry("a", [1.0, 4.0], [3.0, 1.0])], step=False, group=None) == [
+        1.75
+    ]
 
 
 def test_tensors_and_numbers_mix():
-    values = [1.0, torch.tensor(2), torch.tensor(3.0, dtype=torch.float64), torch.tensor(6.0)]
+    values = [
+        1.0,
+        torch.tensor(2),
+        torch.tensor(3.0, dtype=torch.float64),
+        torch.tensor(6.0),
+    ]
     assert reduced([entry("a", values)], step=False, group=None) == [3.0]
 
 
 def test_a_step_is_the_last_value_alone():
     for kind in ("mean", "sum", "min", "max"):
-        assert reduced([entry("a", [9.0, 4.0], [1.0, 3.0], kind)], step=True, group=None) == [4.0]
+        assert reduced(
+            [entry("a", [9.0, 4.0], [1.0, 3.0], kind)], step=True, group=None
+        ) == [4.0]
 
 
 def test_values_of_all_kinds_keep_the_order_of_the_entries():
@@ -97,7 +114,11 @@ class Net(TrainModule):
 
 def fit(module, val=None, count=7, **options):
     trainer = Trainer(
-        accelerator="cpu", strategy="ddp", devices=2, barebones=True, **{"max_epochs": 1, **options}
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        barebones=True,
+        **{"max_epochs": 1, **options},
     )
     loader = torch.utils.data.DataLoader(torch.arange(float(count)), batch_size=2)
     trainer.fit(module, loader, val)
@@ -134,7 +155,11 @@ def test_other_reductions_over_ranks():
 @pytest.mark.world_size(2)
 def test_each_rank_keeps_its_own_value_without_sync_dist():
     trainer = fit(
-        Net(lambda m, b: m.log("a", float(rank()), on_step=False, on_epoch=True, sync_dist=False))
+        Net(
+            lambda m, b: m.log(
+                "a", float(rank()), on_step=False, on_epoch=True, sync_dist=False
+            )
+        )
     )
     assert values(trainer, "a") == [rank()]
 
@@ -186,7 +211,11 @@ def test_values_logged_at_the_end_of_an_epoch_are_reduced_over_ranks(count, vali
             self.log("val_mean", float(rank()))
 
     loader = torch.utils.data.DataLoader(torch.arange(float(validated)), batch_size=2)
-    assert values(fit(Ends(), loader, count=count), "end", "val_end", "val_mean") == [0.5, 1.0, 0.5]
+    assert values(fit(Ends(), loader, count=count), "end", "val_end", "val_mean") == [
+        0.5,
+        1.0,
+        0.5,
+    ]
 
 
 @pytest.mark.world_size(2)

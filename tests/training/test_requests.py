@@ -41,7 +41,9 @@ def acting(hook, act, when=lambda trainer: True):
 
 
 def fit(*callbacks, batches=4, module=None, val=None, **options):
-    trainer = Trainer(callbacks=list(callbacks), **{**QUIET, "max_epochs": 3, **options})
+    trainer = Trainer(
+        callbacks=list(callbacks), **{**QUIET, "max_epochs": 3, **options}
+    )
     trainer.fit(module or Tiny(), [torch.ones(2, 2)] * batches, val)
     return trainer
 
@@ -94,20 +96,25 @@ def test_a_stop_inside_a_window_waits_for_its_end():
 
 
 def test_a_stop_at_the_start_of_an_epoch_lets_one_step_through():
-    trainer = fit(acting("on_train_epoch_start", stop, lambda trainer: trainer.current_epoch == 1))
+    trainer = fit(
+        acting("on_train_epoch_start", stop, lambda trainer: trainer.current_epoch == 1)
+    )
     assert (trainer.global_step, trainer.current_epoch) == (5, 1)
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
 def test_a_stop_at_the_end_of_an_epoch_counts_that_epoch(hook):
     trainer = fit(
-        acting(hook, stop, lambda trainer: trainer.current_epoch == 1), val=[torch.ones(1, 2)]
+        acting(hook, stop, lambda trainer: trainer.current_epoch == 1),
+        val=[torch.ones(1, 2)],
     )
     assert (trainer.global_step, trainer.current_epoch) == (8, 2)
 
 
 def test_a_stop_from_validation_inside_an_epoch_ends_it_there():
-    trainer = fit(acting("on_validation_end", stop), val=[torch.ones(1, 2)], val_check_interval=2)
+    trainer = fit(
+        acting("on_validation_end", stop), val=[torch.ones(1, 2)], val_check_interval=2
+    )
     assert (trainer.global_step, trainer.current_epoch) == (2, 0)
 
 
@@ -130,7 +137,9 @@ def test_should_stop_asks_and_can_be_taken_back():
         trainer.should_stop = False
 
     ask_again = acting(
-        "on_train_batch_end", lambda trainer: setattr(trainer, "should_stop", True), once
+        "on_train_batch_end",
+        lambda trainer: setattr(trainer, "should_stop", True),
+        once,
     )
     assert fit(ask_again, acting("on_train_step_end", take_back)).global_step == 12
 
@@ -201,7 +210,9 @@ def test_a_resumed_run_grants_the_stop_that_waited_when_it_was_saved(tmp_path):
 @pytest.mark.world_size(2)
 def test_a_stop_that_one_rank_asks_for_waits_for_the_minimum_on_all():
     once = acting(
-        "on_train_batch_end", stop, lambda trainer: trainer.global_step == 1 and get_rank() == 1
+        "on_train_batch_end",
+        stop,
+        lambda trainer: trainer.global_step == 1 and get_rank() == 1,
     )
     with redirect_stdout(StringIO()) as printed:
         trainer = fit(once, min_epochs=2, accelerator="cpu", strategy="ddp", devices=2)
@@ -222,12 +233,15 @@ def test_a_stop_that_one_rank_asks_for_waits_for_the_minimum_on_all():
         ({"min_epochs": 0, "min_steps": 0}, 1),
     ],
 )
-def test_a_stop_that_is_asked_for_again_is_granted_once_both_minima_are_reached(minimum, steps):
+def test_a_stop_that_is_asked_for_again_is_granted_once_both_minima_are_reached(
+    minimum, steps
+):
     assert fit(acting("on_train_batch_end", stop), **minimum).global_step == steps
 
 
 @pytest.mark.parametrize(
-    ("minimum", "steps"), [({"min_epochs": 2}, 8), ({"min_steps": 5}, 5), ({"min_steps": 4}, 4)]
+    ("minimum", "steps"),
+    [({"min_epochs": 2}, 8), ({"min_steps": 5}, 5), ({"min_steps": 4}, 4)],
 )
 def test_a_stop_at_each_epoch_is_granted_when_the_minimum_is_reached(minimum, steps):
     assert fit(acting("on_train_epoch_end", stop), **minimum).global_step == steps
@@ -248,7 +262,9 @@ def test_a_stop_of_an_earlier_fit_is_forgotten():
 def validations(asking, module=None, **options):
     """At which steps validation ran."""
     ran = []
-    listens = acting("on_validation_start", lambda trainer: ran.append(trainer.global_step))
+    listens = acting(
+        "on_validation_start", lambda trainer: ran.append(trainer.global_step)
+    )
     fit(asking, listens, val=[torch.ones(1, 2)], module=module, max_epochs=1, **options)
     return ran
 
@@ -268,15 +284,17 @@ def test_validation_runs_at_the_end_of_the_step_that_asked(hook):
 
 
 def test_a_requested_validation_that_is_due_anyway_runs_once():
-    at_end = acting("on_train_batch_end", ask_validation, lambda trainer: trainer.global_step == 4)
+    at_end = acting(
+        "on_train_batch_end", ask_validation, lambda trainer: trainer.global_step == 4
+    )
     assert validations(at_end) == [4]
     assert validations(acting("on_train_epoch_end", ask_validation)) == [4]
 
 
 def test_validation_asked_for_at_the_end_of_an_epoch_without_one_runs_there():
-    assert validations(acting("on_train_epoch_end", ask_validation), check_val_every_n_epoch=2) == [
-        4
-    ]
+    assert validations(
+        acting("on_train_epoch_end", ask_validation), check_val_every_n_epoch=2
+    ) == [4]
 
 
 def test_validation_asked_for_without_validation_data_is_nothing():
@@ -298,7 +316,9 @@ def test_a_requested_checkpoint_holds_the_step_that_was_finished(tmp_path):
         if trainer.global_step in weights:
             weights[trainer.global_step] = trainer.module.layer.weight.detach().clone()
 
-    asks = acting("on_train_batch_start", ask, lambda trainer: trainer.global_step in (1, 3))
+    asks = acting(
+        "on_train_batch_start", ask, lambda trainer: trainer.global_step in (1, 3)
+    )
     fit(asks, acting("on_train_batch_end", look), max_epochs=1)
     for step in (2, 4):
         state = read_checkpoint(tmp_path / "checkpoints" / f"step-{step:08d}")
@@ -317,7 +337,10 @@ def test_a_request_with_a_path_is_notified_of_its_save(tmp_path):
             self.told += (path,)
 
     request = Request()
-    ask = acting("on_train_batch_end", lambda trainer: trainer.request_checkpoint("mine", request))
+    ask = acting(
+        "on_train_batch_end",
+        lambda trainer: trainer.request_checkpoint("mine", request),
+    )
     fit(ask, max_steps=1)
     assert request.told == (tmp_path / "mine",)
 
@@ -348,7 +371,11 @@ def test_a_checkpoint_inside_a_window_runs_that_window_again(tmp_path):
         trainer.fit(again, data, ckpt_path=tmp_path / f"batch-{batch}")
         assert again.seen == list(range(first, 5)), batch
         assert torch.equal(again.layer.weight, whole.layer.weight), batch
-        assert (trainer.global_step, trainer.progress.batch, trainer.progress.samples) == (3, 5, 10)
+        assert (
+            trainer.global_step,
+            trainer.progress.batch,
+            trainer.progress.samples,
+        ) == (3, 5, 10)
 
 
 def test_save_checkpoint_before_any_fit_is_refused(tmp_path):
@@ -363,7 +390,12 @@ def test_a_function_is_called_as_the_hook_would_be():
     @trainer.on("train_batch_end")
     def batch(trainer, module, outputs, batch, batch_idx):
         heard.append(
-            (type(module).__name__, batch_idx, tuple(batch.shape), outputs["loss"].requires_grad)
+            (
+                type(module).__name__,
+                batch_idx,
+                tuple(batch.shape),
+                outputs["loss"].requires_grad,
+            )
         )
 
     @trainer.on("on_train_epoch_end")
@@ -404,7 +436,9 @@ def test_a_function_is_called_every_so_often(event, every, batches):
 
 def test_a_function_may_ask_as_a_callback_does():
     trainer = Trainer(max_epochs=2, **QUIET)
-    trainer.on("train_step_end", every="3st")(lambda trainer, module: trainer.stop("third"))
+    trainer.on("train_step_end", every="3st")(
+        lambda trainer, module: trainer.stop("third")
+    )
     trainer.fit(Tiny(), [torch.ones(2, 2)] * 6)
     assert trainer.global_step == 3
 

@@ -42,7 +42,9 @@ class Logs(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-def fitted(root: Path, logger: Any, module: Logs, epochs: int = 1, **options: Any) -> tk.Trainer:
+def fitted(
+    root: Path, logger: Any, module: Logs, epochs: int = 1, **options: Any
+) -> tk.Trainer:
     trainer = tk.Trainer(
         max_epochs=epochs,
         default_root_dir=root,
@@ -74,7 +76,10 @@ def test_two_runs_have_two_directories(tmp_path: Path, make: Any, place: str) ->
         trainer = fitted(root, make(root), Logs(float(number)))
         directory = (root / place / f"version_{number}").resolve()
         assert Path(str(trainer.log_dir)) == directory
-        assert Path(trainer.checkpoint_callback.best_model_path).parent == directory / "checkpoints"
+        assert (
+            Path(trainer.checkpoint_callback.best_model_path).parent
+            == directory / "checkpoints"
+        )
         assert [
             record["value"]
             for record in read_journal(directory / "journal.jsonl")
@@ -98,7 +103,9 @@ def test_evaluations_write_where_their_fit_has_written(tmp_path: Path) -> None:
 def test_a_resumed_run_continues_its_directory(tmp_path: Path) -> None:
     def run(fails: bool) -> tk.Trainer:
         keeper = tk.callbacks.ModelCheckpoint(every_n_train_steps=1)
-        return fitted(tmp_path, Tracker(), Logs(1.0, fails), 3, resume="auto", callbacks=keeper)
+        return fitted(
+            tmp_path, Tracker(), Logs(1.0, fails), 3, resume="auto", callbacks=keeper
+        )
 
     with pytest.raises(RuntimeError, match="on purpose"):
         run(fails=True)

@@ -88,7 +88,12 @@ def test_a_fit_leaves_a_record(tmp_path, script):
     script(["--lr", "0.1"])
     trainer = fit(resume=None, seed=5)
     found = record(trainer.log_dir)
-    assert (found.status, found.step, found.stopped, found.ended) == ("finished", 8, None, False)
+    assert (found.status, found.step, found.stopped, found.ended) == (
+        "finished",
+        8,
+        None,
+        False,
+    )
     assert (found.root, found.script) == (str(tmp_path), str(tmp_path / "train.py"))
     assert (found.fit, found.name) == (0, "trainer_kit_logs")
     assert found.from_here[found.script] == "../../train.py"
@@ -105,7 +110,9 @@ def test_a_fit_leaves_a_record(tmp_path, script):
 def test_a_run_without_checkpoints_leaves_no_files(tmp_path, script):
     script()
     fit(resume=None, enable_checkpointing=None, fast_dev_run=True)
-    trainer = tk.Trainer(max_epochs=1, enable_checkpointing=False, logger=False, **QUIET)
+    trainer = tk.Trainer(
+        max_epochs=1, enable_checkpointing=False, logger=False, **QUIET
+    )
     trainer.fit(TinyModule(), BATCHES)
     assert os.listdir(tmp_path) == []
 
@@ -190,9 +197,15 @@ def test_a_finished_fit_of_an_unfinished_script_is_loaded(script, capsys):
         == f"resuming from step 6 (verified) of run {where}, which has finished\n"
     )
     second = fit()
-    assert (second.log_dir, second.global_step) == (str(where.with_name("version_1")), 8)
+    assert (second.log_dir, second.global_step) == (
+        str(where.with_name("version_1")),
+        8,
+    )
     execution.at_exit()
-    assert [record(where.with_name(f"version_{n}")).ended for n in (0, 1)] == [True, True]
+    assert [record(where.with_name(f"version_{n}")).ended for n in (0, 1)] == [
+        True,
+        True,
+    ]
     script()
     assert Path(fit().log_dir).name == "version_2"
 
@@ -201,10 +214,15 @@ def test_a_script_that_died_while_it_recorded_its_end_is_loaded(script, monkeypa
     execution = script()
     fit(), fit()
     write, calls = runs.write_record, []
-    monkeypatch.setattr(runs, "write_record", lambda record: calls or calls.append(write(record)))
+    monkeypatch.setattr(
+        runs, "write_record", lambda record: calls or calls.append(write(record))
+    )
     execution.at_exit()
     monkeypatch.setattr(runs, "write_record", write)
-    assert [record(Path("trainer_kit_logs", f"version_{n}")).ended for n in (0, 1)] == [False, True]
+    assert [record(Path("trainer_kit_logs", f"version_{n}")).ended for n in (0, 1)] == [
+        False,
+        True,
+    ]
     script()
     assert [Path(fit().log_dir).name for _ in range(2)] == ["version_0", "version_1"]
 
@@ -308,7 +326,9 @@ def test_a_checkpoint_that_is_given_counts_until_the_run_has_its_own(script, tmp
         fit(epochs=3, ckpt_path=path)
 
 
-def test_fits_that_share_a_directory_do_not_take_each_others_checkpoints(script, tmp_path, capsys):
+def test_fits_that_share_a_directory_do_not_take_each_others_checkpoints(
+    script, tmp_path, capsys
+):
     script()
     fit(logger=False)
     fit(logger=False, broken=2)
@@ -326,7 +346,9 @@ def test_fits_that_share_a_directory_do_not_take_each_others_checkpoints(script,
 def test_two_fits_of_one_trainer(script, capsys):
     def both(broken):
         keeper = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
-        trainer = tk.Trainer(max_epochs=2, resume="auto", logger="csv", callbacks=[keeper], **QUIET)
+        trainer = tk.Trainer(
+            max_epochs=2, resume="auto", logger="csv", callbacks=[keeper], **QUIET
+        )
         trainer.fit(TinyModule(), BATCHES)
         trainer.set_callbacks([*trainer._own_callbacks, Breaks(broken)])
         trainer.fit(TinyModule(), BATCHES)
@@ -346,7 +368,11 @@ def test_weights_alone_are_not_resumed(script, capsys):
     def run(broken):
         return fit(
             broken,
-            callbacks=[ModelCheckpoint("weights", every_n_train_steps=1, save_weights_only=True)],
+            callbacks=[
+                ModelCheckpoint(
+                    "weights", every_n_train_steps=1, save_weights_only=True
+                )
+            ],
         )
 
     script()
@@ -361,7 +387,11 @@ def test_an_evaluation_before_the_fit_writes_to_the_run(script):
     first = fit(broken=5)
     script()
     trainer = tk.Trainer(
-        resume="auto", max_epochs=2, logger="csv", callbacks=[ModelCheckpoint()], **QUIET
+        resume="auto",
+        max_epochs=2,
+        logger="csv",
+        callbacks=[ModelCheckpoint()],
+        **QUIET,
     )
     trainer.test(TinyModule(), BATCHES, verbose=False)
     assert trainer.log_dir == os.path.abspath(first.log_dir)
@@ -382,7 +412,9 @@ def test_a_directory_that_moved_with_the_loggers_version(script):
     script()
     trainer = tk.Trainer(
         logger=second,
-        callbacks=[ModelCheckpoint(Path(second.log_dir, "mine"), every_n_train_steps=2)],
+        callbacks=[
+            ModelCheckpoint(Path(second.log_dir, "mine"), every_n_train_steps=2)
+        ],
         **options,
     )
     with pytest.warns(UserWarning, match="ModelCheckpoint now writes to"):
@@ -392,8 +424,13 @@ def test_a_directory_that_moved_with_the_loggers_version(script):
 
 def test_a_damaged_checkpoint_is_skipped(script, capsys):
     script()
-    first = fit(broken=7, callbacks=[ModelCheckpoint("all", every_n_train_steps=1, save_top_k=-1)])
-    (Path(first.log_dir, "checkpoints", "step-00000006") / "state.json").write_text("{}")
+    first = fit(
+        broken=7,
+        callbacks=[ModelCheckpoint("all", every_n_train_steps=1, save_top_k=-1)],
+    )
+    (Path(first.log_dir, "checkpoints", "step-00000006") / "state.json").write_text(
+        "{}"
+    )
     (Path("all", "step-00000007") / "state.json").write_text("{}")
     script()
     fit(callbacks=[ModelCheckpoint("all", every_n_train_steps=1, save_top_k=-1)])
@@ -407,7 +444,10 @@ def test_a_file_of_another_owner_is_not_replaced(script, tmp_path, capsys):
     (tmp_path / "run.json").write_text('{"mine": 1}')
     fit(logger=False)
     assert (tmp_path / "run.json").read_text() == '{"mine": 1}'
-    assert f"{tmp_path / 'run.json'} was not written by trainer_kit" in capsys.readouterr().out
+    assert (
+        f"{tmp_path / 'run.json'} was not written by trainer_kit"
+        in capsys.readouterr().out
+    )
 
 
 def edited(file, change):
@@ -435,7 +475,9 @@ def test_a_malformed_record_next_to_checkpoints_is_refused(script, change):
     edited(file, change)
     assert read_records(file) is None
     script()
-    with pytest.raises(ConfigurationError, match="holds an entry that is not a record of a run"):
+    with pytest.raises(
+        ConfigurationError, match="holds an entry that is not a record of a run"
+    ):
         fit()
 
 
@@ -495,7 +537,11 @@ def test_starting_next_to_checkpoints_of_a_lost_record_is_reported(
     again = fit(logger=logger, ckpt_path=newest)  # the way that the error names
     assert again.global_step == 8
     script()
-    with pytest.raises(ConfigurationError) if damage is _newer or logger else nullcontext():
+    with (
+        pytest.raises(ConfigurationError)
+        if damage is _newer or logger
+        else nullcontext()
+    ):
         fit(logger=logger)
 
 
@@ -516,10 +562,15 @@ def test_a_lost_record_does_not_hide_an_intact_unfinished_run(script):
 def test_a_lost_record_of_a_directory_that_other_runs_share(script, tmp_path):
     """An older record lists the directory, but not the run that wrote the newest checkpoint in it."""
     execution = script()
-    fit(resume=None, callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)])
+    fit(
+        resume=None,
+        callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)],
+    )
     execution.at_exit()
     script()
-    second = fit(broken=5, callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)])
+    second = fit(
+        broken=5, callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)]
+    )
     shutil.rmtree(second.run_dir / "checkpoints")
     _truncate(second.run_dir / "run.json")
     script()
@@ -538,7 +589,9 @@ def test_a_lost_record_without_checkpoints_costs_nothing(script, capsys):
 
 
 @pytest.mark.parametrize("damage", [_truncate, _edit])
-def test_a_restart_next_to_a_lost_record_does_not_start_from_the_beginning(script, damage):
+def test_a_restart_next_to_a_lost_record_does_not_start_from_the_beginning(
+    script, damage
+):
     script((), {"slurm 71": False})
     first = fit(broken=5, resume=None)
     damage(first.run_dir / "run.json")
@@ -556,7 +609,10 @@ def test_a_run_that_was_moved_with_its_script_is_continued(
     (tmp_path / "old" / "train.py").touch()
     script()
     monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "old" / "train.py"))
-    options = {"logger": logger, "callbacks": [EarlyStopping("train_loss", patience=99)]}
+    options = {
+        "logger": logger,
+        "callbacks": [EarlyStopping("train_loss", patience=99)],
+    }
     first = fit(broken=7, default_root_dir=tmp_path / "old", **options)
     if old_record:
         edited(first.run_dir / "run.json", {"from_here": {}})
@@ -579,13 +635,17 @@ def test_a_run_that_was_moved_with_its_script_is_continued(
     assert not (tmp_path / "old").exists()
 
 
-def test_a_run_below_a_symbolic_link_is_continued(script, monkeypatch, tmp_path, capsys):
+def test_a_run_below_a_symbolic_link_is_continued(
+    script, monkeypatch, tmp_path, capsys
+):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     script()
     first = fit(broken=7, default_root_dir=tmp_path / "disk")
     script()
-    monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "link" / ".." / "train.py"))
+    monkeypatch.setattr(
+        runs, "script", lambda: str(tmp_path / "link" / ".." / "train.py")
+    )
     again = fit(default_root_dir=tmp_path / "link", epochs=3)
     assert "resuming from step 6 (verified)" in capsys.readouterr().out
     assert os.path.samefile(again.run_dir, first.run_dir)
@@ -609,7 +669,8 @@ def test_a_moved_run_and_a_moved_script_are_refused(script, monkeypatch, tmp_pat
     script()
     monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "new" / "train.py"))
     with pytest.raises(
-        ConfigurationError, match=r"whose script was .*old/train\.py, which does not exist any more"
+        ConfigurationError,
+        match=r"whose script was .*old/train\.py, which does not exist any more",
     ):
         fit(default_root_dir=tmp_path / "runs")
 
@@ -618,19 +679,25 @@ OUTSIDE = ["../../../../OUT", "a/../../../OUT", "/tmp/OUT", ["x"], None]
 
 
 @pytest.mark.parametrize("version", OUTSIDE, ids=str)
-def test_a_record_does_not_lead_a_logger_outside_of_its_directory(script, tmp_path, version):
+def test_a_record_does_not_lead_a_logger_outside_of_its_directory(
+    script, tmp_path, version
+):
     script()
     first = fit(broken=5, default_root_dir=tmp_path / "a" / "b")
     file = first.run_dir / "run.json"
     edited(file, {"loggers": [{"name": "trainer_kit_logs", "version": version}]})
     script()
-    with pytest.raises(ConfigurationError, match="the run to continue has its logs outside of"):
+    with pytest.raises(
+        ConfigurationError, match="the run to continue has its logs outside of"
+    ):
         fit(default_root_dir=tmp_path / "a" / "b")
     assert not list(tmp_path.rglob("OUT*"))
     assert not os.path.exists("/tmp/OUT")
 
 
-def test_a_record_does_not_lead_to_checkpoints_outside_of_its_root(script, tmp_path, capsys):
+def test_a_record_does_not_lead_to_checkpoints_outside_of_its_root(
+    script, tmp_path, capsys
+):
     """Nothing is locked, cleaned or written there; the run is continued from its own directory."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -644,7 +711,9 @@ def test_a_record_does_not_lead_to_checkpoints_outside_of_its_root(script, tmp_p
     locks = []
     lock = runs.DirectoryLock
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "DirectoryLock", lambda place: locks.append(str(place)) or lock(place))
+        patch.setattr(
+            runs, "DirectoryLock", lambda place: locks.append(str(place)) or lock(place)
+        )
         again = fit(default_root_dir=tmp_path / "root")
     assert "resuming from step 3 (verified)" in capsys.readouterr().out
     assert locks == [str(first.run_dir / "checkpoints")]
@@ -669,18 +738,23 @@ def test_checkpoints_of_the_run_outside_of_its_root_are_found(script, tmp_path, 
     script()
     with pytest.warns(UserWarning, match="now writes to"):
         tk.Trainer(
-            callbacks=[ModelCheckpoint(tmp_path / "second", every_n_train_steps=1)], **options
+            callbacks=[ModelCheckpoint(tmp_path / "second", every_n_train_steps=1)],
+            **options,
         ).fit(TinyModule(), BATCHES)
     assert "resuming from step 5 (verified)" in capsys.readouterr().out
 
 
-def test_a_record_that_cannot_be_written_is_an_error_before_the_first_step(script, tmp_path):
+def test_a_record_that_cannot_be_written_is_an_error_before_the_first_step(
+    script, tmp_path
+):
     script()
     (tmp_path / "logs").write_text("a file")
-    with pytest.raises(CheckpointError, match=r"run\.json: could not be written: Not a directory"):
-        tk.Trainer(logger=JSONLLogger("logs"), callbacks=ModelCheckpoint("kept"), **QUIET).fit(
-            TinyModule(), BATCHES
-        )
+    with pytest.raises(
+        CheckpointError, match=r"run\.json: could not be written: Not a directory"
+    ):
+        tk.Trainer(
+            logger=JSONLLogger("logs"), callbacks=ModelCheckpoint("kept"), **QUIET
+        ).fit(TinyModule(), BATCHES)
 
 
 def test_an_interactive_session_continues_the_newest_run(tmp_path):

@@ -27,7 +27,9 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
-BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+BATCHES = [
+    torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)
+]
 
 
 class Net(TrainModule):
@@ -164,7 +166,9 @@ def a_rank_that_is_not_heard_of_in_time(path: Path) -> None:
         fit(asks)
     assert asks.told == ["failed 1", "saved 2"]
     group.barrier()
-    assert [name for name in sorted(os.listdir(path)) if not name.startswith(".")] == ["2"]
+    assert [name for name in sorted(os.listdir(path)) if not name.startswith(".")] == [
+        "2"
+    ]
     verify_checkpoint(path / "2")
 
 
@@ -178,7 +182,9 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     a_rank_that_is_not_heard_of_in_time(tmp_path / "late")
 
 
-def test_an_abandoned_rank_takes_part_in_the_remaining_collectives(tmp_path: Path) -> None:
+def test_an_abandoned_rank_takes_part_in_the_remaining_collectives(
+    tmp_path: Path,
+) -> None:
     """A second signal reaches one rank; the others wait for it wherever they do something together."""
     did, told = list[str](), list[str]()
 
@@ -197,7 +203,9 @@ def test_an_abandoned_rank_takes_part_in_the_remaining_collectives(tmp_path: Pat
             told.append(str(path))
 
     paths = [tmp_path / "a", tmp_path / "b"]
-    save = Save(1, [Listens(path, []) for path in paths], {str(path): False for path in paths})
+    save = Save(
+        1, [Listens(path, []) for path in paths], {str(path): False for path in paths}
+    )
     save.abandoned = True
     began: Any = saving.Future()
     began.set_result(True)

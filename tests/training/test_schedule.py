@@ -11,7 +11,9 @@ from trainer_kit.step.schedule import Schedule
 
 def schedule(batches=10, **given):
     defaults = {
-        "length": EpochLength(expected=batches, limit=None, certain=batches is not None),
+        "length": EpochLength(
+            expected=batches, limit=None, certain=batches is not None
+        ),
         "max_epochs": None,
         "max_steps": None,
         "max_duration": None,
@@ -74,7 +76,10 @@ def test_validation_comes_at_the_first_end_of_a_window_at_or_after(
     every, options, window, expected, skip
 ):
     interval = None if every is None else Duration.parse(every)
-    assert run(schedule(validate_every=interval, **options), window=window, skip=skip) == expected
+    assert (
+        run(schedule(validate_every=interval, **options), window=window, skip=skip)
+        == expected
+    )
 
 
 def test_looking_only_when_due_misses_nothing():
@@ -117,7 +122,11 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_does_not_repeat_a_validation():
         ({"max_duration": Duration(3, "ba")}, Progress(batch=2), Progress(batch=3)),
         ({"max_duration": Duration(3, "sp")}, Progress(samples=2), Progress(samples=4)),
         ({"max_duration": Duration(3, "tok")}, Progress(tokens=2), Progress(tokens=4)),
-        ({"max_duration": Duration(3.0, "s")}, Progress(seconds=2.9), Progress(seconds=3.1)),
+        (
+            {"max_duration": Duration(3.0, "s")},
+            Progress(seconds=2.9),
+            Progress(seconds=3.1),
+        ),
     ],
 )
 def test_a_limit_ends_the_run_and_is_named(limit, before, at):
@@ -145,7 +154,13 @@ def test_both_minima_have_to_be_reached():
 
 def test_it_is_due_at_each_flush_and_at_the_last_step_and_never_in_the_past():
     plan = schedule(log_every=7, max_steps=10)
-    assert [plan.due(Progress(step=step), 1) for step in (0, 6, 7, 9, 10)] == [7, 7, 10, 10, 11]
+    assert [plan.due(Progress(step=step), 1) for step in (0, 6, 7, 9, 10)] == [
+        7,
+        7,
+        10,
+        10,
+        11,
+    ]
 
 
 def test_it_is_due_at_its_interval_without_other_events():
@@ -160,8 +175,17 @@ def test_unpredictable_limits_are_checked_after_each_step():
 
 def test_ranks_agree_at_their_own_interval():
     plan = schedule(agree_every=10, log_every=25)
-    assert [plan.due(Progress(step=step), 1) for step in (0, 10, 20, 25)] == [10, 20, 25, 30]
-    assert [plan.agrees(Progress(step=step)) for step in (9, 10, 25)] == [False, True, False]
+    assert [plan.due(Progress(step=step), 1) for step in (0, 10, 20, 25)] == [
+        10,
+        20,
+        25,
+        30,
+    ]
+    assert [plan.agrees(Progress(step=step)) for step in (9, 10, 25)] == [
+        False,
+        True,
+        False,
+    ]
     assert schedule().agrees(Progress(step=3))
 
 
@@ -173,4 +197,9 @@ def test_an_epoch_of_unknown_length_is_never_over_beforehand():
 def test_steps_that_are_left():
     assert schedule().steps_left(Progress(step=3)) is None
     assert schedule(max_steps=5).steps_left(Progress(step=3)) == 2
-    assert schedule(max_steps=9, max_duration=Duration(5, "st")).steps_left(Progress(step=3)) == 2
+    assert (
+        schedule(max_steps=9, max_duration=Duration(5, "st")).steps_left(
+            Progress(step=3)
+        )
+        == 2
+    )

@@ -90,7 +90,12 @@ def test_a_strict_one_needs_no_value_before_the_first_validation():
 @pytest.mark.world_size(2)
 def test_schedulers_of_two_ranks_read_the_validation_of_their_step():
     module = Net(2, 1)
-    options = {**OPTIONS, "devices": 2, "val_check_interval": 1, "num_sanity_val_steps": 0}
+    options = {
+        **OPTIONS,
+        "devices": 2,
+        "val_check_interval": 1,
+        "num_sanity_val_steps": 0,
+    }
     Trainer(max_epochs=1, **options).fit(module, DataLoader(torch.ones(4, 2)), known())
     assert [plateau.read for plateau in module.plateaus] == [[2], [1, 2]]
 
@@ -123,7 +128,9 @@ def test_an_own_step_of_schedulers_gets_the_value_and_the_step():
 
 
 @pytest.mark.parametrize("hook", ["on_train_step_end", "on_validation_end"])
-def test_a_run_resumed_from_between_a_step_and_its_scheduler_advances_it(hook, tmp_path):
+def test_a_run_resumed_from_between_a_step_and_its_scheduler_advances_it(
+    hook, tmp_path
+):
     class Saves(Callback):
         def save(self, trainer, module):
             if trainer.global_step == 2:

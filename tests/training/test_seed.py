@@ -56,7 +56,9 @@ def _unseeded(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("seed_with", [tk.seed_everything, tk.set_seed, torch.manual_seed])
+@pytest.mark.parametrize(
+    "seed_with", [tk.seed_everything, tk.set_seed, torch.manual_seed]
+)
 @pytest.mark.parametrize("verb", ["fit", "validate"])
 def test_a_seed_that_is_set_after_the_trainer_counts(seed_with, verb):
     expected = order(make(seed=7), verb)
@@ -122,7 +124,9 @@ def test_a_stream_that_shuffles_itself_is_one_stream_on_all_ranks(how):
     )
     both = [None, None]
     torch.distributed.all_gather_object(both, module.seen)
-    epochs = [both[0][at : at + N // 2] + both[1][at : at + N // 2] for at in (0, N // 2)]
+    epochs = [
+        both[0][at : at + N // 2] + both[1][at : at + N // 2] for at in (0, N // 2)
+    ]
     assert [sorted(seen) for seen in epochs] == [list(range(N))] * 2
     assert epochs[0] != epochs[1]
 
@@ -169,7 +173,9 @@ def test_a_resumed_epoch_in_another_order_is_named(tmp_path, capsys):
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    first = make(seed=7, max_epochs=-1, max_steps=2, enable_checkpointing=False, **quiet)
+    first = make(
+        seed=7, max_epochs=-1, max_steps=2, enable_checkpointing=False, **quiet
+    )
     order(first)
     first.save_checkpoint(tmp_path / "state")
     for seed, named in ((7, False), (8, True)):

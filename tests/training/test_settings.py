@@ -40,14 +40,24 @@ def settings(**given):
 def test_defaults_are_lightning_s():
     made = settings()
     assert (made.max_epochs, made.max_steps, made.max_duration) == (1000, None, None)
-    assert (made.min_epochs, made.min_steps, made.sanity_steps, made.log_every) == (0, 0, 2, 50)
+    assert (made.min_epochs, made.min_steps, made.sanity_steps, made.log_every) == (
+        0,
+        0,
+        2,
+        50,
+    )
     assert (made.validate_every, made.validate_epochs, made.clip) == (1.0, 1, None)
     assert made.limits == {"train": 1.0, "val": 1.0, "test": 1.0, "predict": 1.0}
 
 
 @pytest.mark.parametrize(
     "limit",
-    [{"max_steps": 5}, {"max_steps": 0}, {"max_duration": "5st"}, {"max_time": "00:00:01:00"}],
+    [
+        {"max_steps": 5},
+        {"max_steps": 0},
+        {"max_duration": "5st"},
+        {"max_time": "00:00:01:00"},
+    ],
 )
 def test_another_limit_takes_the_place_of_a_thousand_epochs(limit):
     assert settings(**limit).max_epochs is None
@@ -147,12 +157,17 @@ def test_clipping():
     assert settings(clip_val=1).clip == (1.0, "norm")
     assert settings(clip_val=0.5, clip_algorithm="value").clip == (0.5, "value")
     assert settings(clip_val=0).clip is None
-    with pytest.raises(ConfigurationError, match=r"(?s)gradient_clip_algorithm.*norm or value"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)gradient_clip_algorithm.*norm or value"
+    ):
         settings(clip_val=1, clip_algorithm="nrom")
 
 
 def test_validation_over_epoch_borders_needs_a_count():
-    assert settings(check_val_every_n_epoch=None, val_check_interval=7).validate_epochs is None
+    assert (
+        settings(check_val_every_n_epoch=None, val_check_interval=7).validate_epochs
+        is None
+    )
     for interval in (None, 0.5):
         with pytest.raises(ConfigurationError, match="check_val_every_n_epoch=None"):
             settings(check_val_every_n_epoch=None, val_check_interval=interval)
@@ -160,9 +175,18 @@ def test_validation_over_epoch_borders_needs_a_count():
 
 def test_a_fast_run_is_one_epoch_of_so_many_batches():
     made = settings(
-        fast_dev_run=3, max_epochs=9, max_steps=100, num_sanity_val_steps=5, overfit_batches=4
+        fast_dev_run=3,
+        max_epochs=9,
+        max_steps=100,
+        num_sanity_val_steps=5,
+        overfit_batches=4,
     )
-    assert (made.max_epochs, made.max_steps, made.sanity_steps, made.overfit) == (1, 3, 0, 0)
+    assert (made.max_epochs, made.max_steps, made.sanity_steps, made.overfit) == (
+        1,
+        3,
+        0,
+        0,
+    )
     assert set(made.limits.values()) == {3}
     assert settings(fast_dev_run=True).max_steps == 1
     assert settings(fast_dev_run=False).fast == 0

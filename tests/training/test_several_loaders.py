@@ -23,7 +23,9 @@ OPTIONS: dict[str, Any] = {
 
 def loader(count: int, first: int = 0, **options: Any) -> DataLoader[Any]:
     """Batches of two numbers."""
-    return DataLoader(torch.arange(first, first + count).float(), batch_size=2, **options)
+    return DataLoader(
+        torch.arange(first, first + count).float(), batch_size=2, **options
+    )
 
 
 class Sees(tk.TrainModule):
@@ -39,7 +41,9 @@ class Sees(tk.TrainModule):
         x = torch.cat(list(batch.values())).unsqueeze(1) / 10
         return self.layer(x).pow(2).mean()
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.seen.append((dataloader_idx, batch_idx, batch.tolist()))
         self.log("mean", batch.mean())
 
@@ -56,7 +60,9 @@ def fit(
     loaders: Any, module: Sees | None = None, ckpt_path: Any = None, **options: Any
 ) -> tuple[tk.Trainer, Sees]:
     module = module or Sees()
-    trainer = tk.Trainer(**{"max_epochs": 1, "enable_checkpointing": False, **OPTIONS, **options})
+    trainer = tk.Trainer(
+        **{"max_epochs": 1, "enable_checkpointing": False, **OPTIONS, **options}
+    )
     trainer.fit(module, loaders, ckpt_path=ckpt_path)
     return trainer, module
 
@@ -102,8 +108,12 @@ def test_a_run_inside_a_second_pass_resumes_there(tmp_path: Path) -> None:
         if name == "whole":
             fit(loaders(), module, **options)
         else:
-            trainer, _ = fit(loaders(), module, max_steps=12, **{**options, "max_epochs": 3})
-            trainer.save_checkpoint(tmp_path / "middle")  # step 5 of 7 of the second epoch
+            trainer, _ = fit(
+                loaders(), module, max_steps=12, **{**options, "max_epochs": 3}
+            )
+            trainer.save_checkpoint(
+                tmp_path / "middle"
+            )  # step 5 of 7 of the second epoch
             seen, module = module.seen, Sees()
             fit(loaders(), module, tmp_path / "middle", **options)
             module.seen[:0] = seen
@@ -122,11 +132,15 @@ def test_overfitting_a_dict_sees_the_same_batches_unshuffled() -> None:
         overfit_batches=2,
         max_epochs=2,
     )
-    assert module.seen == [{"a": [0, 1], "b": [20, 21]}, {"a": [2, 3], "b": [22, 23]}] * 2
+    assert (
+        module.seen == [{"a": [0, 1], "b": [20, 21]}, {"a": [2, 3], "b": [22, 23]}] * 2
+    )
 
 
 SEVERAL = {
-    "CombinedLoader": lambda: tk.CombinedLoader([loader(4), loader(3, 10)], "sequential"),
+    "CombinedLoader": lambda: tk.CombinedLoader(
+        [loader(4), loader(3, 10)], "sequential"
+    ),
     "dict": lambda: {"a": loader(4), "b": loader(3, 10)},
     "nested": lambda: {"a": loader(4), "b": [loader(3, 10)]},
     "CombinedLoader of a dict": lambda: tk.CombinedLoader(
@@ -138,19 +152,29 @@ SEVERAL = {
 @pytest.mark.parametrize("name", SEVERAL)
 def test_sequential_evaluation_equals_a_list_of_loaders(name: str) -> None:
     def outcome(make: Any) -> Any:
-        module, trainer = Sees(), tk.Trainer(max_epochs=1, enable_checkpointing=False, **OPTIONS)
+        module, trainer = (
+            Sees(),
+            tk.Trainer(max_epochs=1, enable_checkpointing=False, **OPTIONS),
+        )
         results = (
             trainer.validate(module, make()),
             trainer.test(module, make()),
             trainer.predict(module, make()),
         )
-        counts = trainer.num_val_batches, trainer.num_test_batches, trainer.num_predict_batches
+        counts = (
+            trainer.num_val_batches,
+            trainer.num_test_batches,
+            trainer.num_predict_batches,
+        )
         few = tk.Trainer(limit_val_batches=1, enable_checkpointing=False, **OPTIONS)
         few.validate(module, make())
         return results, counts, module.seen
 
     results, counts, seen = expected = outcome(lambda: [loader(4), loader(3, 10)])
-    assert results[0] == [{"mean/dataloader_idx_0": 1.5}, {"mean/dataloader_idx_1": 11.0}]
+    assert results[0] == [
+        {"mean/dataloader_idx_0": 1.5},
+        {"mean/dataloader_idx_1": 11.0},
+    ]
     assert counts == ([2, 2], [2, 2], [2, 2])
     assert [index for index, *_ in seen] == [0, 0, 1, 1] * 2 + [0, 1]
     assert outcome(SEVERAL[name]) == expected
@@ -164,5 +188,7 @@ def test_sequential_validation_inside_fit_equals_a_list_of_loaders() -> None:
 
     several = values([loader(4), loader(3, 10)])
     assert several.keys() == {"mean/dataloader_idx_0", "mean/dataloader_idx_1"}
-    assert values(tk.CombinedLoader([loader(4), loader(3, 10)], "sequential")) == several
+    assert (
+        values(tk.CombinedLoader([loader(4), loader(3, 10)], "sequential")) == several
+    )
     assert values(tk.CombinedLoader([loader(4)], "sequential")).keys() == {"mean"}

@@ -33,7 +33,10 @@ class Gan(TrainModule):
         right = wins(self.discriminator(real), ones) + wins(
             self.discriminator(fake.detach()), torch.zeros_like(ones)
         )
-        return {"generator": wins(self.discriminator(fake), ones), "discriminator": right / 2}
+        return {
+            "generator": wins(self.discriminator(fake), ones),
+            "discriminator": right / 2,
+        }
 
     def training_step(self, batch, batch_idx):
         return self.losses(batch)
@@ -41,7 +44,9 @@ class Gan(TrainModule):
     def configure_optimizers(self):
         return {
             "generator": torch.optim.Adam(self.generator.parameters(), lr=0.01),
-            "discriminator": torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9),
+            "discriminator": torch.optim.SGD(
+                self.discriminator.parameters(), lr=0.1, momentum=0.9
+            ),
         }
 
 
@@ -59,7 +64,9 @@ def by_hand(module, windows, clip=None):
             losses = module.losses(batch)
             for name in optimizers:
                 loss = losses[name] if weight == 1 else losses[name] * weight
-                loss.backward(inputs=list(getattr(module, name).parameters()), retain_graph=True)
+                loss.backward(
+                    inputs=list(getattr(module, name).parameters()), retain_graph=True
+                )
         for name, optimizer in optimizers.items():
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(getattr(module, name).parameters(), clip)
@@ -67,7 +74,10 @@ def by_hand(module, windows, clip=None):
 
 
 def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -87,7 +97,11 @@ def test_accumulation_with_a_ragged_last_window():
     data = batches(5)
     by_hand(
         reference,
-        [[(0.5, data[0]), (0.5, data[1])], [(0.5, data[2]), (0.5, data[3])], [(1, data[4])]],
+        [
+            [(0.5, data[0]), (0.5, data[1])],
+            [(0.5, data[2]), (0.5, data[3])],
+            [(1, data[4])],
+        ],
     )
     assert same(module, reference)
     assert trainer.global_step == 3
@@ -202,7 +216,11 @@ def test_other_keys_come_along():
 
     class Extra(Gan):
         def training_step(self, batch, batch_idx):
-            return {**self.losses(batch), "fakes": self.generator(batch[:, :3]), "note": "hello"}
+            return {
+                **self.losses(batch),
+                "fakes": self.generator(batch[:, :3]),
+                "note": "hello",
+            }
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
             seen.append((outputs["note"], outputs["fakes"].requires_grad))
@@ -227,7 +245,10 @@ def test_each_name_may_have_its_scheduler():
 
     trainer = Trainer(max_epochs=1, **QUIET)
     trainer.fit(Scheduled(), batches(6))
-    assert [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers] == [0.01 / 8, 0.1]
+    assert [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers] == [
+        0.01 / 8,
+        0.1,
+    ]
     assert trainer.lr_scheduler_configs[0].optimizer is trainer.optimizers[0]
 
 
@@ -242,13 +263,20 @@ def test_overrides_are_called_for_each_optimizer():
         def configure_gradient_clipping(
             self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
         ):
-            heard.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
+            heard.append(
+                (type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm)
+            )
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     module, reference = Overrides(), Gan()
     Trainer(max_steps=1, gradient_clip_val=0.05, **QUIET).fit(module, batches())
     by_hand(reference, [[(1, batches()[0])]], 0.05)
-    assert heard == [("Adam", 0.05, "norm"), (0, 0, "Adam"), ("SGD", 0.05, "norm"), (0, 0, "SGD")]
+    assert heard == [
+        ("Adam", 0.05, "norm"),
+        (0, 0, "Adam"),
+        ("SGD", 0.05, "norm"),
+        (0, 0, "SGD"),
+    ]
     assert same(module, reference)
 
 
@@ -290,7 +318,10 @@ def test_a_list_without_names_is_refused_with_both_ways_out():
 
 @pytest.mark.parametrize(
     "returned",
-    [lambda losses: losses["generator"], lambda losses: {"generator": losses["generator"]}],
+    [
+        lambda losses: losses["generator"],
+        lambda losses: {"generator": losses["generator"]},
+    ],
 )
 def test_a_step_that_returns_no_loss_for_a_name_is_refused(returned):
     class Lacks(Gan):

@@ -25,9 +25,17 @@ QUIET = {
     "num_sanity_val_steps": 1,
 }
 ROOT = Path(__file__).parents[2]
-NUMBERS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-TERM, INT, USR1 = (signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT), (signal.SIGUSR1, 138)
-LONG = pytest.mark.long  # each script imports torch; in this process every signal is tried
+NUMBERS = pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+)
+TERM, INT, USR1 = (
+    (signal.SIGTERM, 143),
+    (signal.SIGINT, -signal.SIGINT),
+    (signal.SIGUSR1, 138),
+)
+LONG = (
+    pytest.mark.long
+)  # each script imports torch; in this process every signal is tried
 
 SCRIPT = """
 import sys, time
@@ -147,9 +155,13 @@ def test_the_run_ends_at_the_next_step_with_a_checkpoint_of_it(
     assert state["progress"]["step"] == step
     assert torch.equal(state["model"]["layer.weight"], trainer.module.layer.weight)
     said = capsys.readouterr().out
-    leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
+    leaving = (
+        "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
+    )
     assert re.search(
-        rf"^{number.name}: saved step {step} in \d+\.\d s, {leaving}$", said, re.MULTILINE
+        rf"^{number.name}: saved step {step} in \d+\.\d s, {leaving}$",
+        said,
+        re.MULTILINE,
     )
 
 
@@ -191,7 +203,8 @@ def test_without_checkpoints_nothing_is_written(tmp_path, capsys, number):
 
 @NUMBERS
 @pytest.mark.parametrize(
-    "hook", ["setup", "on_fit_start", "on_sanity_check_start", "on_train_end", "on_fit_end"]
+    "hook",
+    ["setup", "on_fit_start", "on_sanity_check_start", "on_train_end", "on_fit_end"],
 )
 def test_a_signal_outside_a_step_runs_the_teardown(number, hook):
     trainer = fit(number, hook, enable_checkpointing=False)
@@ -203,7 +216,9 @@ def test_a_signal_outside_a_step_runs_the_teardown(number, hook):
 def test_an_evaluation_ends_at_once_but_not_without_its_teardown(number, verb):
     kind = {"validate": "validation"}.get(verb, verb)
     ends = Ends()
-    trainer = Trainer(callbacks=[sending(number, f"on_{kind}_epoch_start"), ends], **QUIET)
+    trainer = Trainer(
+        callbacks=[sending(number, f"on_{kind}_epoch_start"), ends], **QUIET
+    )
     with pytest.raises(outcome(number)):
         getattr(trainer, verb)(Tiny(), [torch.ones(2, 2)])
     assert ends.heard == [outcome(number), "teardown"]
@@ -229,7 +244,9 @@ def test_the_users_handler_is_called_outside_the_loop():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        trainer = Trainer(callbacks=sending(signal.SIGTERM, "on_validation_epoch_start"), **QUIET)
+        trainer = Trainer(
+            callbacks=sending(signal.SIGTERM, "on_validation_epoch_start"), **QUIET
+        )
         trainer.validate(Tiny(), [torch.ones(2, 2)])
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -257,7 +274,9 @@ def test_the_second_signal_ends_the_step_at_once(number):
 
 def test_a_trainer_that_was_interrupted_can_fit_again():
     trainer = Trainer(
-        max_epochs=1, callbacks=sending(signal.SIGTERM, "on_train_batch_end", 2), **QUIET
+        max_epochs=1,
+        callbacks=sending(signal.SIGTERM, "on_train_batch_end", 2),
+        **QUIET,
     )
     with pytest.raises(SystemExit):
         trainer.fit(Tiny(), [torch.ones(2, 2)] * 4)
@@ -279,7 +298,8 @@ def script(directory, word):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [TERM, pytest.param(*INT, marks=LONG), pytest.param(*USR1, marks=LONG)]
+    ("number", "code"),
+    [TERM, pytest.param(*INT, marks=LONG), pytest.param(*USR1, marks=LONG)],
 )
 def test_a_script_that_gets_a_signal_leaves_with_its_code_and_the_step_on_disk(
     tmp_path, number, code
@@ -298,7 +318,8 @@ def test_a_script_that_gets_a_signal_leaves_with_its_code_and_the_step_on_disk(
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [INT, pytest.param(*TERM, marks=LONG), pytest.param(*USR1, marks=LONG)]
+    ("number", "code"),
+    [INT, pytest.param(*TERM, marks=LONG), pytest.param(*USR1, marks=LONG)],
 )
 def test_a_script_that_gets_it_twice_leaves_at_once(tmp_path, number, code):
     with script(tmp_path, "twice") as process:
@@ -308,5 +329,8 @@ def test_a_script_that_gets_it_twice_leaves_at_once(tmp_path, number, code):
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert out.splitlines() == [f"on_exception {outcome(number).__name__} 3", "teardown"]
+    assert out.splitlines() == [
+        f"on_exception {outcome(number).__name__} 3",
+        "teardown",
+    ]
     assert list(tmp_path.glob("**/step-*")) == []

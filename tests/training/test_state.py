@@ -34,7 +34,9 @@ class Net(TrainModule):
         self.frozen = nn.Linear(1, 1).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
-        self.log("loss", loss := self.head(self.layer(batch)).pow(2).mean(), on_epoch=True)
+        self.log(
+            "loss", loss := self.head(self.layer(batch)).pow(2).mean(), on_epoch=True
+        )
         return loss
 
     def configure_optimizers(self):
@@ -59,7 +61,9 @@ class Remembers(Callback):
 
 
 def trainer(**options):
-    return Trainer(accelerator="cpu", barebones=True, **{"max_epochs": 2, "seed": 5, **options})
+    return Trainer(
+        accelerator="cpu", barebones=True, **{"max_epochs": 2, "seed": 5, **options}
+    )
 
 
 def batches():
@@ -104,7 +108,8 @@ def test_a_checkpoint_holds_everything(saved):
     assert state["callbacks"] == {"Remembers": {"epochs": 2}}
     assert state["hyper_parameters"] == {"lr": 0.1, "momentum": 0.9}
     assert all(
-        torch.equal(state["model"][name], value) for name, value in made.module.state_dict().items()
+        torch.equal(state["model"][name], value)
+        for name, value in made.module.state_dict().items()
     )
 
 
@@ -122,7 +127,10 @@ def test_optimizer_state_goes_by_the_names_of_parameters(saved):
     state = read_checkpoint(saved[1])["optimizer_states"][0]
     trained = {"layer.weight", "layer.bias", "head.weight", "head.bias"}
     assert set(state["state"]) == trained
-    assert set(state["param_groups"][0]["params"]) == trained | {"frozen.weight", "frozen.bias"}
+    assert set(state["param_groups"][0]["params"]) == trained | {
+        "frozen.weight",
+        "frozen.bias",
+    }
 
 
 def test_everything_comes_back(saved):
@@ -134,7 +142,9 @@ def test_everything_comes_back(saved):
 
         def on_fit_start(self, trainer, module):
             optimizer = trainer.optimizers[0]
-            seen["momentum"] = {k: v["momentum_buffer"].clone() for k, v in optimizer.state.items()}
+            seen["momentum"] = {
+                k: v["momentum_buffer"].clone() for k, v in optimizer.state.items()
+            }
             seen["lr"] = optimizer.param_groups[0]["lr"]
             seen["scheduler"] = trainer.lr_scheduler_configs[0].scheduler.last_epoch
             seen["epochs"] = trainer.callbacks[0].epochs
@@ -145,7 +155,12 @@ def test_everything_comes_back(saved):
     state = torch.get_rng_state()
     torch.manual_seed(99)
     resume(path, callbacks=[Remembers(), Looks()])
-    assert (seen["lr"], seen["scheduler"], seen["epochs"], seen["step"]) == (0.025, 2, 2, 6)
+    assert (seen["lr"], seen["scheduler"], seen["epochs"], seen["step"]) == (
+        0.025,
+        2,
+        2,
+        6,
+    )
     for old, new in zip(expected, seen["momentum"].values(), strict=True):
         assert torch.equal(old["momentum_buffer"], new)
     assert torch.equal(seen["rng"], state)
@@ -193,7 +208,9 @@ def test_a_run_with_other_optimizers_is_refused(saved):
                 "b": torch.optim.SGD(self.head.parameters(), 0.1),
             }
 
-    with pytest.raises(CheckpointError, match="1 optimizers were saved, 2 are configured"):
+    with pytest.raises(
+        CheckpointError, match="1 optimizers were saved, 2 are configured"
+    ):
         resume(saved[1], Two())
 
 
@@ -203,7 +220,9 @@ def test_a_run_with_another_number_of_schedulers_is_refused(saved):
             made = super().configure_optimizers()
             return made["optimizer"] if isinstance(made, dict) else made[0][0]
 
-    with pytest.raises(CheckpointError, match="1 schedulers were saved, 0 are configured"):
+    with pytest.raises(
+        CheckpointError, match="1 schedulers were saved, 0 are configured"
+    ):
         resume(saved[1], Unscheduled())
 
 
@@ -235,7 +254,9 @@ def test_hooks_may_add_to_a_checkpoint_and_read_it_back(tmp_path):
     assert seen[0]["table"].tolist() == [0, 1, 2]
 
 
-def test_values_that_a_checkpoint_cannot_hold_are_refused_before_the_first_step(tmp_path):
+def test_values_that_a_checkpoint_cannot_hold_are_refused_before_the_first_step(
+    tmp_path,
+):
     from trainer_kit.callbacks import ModelCheckpoint
 
     class Holds(Remembers):
@@ -287,13 +308,19 @@ def test_groups_and_parameters_in_another_order_get_their_own_state():
         parameter.grad = torch.full_like(parameter, float(parameter.dim()))
     first.step()
     saved = optimizer_state(ALONE, first, names)
-    second = torch.optim.SGD(list(module.layer.parameters())[::-1], lr=0.1, momentum=0.9)
+    second = torch.optim.SGD(
+        list(module.layer.parameters())[::-1], lr=0.1, momentum=0.9
+    )
     assert (
-        restore_optimizer(ALONE, second, owned_parameters(ALONE, second), saved, names, print) == {}
+        restore_optimizer(
+            ALONE, second, owned_parameters(ALONE, second), saved, names, print
+        )
+        == {}
     )
     for parameter in module.layer.parameters():
         assert torch.equal(
-            second.state[parameter]["momentum_buffer"], first.state[parameter]["momentum_buffer"]
+            second.state[parameter]["momentum_buffer"],
+            first.state[parameter]["momentum_buffer"],
         )
 
 
@@ -301,9 +328,16 @@ def test_another_number_of_groups_is_refused():
     module = Net()
     one = torch.optim.SGD(module.layer.parameters(), lr=0.1)
     two = torch.optim.SGD([{"params": [p]} for p in module.layer.parameters()], lr=0.1)
-    with pytest.raises(CheckpointError, match="1 groups were saved, the optimizer has 2"):
+    with pytest.raises(
+        CheckpointError, match="1 groups were saved, the optimizer has 2"
+    ):
         restore_optimizer(
-            ALONE, two, owned_parameters(ALONE, two), optimizer_state(ALONE, one, {}), {}, print
+            ALONE,
+            two,
+            owned_parameters(ALONE, two),
+            optimizer_state(ALONE, one, {}),
+            {},
+            print,
         )
 
 
@@ -315,10 +349,15 @@ def test_the_state_of_another_class_is_refused_and_an_unnamed_one_is_taken():
         CheckpointError,
         match=r"the state of Adam, but .* is SGD\n(.*\n)?  fix: +configure Adam, or start a new run from",
     ):
-        restore_optimizer(ALONE, other, owned_parameters(ALONE, other), saved, {}, print)
+        restore_optimizer(
+            ALONE, other, owned_parameters(ALONE, other), saved, {}, print
+        )
     del saved["class"]  # as checkpoints of before have it
     adam = torch.optim.Adam(parameters)
-    assert restore_optimizer(ALONE, adam, owned_parameters(ALONE, adam), saved, {}, print) == {}
+    assert (
+        restore_optimizer(ALONE, adam, owned_parameters(ALONE, adam), saved, {}, print)
+        == {}
+    )
 
 
 def test_configured_options_are_copies():
@@ -337,30 +376,45 @@ def test_a_rate_in_a_tensor_is_compared_by_value():
     second = torch.optim.Adam([parameter], lr=torch.tensor(0.1))
     assert (
         restore_optimizer(
-            ALONE, second, owned_parameters(ALONE, second), saved, {id(parameter): "p"}, said.append
+            ALONE,
+            second,
+            owned_parameters(ALONE, second),
+            saved,
+            {id(parameter): "p"},
+            said.append,
         )
         == {}
     )
     assert said == []
 
 
-def test_a_value_that_is_not_logged_again_keeps_its_reduction_through_a_resume(tmp_path):
+def test_a_value_that_is_not_logged_again_keeps_its_reduction_through_a_resume(
+    tmp_path,
+):
     class Early(TinyModule):
         def training_step(self, batch, batch_idx):
             if batch_idx < 2:
                 self.log(
-                    "early", float(batch_idx + 1), on_step=False, on_epoch=True, reduce_fx="max"
+                    "early",
+                    float(batch_idx + 1),
+                    on_step=False,
+                    on_epoch=True,
+                    reduce_fx="max",
                 )
             return super().training_step(batch, batch_idx)
 
     def trainer():
         keeper = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
-        return Trainer(max_epochs=1, logger=False, callbacks=[keeper], enable_progress_bar=False)
+        return Trainer(
+            max_epochs=1, logger=False, callbacks=[keeper], enable_progress_bar=False
+        )
 
     trainer().fit(Early(), [torch.randn(4, 32) for _ in range(4)])
     resumed = trainer()
     resumed.fit(
-        Early(), [torch.randn(4, 32) for _ in range(4)], ckpt_path=tmp_path / "step-00000003"
+        Early(),
+        [torch.randn(4, 32) for _ in range(4)],
+        ckpt_path=tmp_path / "step-00000003",
     )
     assert resumed.callback_metrics["early"].item() == 2.0
 
@@ -374,11 +428,16 @@ def test_an_epoch_that_was_left_early_is_saved_as_finished(tmp_path):
 
     keeper = ModelCheckpoint(dirpath=tmp_path)
     trainer = Trainer(
-        max_epochs=1, logger=False, callbacks=[Leaves(), keeper], enable_progress_bar=False
+        max_epochs=1,
+        logger=False,
+        callbacks=[Leaves(), keeper],
+        enable_progress_bar=False,
     )
     trainer.fit(TinyModule(), [torch.randn(4, 32) for _ in range(6)])
     saved = read_checkpoint(Path(keeper.best_model_path))["progress"]
-    assert {name: saved[name] for name in ("epoch", "epoch_batch", "batch", "samples")} == {
+    assert {
+        name: saved[name] for name in ("epoch", "epoch_batch", "batch", "samples")
+    } == {
         "epoch": 1,
         "epoch_batch": 0,
         "batch": 3,
@@ -399,17 +458,24 @@ class Left(TrainModule):
 
     def training_step(self, batch, batch_idx):
         if batch_idx in self.batches:
-            self.log("range", batch.mean(), on_step=False, on_epoch=True, reduce_fx=spread)
+            self.log(
+                "range", batch.mean(), on_step=False, on_epoch=True, reduce_fx=spread
+            )
         return (self.weight * batch.mean()).sum()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_reduction_function_missing_after_a_resume_gives_nan_and_is_reported(tmp_path):
+def test_a_reduction_function_missing_after_a_resume_gives_nan_and_is_reported(
+    tmp_path,
+):
     batches = [torch.ones(2, 1)] * 4
     trainer = Trainer(
-        max_steps=2, barebones=True, accelerator="cpu", callbacks=[keeper := Inside(tmp_path, at=2)]
+        max_steps=2,
+        barebones=True,
+        accelerator="cpu",
+        callbacks=[keeper := Inside(tmp_path, at=2)],
     )
     trainer.fit(Left(0), batches)
     again = Trainer(max_epochs=1, barebones=True, accelerator="cpu")

@@ -74,28 +74,40 @@ def through_super(base: type, names: list[str]) -> tuple[type, set[str]]:
 
         return hook
 
-    made = type(f"Super{base.__name__}", (base,), {name: override(name) for name in names})
+    made = type(
+        f"Super{base.__name__}", (base,), {name: override(name) for name in names}
+    )
     return made, called
 
 
 def run(module: Any, data: Any, callbacks: list[Any], path: Any) -> tuple[Any, ...]:
     keeper = ModelCheckpoint(path, save_last=True)
     trainer = Trainer(
-        callbacks=[*callbacks, keeper], gradient_clip_val=1.0, default_root_dir=path, **QUIET
+        callbacks=[*callbacks, keeper],
+        gradient_clip_val=1.0,
+        default_root_dir=path,
+        **QUIET,
     )
     trainer.fit(module, datamodule=data)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     tested = trainer.validate(module, datamodule=data, verbose=False) + trainer.test(
         module, datamodule=data, verbose=False
     )
-    again = Trainer(callbacks=callbacks, enable_checkpointing=False, **{**QUIET, "max_epochs": 3})
+    again = Trainer(
+        callbacks=callbacks, enable_checkpointing=False, **{**QUIET, "max_epochs": 3}
+    )
     predicted = trainer.predict(module, datamodule=data)
     again.fit(module, datamodule=data, ckpt_path=keeper.last_model_path)
     return weights, tested, torch.cat(predicted), module.state_dict()
 
 
 def hooks(*bases: type) -> list[str]:
-    return [n for b in bases for n, f in vars(b).items() if not n.startswith("_") and callable(f)]
+    return [
+        n
+        for b in bases
+        for n, f in vars(b).items()
+        if not n.startswith("_") and callable(f)
+    ]
 
 
 MODULE = [
@@ -136,12 +148,16 @@ def test_every_hook_forwards_to_its_default(tmp_path: Any) -> None:
     assert data_called == set(DATA) - {"on_exception", "load_state_dict"}
     assert callback_called == set(CALLBACK) - {"on_exception", "load_state_dict"}
     bare, bare_called = through_super(Plain, MODULE)
-    torch.testing.assert_close(run(bare(), None, [], tmp_path / "bare"), expected, rtol=0, atol=0)
+    torch.testing.assert_close(
+        run(bare(), None, [], tmp_path / "bare"), expected, rtol=0, atol=0
+    )
     assert bare_called == set(MODULE) - {"on_exception"}
 
 
 @pytest.mark.parametrize("owner", ["module", "datamodule"])
-def test_the_default_transfer_moves_the_tensors_that_the_override_does_not(owner: str) -> None:
+def test_the_default_transfer_moves_the_tensors_that_the_override_does_not(
+    owner: str,
+) -> None:
     """Lightning's documented pattern: one kind of batch by hand, all others through super()."""
     moved = []
 
@@ -152,7 +168,9 @@ def test_the_default_transfer_moves_the_tensors_that_the_override_does_not(owner
             if isinstance(batch, str):
                 return batch
             moved.append(
-                super().transfer_batch_to_device(batch, torch.device("meta"), dataloader_idx)
+                super().transfer_batch_to_device(
+                    batch, torch.device("meta"), dataloader_idx
+                )
             )
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
@@ -161,15 +179,23 @@ def test_the_default_transfer_moves_the_tensors_that_the_override_does_not(owner
         if owner == "module"
         else Plain()
     )
-    data = type("Datamodule", (Pattern, Data), {})() if owner == "datamodule" else Data()
-    Trainer(barebones=True, accelerator="cpu", max_epochs=1).fit(module, datamodule=data)
+    data = (
+        type("Datamodule", (Pattern, Data), {})() if owner == "datamodule" else Data()
+    )
+    Trainer(barebones=True, accelerator="cpu", max_epochs=1).fit(
+        module, datamodule=data
+    )
     assert [batch[0].device.type for batch in moved] == ["meta"] * len(moved) != []
 
 
 @pytest.mark.parametrize("arguments", [(0,), (0, 1), ()])
-def test_the_default_prediction_takes_a_loader_index(arguments: tuple[int, ...]) -> None:
+def test_the_default_prediction_takes_a_loader_index(
+    arguments: tuple[int, ...],
+) -> None:
     class Passes(Plain):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        def predict_step(
+            self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> Any:
             return super(Plain, self).predict_step(batch[0], *arguments)
 
     trainer = Trainer(barebones=True, accelerator="cpu")
@@ -191,9 +217,15 @@ def test_a_step_without_a_default_warns() -> None:
         assert module.validation_step(None, 0, 1) is None
         assert module.test_step(None, 0) is None
     for owner in (module, DataModule()):
-        for name in ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"):
+        for name in (
+            "train_dataloader",
+            "val_dataloader",
+            "test_dataloader",
+            "predict_dataloader",
+        ):
             with pytest.raises(
-                NotImplementedError, match=rf"{type(owner).__name__} has no {name}: define"
+                NotImplementedError,
+                match=rf"{type(owner).__name__} has no {name}: define",
             ):
                 getattr(owner, name)()
     with pytest.raises(ConfigurationError, match="loss_weight has no default"):

@@ -27,7 +27,9 @@ def train(settings: dict[str, Any]) -> tuple[int, list[int], float]:
     steps = 0
 
     def clock() -> float:
-        return steps * (1.0 + rank / 2)  # rank 0 takes a second a step, rank 1 half as much again
+        return steps * (
+            1.0 + rank / 2
+        )  # rank 0 takes a second a step, rank 1 half as much again
 
     time.monotonic = clock
     trainer = Trainer(
@@ -48,16 +50,23 @@ def train(settings: dict[str, Any]) -> tuple[int, list[int], float]:
         steps += 1
 
     trainer.fit(
-        TinyModule(), DataLoader(torch.randn(800, 32), batch_size=4), DataLoader(torch.randn(8, 32))
+        TinyModule(),
+        DataLoader(torch.randn(800, 32), batch_size=4),
+        DataLoader(torch.randn(8, 32)),
     )
     return trainer.global_step, validations.steps, trainer.progress.seconds
 
 
 @pytest.mark.parametrize(
     ("settings", "steps"),
-    [({"max_duration": "27s"}, 18), ({"max_duration": "100s", "val_check_interval": "29s"}, 67)],
+    [
+        ({"max_duration": "27s"}, 18),
+        ({"max_duration": "100s", "val_check_interval": "29s"}, 67),
+    ],
 )
-def test_clocks_that_differ_decide_together(settings: dict[str, Any], steps: int) -> None:
+def test_clocks_that_differ_decide_together(
+    settings: dict[str, Any], steps: int
+) -> None:
     first, second = run_distributed(train, 2, settings)
     assert first == second
     # Steps of a second are looked at one by one, and the slowest rank's 1.5 seconds count for both.

@@ -77,7 +77,9 @@ class Data(tk.DataModule):
         return {"scaler": Scaler(), "seen": 4}
 
 
-def fit(directory, module, *callbacks, data=None, ckpt_path=None, max_steps=2, **options):
+def fit(
+    directory, module, *callbacks, data=None, ckpt_path=None, max_steps=2, **options
+):
     keeper = ModelCheckpoint(directory, every_n_train_steps=2)
     options = {
         "logger": False,
@@ -86,7 +88,11 @@ def fit(directory, module, *callbacks, data=None, ckpt_path=None, max_steps=2, *
         **options,
     }
     trainer = tk.Trainer(
-        max_steps=max_steps, callbacks=[keeper, *callbacks], accelerator="cpu", devices=1, **options
+        max_steps=max_steps,
+        callbacks=[keeper, *callbacks],
+        accelerator="cpu",
+        devices=1,
+        **options,
     )
     loaders = BATCHES if data is None else None
     try:
@@ -118,16 +124,29 @@ def test_a_module_a_dataclass_and_named_things_come_back(tmp_path):
     [
         (Stores(Scaler()), [], None, "Stores.on_save_checkpoint.value"),
         (New(), [], None, "New.on_save_checkpoint.scaler"),
-        (TinyModule(), [HookOfCallback()], None, "HookOfCallback.on_save_checkpoint.extra.scaler"),
+        (
+            TinyModule(),
+            [HookOfCallback()],
+            None,
+            "HookOfCallback.on_save_checkpoint.extra.scaler",
+        ),
         (TinyModule(), [HasState(Scaler())], None, "callbacks.HasState.nested.scaler"),
         (TinyModule(), [], Data(), "datamodule.scaler"),
     ],
-    ids=["attribute", "new object", "callback's hook", "callback's state", "datamodule"],
+    ids=[
+        "attribute",
+        "new object",
+        "callback's hook",
+        "callback's state",
+        "datamodule",
+    ],
 )
 def test_what_cannot_be_saved_is_an_error_before_the_first_step_or_a_line(
     module, callbacks, data, key, tmp_path, capsys
 ):
-    with pytest.raises(CheckpointError, match=r"(?s)Scaler cannot be saved.*codec.*drop") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"(?s)Scaler cannot be saved.*codec.*drop"
+    ) as caught:
         fit(tmp_path / "raise", module, *callbacks, data=data)
     assert caught.value.key == key
     assert steps[-1] == 0
@@ -150,7 +169,10 @@ def test_what_only_a_save_sees_is_left_out_and_training_goes_on(tmp_path, capsys
     path = fit(tmp_path, Late())
     assert steps[-1] == 2
     assert read_checkpoint(path)["fine"] == 1
-    assert "checkpoints are saved without scaler: a value of type" in capsys.readouterr().out
+    assert (
+        "checkpoints are saved without scaler: a value of type"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_codec_stores_it(tmp_path, monkeypatch):
@@ -162,7 +184,9 @@ def test_a_codec_stores_it(tmp_path, monkeypatch):
     loaded = Stores.load_from_checkpoint(path).loaded
     assert type(loaded) is Registered
     assert loaded.mean == 5.0
-    assert read_checkpoint(path)["callbacks"]["HasState"]["nested"]["scaler"].mean == 6.0
+    assert (
+        read_checkpoint(path)["callbacks"]["HasState"]["nested"]["scaler"].mean == 6.0
+    )
 
 
 class Takes(TinyModule):
@@ -175,7 +199,9 @@ def own_function(x):
     return x
 
 
-def test_modules_classes_and_functions_among_hyperparameters_come_back(tmp_path, capsys):
+def test_modules_classes_and_functions_among_hyperparameters_come_back(
+    tmp_path, capsys
+):
     path = fit(tmp_path, Takes(nn.HuberLoss(delta=0.5), nn.GELU, own_function))
     assert "repr" not in capsys.readouterr().out
     again = Takes.load_from_checkpoint(path).hparams
@@ -184,12 +210,19 @@ def test_modules_classes_and_functions_among_hyperparameters_come_back(tmp_path,
     assert again.function is own_function
 
 
-def test_a_hyperparameter_whose_function_is_not_imported_is_asked_for(tmp_path, monkeypatch):
+def test_a_hyperparameter_whose_function_is_not_imported_is_asked_for(
+    tmp_path, monkeypatch
+):
     path = fit(tmp_path, Takes(nn.MSELoss(), function=own_function))
     monkeypatch.delattr(f"{__name__}.own_function")
-    with pytest.raises(ConfigurationError, match=r"(?s)only the repr.*function.*own_function"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)only the repr.*function.*own_function"
+    ):
         Takes.load_from_checkpoint(path)
-    assert Takes.load_from_checkpoint(path, function=torch.tanh).hparams.function is torch.tanh
+    assert (
+        Takes.load_from_checkpoint(path, function=torch.tanh).hparams.function
+        is torch.tanh
+    )
 
 
 def test_secrets_inside_a_dataclass_are_masked(tmp_path):

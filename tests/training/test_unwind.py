@@ -47,7 +47,10 @@ def test_listeners_get_the_exception_first_and_the_caller_gets_it_unchanged():
 )
 def test_an_error_during_teardown_becomes_a_note(second):
     calls, error = [], Boom("first")
-    with pytest.raises(Boom) as caught, unwinding("a", "b", calls=calls, fails={"a": second}):
+    with (
+        pytest.raises(Boom) as caught,
+        unwinding("a", "b", calls=calls, fails={"a": second}),
+    ):
         raise error
     assert caught.value is error
     assert error.__notes__ == [f"while ending: {type(second).__name__}: {second}"]
@@ -56,7 +59,10 @@ def test_an_error_during_teardown_becomes_a_note(second):
 
 def test_a_listener_of_the_exception_may_fail_too():
     calls, error = [], Boom("first")
-    with pytest.raises(Boom), unwinding("a", calls=calls, fails={"failed": ValueError("second")}):
+    with (
+        pytest.raises(Boom),
+        unwinding("a", calls=calls, fails={"failed": ValueError("second")}),
+    ):
         raise error
     assert error.__notes__ == ["while ending: ValueError: second"]
     assert [name for name, _ in calls] == ["failed", "a"]
@@ -64,7 +70,10 @@ def test_a_listener_of_the_exception_may_fail_too():
 
 def test_raising_the_same_exception_again_adds_nothing():
     error = Boom("first")
-    with pytest.raises(Boom), unwinding("a", calls=[], fails={"a": error, "failed": error}):
+    with (
+        pytest.raises(Boom),
+        unwinding("a", calls=[], fails={"a": error, "failed": error}),
+    ):
         raise error
     assert not hasattr(error, "__notes__")
 
@@ -81,7 +90,9 @@ def test_a_failing_cleanup_is_raised_without_another_exception():
     assert calls == [("a", None), ("failed", first), ("b", first), ("c", first)]
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration])
+@pytest.mark.parametrize(
+    "kind", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration]
+)
 def test_every_kind_of_exception_arrives(kind):
     calls, error = [], kind("first")
     with pytest.raises(kind) as caught, unwinding("a", calls=calls):

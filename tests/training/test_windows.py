@@ -29,7 +29,9 @@ class One:
 
 
 def windows(loader, length=1, **options):
-    made = WindowLoader(Feed(loader), MicroBatches(), One(), options.pop("divisor", 1), **options)
+    made = WindowLoader(
+        Feed(loader), MicroBatches(), One(), options.pop("divisor", 1), **options
+    )
     made.length = length
     return made
 
@@ -39,7 +41,9 @@ def turns(made, progress=None):
     found = []
     for micro in made.epoch(progress or Progress()):
         assert micro.count == len(micro.batches) == len(micro.sizes)
-        factors = None if micro.factors is None else [pytest.approx(f) for f in micro.factors]
+        factors = (
+            None if micro.factors is None else [pytest.approx(f) for f in micro.factors]
+        )
         found.append(
             (
                 micro.first,
@@ -71,7 +75,12 @@ def test_a_window_weighs_its_batches_by_samples():
 
 
 def test_a_short_last_window_is_averaged_over_its_batches():
-    assert turns(windows(loader(10), 3))[-1] == (3, [[6, 7], [8, 9]], [0.5, 0.5], [2, 2])
+    assert turns(windows(loader(10), 3))[-1] == (
+        3,
+        [[6, 7], [8, 9]],
+        [0.5, 0.5],
+        [2, 2],
+    )
     assert turns(windows(loader(14), 3))[-1] == (6, [[12, 13]], None, [2])
 
 
@@ -101,7 +110,9 @@ def test_the_user_s_weights():
 
 
 def test_weights_may_be_tensors():
-    assert turns(windows(loader(4), 2, loss_weight=lambda batch: batch.sum()))[0][2] == [
+    assert turns(windows(loader(4), 2, loss_weight=lambda batch: batch.sum()))[0][
+        2
+    ] == [
         1 / 6,
         5 / 6,
     ]
@@ -109,7 +120,8 @@ def test_weights_may_be_tensors():
 
 def test_a_single_batch_of_any_weight_has_no_factor():
     assert [
-        factors for _, _, factors, _ in turns(windows(loader(7), loss_weight=lambda batch: 5.0))
+        factors
+        for _, _, factors, _ in turns(windows(loader(7), loss_weight=lambda batch: 5.0))
     ] == [None] * 4
 
 
@@ -134,14 +146,18 @@ def test_an_epoch_continues_at_the_position_in_progress():
 def test_a_limit_holds_from_the_start_of_the_epoch():
     assert [first for first, *_ in turns(windows(loader(20), limit=4))] == [0, 1, 2, 3]
     assert [
-        first for first, *_ in turns(windows(loader(20), limit=4), Progress(epoch_batch=2))
+        first
+        for first, *_ in turns(windows(loader(20), limit=4), Progress(epoch_batch=2))
     ] == [2, 3]
     assert turns(windows(loader(20), limit=0)) == []
 
 
 def test_windows_never_cross_epochs():
     made = windows(loader(6), 2)
-    assert [len(batches) for _, batches, _, _ in turns(made) + turns(made, Progress(epoch=1))] == [
+    assert [
+        len(batches)
+        for _, batches, _, _ in turns(made) + turns(made, Progress(epoch=1))
+    ] == [
         2,
         1,
         2,
@@ -219,11 +235,15 @@ class Placed:
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_state_is_that_of_the_last_finished_window_however_far_reading_is(length):
-    made = windows(Placed(), length, ahead=lambda items: iter(Ahead(items, lambda item: item)))
+    made = windows(
+        Placed(), length, ahead=lambda items: iter(Ahead(items, lambda item: item))
+    )
     for micro in made.epoch(Progress()):
         done = micro.first + micro.count
         again = windows(Placed(), length)
-        again.feed.loader_state.load_state_dict([made.feed.loader_state.state_dict(0, done)], 0)
+        again.feed.loader_state.load_state_dict(
+            [made.feed.loader_state.state_dict(0, done)], 0
+        )
         rest = [
             batch
             for _, batches, *_ in turns(again, Progress(epoch_batch=done))
@@ -235,6 +255,6 @@ def test_a_state_is_that_of_the_last_finished_window_however_far_reading_is(leng
         inside.feed.loader_state.load_state_dict(
             [made.feed.loader_state.state_dict(0, micro.first)], 0
         )
-        assert next(inside.epoch(Progress(epoch_batch=micro.first))).batches[0].tolist() == [
-            micro.first
-        ]
+        assert next(inside.epoch(Progress(epoch_batch=micro.first))).batches[
+            0
+        ].tolist() == [micro.first]

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 
 import trainer_kit as tk
 from trainer_kit.callbacks import EMAWeightAveraging
@@ -57,7 +59,9 @@ def test_a_checkpoint_of_wrapped_blocks_resumes_with_and_without_the_wrapper(
 ) -> None:
     batches = list(torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0)))
 
-    def fit(wraps: bool, epochs: int, path: Path | None = None) -> tuple[tk.Trainer, Blocks]:
+    def fit(
+        wraps: bool, epochs: int, path: Path | None = None
+    ) -> tuple[tk.Trainer, Blocks]:
         averages = EMAWeightAveraging(decay=0.5, use_buffers=True)
         trainer = tk.Trainer(
             max_epochs=epochs,
@@ -78,4 +82,6 @@ def test_a_checkpoint_of_wrapped_blocks_resumes_with_and_without_the_wrapper(
         found = module.state_dict()
         assert list(found) == list(expected)
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=f"{wraps}: {name}")
+            torch.testing.assert_close(
+                found[name], value, rtol=0, atol=0, msg=f"{wraps}: {name}"
+            )

@@ -41,7 +41,9 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Any:
         self.passes += 1
-        yield from (self.samples[(7 * self.passes + i) % len(self.samples)] for i in range(24))
+        yield from (
+            self.samples[(7 * self.passes + i) % len(self.samples)] for i in range(24)
+        )
 
 
 class Net(tk.TrainModule):
@@ -63,7 +65,11 @@ class Net(tk.TrainModule):
         torch.manual_seed(1)
         self.lr, self.batch_size, self.in_step, self.seen = lr, batch_size, in_step, []
         self.layers = nn.Sequential(
-            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(16, 1),
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -77,7 +83,10 @@ class Net(tk.TrainModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         return [optimizer], [
-            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5), "interval": "step"}
+            {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5),
+                "interval": "step",
+            }
         ]
 
     def train_dataloader(self) -> Any:
@@ -92,7 +101,9 @@ def trainer(*callbacks: Any, **options: Any) -> tk.Trainer:
         "enable_checkpointing": False,
     }
     here = {"accelerator": "cpu", "logger": False, "max_epochs": 2}
-    return tk.Trainer(callbacks=list(callbacks), **{"devices": 1, **quiet, **here, **options})
+    return tk.Trainer(
+        callbacks=list(callbacks), **{"devices": 1, **quiet, **here, **options}
+    )
 
 
 def generators() -> list[Any]:
@@ -110,7 +121,8 @@ def left_behind(made: tk.Trainer, module: Net, data: Any = None) -> dict[str, An
     dataset = getattr(data, "dataset", None)
     return {
         "weights": {
-            n: getattr(v, "_local_tensor", v).tolist() for n, v in module.state_dict().items()
+            n: getattr(v, "_local_tensor", v).tolist()
+            for n, v in module.state_dict().items()
         },
         "optimizer": {
             key: {
@@ -122,11 +134,17 @@ def left_behind(made: tk.Trainer, module: Net, data: Any = None) -> dict[str, An
         "lr": [group["lr"] for group in made.optimizers[0].param_groups],
         "seen": module.seen,
         "generators": generators(),
-        "progress": {k: v for k, v in made.progress.state_dict().items() if k != "seconds"},
-        "metrics": {name: float(value) for name, value in made.callback_metrics.items()},
+        "progress": {
+            k: v for k, v in made.progress.state_dict().items() if k != "seconds"
+        },
+        "metrics": {
+            name: float(value) for name, value in made.callback_metrics.items()
+        },
         "of the data": [
             getattr(dataset, "passes", 0),
-            None if getattr(dataset, "rng", None) is None else dataset.rng.bit_generator.state,
+            None
+            if getattr(dataset, "rng", None) is None
+            else dataset.rng.bit_generator.state,
             None
             if getattr(data, "generator", None) is None
             else data.generator.get_state().tolist(),

@@ -65,7 +65,9 @@ def test_no_size_that_was_not_tried_with_full_batches() -> None:
         == loader.batch_sampler.batch_size
     )
     assert (
-        scale_batch_size(trainer(), Net(), DataLoader(data, 3, drop_last=True), mode="binsearch")
+        scale_batch_size(
+            trainer(), Net(), DataLoader(data, 3, drop_last=True), mode="binsearch"
+        )
         == 10
     )
     assert scale_batch_size(trainer(), Net(), loader, max_trials=2) == 4
@@ -91,7 +93,10 @@ def test_a_datamodule_and_a_resumed_fit() -> None:
     def fit(steps: int, path: Any = None) -> tuple[Any, dict[str, Any]]:
         tk.seed_everything(3)
         module, data = Net(in_step=full_above(8)), Data()
-        finders = BatchSizeFinder(batch_arg_name="size"), LearningRateFinder(num_training_steps=20)
+        finders = (
+            BatchSizeFinder(batch_arg_name="size"),
+            LearningRateFinder(num_training_steps=20),
+        )
         made = trainer(*finders, ModelCheckpoint("kept", every_n_train_steps=5, save_top_k=-1), max_steps=steps,
                        enable_checkpointing=True)  # fmt: skip
         made.fit(module, datamodule=data, ckpt_path=path)
@@ -121,10 +126,21 @@ class Collating(Net):
 @pytest.mark.world_size(2)
 def test_two_ranks_agree_when_one_is_out_of_memory() -> None:
     tk.seed_everything(1 + dist.get_rank())
-    for rank, mode, found in [(None, "power", 8), (1, "binsearch", 13), (0, "power", 8)]:
+    for rank, mode, found in [
+        (None, "power", 8),
+        (1, "binsearch", 13),
+        (0, "power", 8),
+    ]:
         module = Net(in_step=full_above(13, rank))
-        made, before = trainer(strategy="ddp", devices=2, accumulate_grad_batches=2), generators()
-        assert scale_batch_size(made, module, mode=mode, init_val=4) == found == module.batch_size
+        made, before = (
+            trainer(strategy="ddp", devices=2, accumulate_grad_batches=2),
+            generators(),
+        )
+        assert (
+            scale_batch_size(made, module, mode=mode, init_val=4)
+            == found
+            == module.batch_size
+        )
         assert generators() == before
     module = Collating()
     assert (
@@ -140,10 +156,14 @@ def test_mistakes() -> None:
             return DataLoader(Samples(), batch_size=4)
 
     module = Fixed()
-    with pytest.raises(tk.ConfigurationError, match="does not determine the batch size"):
+    with pytest.raises(
+        tk.ConfigurationError, match="does not determine the batch size"
+    ):
         scale_batch_size(trainer(), module)
     assert module.batch_size == 4
-    with pytest.raises(tk.ConfigurationError, match="no attribute holds the batch size"):
+    with pytest.raises(
+        tk.ConfigurationError, match="no attribute holds the batch size"
+    ):
         scale_batch_size(trainer(), module, [torch.ones(2, 8)])
     with pytest.raises(tk.ConfigurationError, match="no batch size fits"):
         scale_batch_size(trainer(), Net(in_step=full_above(0)))

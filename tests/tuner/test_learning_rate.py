@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import trainer_kit as tk
-from tests.tuner.searched import Net, Samples, Stream, files, generators, left_behind, trainer
+from tests.tuner.searched import (
+    Net,
+    Samples,
+    Stream,
+    files,
+    generators,
+    left_behind,
+    trainer,
+)
 from trainer_kit.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
 from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.tuner import LearningRates, Tuner, lr_find
@@ -58,12 +66,17 @@ def test_a_fit_after_a_search_is_the_fit_at_that_rate(loader: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}, {"max_steps": 5}]
+    "options",
+    [{"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}, {"max_steps": 5}],
 )
 def test_with_arguments_of_the_trainer(options: dict[str, Any]) -> None:
     def search(made: Any, module: Any, data: Any) -> None:
-        found = Tuner(made).lr_find(module, datamodule=None, num_training=40, update_attr=False)
-        assert len(found.results["lr"]) == len(found.results["loss"]) == 40  # more than an epoch
+        found = Tuner(made).lr_find(
+            module, datamodule=None, num_training=40, update_attr=False
+        )
+        assert (
+            len(found.results["lr"]) == len(found.results["loss"]) == 40
+        )  # more than an epoch
 
     assert fitted(1e-3, "own", search, **options) == fitted(1e-3, "own", **options)
 
@@ -82,8 +95,18 @@ def test_loggers_checkpoints_and_callbacks_take_no_part() -> None:
         assert not seen
 
     parts = Counting(), ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
-    fitted(1e-3, "own", search, *parts, logger="csv", enable_checkpointing=True, max_steps=4)
-    steps = [record.step for record in checkpoints(next(Path.cwd().rglob("checkpoints")))]
+    fitted(
+        1e-3,
+        "own",
+        search,
+        *parts,
+        logger="csv",
+        enable_checkpointing=True,
+        max_steps=4,
+    )
+    steps = [
+        record.step for record in checkpoints(next(Path.cwd().rglob("checkpoints")))
+    ]
     assert steps == [2, 4]
 
 
@@ -108,9 +131,14 @@ def _raise() -> None:
 
 @pytest.mark.parametrize(
     ("end", "kind"),
-    [(_raise, ValueError), (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt)],
+    [
+        (_raise, ValueError),
+        (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt),
+    ],
 )
-def test_an_end_in_the_middle_leaves_no_trace(end: Any, kind: type[BaseException]) -> None:
+def test_an_end_in_the_middle_leaves_no_trace(
+    end: Any, kind: type[BaseException]
+) -> None:
     def search(made: Any, module: Any, data: Any) -> None:
         module.in_step = Once(end)
         with pytest.raises(kind):
@@ -137,7 +165,9 @@ def test_the_callback_searches_before_the_first_step_and_not_in_a_resumed_fit() 
     assert finder.optimal_lr is not None
     assert rate == finder.optimal_lr.suggestion() != 1e-3
     assert whole == run(lr=rate, steps=9)[1]
-    third = next(record.path for record in checkpoints(Path("kept")) if record.step == 3)
+    third = next(
+        record.path for record in checkpoints(Path("kept")) if record.step == 3
+    )
     again = LearningRateFinder(num_training_steps=30)
     resumed_rate, resumed = run(again, lr=1e-3, steps=9, path=third)
     assert (resumed_rate, again.optimal_lr) == (rate, None)
@@ -168,7 +198,9 @@ def test_the_rates_of_groups_keep_their_ratio_and_schedulers_do_not_count() -> N
     )
     assert found.results["lr"] == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
     assert [pair[0] for pair in rates] == found.results["lr"]
-    assert [pair[1] for pair in rates] == pytest.approx([rate / 10 for rate in found.results["lr"]])
+    assert [pair[1] for pair in rates] == pytest.approx(
+        [rate / 10 for rate in found.results["lr"]]
+    )
 
 
 def test_it_ends_when_the_loss_grows_and_averages_a_window() -> None:
@@ -178,14 +210,27 @@ def test_it_ends_when_the_loss_grows_and_averages_a_window() -> None:
 
     data = [torch.full((2, 32), 0.5), torch.full((4, 32), 1.0)] * 3
     found = lr_find(
-        trainer(), Exploding(), data, min_lr=1e-5, max_lr=10, num_training=60, update_attr=False
+        trainer(),
+        Exploding(),
+        data,
+        min_lr=1e-5,
+        max_lr=10,
+        num_training=60,
+        update_attr=False,
     )
     assert 20 < len(found.losses) < 50
     assert all(map(torch.isfinite, torch.tensor(found.losses)))
     module = Exploding()
-    first = (module(data[0]) - 1).pow(2).sum().item(), (module(data[1]) - 1).pow(2).sum().item()
+    first = (
+        (module(data[0]) - 1).pow(2).sum().item(),
+        (module(data[1]) - 1).pow(2).sum().item(),
+    )
     both = lr_find(
-        trainer(accumulate_grad_batches=2), module, data, num_training=3, update_attr=False
+        trainer(accumulate_grad_batches=2),
+        module,
+        data,
+        num_training=3,
+        update_attr=False,
     )
     assert both.losses[0] == pytest.approx((2 * first[0] + 4 * first[1]) / 6)
 
@@ -211,7 +256,9 @@ def test_two_ranks_agree_with_one_process() -> None:
         dist.all_gather_object(everyone, search(strategy="ddp", devices=2, **more))
         assert everyone[0] == everyone[1]
         size = 10
-        assert everyone[0] == pytest.approx(search(strategy="single_device", **more), rel=1e-4)
+        assert everyone[0] == pytest.approx(
+            search(strategy="single_device", **more), rel=1e-4
+        )
         size = 5
 
 
@@ -237,10 +284,19 @@ def test_the_callback_in_a_sharded_fit_and_its_resume() -> None:
         tk.seed_everything(5)
         module, finder = Net(), LearningRateFinder(num_training_steps=20)
         keep = ModelCheckpoint("kept", every_n_train_steps=2, save_top_k=-1)
-        options = {"strategy": "fsdp", "devices": 2, "max_steps": 4, "enable_checkpointing": True}
+        options = {
+            "strategy": "fsdp",
+            "devices": 2,
+            "max_steps": 4,
+            "enable_checkpointing": True,
+        }
         made = trainer(finder, keep, **options)
         made.fit(module, ckpt_path=path)
-        return module.lr, finder.optimal_lr is None, {**left_behind(made, module), "seen": []}
+        return (
+            module.lr,
+            finder.optimal_lr is None,
+            {**left_behind(made, module), "seen": []},
+        )
 
     rate, resumed, whole = run()
     assert not resumed
@@ -250,7 +306,8 @@ def test_the_callback_in_a_sharded_fit_and_its_resume() -> None:
 def test_suggestions() -> None:
     rates = [10 ** (k / 10 - 6) for k in range(60)]
     losses = [
-        4 - 3 / (1 + 10 ** (-(k - 30) / 5)) + (0.4 * (k - 45) if k > 45 else 0) for k in range(60)
+        4 - 3 / (1 + 10 ** (-(k - 30) / 5)) + (0.4 * (k - 45) if k > 45 else 0)
+        for k in range(60)
     ]
     found = LearningRates(rates, losses)
     near = found.suggestions()
@@ -294,7 +351,10 @@ class Manual(Net):
 
 
 def test_manual_optimization() -> None:
-    assert len(lr_find(trainer(), Manual(), num_training=12, update_attr=False).losses) == 12
+    assert (
+        len(lr_find(trainer(), Manual(), num_training=12, update_attr=False).losses)
+        == 12
+    )
 
 
 def test_fits_without_a_search(capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,7 +377,8 @@ class Named(Net):
     def configure_optimizers(self) -> Any:
         parts = {"first": self.layers[0], "last": self.layers[-1]}
         return {
-            name: torch.optim.SGD(part.parameters(), lr=self.lr) for name, part in parts.items()
+            name: torch.optim.SGD(part.parameters(), lr=self.lr)
+            for name, part in parts.items()
         }
 
 

@@ -57,15 +57,21 @@ def undefined(objects: Iterable[Path]) -> dict[str, set[str]]:
     """Symbols that these objects leave to others, by version; "" for those without one."""
     symbols: dict[str, set[str]] = defaultdict(set)
     for path in objects:
-        for name in re.findall(r" U (\S+)", output("nm", "-D", "--undefined-only", path)):
+        for name in re.findall(
+            r" U (\S+)", output("nm", "-D", "--undefined-only", path)
+        ):
             symbol, _, version = name.partition("@")
             symbols[version.lstrip("@")].add(symbol)
     return symbols
 
 
-def divide(libraries: list[str], symbols: dict[str, set[str]]) -> dict[str, dict[str, set[str]]]:
+def divide(
+    libraries: list[str], symbols: dict[str, set[str]]
+) -> dict[str, dict[str, set[str]]]:
     """Which library exports what, by version."""
-    parts: dict[str, dict[str, set[str]]] = {library: defaultdict(set) for library in libraries}
+    parts: dict[str, dict[str, set[str]]] = {
+        library: defaultdict(set) for library in libraries
+    }
     left = set(symbols.get("", ()))
     for library in sorted(libraries, key=lambda name: -len(name.partition(".")[0])):
         base = library.partition(".")[0]
@@ -86,11 +92,16 @@ def divide(libraries: list[str], symbols: dict[str, set[str]]) -> dict[str, dict
 
 
 def build(library: str, versions: dict[str, set[str]], directory: Path) -> Path:
-    source, script, target = directory / "stub.c", directory / "versions.map", directory / library
+    source, script, target = (
+        directory / "stub.c",
+        directory / "versions.map",
+        directory / library,
+    )
     names = sorted(set().union(*versions.values())) if versions else []
     source.write_text(
         "\n".join(
-            [f"int {name}(void) {{ return 100; }}" for name in names] + ["int stub_only = 0;"]
+            [f"int {name}(void) {{ return 100; }}" for name in names]
+            + ["int stub_only = 0;"]
         )
     )
     script.write_text(

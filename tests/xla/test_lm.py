@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch_xla", reason="torch_xla has an environment of its own: make test-xla")
+pytest.importorskip(
+    "torch_xla", reason="torch_xla has an environment of its own: make test-xla"
+)
 
 from tests.examples.test_lm import losses
 
 pytestmark = pytest.mark.slow
-WORDS = ["xla"] if os.environ.get("CPU_NUM_DEVICES", "1") == "1" else ["xla", "xla_fsdp"]
+WORDS = (
+    ["xla"] if os.environ.get("CPU_NUM_DEVICES", "1") == "1" else ["xla", "xla_fsdp"]
+)
 
 
 @pytest.mark.parametrize("word", WORDS)

@@ -52,7 +52,9 @@ def prepared(accelerator: tk.Accelerator, loader: Any = None) -> Any:
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    return accelerator.prepare(model, optimizer, rows() if loader is None else loader, scheduler)
+    return accelerator.prepare(
+        model, optimizer, rows() if loader is None else loader, scheduler
+    )
 
 
 def epoch(
@@ -84,21 +86,34 @@ def test_it_is_the_same_loop(tokens: bool, tmp_path: Path) -> None:
         made(False, gradient_accumulation_steps=2),
     )
     assert there.distributed_type == tk.DistributedType.XLA
-    assert (there.device.type, there.num_processes, there.is_main_process) == ("xla", 1, True)
+    assert (there.device.type, there.num_processes, there.is_main_process) == (
+        "xla",
+        1,
+        True,
+    )
     mine, theirs = prepared(there), prepared(here)
-    assert all(p.device.type == "xla" for group in mine[1].param_groups for p in group["params"])
-    norms = list(zip(epoch(there, mine, tokens), epoch(here, theirs, tokens), strict=True))
+    assert all(
+        p.device.type == "xla"
+        for group in mine[1].param_groups
+        for p in group["params"]
+    )
+    norms = list(
+        zip(epoch(there, mine, tokens), epoch(here, theirs, tokens), strict=True)
+    )
     assert sum(one is not None for one, _ in norms) == 3
     for one, other in norms:
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one.cpu(), other)
-    torch.testing.assert_close(weights(mine[0]), weights(theirs[0]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        weights(mine[0]), weights(theirs[0]), rtol=1e-5, atol=1e-6
+    )
 
     # A state of it, in the middle of an epoch, in one process of the host; and back.
     there.save_state(tmp_path / "state")
     assert {
-        tensor.device.type for tensor in read_checkpoint(tmp_path / "state")["model"].values()
+        tensor.device.type
+        for tensor in read_checkpoint(tmp_path / "state")["model"].values()
     } == {"cpu"}
     there.save_model(mine[0], tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
@@ -130,7 +145,9 @@ def test_graphs_end_at_the_expected_points() -> None:
     with torch.no_grad():
         for x, y in accelerator.prepare(rows(48)):
             count()
-            right.append(accelerator.gather_for_metrics((model(x).argmax(1) == y).float().mean()))
+            right.append(
+                accelerator.gather_for_metrics((model(x).argmax(1) == y).float().mean())
+            )
     assert len(set(compiled[2:])) == 1
     assert 0 <= float(torch.stack(right).mean().cpu()) <= 1
 
@@ -173,5 +190,7 @@ def test_the_launcher_starts_it(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "trained on xla bf16 xla" in done.stdout
-    devices = "one process for 4 devices" if DEVICES == 4 else "1 processes, one device each"
+    devices = (
+        "one process for 4 devices" if DEVICES == 4 else "1 processes, one device each"
+    )
     assert devices in done.stdout

@@ -60,7 +60,9 @@ class Net(tk.TrainModule):
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("accuracy", (self.net(batch["x"]).argmax(1) == batch["y"]).float().mean())
+        self.log(
+            "accuracy", (self.net(batch["x"]).argmax(1) == batch["y"]).float().mean()
+        )
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.net(batch["x"])
@@ -86,15 +88,25 @@ def trainer(parts: bool | None, root: Path, **options: Any) -> tk.Trainer:
         if parts is None
         else {"strategy": XLAStrategy(shard_parameters=parts)}
     )
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return tk.Trainer(**{**where, **quiet, "max_epochs": 2, "default_root_dir": root, **options})
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return tk.Trainer(
+        **{**where, **quiet, "max_epochs": 2, "default_root_dir": root, **options}
+    )
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"accumulate_grad_batches": 2},
+    {"gradient_clip_val": 0.1},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "accumulated", "clipped"])
@@ -111,7 +123,9 @@ def test_it_is_the_same_training(
     torch.testing.assert_close(weights(there), weights(here), rtol=1e-5, atol=1e-6)
     assert run.callback_metrics.keys() == plain.callback_metrics.keys()
     for name, value in plain.callback_metrics.items():
-        torch.testing.assert_close(run.callback_metrics[name].cpu(), value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            run.callback_metrics[name].cpu(), value, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_step_is_compiled_once(parts: bool, tmp_path: Path) -> None:
@@ -124,7 +138,9 @@ def test_a_step_is_compiled_once(parts: bool, tmp_path: Path) -> None:
             if trainer.current_epoch > 0 and batch_idx > 1:
                 compiled.append((metrics.metric_data("CompileTime") or (0,))[0])
 
-    run = trainer(parts, tmp_path, max_epochs=3, callbacks=[Counts()], enable_checkpointing=False)
+    run = trainer(
+        parts, tmp_path, max_epochs=3, callbacks=[Counts()], enable_checkpointing=False
+    )
     run.fit(Net(), DataLoader(Rows(), batch_size=8, drop_last=True))
     assert len(compiled) == 6
     assert len(set(compiled)) == 1, "the rate changes each step, and no graph with it"
@@ -188,7 +204,9 @@ def test_mixed_precision_is_autocast(parts: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(weights(there), weights(here), rtol=0, atol=2e-2)
 
 
-def test_weights_and_their_momentum_are_on_the_device(parts: bool, tmp_path: Path) -> None:
+def test_weights_and_their_momentum_are_on_the_device(
+    parts: bool, tmp_path: Path
+) -> None:
     module = Net()
     run = trainer(parts, tmp_path)
     run.fit(module, rows())

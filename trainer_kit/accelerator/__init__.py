@@ -32,5 +32,6 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {name: "accelerator" if name == "Accelerator" else "processes" for name in __all__}
+    __name__,
+    {name: "accelerator" if name == "Accelerator" else "processes" for name in __all__},
 )

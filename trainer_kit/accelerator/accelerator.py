@@ -35,9 +35,18 @@ from trainer_kit.accelerator.composition import (
 from trainer_kit.accelerator.loader import PreparedLoader, skip_first_batches
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainer_kit.accelerator.prepared import Prepared
-from trainer_kit.accelerator.processes import AcceleratorProcesses, DistributedType, ParallelRanks
+from trainer_kit.accelerator.processes import (
+    AcceleratorProcesses,
+    DistributedType,
+    ParallelRanks,
+)
 from trainer_kit.accelerator.trackers import Trackers
-from trainer_kit.accelerator.wrapping import spans_devices, unwrap, with_exchange, without_exchange
+from trainer_kit.accelerator.wrapping import (
+    spans_devices,
+    unwrap,
+    with_exchange,
+    without_exchange,
+)
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin, named_plugins, selected_plugin
 from trainer_kit.compat.megatron import MegatronLMPlugin
 from trainer_kit.compat.options import (
@@ -96,7 +105,14 @@ def forget_newest(reset_partial_state: bool = False) -> None:
 
 
 _UNNAMED: Final = dict.fromkeys(
-    ("model", "optimizer", "dataloader", "scheduler", "train_dataloader", "lr_scheduler"),
+    (
+        "model",
+        "optimizer",
+        "dataloader",
+        "scheduler",
+        "train_dataloader",
+        "lr_scheduler",
+    ),
     "pass objects without names: model, optimizer = accelerator.prepare(model, optimizer)",
 )
 
@@ -162,7 +178,9 @@ class Accelerator:
     has_lomo_optimizer = False
     should_save_model = True
     use_seedable_sampler = True  # the data order is always a function of seed and epoch
-    use_stateful_dataloader = True  # positions of loaders are always part of a saved state
+    use_stateful_dataloader = (
+        True  # positions of loaders are always part of a saved state
+    )
     _reset_state = staticmethod(
         forget_newest
     )  # Accelerate scripts call it between two Accelerators
@@ -209,20 +227,32 @@ class Accelerator:
         self.torch_tp_plugin = torch_tp_plugin
         self.environment = Environment.detect()
         self.deepspeed_plugins = named_plugins(engines)
-        options = {**plugins(engines, self.deepspeed_plugins), **by_kind(kwargs_handlers)}
+        options = {
+            **plugins(engines, self.deepspeed_plugins),
+            **by_kind(kwargs_handlers),
+        }
         plugin, steps = gradient_accumulation_plugin, gradient_accumulation_steps
-        self.origins = named_options(options, cpu, mixed_precision, steps, plugin, debug)
-        on_cpu, word, chosen_steps, debugging = (chosen.value for chosen in self.origins.values())
+        self.origins = named_options(
+            options, cpu, mixed_precision, steps, plugin, debug
+        )
+        on_cpu, word, chosen_steps, debugging = (
+            chosen.value for chosen in self.origins.values()
+        )
         self.origins |= chosen_sizes(options)
         self.strategy = started_strategy(options, bool(on_cpu), self.environment)
         self.precision = made_precision(word, self.strategy, options)
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
-        self._project, self.rng_types = named_project(project_config, project_dir), rng_types
+        self._project, self.rng_types = (
+            named_project(project_config, project_dir),
+            rng_types,
+        )
         self.accumulation = made_accumulation(
             plugin, steps, chosen_steps, self.strategy, self.precision.name
         )
-        self.processes = AcceleratorProcesses(self.environment, self.strategy, debugging)
+        self.processes = AcceleratorProcesses(
+            self.environment, self.strategy, debugging
+        )
         self.prepared = Prepared(
             *(self.processes, self.strategy, self.precision, self.accumulation),
             loaders=self.dataloader_config,
@@ -236,25 +266,40 @@ class Accelerator:
         )
         self._compose(options, named_trackers(log_with), hang_timeout)
 
-    def _compose(self, options: Mapping[type, Any], log_with: list[Any], hang_timeout: Any) -> None:
+    def _compose(
+        self, options: Mapping[type, Any], log_with: list[Any], hang_timeout: Any
+    ) -> None:
         """Create the parts that depend on other parts."""
-        self.profile_handler: ProfileKwargs = options.get(ProfileKwargs) or ProfileKwargs()
+        self.profile_handler: ProfileKwargs = (
+            options.get(ProfileKwargs) or ProfileKwargs()
+        )
         self.autocast_handler: AutocastKwargs | None = options.get(AutocastKwargs)
         self.scaler_handler: GradScalerKwargs | None = options.get(GradScalerKwargs)
         self.ddp_handler: DistributedDataParallelKwargs | None = options.get(
             DistributedDataParallelKwargs
         )
-        self.init_handler: InitProcessGroupKwargs | None = options.get(InitProcessGroupKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = options.get(
+            InitProcessGroupKwargs
+        )
         self._engine_options = options
         project = self._project
         self.collectives = self.processes.collectives
         self.parallel_ranks = ParallelRanks(self.strategy)
         self.checkpoints = Checkpoints(
-            self.processes, self.strategy, self.precision, self.accumulation, self.prepared, project
+            self.processes,
+            self.strategy,
+            self.precision,
+            self.accumulation,
+            self.prepared,
+            project,
         )
         self.tracking = Trackers(log_with, self.processes, project)
         self._watchdog = started_watchdog(
-            hang_timeout, self.processes, self.accumulation, project, self.tracking.end_by_hang
+            hang_timeout,
+            self.processes,
+            self.accumulation,
+            project,
+            self.tracking.end_by_hang,
         )
         _NEWEST[:] = [ref(self)]
 
@@ -265,7 +310,9 @@ class Accelerator:
         return {**self.__dict__, "_watchdog": None}
 
     @known_arguments(_UNNAMED)
-    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    def prepare(
+        self, *objects: Any, device_placement: Sequence[bool | None] | None = None
+    ) -> Any:
         """Prepare models, optimizers, loaders and schedulers, in any mix and order, for this number of processes.
 
         Args:
@@ -284,7 +331,10 @@ class Accelerator:
         return found[0] if len(found) == 1 else found
 
     def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
     ) -> nn.Module:
         """Move a model to its device, apply the precision, and wrap it for several processes.
 
@@ -328,7 +378,10 @@ class Accelerator:
         return self.prepared.prepare_scheduler(scheduler)
 
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
+        self,
+        model: nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = False,
     ) -> Any:
         """Return the user's model, without the wrappers of `prepare`.
 
@@ -419,7 +472,9 @@ class Accelerator:
         self.accumulation.models = models
         return self.accumulation
 
-    def backward(self, loss: Tensor, weight: float | None = None, **options: Any) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | None = None, **options: Any
+    ) -> None:
         """Run the backward pass; use this in place of ``loss.backward()``.
 
         Args:
@@ -468,7 +523,9 @@ class Accelerator:
         if not self.accumulation.sync:
             return None
         complete = self.prepared.complete_gradients(parameters)
-        return self.strategy.clip_gradients(complete, max_norm, "norm", float(norm_type))
+        return self.strategy.clip_gradients(
+            complete, max_norm, "norm", float(norm_type)
+        )
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element of the gradients, at the end of a window only.
@@ -501,7 +558,9 @@ class Accelerator:
         """Skip the gradient exchange of ``model`` in this context."""
         return without_exchange(model) if self.use_distributed else nullcontext()
 
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+    def trigger_sync_in_backward(
+        self, model: nn.Module
+    ) -> AbstractContextManager[None]:
         """Exchange gradients in the next backward of this context, even if its forward ran under `no_sync`."""
         return with_exchange(model)
 
@@ -564,7 +623,9 @@ class Accelerator:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self.accumulation.steps = micro_batches(steps, "accelerator.gradient_accumulation_steps")
+        self.accumulation.steps = micro_batches(
+            steps, "accelerator.gradient_accumulation_steps"
+        )
 
     @property
     def gradient_state(self) -> GradientState:
@@ -582,7 +643,9 @@ class Accelerator:
         """Concatenate the nested tensors of all processes along the first dimension; arguments as in `gather`."""
         return self.collectives.gather(tensor)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False
+    ) -> Any:
         """Gather the results of the current batch from all processes, without those of repeated samples.
 
         Of processes with the same batches, only one contributes.
@@ -674,7 +737,9 @@ class Accelerator:
         """Decorator: only the last process calls ``function``."""
         return self.processes.on_last_process(function)
 
-    def on_process(self, function: _F | None = None, process_index: int | None = None) -> Any:
+    def on_process(
+        self, function: _F | None = None, process_index: int | None = None
+    ) -> Any:
         """Decorator: only process ``process_index`` calls ``function``."""
         return self.processes.on_process(function, process_index)
 
@@ -813,7 +878,10 @@ class Accelerator:
     @property
     def is_fsdp2(self) -> bool:
         """Whether FSDP shards the parameters, alone or on a mesh: always as FSDP2, also for ``fsdp_version=1``."""
-        return self.distributed_type == DistributedType.FSDP or self.fsdp_plugin is not None
+        return (
+            self.distributed_type == DistributedType.FSDP
+            or self.fsdp_plugin is not None
+        )
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
@@ -821,7 +889,10 @@ class Accelerator:
         found: FullyShardedDataParallelPlugin | None = self._engine_options.get(
             FullyShardedDataParallelPlugin
         )
-        runs = self.distributed_type == DistributedType.FSDP or self.strategy.mesh is not None
+        runs = (
+            self.distributed_type == DistributedType.FSDP
+            or self.strategy.mesh is not None
+        )
         return found if runs else None
 
     @property
@@ -962,7 +1033,9 @@ class Accelerator:
         """
         self.checkpoints.register(objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+    def register_save_state_pre_hook(
+        self, hook: Callable[..., None]
+    ) -> RemovableHandle:
         """Call ``hook(models, weights, directory)`` before each save.
 
         ``weights`` holds a state dict for each model; entries that the hook removes are not saved. Files that the hook
@@ -971,7 +1044,9 @@ class Accelerator:
         """
         return self.checkpoints.register_save_hook(hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+    def register_load_state_pre_hook(
+        self, hook: Callable[..., None]
+    ) -> RemovableHandle:
         """Call ``hook(models, directory)`` before each load; models that the hook removes from the list are not loaded.
 
         ``directory`` is the checkpoint; the files of hooks in it have been verified.
@@ -1054,9 +1129,13 @@ class Accelerator:
             max_shard_size: the largest file size, in bytes or as ``"5GB"``.
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
-        self.checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
+        self.checkpoints.save_model(
+            model, save_directory, max_shard_size, safe_serialization
+        )
 
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+    def save(
+        self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False
+    ) -> None:
         """Call ``torch.save`` on the main process; with ``safe_serialization`` write a dict of tensors as safetensors.
 
         An existing file is replaced when the new one is complete.
@@ -1087,7 +1166,8 @@ class Accelerator:
 
     def _report_facts(self) -> dict[str, Any]:
         rows = [
-            ["Accelerator", name, str(one.value), one.origin] for name, one in self.origins.items()
+            ["Accelerator", name, str(one.value), one.origin]
+            for name, one in self.origins.items()
         ]
         return {"explain": str(self.explain()), "configuration": rows}
 
@@ -1140,7 +1220,9 @@ class Accelerator:
         if chosen.output_trace_dir is not None:
             directory = Path(os.path.expanduser(chosen.output_trace_dir))
             directory.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
+            found.export_chrome_trace(
+                str(directory / f"profile_{self.process_index}.json")
+            )
 
     def explain(self) -> Text:
         """Describe this process, one line per part: group, device, wrapping, loaders; and the origins of options."""
@@ -1152,7 +1234,10 @@ class Accelerator:
             f"accumulation: {self.accumulation.steps} micro-batches a step",
             *(f"model: {_wrapping(model)}" for model in self.prepared.models),
             *(f"loader: {loader.describe()}" for loader in self.prepared.loaders),
-            *(f"scheduler: {scheduler.describe()}" for scheduler in self.prepared.schedulers),
+            *(
+                f"scheduler: {scheduler.describe()}"
+                for scheduler in self.prepared.schedulers
+            ),
             *describe_origins(self.origins.items()),
         ]
         return Text("\n".join(lines))
@@ -1166,4 +1251,6 @@ class Accelerator:
 
 def _wrapping(model: nn.Module) -> str:
     inner = unwrap(model)
-    return type(model).__name__ + (f" of {type(inner).__name__}" if inner is not model else "")
+    return type(model).__name__ + (
+        f" of {type(inner).__name__}" if inner is not model else ""
+    )

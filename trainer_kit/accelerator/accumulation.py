@@ -108,11 +108,11 @@ class Accumulation:
         self._quiet = quiet
         self._complete = complete
         self._count = 0  # micro-batches since the window began
-        self._position = (
-            0  # micro-batches that count toward `steps`; differs from `_count` after `place`
-        )
+        self._position = 0  # micro-batches that count toward `steps`; differs from `_count` after `place`
         self._depth = 0  # open contexts
-        self._silences: list[AbstractContextManager[None] | None] = []  # one for each open context
+        self._silences: list[
+            AbstractContextManager[None] | None
+        ] = []  # one for each open context
         self._asked: set[tuple[int, ...]] = (
             set()
         )  # ids of models, one entry per context of this micro-batch
@@ -126,9 +126,7 @@ class Accumulation:
         self._mine = 0.0  # the same, where each process knows only its own weight
         self._weight = 0.0  # of this micro-batch
         self._shared = True  # whether `_weight` covers all processes
-        self._counts = (
-            False  # whether weights are those of batches, so that gradients can be corrected
-        )
+        self._counts = False  # whether weights are those of batches, so that gradients can be corrected
         self._explicit = False  # whether the user passes weights
         self._asks = False  # whether the weights of other processes are unknown
         self._done = False  # whether an optimizer has stepped with this window
@@ -147,7 +145,13 @@ class Accumulation:
         if not self._depth:
             self.ahead = True
             asked = self._asked
-            if not asking or batch != self._batch or asking in asked or () in asked or not asked:
+            if (
+                not asking
+                or batch != self._batch
+                or asking in asked
+                or () in asked
+                or not asked
+            ):
                 self._batch = batch
                 asked.clear()
                 if self.sync:
@@ -162,7 +166,11 @@ class Accumulation:
                 self._count += 1
                 self.turn += 1
                 self._reached_before = self._reached
-                if batches is not None and self.sync_with_dataloader and batches.end_of_dataloader:
+                if (
+                    batches is not None
+                    and self.sync_with_dataloader
+                    and batches.end_of_dataloader
+                ):
                     self.step = 0
                     self._position = self.steps
                 else:
@@ -206,7 +214,9 @@ class Accumulation:
         self._reference = None
         self._explicit = self._asks = self._done = self._counts = False
         if self.corrected:  # after an abandoned step, its gradients may be cleared
-            self.corrected = {optimizer for optimizer in self.corrected if has_gradients(optimizer)}
+            self.corrected = {
+                optimizer for optimizer in self.corrected if has_gradients(optimizer)
+            }
 
     def scale(self, loss: Tensor, weight: float | None) -> Tensor:
         """Scale a loss for its backward, and record its weight.
@@ -352,7 +362,8 @@ class Accumulation:
             return
         if not found > 0:
             raise ConfigurationError(
-                "the weights of a step sum to zero or less", found=f"sum of weights {found:g}"
+                "the weights of a step sum to zero or less",
+                found=f"sum of weights {found:g}",
             )
         self.corrected.add(optimizer)
         if gradients is None:

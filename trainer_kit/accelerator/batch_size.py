@@ -101,7 +101,9 @@ def find_executable_batch_size(
         size = starting_batch_size
         while size > 0:
             release_memory()
-            given = (size, starting_batch_size // size) if keep_global_batch else (size,)
+            given = (
+                (size, starting_batch_size // size) if keep_global_batch else (size,)
+            )
             try:
                 return function(*given, *arguments, **options)
             except Exception as error:
@@ -111,7 +113,8 @@ def find_executable_batch_size(
             while keep_global_batch and size > 0 and starting_batch_size % size:
                 size -= 1
         raise _NoBatchSizeError(
-            "no executable batch size was found", found=f"down from {starting_batch_size} to 0"
+            "no executable batch size was found",
+            found=f"down from {starting_batch_size} to 0",
         )
 
     return search

@@ -39,12 +39,21 @@ from trainer_kit.checkpoint.store import checkpoints, newest_verified, similar
 from trainer_kit.checkpoint.weights import export
 from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.compat.refusals import refused
-from trainer_kit.core.collective_errors import fail_together, on_every_rank, on_rank_zero
+from trainer_kit.core.collective_errors import (
+    fail_together,
+    on_every_rank,
+    on_rank_zero,
+)
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import absolute
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.core.state_names import load_module_weights, named_state, names_in, plain_state
+from trainer_kit.core.state_names import (
+    load_module_weights,
+    named_state,
+    names_in,
+    plain_state,
+)
 from trainer_kit.data.sources import has_state
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import own_buffers, ranks_differ, without_own_buffers
@@ -139,7 +148,9 @@ class Checkpoints:
     def _optimizers(self) -> list[Optimizer]:
         return [one.optimizer for one in self._prepared.optimizers]
 
-    def _collect(self, weights: Mapping[int, Mapping[str, Any]], version: str) -> dict[str, Any]:
+    def _collect(
+        self, weights: Mapping[int, Mapping[str, Any]], version: str
+    ) -> dict[str, Any]:
         """Collect a state; collective call. The result is equal on all processes, except for each process's buffers."""
         names = self._names()
         state: dict[str, Any] = {_part(i): dict(part) for i, part in weights.items()}
@@ -152,11 +163,18 @@ class Checkpoints:
         own: list[dict[str, Tensor]] = []
 
         def collect_here() -> tuple[dict[str, Any], list[Any], int, str]:
-            state["schedulers"] = [dict(one.state_dict()) for one in self._prepared.schedulers]
+            state["schedulers"] = [
+                dict(one.state_dict()) for one in self._prepared.schedulers
+            ]
             state["objects"] = [dict(one.state_dict()) for one in self.objects]
             loaders = [loader.state_dict() for loader in self._prepared.loaders]
             own.extend(own_buffers(self._strategy, module) for module in self._modules)
-            return rng_state(self._strategy.device), loaders, self._strategy.data.rank, version
+            return (
+                rng_state(self._strategy.device),
+                loaders,
+                self._strategy.data.rank,
+                version,
+            )
 
         state["rng"], loaders, ranks, versions = map(
             list, zip(*on_every_rank(self._world, collect_here), strict=True)
@@ -166,7 +184,8 @@ class Checkpoints:
             zip(reversed(ranks), reversed(loaders), strict=True)
         )  # the first rank of those with equal data
         state["loaders"] = [
-            list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)
+            list(one)
+            for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)
         ]
         buffers = self._world.gather_object(own)
         if buffers is not None and any(
@@ -197,7 +216,10 @@ class Checkpoints:
     # -- states ----------------------------------------------------------------------------------------------------
 
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, version: str
+        self,
+        output_dir: str | os.PathLike[str] | None,
+        safe_serialization: bool,
+        version: str,
     ) -> str:
         """Save all prepared and registered objects, and the random generators.
 
@@ -227,7 +249,10 @@ class Checkpoints:
         held = fail_together(
             self._world, lambda: [strategy.module_state(module) for module in modules]
         )
-        weights = [without_own_buffers(strategy, *pair) for pair in zip(modules, held, strict=True)]
+        weights = [
+            without_own_buffers(strategy, *pair)
+            for pair in zip(modules, held, strict=True)
+        ]
         work = Path(on_rank_zero(self._world, lambda: str(_stage(target))))
 
         left = list(weights)
@@ -238,7 +263,9 @@ class Checkpoints:
 
         try:
             on_every_rank(self._world, call_hooks)
-            self._write(target, self._collect(_weights_by_model(weights, left), version), work)
+            self._write(
+                target, self._collect(_weights_by_model(weights, left), version), work
+            )
         except BaseException:
             if self._processes.is_main_process:
                 shutil.rmtree(work, ignore_errors=True)
@@ -283,7 +310,8 @@ class Checkpoints:
         like: dict[str, Any] = {}
         elsewhere: dict[str, Collection[str]] = {}
         every = fail_together(
-            self._world, lambda: [held_of(self._strategy, module) for module in self._modules]
+            self._world,
+            lambda: [held_of(self._strategy, module) for module in self._modules],
         )
         for i, (held, absent) in enumerate(every):
             elsewhere = dict.fromkeys(
@@ -291,7 +319,9 @@ class Checkpoints:
             )  # such a strategy has one model
             for name, tensor in held.items():
                 like[name] = like[f"{i}.{name}"] = tensor
-        return read_divided(path, like, elsewhere=elsewhere, group=self._world.side_group())
+        return read_divided(
+            path, like, elsewhere=elsewhere, group=self._world.side_group()
+        )
 
     def load_state(
         self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]
@@ -309,17 +339,23 @@ class Checkpoints:
             CheckpointError: the checkpoint is missing, is damaged, or does not match the prepared objects.
         """
         path = self._find(input_dir)
-        if (theirs := fail_together(self._world, lambda: find_deepspeed(path))) is not None:
+        if (
+            theirs := fail_together(self._world, lambda: find_deepspeed(path))
+        ) is not None:
             schedulers = [one.scheduler for one in self._prepared.schedulers]
             parts = (self._modules, self._optimizers, schedulers)
-            steps = _load_deepspeed(path, theirs, self._strategy, *parts, self._processes.print)
+            steps = _load_deepspeed(
+                path, theirs, self._strategy, *parts, self._processes.print
+            )
             self._accumulation.place(steps * self._accumulation.steps)
             return None
         state = self._read(path)
         models = list(self._prepared.models)
         directory = path
         if self._before_load:
-            directory = Path(on_rank_zero(self._world, lambda: str(_directory_of_hooks(path))))
+            directory = Path(
+                on_rank_zero(self._world, lambda: str(_directory_of_hooks(path)))
+            )
 
         def call_hooks() -> None:
             for hook in list(self._before_load.values()):
@@ -339,40 +375,63 @@ class Checkpoints:
                     self._strategy.sharded or self._strategy.owns_step
                 ):
                     load_module_weights(
-                        unwrap(model), state[_part(i)], **{"strict": True, **load_options}
+                        unwrap(model),
+                        state[_part(i)],
+                        **{"strict": True, **load_options},
                     )
                 else:
                     strict = bool(load_options.get("strict", True))
-                    self._strategy.load_module_state(unwrap(model), state[_part(i)], strict)
+                    self._strategy.load_module_state(
+                        unwrap(model), state[_part(i)], strict
+                    )
 
         fail_together(self._world, call_hooks)
         fail_together(self._world, load_models)
-        owned = [owned_parameters(self._strategy, optimizer) for optimizer in self._optimizers]
+        owned = [
+            owned_parameters(self._strategy, optimizer)
+            for optimizer in self._optimizers
+        ]
         fail_together(self._world, lambda: self._load_rest(state, owned))
         self._compare_schedulers(state["progress"].get("scheduler_steps"))
         named = _NUMBERED.fullmatch(path.name)
-        self._project.iteration = (int(named[1]) if named else state["progress"]["iteration"]) + 1
+        self._project.iteration = (
+            int(named[1]) if named else state["progress"]["iteration"]
+        ) + 1
         differs = ranks_differ(self._strategy, state)
         if differs is None:
-            restore_rng(state["rng"][self._processes.process_index], self._strategy.device)
-            kept = state["buffers"][self._processes.process_index] if "buffers" in state else []
+            restore_rng(
+                state["rng"][self._processes.process_index], self._strategy.device
+            )
+            kept = (
+                state["buffers"][self._processes.process_index]
+                if "buffers" in state
+                else []
+            )
             for model, buffers in zip(self._prepared.models, kept, strict=False):
                 if loaded(model):
                     inner = unwrap(model)
                     inner.load_state_dict(names_in(inner, buffers), strict=False)
         else:
-            self._processes.print(f"resuming {differs}: random layers draw different numbers")
+            self._processes.print(
+                f"resuming {differs}: random layers draw different numbers"
+            )
         version: str | None = state["progress"].get("version")
         return version
 
-    def _load_rest(self, state: Mapping[str, Any], owned: list[list[list[nn.Parameter]]]) -> None:
+    def _load_rest(
+        self, state: Mapping[str, Any], owned: list[list[list[nn.Parameter]]]
+    ) -> None:
         prepared = self._prepared
         say = self._processes.print
         names = self._names()
         # A hook may have removed a model from the state.
-        saved_models = [(i, state.get(_part(i), {})) for i in range(len(prepared.models))]
+        saved_models = [
+            (i, state.get(_part(i), {})) for i in range(len(prepared.models))
+        ]
         weights = {
-            self._name(i, name): value for i, kept in saved_models for name, value in kept.items()
+            self._name(i, name): value
+            for i, kept in saved_models
+            for name, value in kept.items()
         }
         changed: dict[int, Mapping[str, Any]] = {}
         for optimizer, groups, saved in zip(
@@ -381,12 +440,16 @@ class Checkpoints:
             changed[id(optimizer)] = restore_optimizer(
                 self._strategy, optimizer, groups, saved, names, say, weights
             )
-        for scheduler, saved in zip(prepared.schedulers, state["schedulers"], strict=True):
+        for scheduler, saved in zip(
+            prepared.schedulers, state["schedulers"], strict=True
+        ):
             stepped = getattr(scheduler.scheduler, "optimizer", None)
             kept = changed.get(id(OptimizerProxy.unwrapped(stepped)), {})
             restore_scheduler(scheduler.scheduler, saved, "lr" in kept)
         self._precision.load_state_dict(state["precision"])
-        self._accumulation.load_state_dict(state["window"], int(state["progress"]["step"]))
+        self._accumulation.load_state_dict(
+            state["window"], int(state["progress"]["step"])
+        )
         for one, saved in zip(self.objects, state["objects"], strict=True):
             one.load_state_dict(saved)
         seeds = [loader.seed for loader in prepared.loaders]
@@ -394,7 +457,9 @@ class Checkpoints:
             loader.load_states(saved)
             for line in loader.describe_changes(saved[0]):
                 say(f"load_state: {line}")
-        if prepared.data_seed is not None and seeds != [loader.seed for loader in prepared.loaders]:
+        if prepared.data_seed is not None and seeds != [
+            loader.seed for loader in prepared.loaders
+        ]:
             say(
                 f"load_state: the data keep the order of the state, not that of seed={prepared.data_seed}"
             )
@@ -421,7 +486,9 @@ class Checkpoints:
         if "models" in state["progress"]:  # a hook may have taken out weights
             models = state["progress"]["models"]
         counts = {"models": (models, len(self._prepared.models) if models else 0)}
-        counts.update({kind: (len(state.get(kind, ())), len(now)) for kind, now in kinds.items()})
+        counts.update(
+            {kind: (len(state.get(kind, ())), len(now)) for kind, now in kinds.items()}
+        )
         wrong = [
             f"{kind}: {then} saved, {now} prepared"
             for kind, (then, now) in counts.items()
@@ -450,7 +517,9 @@ class Checkpoints:
             path = self._agreed(input_dir)
             fail_together(self._world, lambda: _check_exists(path))
             return path
-        root = self._root("load_state", "pass it, or the project's: Accelerator(project_dir=...)")
+        root = self._root(
+            "load_state", "pass it, or the project's: Accelerator(project_dir=...)"
+        )
 
         def newest_sound() -> str:
             newest, damaged = newest_verified(root)
@@ -467,7 +536,9 @@ class Checkpoints:
         return Path(on_rank_zero(self._world, newest_sound))
 
     def _next_path(self) -> Path:
-        root = self._root("save_state", "pass it, or let Accelerator(project_dir=...) name it")
+        root = self._root(
+            "save_state", "pass it, or let Accelerator(project_dir=...) name it"
+        )
 
         def next_number() -> int:
             numbers = [
@@ -487,7 +558,9 @@ class Checkpoints:
             return
         paths = [record.path for record in checkpoints(newest.parent)]
         older = [
-            path for path in paths if _NUMBERED.fullmatch(path.name) and path.name != newest.name
+            path
+            for path in paths
+            if _NUMBERED.fullmatch(path.name) and path.name != newest.name
         ]
         for old in older[: max(0, len(older) + 1 - max(1, limit))]:
             remove_checkpoint(old)
@@ -495,7 +568,9 @@ class Checkpoints:
 
     # -- weights alone ---------------------------------------------------------------------------------------------
 
-    def get_state_dict(self, model: nn.Module, unwrapped: bool = True) -> dict[str, Any]:
+    def get_state_dict(
+        self, model: nn.Module, unwrapped: bool = True
+    ) -> dict[str, Any]:
         """Return the full weights of a prepared model under the user's names.
 
         For sharded weights (FSDP, DeepSpeed, a mesh) this is a collective call: the main process gets the weights on
@@ -513,7 +588,9 @@ class Checkpoints:
         tied = tied_names(found)
         names = list(found)
         held = None
-        if everywhere is not None:  # pipeline stages have different parameters, and share some
+        if (
+            everywhere is not None
+        ):  # pipeline stages have different parameters, and share some
             shared = {**tied, **self._strategy.shared_names(own)}
             names = list(everywhere)
             several = self._world.all_gather_object((list(found), shared))
@@ -529,7 +606,8 @@ class Checkpoints:
                 value = value.full_tensor()
             if held is not None:
                 value = self._sent(
-                    value, next(rank for rank, theirs in enumerate(held) if name in theirs)
+                    value,
+                    next(rank for rank, theirs in enumerate(held) if name in theirs),
                 )
             if self._processes.is_main_process:
                 found[name] = (
@@ -567,12 +645,18 @@ class Checkpoints:
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
         collective = self._strategy.sharded or self._strategy.owns_step
-        whole = self.get_state_dict(model) if self._processes.is_main_process or collective else {}
+        whole = (
+            self.get_state_dict(model)
+            if self._processes.is_main_process or collective
+            else {}
+        )
 
         def write() -> None:
             target = _local_directory(save_directory)
             if target.is_file():
-                raise ConfigurationError("save_model needs a directory", found=str(target))
+                raise ConfigurationError(
+                    "save_model needs a directory", found=str(target)
+                )
             work = target / ".model.tmp"
             shutil.rmtree(work, ignore_errors=True)
             weights = {name: value.detach() for name, value in whole.items()}
@@ -591,7 +675,9 @@ class Checkpoints:
 
         on_rank_zero(self._world, write)
 
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
+    def save(
+        self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool
+    ) -> None:
         """Call ``torch.save`` on the main process; with ``safe_serialization`` write a dict of tensors as safetensors.
 
         An existing file is replaced when the new one is complete.
@@ -679,7 +765,9 @@ def _stage(target: Path) -> Path:
     try:
         if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
             target.rmdir()
-        clean_incomplete(target.parent)  # left by processes that were killed during a save
+        clean_incomplete(
+            target.parent
+        )  # left by processes that were killed during a save
     except OSError as error:
         raise io_failure(target, error, 0) from error
     return stage(target)
@@ -760,7 +848,9 @@ def _load_deepspeed(
     ]
     if len(models) != 1 or len(optimizers) > 1:
         raise CheckpointError(
-            path, None, f"DeepSpeed saves one model and one optimizer, not {' and '.join(prepared)}"
+            path,
+            None,
+            f"DeepSpeed saves one model and one optimizer, not {' and '.join(prepared)}",
         )
     _check_schedule(path, content.schedule, schedulers)
 
@@ -771,11 +861,18 @@ def _load_deepspeed(
     def fill() -> None:
         names = parameter_names(strategy, model)
         for optimizer, groups in zip(optimizers, owned, strict=True):
-            called = [[names.get(id(parameter), "") for parameter in group] for group in groups]
+            called = [
+                [names.get(id(parameter), "") for parameter in group]
+                for group in groups
+            ]
             _place(path, content, called)
             _restore(path, content, strategy, optimizer, groups, names, called, say)
         weights.update(
-            {name: value for name, value in content.weights.items() if name not in absent}
+            {
+                name: value
+                for name, value in content.weights.items()
+                if name not in absent
+            }
         )
         for name, parameter in named_state(model).items() if content.placed else ():
             weights[name] = weights[
@@ -783,10 +880,14 @@ def _load_deepspeed(
             ]  # a shared parameter has one master weight
 
     fail_together(world, fill)
-    fail_together(world, lambda: strategy.load_module_state(model, weights, strict=True))
+    fail_together(
+        world, lambda: strategy.load_module_state(model, weights, strict=True)
+    )
     schedule = "its schedule, which advanced once a step, continues"
     if content.schedule is None or not schedulers:
-        schedule = "no schedule is saved or prepared: the learning rate is what it was then"
+        schedule = (
+            "no schedule is saved or prepared: the learning rate is what it was then"
+        )
         if schedulers:
             schedule = "no schedule is saved: load the state of yours by hand, or it starts from its beginning"
     else:
@@ -798,7 +899,9 @@ def _load_deepspeed(
     return content.step
 
 
-def _check_schedule(path: Path, saved: Mapping[str, Any] | None, schedulers: Sequence[Any]) -> None:
+def _check_schedule(
+    path: Path, saved: Mapping[str, Any] | None, schedulers: Sequence[Any]
+) -> None:
     if saved is None or not schedulers:
         return
     kind, own = type(schedulers[0]).__name__, schedulers[0].state_dict()
@@ -812,11 +915,16 @@ def _check_schedule(path: Path, saved: Mapping[str, Any] | None, schedulers: Seq
         )
 
 
-def _place(path: Path, content: DeepSpeedContent, called: Sequence[Sequence[str]]) -> None:
+def _place(
+    path: Path, content: DeepSpeedContent, called: Sequence[Sequence[str]]
+) -> None:
     """Match optimizer states to parameters by order; for a checkpoint without ZeRO."""
     if not content.placed:
         return
-    sizes, own = [len(group) for group in content.placed], [len(group) for group in called]
+    sizes, own = (
+        [len(group) for group in content.placed],
+        [len(group) for group in called],
+    )
     if sizes != own:
         raise CheckpointError(
             path,
@@ -841,7 +949,9 @@ def _restore(
     called: Sequence[Sequence[str]],
     say: Callable[[str], None],
 ) -> None:
-    missing = [name for group in called for name in group if name not in content.moments]
+    missing = [
+        name for group in called for name in group if name not in content.moments
+    ]
     if not content.moments or "betas" not in optimizer.param_groups[0]:
         raise CheckpointError(
             path, "optimizer", f"it has moments of Adam, and {type(optimizer).__name__} is prepared"
@@ -852,7 +962,10 @@ def _restore(
         say(
             f"{path.name} has no moments of {missing[0]}{', …' if missing[1:] else ''}: they begin at zero"
         )
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups = [
+        {k: v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
     for group, rate in zip(groups, content.rates, strict=False):
         group["lr"] = rate
     saved = {"state": content.moments, "param_groups": groups}

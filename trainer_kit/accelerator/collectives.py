@@ -99,7 +99,9 @@ class Collectives:
         with self.during("gather", data):
             return _gather(self.world, data, "gather")
 
-    def gather_for_metrics(self, data: Any, use_gather_object: bool, batches: Any) -> Any:
+    def gather_for_metrics(
+        self, data: Any, use_gather_object: bool, batches: Any
+    ) -> Any:
         """Gather the results of a batch without those of repeated samples, once from each data shard.
 
         Args:
@@ -120,7 +122,9 @@ class Collectives:
                     return _gather_object(group, data)
                 size, count = batches.size, counts[group.rank]
                 parts = on_every_rank(group, lambda: drop_repeats(data, size, count))
-                return _joined([part for part in parts if not isinstance(part, type(NOTHING))])
+                return _joined(
+                    [part for part in parts if not isinstance(part, type(NOTHING))]
+                )
             if counts is None:
                 return _gather(group, data, "gather_for_metrics")
             return _gather_rows(group, data, batches.size, counts)
@@ -150,11 +154,17 @@ class Collectives:
             if reduction == "none":
                 return data
             same_everywhere(self.world, f"reduce by {reduction}", data)
-            return map_tensors(data, lambda tensor: self._reduced(tensor, reduction, scale))
+            return map_tensors(
+                data, lambda tensor: self._reduced(tensor, reduction, scale)
+            )
 
     def _reduced(self, tensor: Tensor, reduction: str, scale: float) -> Tensor:
         whole = tensor.detach().clone()
-        if reduction == "mean" and not whole.is_floating_point() and not whole.is_complex():
+        if (
+            reduction == "mean"
+            and not whole.is_floating_point()
+            and not whole.is_complex()
+        ):
             whole = whole.to(torch.get_default_dtype())
         whole = self.world.all_reduce(whole, reduction)
         return whole if scale == 1.0 else whole * scale
@@ -168,7 +178,8 @@ class Collectives:
         with self.during("broadcast", data):
             same_everywhere(self.world, f"broadcast from process {source}", data)
             return _map_strictly(
-                data, lambda tensor: self.world.broadcast(tensor.detach().clone(), source)
+                data,
+                lambda tensor: self.world.broadcast(tensor.detach().clone(), source),
             )
 
     def broadcast_object_list(self, values: list[Any], source: int) -> list[Any]:
@@ -177,7 +188,9 @@ class Collectives:
             values[:] = self.world.broadcast(list(values), source)
         return values
 
-    def pad_across_processes(self, data: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
+    def pad_across_processes(
+        self, data: Any, dim: int, pad_index: float, pad_first: bool
+    ) -> Any:
         """Pad nested tensors along ``dim`` to the largest length on any process, so that they can be gathered.
 
         Args:
@@ -272,7 +285,9 @@ def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
             raise refusal(f"tensors of {theirs} rows on the processes", size)
         rows = tensor if tensor.ndim else tensor.unsqueeze(0)
         parts = _gathered(group, _padded(rows, max(theirs))).tensor_split(group.size)
-        return torch.cat([part[:count] for part, count in zip(parts, keep, strict=True)])
+        return torch.cat(
+            [part[:count] for part, count in zip(parts, keep, strict=True)]
+        )
 
     return map_tensors(data, gather_rows)
 
@@ -299,12 +314,15 @@ def _lengths(
         )
 
     text = f"{call}({signature(data, described)})"
-    rows = compare(group, text, (mine[0] if mine else 0, float(len(set(mine)) < 2), size))
+    rows = compare(
+        group, text, (mine[0] if mine else 0, float(len(set(mine)) < 2), size)
+    )
     sizes = [int(row[2]) for row in rows]
     if all(row[1] for row in rows):
         return [[int(row[0]) for row in rows]] * len(mine), sizes
     return [
-        list(map(int, theirs)) for theirs in zip(*group.agree(list(map(float, mine))), strict=True)
+        list(map(int, theirs))
+        for theirs in zip(*group.agree(list(map(float, mine))), strict=True)
     ], sizes
 
 
@@ -335,7 +353,9 @@ def _compare_calls(group: Group, call: str, data: Any) -> None:
     number = store.add(f"trainer_kit/calls/{group.rank}", 1)
     store.set(f"trainer_kit/call/{number}/{group.rank}", json.dumps(mine))
     store.set(f"trainer_kit/last/{group.rank}", json.dumps(mine))
-    wait = timedelta(seconds=float(os.environ.get("TRAINER_KIT_DEBUG_TIMEOUT", _PATIENCE)))
+    wait = timedelta(
+        seconds=float(os.environ.get("TRAINER_KIT_DEBUG_TIMEOUT", _PATIENCE))
+    )
     everyone: list[dict[str, str] | None] = []
     for rank in range(group.size):
         key = f"trainer_kit/call/{number}/{rank}"
@@ -373,7 +393,8 @@ def _described_call(found: dict[str, str] | None, store: Any, rank: int) -> str:
 def _line_of_user() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(_PACKAGE) or "contextlib" in frame.f_code.co_filename
+        frame.f_code.co_filename.startswith(_PACKAGE)
+        or "contextlib" in frame.f_code.co_filename
     ):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -35,7 +35,13 @@ from trainer_kit.compat.options import (
 from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from trainer_kit.compat.torch_collective import TorchCollective
 from trainer_kit.core.arguments import as_list, word_of
-from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
+from trainer_kit.core.configuration_sources import (
+    Chosen,
+    choose,
+    is_true,
+    steps_of,
+    variable,
+)
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
@@ -104,7 +110,9 @@ def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_arguments(given)
     for name in given["unknown"]:
-        fix = did_you_mean(name, [known for known in given if known not in ("self", "unknown")])
+        fix = did_you_mean(
+            name, [known for known in given if known not in ("self", "unknown")]
+        )
         raise TypeError(f"Accelerator got an unexpected argument {name!r}: {fix}")
     return {name: given[name] for name in (*_PLUGINS, "deepspeed_plugins")}
 
@@ -132,14 +140,18 @@ def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type
     if TorchTensorParallelPlugin in found:
         if ParallelismConfig in found:
             raise ConfigurationError(
-                "tensor parallelism is given twice", found="torch_tp_plugin, parallelism_config"
+                "tensor parallelism is given twice",
+                found="torch_tp_plugin, parallelism_config",
             )
         found[ParallelismConfig] = found.pop(TorchTensorParallelPlugin).as_config()
     launched = variable("distributed_type")
     kind = None if launched is None else _LAUNCHED.get(str(launched.value))
     if kind is not None and _asked_engine(found) is None:
         found[kind] = kind()
-    if ParallelismConfig not in found and (mesh := ParallelismConfig()).active_mesh_dims:
+    if (
+        ParallelismConfig not in found
+        and (mesh := ParallelismConfig()).active_mesh_dims
+    ):
         found[ParallelismConfig] = mesh
     return found
 
@@ -158,7 +170,9 @@ def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> An
     """Return the strategy that the user's options select; ``"auto"`` without options."""
     made = options.get(Strategy)
     others = [
-        kind.__name__ for kind in _PLUGINS.values() if kind in options and kind is not Strategy
+        kind.__name__
+        for kind in _PLUGINS.values()
+        if kind in options and kind is not Strategy
     ]
     if made is not None and others:
         raise ConfigurationError(
@@ -238,7 +252,9 @@ def named_options(
         debug: ``debug``.
     """
     engine = _asked_engine(options)
-    written = engine.accelerator_arguments() if isinstance(engine, DeepSpeedPlugin) else {}
+    written = (
+        engine.accelerator_arguments() if isinstance(engine, DeepSpeedPlugin) else {}
+    )
     precision = written.get("mixed_precision") if precision is None else precision
     steps = written.get("gradient_accumulation_steps") if steps is None else steps
     on_cpu = choose("use_cpu", cpu or None, False)
@@ -249,7 +265,9 @@ def named_options(
     return {
         "use_cpu": Chosen(is_true(on_cpu.value), on_cpu.origin),
         "mixed_precision": choose("mixed_precision", precision, "no"),
-        "gradient_accumulation_steps": Chosen(steps_of(accumulation), accumulation.origin),
+        "gradient_accumulation_steps": Chosen(
+            steps_of(accumulation), accumulation.origin
+        ),
         "debug": Chosen(is_true(debugging.value), debugging.origin),
     }
 
@@ -259,18 +277,24 @@ def started_strategy(
 ) -> Strategy:
     """Start the strategy that the user's options select, and return it."""
     asked = chosen_strategy(options, environment)
-    made = choose_strategy(asked, "cpu" if on_cpu else "auto", "auto", 1, environment)[0]
+    made = choose_strategy(asked, "cpu" if on_cpu else "auto", "auto", 1, environment)[
+        0
+    ]
     made.start()
     return made
 
 
-def made_precision(word: Any, strategy: Strategy, options: Mapping[type, Any]) -> Precision:
+def made_precision(
+    word: Any, strategy: Strategy, options: Mapping[type, Any]
+) -> Precision:
     """Return the precision for a name or an object, with the gradient scaler of the user's options."""
     if not isinstance(word, Precision):
         word = word_of(word)
     if isinstance(word, str) and word.lower() == "fp8":
         recipes = [one for kind, one in options.items() if issubclass(kind, FP8Recipe)]
-        word = (recipes[0] if recipes else launched_recipe() or AORecipeKwargs()).make_precision()
+        word = (
+            recipes[0] if recipes else launched_recipe() or AORecipeKwargs()
+        ).make_precision()
     made = choose_precision(word, None, strategy)
     scaler = options.get(GradScalerKwargs)
     if scaler is not None and made.scales:
@@ -317,7 +341,9 @@ def made_accumulation(
         sync_with_dataloader=plugin.sync_with_dataloader,
         adjust_scheduler=plugin.adjust_scheduler,
         fixed_divisor=plugin.fixed_divisor,
-        quiet=without_exchange if strategy.world.size > 1 and not plugin.sync_each_batch else None,
+        quiet=without_exchange
+        if strategy.world.size > 1 and not plugin.sync_each_batch
+        else None,
         complete=strategy.complete_gradients if strategy.completes_gradients else None,
     )
 
@@ -326,9 +352,17 @@ def named_dynamo(backend: str | None) -> TorchDynamoPlugin:
     """Return the options of ``torch.compile`` for a backend; without a backend those of the launcher."""
     if backend is not None:
         return TorchDynamoPlugin(backend=backend)
-    names = ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
+    names = (
+        "backend",
+        "mode",
+        "use_fullgraph",
+        "use_dynamic",
+        "use_regional_compilation",
+    )
     found = {
-        name: chosen.value for name in names if (chosen := variable(f"dynamo_{name}")) is not None
+        name: chosen.value
+        for name in names
+        if (chosen := variable(f"dynamo_{name}")) is not None
     }
     return TorchDynamoPlugin(
         backend=str(found.get("backend", "no")).lower(),
@@ -358,11 +392,15 @@ def named_loaders(
 
 def named_trackers(given: Any) -> list[Any]:
     """Return the trackers of ``log_with``, as names and objects; ``"all"`` becomes the names of installed trackers."""
-    words = [word_of(one) if isinstance(one, (str, Enum)) else one for one in as_list(given)]
+    words = [
+        word_of(one) if isinstance(one, (str, Enum)) else one for one in as_list(given)
+    ]
     if "all" not in words:
         return words
     objects = [one for one in words if not isinstance(one, str)]
-    installed = [name for name in _IF_INSTALLED if importlib.util.find_spec(name) is not None]
+    installed = [
+        name for name in _IF_INSTALLED if importlib.util.find_spec(name) is not None
+    ]
     named = (word for word in words if isinstance(word, str) and word != "all")
     return [*objects, *dict.fromkeys([*named, *_EVERYWHERE, *installed])]
 
@@ -394,7 +432,11 @@ def started_watchdog(
     def progress() -> tuple[int, Any]:
         return accumulation.taken, (accumulation.turn, calls.count)
 
-    rank, size, say = processes.process_index, processes.num_processes, processes.print_everywhere
+    rank, size, say = (
+        processes.process_index,
+        processes.num_processes,
+        processes.print_everywhere,
+    )
     watchdog = HangWatchdog(
         *(rank, size, seconds, progress, lambda: Path(project.project_dir or "."), say),
         advice=f"; {ADVICE}",

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.accelerator.accelerator import Accelerator
-from trainer_kit.accelerator.fabric_module import FabricModule, prepared_module, serve_module
+from trainer_kit.accelerator.fabric_module import (
+    FabricModule,
+    prepared_module,
+    serve_module,
+)
 from trainer_kit.accelerator.wrapping import under_precision
 from trainer_kit.build import STRATEGY_REGISTRY
 from trainer_kit.checkpoint.commit import write_checkpoint
@@ -200,7 +204,9 @@ class Fabric:
         """The first logger."""
         return self.loggers[0]
 
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Start the processes, unless a launcher has done so, and call ``function(fabric, ...)`` in each.
 
         With ``devices=2`` in a process that no launcher started, this runs the script again from its start, once in
@@ -255,18 +261,28 @@ class Fabric:
             group: refused; all processes take part.
             sync_grads: let gradients flow back to the tensors of all processes.
         """
-        _refuse(group is not None, "all_gather always uses all processes", "leave group out")
-        data = map_leaves(data, lambda value: torch.tensor(value, device=self.device), (int, float))
+        _refuse(
+            group is not None, "all_gather always uses all processes", "leave group out"
+        )
+        data = map_leaves(
+            data, lambda value: torch.tensor(value, device=self.device), (int, float)
+        )
         if self.world_size == 1:
             return data
         if sync_grads:
-            return map_tensors(data, partial(gather_with_gradients, group=self.accelerator.world))
+            return map_tensors(
+                data, partial(gather_with_gradients, group=self.accelerator.world)
+            )
         return self.accelerator.gather(map_tensors(data, lambda tensor: tensor[None]))
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         """Reduce every tensor over the processes by ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``."""
-        _refuse(group is not None, "all_reduce always uses all processes", "leave group out")
-        data = map_leaves(data, lambda value: torch.tensor(value, device=self.device), (int, float))
+        _refuse(
+            group is not None, "all_reduce always uses all processes", "leave group out"
+        )
+        data = map_leaves(
+            data, lambda value: torch.tensor(value, device=self.device), (int, float)
+        )
         return self.accelerator.reduce(data, {"avg": "mean"}.get(reduce_op, reduce_op))
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
@@ -286,7 +302,9 @@ class Fabric:
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
-    @known_arguments({"model": "pass it without a name: fabric.setup(model, optimizer)"})
+    @known_arguments(
+        {"model": "pass it without a name: fabric.setup(model, optimizer)"}
+    )
     def setup(
         self,
         module: nn.Module,
@@ -303,21 +321,29 @@ class Fabric:
             isinstance(one, Optimizer) for one in optimizers
         )
         _refuse(
-            not known, "setup takes a module and its optimizers", "fabric.setup(module, optimizer)"
+            not known,
+            "setup takes a module and its optimizers",
+            "fabric.setup(module, optimizer)",
         )
         placed = [move_to_device] * (1 + len(optimizers))
         made = self.accelerator.prepare(
             prepared_module(module), *optimizers, device_placement=placed
         )
         first, *others = made if optimizers else [made]
-        every = [self._served(module, first), *others, *([] if scheduler is None else [scheduler])]
+        every = [
+            self._served(module, first),
+            *others,
+            *([] if scheduler is None else [scheduler]),
+        ]
         return every[0] if len(every) == 1 else tuple(every)
 
     def _served(self, module: nn.Module, prepared: nn.Module) -> FabricModule:
         inner: nn.Module = self.accelerator.unwrap_model(module)
         serve_module(inner, self)
         return FabricModule(
-            inner, prepared, partial(under_precision, precision=self.accelerator.precision)
+            inner,
+            prepared,
+            partial(under_precision, precision=self.accelerator.precision),
         )
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
@@ -329,11 +355,16 @@ class Fabric:
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Prepare the optimizers of a prepared module."""
-        made = [self.accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
+        made = [
+            self.accelerator.prepare_optimizer(optimizer) for optimizer in optimizers
+        ]
         return made[0] if len(made) == 1 else tuple(made)
 
     def setup_dataloaders(
-        self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
+        self,
+        *dataloaders: Any,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
     ) -> Any:
         """Prepare loaders: each process gets its shard of the batches, on its device.
 
@@ -344,7 +375,9 @@ class Fabric:
         """
         prepared = self.accelerator.prepared
         loaders = [
-            prepared.prepare_loader(loader, move_to_device, shard=use_distributed_sampler)
+            prepared.prepare_loader(
+                loader, move_to_device, shard=use_distributed_sampler
+            )
             for loader in dataloaders
         ]
         return loaders[0] if len(loaders) == 1 else loaders
@@ -375,7 +408,9 @@ class Fabric:
     def to_device(self, obj: Any) -> Any:
         """Move a module, tensor or batch to the device of this process."""
         return (
-            obj.to(self.device) if isinstance(obj, nn.Module) else move_to_device(obj, self.device)
+            obj.to(self.device)
+            if isinstance(obj, nn.Module)
+            else move_to_device(obj, self.device)
         )
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -384,7 +419,9 @@ class Fabric:
         self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
         """Run the backward pass; use this in place of ``loss.backward()``."""
-        _refuse(bool(args), "backward takes options by name", "pass retain_graph= by name")
+        _refuse(
+            bool(args), "backward takes options by name", "pass retain_graph= by name"
+        )
         self.accelerator.backward(tensor, **kwargs)
 
     def clip_gradients(
@@ -408,12 +445,15 @@ class Fabric:
         )
         if max_norm is None:
             return self.accelerator.clip_grad_value_(module.parameters(), clip_val)  # type: ignore[func-returns-value,arg-type]
-        norm = self.accelerator.clip_grad_norm_(module.parameters(), max_norm, norm_type)
+        norm = self.accelerator.clip_grad_norm_(
+            module.parameters(), max_norm, norm_type
+        )
         if (
             error_if_nonfinite and norm is not None and not torch.isfinite(norm)
         ):  # sync point: the caller asked for it
             raise NonFiniteError(
-                "the norm of the gradients is not finite", fix="pass error_if_nonfinite=False"
+                "the norm of the gradients is not finite",
+                fix="pass error_if_nonfinite=False",
             )
         return norm
 
@@ -425,7 +465,11 @@ class Fabric:
         self, module: nn.Module, enabled: bool = True
     ) -> AbstractContextManager[None]:
         """Skip the gradient reduction over the processes in this block, for gradient accumulation."""
-        return self.accelerator.no_sync(prepared_module(module)) if enabled else nullcontext()
+        return (
+            self.accelerator.no_sync(prepared_module(module))
+            if enabled
+            else nullcontext()
+        )
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``hook_name`` of each callback that has it."""
@@ -477,7 +521,8 @@ class Fabric:
                 else {key: one for key, one in held.items() if chosen(key, one)}
             )
         on_rank_zero(
-            self.accelerator.world, lambda: str(write_checkpoint(path, kept, overwrite=True))
+            self.accelerator.world,
+            lambda: str(write_checkpoint(path, kept, overwrite=True)),
         )
 
     def _state_of(self, value: Any) -> Any:
@@ -488,7 +533,9 @@ class Fabric:
 
             self._refuse_engines_optimizer()
             # Every process gathers: a part of it is on each.
-            return map_leaves(value.state_dict(), lambda part: part.full_tensor().cpu(), DTensor)
+            return map_leaves(
+                value.state_dict(), lambda part: part.full_tensor().cpu(), DTensor
+            )
         return value.state_dict() if hasattr(value, "state_dict") else value
 
     def _refuse_engines_optimizer(self) -> None:
@@ -525,7 +572,10 @@ class Fabric:
             if name not in found:
                 if strict:
                     raise CheckpointError(
-                        path, name, "it is not in this checkpoint", fix="pass strict=False"
+                        path,
+                        name,
+                        "it is not in this checkpoint",
+                        fix="pass strict=False",
                     )
                 continue
             held = found.pop(name)
@@ -554,7 +604,9 @@ class Fabric:
         else:
             self._load_optimizer(obj, torch_load(locate(path), "cpu"))  # type: ignore[arg-type]
 
-    def _load_module(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+    def _load_module(
+        self, module: nn.Module, weights: Mapping[str, Any], strict: bool
+    ) -> None:
         _refuse(
             self.accelerator.strategy.owns_step,
             "the engine keeps the weights of this module",
@@ -572,7 +624,9 @@ class Fabric:
         inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
         parameters = [p for group in inner.param_groups for p in group["params"]]
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
-            optimizer.load_state_dict(state)  # which may have more than torch's optimizers have
+            optimizer.load_state_dict(
+                state
+            )  # which may have more than torch's optimizers have
             return
         sizes = [
             [len(group["params"]) for group in groups]

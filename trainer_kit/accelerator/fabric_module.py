@@ -14,7 +14,13 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.tensors import map_leaves
 
-__all__ = ["FabricModule", "is_wrapped", "prepared_module", "serve_module", "unwrap_objects"]
+__all__ = [
+    "FabricModule",
+    "is_wrapped",
+    "prepared_module",
+    "serve_module",
+    "unwrap_objects",
+]
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -132,7 +138,9 @@ class FabricModule(nn.Module):
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            hooks = [part.register_forward_pre_hook(refuse) for part in self.module.modules()]
+            hooks = [
+                part.register_forward_pre_hook(refuse) for part in self.module.modules()
+            ]
             try:
                 return method(*args, **kwargs)
             finally:

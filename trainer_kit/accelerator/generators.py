@@ -20,7 +20,9 @@ __all__ = ["each_epoch", "generator_kinds", "set_seed", "synchronize"]
 _KINDS: Final = ("torch", "cuda", "xla", "generator", "python", "numpy")
 
 
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+def set_seed(
+    seed: int, device_specific: bool = False, deterministic: bool = False
+) -> None:
     """Seed Python, NumPy and torch, and the data order of loaders that are prepared afterwards.
 
     Args:
@@ -35,7 +37,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         >>> bool(first == torch.rand(1))
         True
     """
-    seed_everything((seed + (Environment.detect().rank if device_specific else 0)) % 2**32)
+    seed_everything(
+        (seed + (Environment.detect().rank if device_specific else 0)) % 2**32
+    )
     if deterministic:
         deterministic_products()
         torch.use_deterministic_algorithms(True)
@@ -64,7 +68,11 @@ def each_epoch(
     "generator" is the one of the data order, which is the same on all processes without an exchange.
     """
     words = [word for word in generator_kinds(kinds) if word != "generator"]
-    return partial(synchronize, world, words, None, device) if words and world.size > 1 else None
+    return (
+        partial(synchronize, world, words, None, device)
+        if words and world.size > 1
+        else None
+    )
 
 
 def synchronize(
@@ -87,7 +95,9 @@ def synchronize(
     words = generator_kinds(kinds)
     mine = rng_state(device)
     wanted = {"device" if word in ("cuda", "xla") else word for word in words}
-    theirs = world.broadcast({key: value for key, value in mine.items() if key in wanted})
+    theirs = world.broadcast(
+        {key: value for key, value in mine.items() if key in wanted}
+    )
     restore_rng(theirs, device)
     if "generator" in words and generator is not None:
         generator.set_state(world.broadcast(generator.get_state()))

@@ -13,7 +13,9 @@ from trainer_kit.core.errors import add_note
 __all__ = ["ADVICE", "JointCalls"]
 
 _TORCH: Final = str(Path(dist.__file__).resolve().parents[1])
-ADVICE: Final = "every process must make this call: is it under `if accelerator.is_main_process`?"
+ADVICE: Final = (
+    "every process must make this call: is it under `if accelerator.is_main_process`?"
+)
 
 
 @final
@@ -56,4 +58,6 @@ def _raised_by_torch(traceback: TracebackType | None) -> bool:
     """Whether an error was raised in a collective, not in user code around it."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_TORCH)
+    return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(
+        _TORCH
+    )

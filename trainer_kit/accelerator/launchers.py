@@ -7,7 +7,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+)
 
 from trainer_kit.compat.accelerate_utilities import patch_environment
 from trainer_kit.core.environment import available_devices
@@ -68,7 +71,9 @@ def notebook_launcher(
     """
     unknown = elastic.keys() - _ELASTIC
     if unknown:
-        raise TypeError(f"notebook_launcher got an unexpected argument {min(unknown)!r}")
+        raise TypeError(
+            f"notebook_launcher got an unexpected argument {min(unknown)!r}"
+        )
     if max_restarts < 0:
         raise ConfigurationError(
             "max_restarts must be 0 or more", found=f"max_restarts={max_restarts}"
@@ -87,7 +92,9 @@ def notebook_launcher(
         )
 
     settings = (
-        {} if mixed_precision == "no" else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
+        {}
+        if mixed_precision == "no"
+        else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
     )
     with patch_environment(**settings):
         if wanted > 1:
@@ -139,7 +146,9 @@ def _as_child_failure(
         error.__reduce__()[1] if isinstance(error, OSError) else error.args
     )  # its args have no file name
     try:
-        both: Any = type(kind.__name__, (kind, ChildFailedError), {"__module__": kind.__module__})
+        both: Any = type(
+            kind.__name__, (kind, ChildFailedError), {"__module__": kind.__module__}
+        )
         made: Exception = both.__new__(both, *arguments)
         if (
             kind.__module__ == "builtins"

@@ -9,7 +9,12 @@ from itertools import chain, cycle, islice
 from typing import Any, final
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    default_collate,
+)
 
 from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.split_batches import split_loader
@@ -71,7 +76,12 @@ class SeedableRandomSampler(RandomSampler):
 
 
 def _shares(
-    turns: Iterator[list[Any]], whole: int, rank: int, each: int, drop_last: bool, even: bool
+    turns: Iterator[list[Any]],
+    whole: int,
+    rank: int,
+    each: int,
+    drop_last: bool,
+    even: bool,
 ) -> Iterator[Any]:
     """Yield a process's share of each turn; a short turn is filled up from the start of the data."""
     first: list[Any] = []
@@ -80,7 +90,9 @@ def _shares(
         if len(turn) < whole:
             if drop_last:
                 return
-            turn = turn + list(islice(cycle(first), whole - len(turn))) if even else turn
+            turn = (
+                turn + list(islice(cycle(first), whole - len(turn))) if even else turn
+            )
         if mine := turn[rank * each : (rank + 1) * each]:
             yield mine
 
@@ -119,7 +131,9 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+        if split_batches and (
+            self.batch_size is None or self.batch_size % num_processes
+        ):
             raise ConfigurationError(
                 "split_batches needs a batch size that can be divided by the number of processes",
                 found=f"batch_size={self.batch_size} over {num_processes} processes",
@@ -136,13 +150,21 @@ class BatchSamplerShard(BatchSampler):
         return self.batch_sampler.sampler
 
     def __len__(self) -> int:
-        whole, rest = divmod(self.total_length, 1 if self.split_batches else self.num_processes)
+        whole, rest = divmod(
+            self.total_length, 1 if self.split_batches else self.num_processes
+        )
         return whole + (
-            rest > 0 and not self.drop_last and (self.even_batches or self.process_index < rest)
+            rest > 0
+            and not self.drop_last
+            and (self.even_batches or self.process_index < rest)
         )
 
     def __iter__(self) -> Iterator[Any]:
-        source, each, turn = iter(self.batch_sampler), self.batch_size or 1, self.num_processes
+        source, each, turn = (
+            iter(self.batch_sampler),
+            self.batch_size or 1,
+            self.num_processes,
+        )
         if self.split_batches:
             each, turn = each // self.num_processes, 1
         turns = iter(lambda: list(islice(source, turn)), [])
@@ -207,16 +229,30 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
-        turns = len(self.dataset) // whole if self.drop_last else -(-len(self.dataset) // whole)
+        whole = (
+            self.batch_size
+            if self.split_batches
+            else self.batch_size * self.num_processes
+        )
+        turns = (
+            len(self.dataset) // whole
+            if self.drop_last
+            else -(-len(self.dataset) // whole)
+        )
         return turns * whole // self.num_processes
 
     def __iter__(self) -> Iterator[Any]:
-        whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        whole = (
+            self.batch_size
+            if self.split_batches
+            else self.batch_size * self.num_processes
+        )
         source = iter(self.dataset)
         turns = iter(lambda: list(islice(source, whole)), [])
         each = whole // self.num_processes
-        for share in _shares(turns, whole, self.process_index, each, self.drop_last, True):
+        for share in _shares(
+            turns, whole, self.process_index, each, self.drop_last, True
+        ):
             yield from share
 
 
@@ -302,7 +338,9 @@ class PreparedLoader:
         self._several = several
         # Whether the loader divides the data by itself, so that each process reads all of its own batches.
         self._alone = several or (
-            group.size > 1 and not self.feed.indexed and divide_by_itself(loader) is not None
+            group.size > 1
+            and not self.feed.indexed
+            and divide_by_itself(loader) is not None
         )
         # Whether each process knows all batches: the main process reads for all, or each reads the whole stream.
         self._shared = not self._alone and (
@@ -337,10 +375,16 @@ class PreparedLoader:
     def __len__(self) -> int:
         length = self.feed.length
         if length is None:
-            raise TypeError(f"object of type {type(self.dataloader).__name__!r} has no len()")
+            raise TypeError(
+                f"object of type {type(self.dataloader).__name__!r} has no len()"
+            )
         if not self._shared:
             return length
-        return length // self.group.size if self._drop_last else -(-length // self.group.size)
+        return (
+            length // self.group.size
+            if self._drop_last
+            else -(-length // self.group.size)
+        )
 
     @property
     def total_batch_size(self) -> int:
@@ -363,13 +407,19 @@ class PreparedLoader:
         dataset = getattr(self.dataloader, "dataset", None)
         if isinstance(dataset, Sized) and self.feed.per_rank_batch_size is not None:
             return len(dataset) % self.total_batch_size
-        return sum(self.counts) if self.end_of_dataloader and self.counts is not None else -1
+        return (
+            sum(self.counts)
+            if self.end_of_dataloader and self.counts is not None
+            else -1
+        )
 
     @property
     def batch_sampler(self) -> Any:
         """The batches of this process as indices, or the user's batch sampler where processes do not divide it."""
         given = _in_order(self, self.dataloader.batch_sampler)
-        divided = isinstance(given, BatchSampler) and self.group.size > 1 and not self._shared
+        divided = (
+            isinstance(given, BatchSampler) and self.group.size > 1 and not self._shared
+        )
         return _OwnBatches(self, given) if divided else given
 
     def set_even(self, even: bool) -> None:
@@ -378,7 +428,9 @@ class PreparedLoader:
             begun, state = self._position is not None, self.state_dict()
             self.even = even
             self.feed = self._make_feed(even, self.seed)
-            if not begun:  # keeps the generators' states, and the position of a loaded state
+            if (
+                not begun
+            ):  # keeps the generators' states, and the position of a loaded state
                 self._load_tracks([state["track"]] * self.group.size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -420,11 +472,17 @@ class PreparedLoader:
         ahead = known is None and not together
         at, after = start, _NOT_READ
         device = self.device
-        if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
+        if (
+            device is not None
+            and device.type == "cpu"
+            and not torch.accelerator.is_available()
+        ):
             device = None  # batches on the CPU need no move
         self.nominal = float(self.feed.per_rank_batch_size or 1)
         try:
-            while (pair := next(source, _END) if after is _NOT_READ else after) is not _END:
+            while (
+                pair := next(source, _END) if after is _NOT_READ else after
+            ) is not _END:
                 if ahead:
                     after = next(source, _END)
                 if missing := pair is MISSING and self.even:
@@ -432,12 +490,16 @@ class PreparedLoader:
                 batch, size = pair
                 if batch is EMPTY:
                     break  # this process has no samples of the last batch
-                self._note(feed, at, size, missing, after is _END if ahead else at + 1 == known)
+                self._note(
+                    feed, at, size, missing, after is _END if ahead else at + 1 == known
+                )
                 at += 1
                 self.batches_read += 1
                 self._position = (epoch, at)
                 if feed.stateful:
-                    feed.loader_state.forget(at * self.group.size if self._shared else at)
+                    feed.loader_state.forget(
+                        at * self.group.size if self._shared else at
+                    )
                 window.batches = self
                 if device is not None:
                     batch = move_to_device(batch, device, self.non_blocking)
@@ -467,7 +529,9 @@ class PreparedLoader:
             self._ask(missing, last, total)
         elif total < each * size:
             if self.even:  # samples that are not repeated come first, in rank order
-                self.counts = [min(each, max(0, total - rank * each)) for rank in range(size)]
+                self.counts = [
+                    min(each, max(0, total - rank * each)) for rank in range(size)
+                ]
                 self.total = each * size
             else:
                 share, more = divmod(total, size)
@@ -481,7 +545,9 @@ class PreparedLoader:
         )
 
     def _ask(self, missing: bool, last: bool, samples: int | None) -> None:
-        if not self.even:  # a process may have no batches left: no exchange, equal weights
+        if (
+            not self.even
+        ):  # a process may have no batches left: no exchange, equal weights
             self.weight, self.total = 1.0, float(self.group.size)
             self.nominal = 1.0
         elif last:
@@ -558,7 +624,9 @@ class PreparedLoader:
         rows = group.agree([after is not _END])
         if not any(row[0] for row in rows):
             return
-        if not all(row[0] for row in rows):  # a process without any batch gets another one's
+        if not all(
+            row[0] for row in rows
+        ):  # a process without any batch gets another one's
             reader = [bool(row[0]) for row in rows].index(True)
             lent = group.broadcast(after if group.rank == reader else None, reader)
             pair = lent if after is _END else pair
@@ -572,7 +640,11 @@ class PreparedLoader:
             counts = [int(row[0]) for row in rows]
             longest = int(max(row[2] for row in rows))
             more = any(row[1] for row in rows)
-            self._turn = longest * group.size, None if min(counts) == longest else counts, not more
+            self._turn = (
+                longest * group.size,
+                None if min(counts) == longest else counts,
+                not more,
+            )
             yield filled(pair, longest)
 
     def _in_turns(self, feed: Feed, source: Iterator[Any]) -> Iterator[Any]:
@@ -589,14 +661,18 @@ class PreparedLoader:
         after = self._turn_of(read)
         while turn := after:
             after = self._turn_of(read)
-            counts: list[int] | None = [size for _, size in turn] + [0] * (processes - len(turn))
+            counts: list[int] | None = [size for _, size in turn] + [0] * (
+                processes - len(turn)
+            )
             if len(set(counts or ())) == 1:
                 counts = None
             elif self.even and (
                 not after or feed.per_rank_batch_size is not None
             ):  # each worker has a last batch
                 turn, counts = evened(
-                    turn, processes, getattr(self.dataloader, "collate_fn", None) is default_collate
+                    turn,
+                    processes,
+                    getattr(self.dataloader, "collate_fn", None) is default_collate,
                 )
             self._turn = sum(size for _, size in turn), counts, not after
             yield turn[rank] if rank < len(turn) else MISSING
@@ -611,7 +687,9 @@ class PreparedLoader:
         each = self.group.size if self._shared else 1
         feed = self.feed
         begun = epoch if inside or feed.once else None
-        state = feed.loader_state.state_dict(begun, batch * each, self.batches_read * each)
+        state = feed.loader_state.state_dict(
+            begun, batch * each, self.batches_read * each
+        )
         place = {
             "epoch": epoch,
             "batch": batch,
@@ -647,7 +725,9 @@ class PreparedLoader:
         Raises:
             CheckpointError: with the current batch size no batch ends at the saved position.
         """
-        alone = states[0].get("alone", False)  # older checkpoints: every stream was divided here
+        alone = states[0].get(
+            "alone", False
+        )  # older checkpoints: every stream was divided here
         if self._compares and alone is not None:
             self._compares = False
             if alone:
@@ -659,7 +739,9 @@ class PreparedLoader:
                 "the loader divides the data itself, and its position is known only for the processes that saved",
                 fix="resume with the same number of processes, or from the end of an epoch",
             )
-        epoch, batch, samples = (int(states[0][key]) for key in ("epoch", "batch", "samples"))
+        epoch, batch, samples = (
+            int(states[0][key]) for key in ("epoch", "batch", "samples")
+        )
         if samples != batch * self.total_batch_size:
             batch = self._batches_of(samples)
         self.iteration, self._position = epoch, None
@@ -681,10 +763,10 @@ class PreparedLoader:
         """Describe the data, their order and their sharding in one line."""
         text = self.feed.describe()
         if self.dispatch is not None:
-            return (
-                f"{text}; the main process reads, and hands every {self.group.size} batches round"
-            )
-        each = f"; every process reads all of it and keeps each {self.group.size}th batch"
+            return f"{text}; the main process reads, and hands every {self.group.size} batches round"
+        each = (
+            f"; every process reads all of it and keeps each {self.group.size}th batch"
+        )
         return f"{text}{each}" if self._shared else text
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -695,7 +777,10 @@ class PreparedLoader:
                 converted.
         """
         own = dict(state_dict)
-        if self.feed.stateful and own["samples"] != own["batch"] * self.total_batch_size:
+        if (
+            self.feed.stateful
+            and own["samples"] != own["batch"] * self.total_batch_size
+        ):
             raise CheckpointError(
                 "the state of a loader",
                 "samples",
@@ -769,8 +854,14 @@ class _OwnOrder(SeedableRandomSampler):
 def _in_order(loader: PreparedLoader, batches: Any) -> Any:
     """Return torch's batch sampler with the order that the loader draws from seed and epoch; others unchanged."""
     given = getattr(batches, "sampler", None)
-    if type(batches) is BatchSampler and type(given) is RandomSampler and given.generator is None:
-        return BatchSampler(_OwnOrder(loader, given), batches.batch_size, batches.drop_last)
+    if (
+        type(batches) is BatchSampler
+        and type(given) is RandomSampler
+        and given.generator is None
+    ):
+        return BatchSampler(
+            _OwnOrder(loader, given), batches.batch_size, batches.drop_last
+        )
     return batches
 
 
@@ -785,7 +876,9 @@ class _OwnBatches(BatchSamplerShard):
             loader.feed.per_rank_batch_size,
         )  # None: not divided
         split = None not in (size, each) and size != each
-        super().__init__(given, loader.group.size, loader.group.rank, split, loader.even)
+        super().__init__(
+            given, loader.group.size, loader.group.rank, split, loader.even
+        )
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -31,11 +31,16 @@ class LocalSGD:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        local_sgd_steps: int,
+        enabled: bool = True,
     ) -> None:
         if local_sgd_steps < 1:
             raise ConfigurationError(
-                "local_sgd_steps is at least 1", found=f"local_sgd_steps={local_sgd_steps}"
+                "local_sgd_steps is at least 1",
+                found=f"local_sgd_steps={local_sgd_steps}",
             )
         self.accelerator = accelerator
         self.model = model

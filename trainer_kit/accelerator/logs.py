@@ -32,7 +32,10 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             kwargs: options of `logging`; ``main_process_only=False``: every process writes; ``in_order=True``: all
                 processes write one after the other, in a collective call.
         """
-        only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        only, in_order = (
+            kwargs.pop("main_process_only", True),
+            kwargs.pop("in_order", False),
+        )
         kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return

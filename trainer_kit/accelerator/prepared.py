@@ -53,7 +53,12 @@ from trainer_kit.strategies.transforms.blocks import Compile
 
 __all__ = ["Prepared"]
 
-_SCHEDULERS: Final = (LRScheduler, ReduceLROnPlateau, AcceleratedScheduler, DummyScheduler)
+_SCHEDULERS: Final = (
+    LRScheduler,
+    ReduceLROnPlateau,
+    AcceleratedScheduler,
+    DummyScheduler,
+)
 
 
 @final
@@ -144,7 +149,9 @@ class Prepared:
         return tuple(done.get(index, thing) for index, thing in enumerate(objects))
 
     def _prepare_one(self, thing: Any, place: bool | None, kind: int) -> Any:
-        if isinstance(thing, type) and issubclass(thing, (nn.Module, Optimizer, DataLoader)):
+        if isinstance(thing, type) and issubclass(
+            thing, (nn.Module, Optimizer, DataLoader)
+        ):
             raise ConfigurationError(
                 "prepare got a class, not an object",
                 found=thing.__name__,
@@ -205,7 +212,9 @@ class Prepared:
             self.models.append(made)
         return made
 
-    def prepare_optimizer(self, optimizer: Optimizer | DummyOptim) -> AcceleratedOptimizer:
+    def prepare_optimizer(
+        self, optimizer: Optimizer | DummyOptim
+    ) -> AcceleratedOptimizer:
         """Wrap an optimizer, so that it steps only when gradients are complete."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
@@ -215,7 +224,9 @@ class Prepared:
             self.checks.know(optimizer)
             self._configure_engine()
         self._strategy.prepare_optimizer(optimizer)
-        note_configured(optimizer, again=False)  # a loaded state is compared with these options
+        note_configured(
+            optimizer, again=False
+        )  # a loaded state is compared with these options
         first = None if owns_step else self._before_first_step
         after = self._adapt_scale if self._precision.scales else None
         step = self._bound_step(optimizer)
@@ -223,13 +234,19 @@ class Prepared:
             optimizer, self._accumulation, self._precision, first, step, after
         )
         self.optimizers.append(made)
-        for scheduler in self.schedulers:  # a scheduler may be prepared before its optimizer
+        for (
+            scheduler
+        ) in self.schedulers:  # a scheduler may be prepared before its optimizer
             if getattr(scheduler.scheduler, "optimizer", None) is optimizer:
                 scheduler.optimizers = [made]
         return made
 
     def _before_first_step(self, optimizer: Optimizer) -> None:
-        if self._precision.scales and not self._accumulation.began and has_gradients(optimizer):
+        if (
+            self._precision.scales
+            and not self._accumulation.began
+            and has_gradients(optimizer)
+        ):
             raise ConfigurationError(
                 "the optimizer steps with gradients that were not scaled for float16",
                 found="loss.backward()",
@@ -304,7 +321,9 @@ class Prepared:
         by_engine = isinstance(scheduler, DummyScheduler)
         scheduler = made_scheduler(self._strategy, scheduler, latest, times)
         plateau = isinstance(scheduler, ReduceLROnPlateau)
-        once = plateau or by_engine or type(scheduler).__module__.startswith("deepspeed.")
+        once = (
+            plateau or by_engine or type(scheduler).__module__.startswith("deepspeed.")
+        )
         mine = [
             one
             for one in self.optimizers
@@ -333,15 +352,22 @@ class Prepared:
     @property
     def _scheduler_steps(self) -> int:
         """The number of scheduler steps per optimizer step."""
-        if not (self.scheduler_steps_per_process and self.step_scheduler_with_optimizer):
+        if not (
+            self.scheduler_steps_per_process and self.step_scheduler_with_optimizer
+        ):
             return 1
-        return 1 if self._loader_options.split_batches else self._processes.num_processes
+        return (
+            1 if self._loader_options.split_batches else self._processes.num_processes
+        )
 
     def _places(self, given: bool | None) -> bool:
         return self.device_placement if given is None else given
 
     def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
+        self,
+        model: nn.Module,
+        keep_fp32_wrapper: bool = True,
+        keep_torch_compile: bool = False,
     ) -> Any:
         """Return the user's model, without the wrappers of `prepare`.
 
@@ -388,7 +414,9 @@ class Prepared:
     def complete_gradients(self, parameters: Any) -> list[Any]:
         """Unscale and correct the gradients of the optimizers that hold ``parameters``; return these as a list."""
         try:
-            several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            several = (
+                [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            )
         except TypeError:
             if isinstance(parameters, Iterable):
                 raise  # by the user's own iterator
@@ -430,7 +458,11 @@ class Prepared:
                 fix="leave it out and prepare() the loader: every process gets the same number of batches; or use DDP",
             )
         before = [(loader, loader.even) for loader in self.loaders]
-        streams = [loader for loader in self.loaders if isinstance(loader.dataset, IterableDataset)]
+        streams = [
+            loader
+            for loader in self.loaders
+            if isinstance(loader.dataset, IterableDataset)
+        ]
         if (
             several
             and even_batches is not None
@@ -492,9 +524,7 @@ def _no_parameters(given: Any) -> ConfigurationError:
 
 
 _LOOKS: Final = 3  # steps that are checked
-_CALLS: Final = (
-    10_000  # calls of any modules for which the first call of a prepared model is awaited
-)
+_CALLS: Final = 10_000  # calls of any modules for which the first call of a prepared model is awaited
 _OPTIMIZER: Final = Optimizer.__init__.__code__.co_filename
 _LATE: Final[list[RemovableHandle]] = []
 """Hooks of deleted objects, still to be removed."""
@@ -557,7 +587,9 @@ class _LoopChecks:
             if expecting is not None and expecting._uncalled:
                 expecting.check_call(called, arguments)
 
-        self._calls = weakref.finalize(self, _remove, register_module_forward_pre_hook(look))
+        self._calls = weakref.finalize(
+            self, _remove, register_module_forward_pre_hook(look)
+        )
 
     def check_call(self, called: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Check the first call of a prepared model; stop if all of them were called, or one is not for long."""
@@ -579,7 +611,13 @@ class _LoopChecks:
 
     def __getstate__(self) -> dict[str, Any]:
         # The hooks belong to this process.
-        return {**vars(self), "_steps": None, "_calls": None, "_uncalled": None, "active": False}
+        return {
+            **vars(self),
+            "_steps": None,
+            "_calls": None,
+            "_uncalled": None,
+            "active": False,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -602,7 +640,9 @@ class _LoopChecks:
                 fix="prepare the loader, or move the batch: batch.to(accelerator.device)",
             )
 
-    def backward(self, loss: Tensor, harm: str | None, any_loader: bool, steps: int) -> None:
+    def backward(
+        self, loss: Tensor, harm: str | None, any_loader: bool, steps: int
+    ) -> None:
         """Check the loop at the start of a backward.
 
         Args:
@@ -643,7 +683,9 @@ class _LoopChecks:
 
         while _LATE:
             _LATE.pop().remove()
-        self._steps = weakref.finalize(self, _remove, register_optimizer_step_pre_hook(look))
+        self._steps = weakref.finalize(
+            self, _remove, register_optimizer_step_pre_hook(look)
+        )
 
     def _end_look(self) -> None:
         found = None if self._steps is None else self._steps.detach()
@@ -652,7 +694,9 @@ class _LoopChecks:
 
     def _compare(self, optimizer: Optimizer, harm: str) -> None:
         stepped = {
-            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         }
         stepped -= self._prepared
         window = self._window
@@ -673,7 +717,9 @@ class _LoopChecks:
     def know(self, optimizer: Optimizer) -> None:
         """Record the parameters of a prepared optimizer whose steps the engine takes and checks itself."""
         self._prepared |= {
-            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         }
 
     def step(self, optimizer: Optimizer) -> None:
@@ -685,13 +731,19 @@ class _LoopChecks:
         Raises:
             RankError: none of its parameters belongs to a prepared model, so each process would train its own weights.
         """
-        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        mine = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         self._prepared |= mine
         self._check_average(optimizer)
         if self._world.size == 1:
             return
         if not any(
-            id(parameter) in mine for model in self._models for parameter in model.parameters()
+            id(parameter) in mine
+            for model in self._models
+            for parameter in model.parameters()
         ):
             raise RankError(
                 "an optimizer was prepared without its model: every process would train a separate copy",

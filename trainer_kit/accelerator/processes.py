@@ -94,7 +94,9 @@ class Processes(ABC):
 
     _engine: str | None = None  # the strategy's engine
 
-    def __init__(self, environment: Environment, rank: int, size: int, local_rank: int) -> None:
+    def __init__(
+        self, environment: Environment, rank: int, size: int, local_rank: int
+    ) -> None:
         self.environment = environment
         self.num_processes = size
         self.process_index = rank
@@ -208,7 +210,9 @@ class Processes(ABC):
         """Decorator: only the last process calls ``function``."""
         return _only(self.is_last_process, function)
 
-    def on_process(self, function: _F | None = None, process_index: int | None = None) -> Any:
+    def on_process(
+        self, function: _F | None = None, process_index: int | None = None
+    ) -> Any:
         """Decorator: only process ``process_index`` calls ``function``."""
         decorate = functools.partial(_only, self.process_index == process_index)
         return decorate if function is None else decorate(function)
@@ -217,11 +221,15 @@ class Processes(ABC):
         self, function: _F | None = None, local_process_index: int | None = None
     ) -> Any:
         """Decorator: only process ``local_process_index`` of each machine calls ``function``."""
-        decorate = functools.partial(_only, self.local_process_index == local_process_index)
+        decorate = functools.partial(
+            _only, self.local_process_index == local_process_index
+        )
         return decorate if function is None else decorate(function)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> Iterator[Any]:
         """Yield this process's part of a list, a tuple, a tensor, or a dict of these; the first processes get one more.
 
         Args:
@@ -285,16 +293,22 @@ class AcceleratorProcesses(Processes):
         calls: counts the collective calls.
     """
 
-    def __init__(self, environment: Environment, strategy: Strategy, debug: bool) -> None:
+    def __init__(
+        self, environment: Environment, strategy: Strategy, debug: bool
+    ) -> None:
         rank = strategy.world.rank
         size = strategy.world.size
         launched = environment.launched and size > 1
-        super().__init__(environment, rank, size, environment.local_rank if launched else rank)
+        super().__init__(
+            environment, rank, size, environment.local_rank if launched else rank
+        )
         self._strategy = strategy
         self._engine = strategy.engine
         self.spans_world = strategy.spans_world
         self.calls = JointCalls(size)
-        self._collectives = Collectives(strategy.world, strategy.data, debug, self.calls)
+        self._collectives = Collectives(
+            strategy.world, strategy.data, debug, self.calls
+        )
         _OF_ACCELERATORS.add(self._collectives)
 
     @property
@@ -336,7 +350,10 @@ class PartialState(Processes):
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         here = Environment.detect()
         super().__init__(
-            here, here.rank, here.world_size, here.local_rank if here.world_size > 1 else 0
+            here,
+            here.rank,
+            here.world_size,
+            here.local_rank if here.world_size > 1 else 0,
         )
         self._accelerator = "cpu" if cpu else "auto"
         self._strategy: Strategy | None = None
@@ -503,7 +520,9 @@ def pad_across_processes(
         >>> pad_across_processes(torch.ones(2, 3), dim=1).shape  # one process: no length differs
         torch.Size([2, 3])
     """
-    return PartialState().collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+    return PartialState().collectives.pad_across_processes(
+        tensor, dim, pad_index, pad_first
+    )
 
 
 def synchronize_rng_states(
@@ -537,7 +556,9 @@ class ParallelRanks:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._checked = False  # whether attention was checked in a step with sharded sequences
+        self._checked = (
+            False  # whether attention was checked in a step with sharded sequences
+        )
 
     @property
     def config(self) -> ParallelismConfig | None:
@@ -546,7 +567,8 @@ class ParallelRanks:
             return None
         mesh: Any = self._strategy.mesh
         sizes = {
-            f"{axis}_size": size for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True)
+            f"{axis}_size": size
+            for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True)
         }
         return ParallelismConfig(**sizes, plan=self._strategy.plan)
 
@@ -554,7 +576,9 @@ class ParallelRanks:
     def data_rank(self) -> int:
         """The data shard that this process reads; on a mesh the index of its model replica."""
         return (
-            self.rank("dp_replicate") if self._divides_more_than_data else self._strategy.data.rank
+            self.rank("dp_replicate")
+            if self._divides_more_than_data
+            else self._strategy.data.rank
         )
 
     def rank(self, axis: str) -> int:
@@ -574,7 +598,10 @@ class ParallelRanks:
 
     @contextmanager
     def divided_sequences(
-        self, buffers: Sequence[Tensor], dims: Sequence[int], not_restored: Collection[Tensor]
+        self,
+        buffers: Sequence[Tensor],
+        dims: Sequence[int],
+        not_restored: Collection[Tensor],
     ) -> Iterator[None]:
         """Shard buffers along the context axis in this context; without such an axis, do nothing."""
         mesh = self._strategy.mesh

@@ -73,7 +73,9 @@ class _Cut:
             raise refusal(f"a {type(leaf).__name__}", self.size)
         if isinstance(leaf, tuple):
             holds_fields = (
-                self._is_named(leaf) or any(map(self._has_rows, leaf)) or len(leaf) != self.size
+                self._is_named(leaf)
+                or any(map(self._has_rows, leaf))
+                or len(leaf) != self.size
             )
         else:
             holds_fields = self._list_of_fields(leaf)
@@ -86,7 +88,9 @@ class _Cut:
             return array[: self.count]
         if self.size > 1 and (array.ndim == 0 or len(array) == 1):
             return array  # one value of the process
-        raise refusal(f"a {type(array).__name__} of shape {tuple(array.shape)}", self.size)
+        raise refusal(
+            f"a {type(array).__name__} of shape {tuple(array.shape)}", self.size
+        )
 
     def _list_of_fields(self, items: Sequence[Any]) -> bool:
         """Whether a list holds values of the whole batch, and not one entry per sample."""
@@ -126,7 +130,8 @@ class _Cut:
             return value  # an empty one
         try:
             if (
-                len(value) == self.size and len(part := value[: self.count]) == self.count
+                len(value) == self.size
+                and len(part := value[: self.count]) == self.count
             ):  # a table, for example
                 return part
         except (TypeError, KeyError, IndexError):

@@ -47,7 +47,9 @@ def newest_version(root: Path) -> str:
 
 def is_version(version: object) -> bool:
     """Whether this is a directory of `free_version`: it may come from a file that was edited."""
-    return isinstance(version, str) and (version == "" or _VERSION.fullmatch(version) is not None)
+    return isinstance(version, str) and (
+        version == "" or _VERSION.fullmatch(version) is not None
+    )
 
 
 def remove_unused(new: Path, continued: Path) -> None:
@@ -60,5 +62,9 @@ def remove_unused(new: Path, continued: Path) -> None:
 
 
 def _numbers(root: Path) -> list[int]:
-    names = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+    names = (
+        [entry.name for entry in root.iterdir() if entry.is_dir()]
+        if root.is_dir()
+        else []
+    )
     return [int(match[1]) for match in map(_VERSION.fullmatch, names) if match]

@@ -106,7 +106,9 @@ class AcceleratorState(metaclass=_Recognised):
         """Whether an object is an Accelerator."""
         return isinstance(instance, Accelerator)
 
-    def __new__(cls, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> Any:
+    def __new__(
+        cls, mixed_precision: str | None = None, cpu: bool = False, **options: Any
+    ) -> Any:
         found = newest()
         if found is None:
             return Accelerator(mixed_precision=mixed_precision, cpu=cpu, **options)
@@ -165,7 +167,10 @@ def get_mixed_precision_context_manager(
 
 
 def GatheredParameters(
-    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    params: Any,
+    modifier_rank: int | None = None,
+    fwd_module: Any = None,
+    enabled: bool = True,
 ) -> AbstractContextManager[Any]:
     """Gather parameters that DeepSpeed shards in this context; without its stage 3 this does nothing.
 
@@ -222,7 +227,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     return bar_class()(*args, disable=disable, **kwargs)
 
 
-def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+def synchronize_rng_state(
+    rng_type: Any = None, generator: torch.Generator | None = None
+) -> None:
     """Copy one random state of the main process to every process; see `synchronize_rng_states`."""
     synchronize_rng_states([rng_type], generator)
 
@@ -246,7 +253,9 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     shape, dtype = state.world.broadcast(
         None if tensor is None else (tensor.shape, tensor.dtype), source
     )
-    mine = torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
+    mine = (
+        torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
+    )
     copied: Tensor = state.world.broadcast(mine.to(state.device), source)
     return copied
 
@@ -289,9 +298,17 @@ def extract_model_from_parallel(
     """
     own = unwrap(model, keep_fp32_wrapper)
     for name, child in own.named_children() if recursive else ():
-        setattr(own, name, extract_model_from_parallel(child, keep_fp32_wrapper, False, True))
+        setattr(
+            own,
+            name,
+            extract_model_from_parallel(child, keep_fp32_wrapper, False, True),
+        )
     if keep_torch_compile and (inner := uncompiled(model)) is not model:
-        return model if inner is own else compiled(own, TorchDynamoPlugin(backend="inductor"))
+        return (
+            model
+            if inner is own
+            else compiled(own, TorchDynamoPlugin(backend="inductor"))
+        )
     return own
 
 
@@ -528,10 +545,15 @@ class _TrackerType(_Recognised):
     name: str
 
     def __call__(
-        cls, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **options: Any
+        cls,
+        run_name: str,
+        logging_dir: str | os.PathLike[str] | None = None,
+        **options: Any,
     ) -> Any:
         project = ProjectConfiguration(logging_dir=logging_dir)
-        return Trackers([cls.name], PartialState(), project).make(cls.name, run_name, options)
+        return Trackers([cls.name], PartialState(), project).make(
+            cls.name, run_name, options
+        )
 
     def recognises(cls, instance: Any) -> bool:
         return isinstance(instance, LoggerTracker) and instance.name == cls.name
@@ -539,7 +561,9 @@ class _TrackerType(_Recognised):
 
 def _tracker(kind: str, name: str) -> Callable[..., Any]:
     text = f"The tracker {name!r}: a call makes one for a run, and ``isinstance`` finds those of an Accelerator."
-    return _TrackerType(kind, (), {"name": name, "__doc__": text, "__module__": __name__})
+    return _TrackerType(
+        kind, (), {"name": name, "__doc__": text, "__module__": __name__}
+    )
 
 
 AimTracker = _tracker("AimTracker", "aim")

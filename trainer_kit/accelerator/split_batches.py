@@ -41,7 +41,9 @@ def split_loader(loader: Any, processes: int) -> tuple[int | None, Any]:
         return whole // processes, loader
     divided = copy.copy(loader)
     # DataLoader.__setattr__ refuses to set these.
-    divided.__dict__.update(_iterator=None, batch_sampler=_BatchParts(batches, whole, processes))
+    divided.__dict__.update(
+        _iterator=None, batch_sampler=_BatchParts(batches, whole, processes)
+    )
     return None, divided
 
 
@@ -87,5 +89,6 @@ class _BatchParts(BatchSampler):
                 )
             short = len(batch) < self._whole
             yield from (
-                batch[at : at + self.batch_size] for at in range(0, len(batch), self.batch_size)
+                batch[at : at + self.batch_size]
+                for at in range(0, len(batch), self.batch_size)
             )

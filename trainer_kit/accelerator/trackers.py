@@ -185,7 +185,9 @@ class LoggerTracker(GeneralTracker):
         if hasattr(self.logger, "log_hyperparams"):
             self.logger.log_hyperparams(values)
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, **options: Any
+    ) -> None:
         """Log the values of a step. Numbers in nested dicts get the name ``outer/inner``.
 
         Args:
@@ -196,7 +198,9 @@ class LoggerTracker(GeneralTracker):
         """
         self.log_at(values, step, None)
 
-    def log_at(self, values: Mapping[str, Any], step: int | None, at: float | None) -> None:
+    def log_at(
+        self, values: Mapping[str, Any], step: int | None, at: float | None
+    ) -> None:
         """Log the values of a step as `log` does; a journal records ``at``, the time of the step, instead of now."""
         self._step = self._step + 1 if step is None else step
         numbers, others = _divided(values)
@@ -270,7 +274,11 @@ class _Queued:
             self.tracker.store_init_configuration(dict(config))
 
     def log_metrics(
-        self, values: dict[str, Any], step: int | None, options: Mapping[str, Any], at: float
+        self,
+        values: dict[str, Any],
+        step: int | None,
+        options: Mapping[str, Any],
+        at: float,
     ) -> None:
         if isinstance(self.tracker, LoggerTracker):
             self.tracker.log_at(values, step, at)
@@ -278,7 +286,9 @@ class _Queued:
             self.tracker.log(values, step=step, **options)
 
     def save(self) -> None:
-        if isinstance(self.tracker, LoggerTracker) and hasattr(self.tracker.logger, "save"):
+        if isinstance(self.tracker, LoggerTracker) and hasattr(
+            self.tracker.logger, "save"
+        ):
             self.tracker.logger.save()
 
     def finalize(self, status: str) -> None:
@@ -296,12 +306,16 @@ def _copied(value: Any) -> Any:
     return value.copy() if type(value).__module__ == "numpy" else value
 
 
-def _divided(values: Mapping[str, Any], outer: str = "") -> tuple[dict[str, float], dict[str, Any]]:
+def _divided(
+    values: Mapping[str, Any], outer: str = ""
+) -> tuple[dict[str, float], dict[str, Any]]:
     numbers: dict[str, float] = {}
     others: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{outer}{key}"
-        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+        if isinstance(value, (int, float)) or (
+            isinstance(value, Tensor) and value.numel() == 1
+        ):
             numbers[name] = float(
                 value.detach() if isinstance(value, Tensor) else value
             )  # sync point: the user logs
@@ -310,7 +324,9 @@ def _divided(values: Mapping[str, Any], outer: str = "") -> tuple[dict[str, floa
             numbers.update(inner)
             others.update(rest)
         elif getattr(value, "size", None) == 1 and hasattr(value, "item"):
-            numbers[name] = float(value.item())  # sync point: a NumPy scalar, on the host
+            numbers[name] = float(
+                value.item()
+            )  # sync point: a NumPy scalar, on the host
         else:
             others[name] = value
     return numbers, others
@@ -346,14 +362,22 @@ class Trackers:
         self.started: list[Any] = []
         self.continues = False
         self.version = ""
-        self._continued: str | None = None  # the directory of the run whose state was loaded
-        self._runs: Path | None = None  # the directory of the project, with those of its runs
+        self._continued: str | None = (
+            None  # the directory of the run whose state was loaded
+        )
+        self._runs: Path | None = (
+            None  # the directory of the project, with those of its runs
+        )
         self._report: RunReport | None = None
-        self._facts: Callable[[], dict[str, Any]] | None = None  # None once the report has begun
+        self._facts: Callable[[], dict[str, Any]] | None = (
+            None  # None once the report has begun
+        )
         self._step, self._warned = -1, False
         self._processes = processes
         self._project = project
-        self._versioned: list[Any] = []  # loggers that write into the directory of this run
+        self._versioned: list[
+            Any
+        ] = []  # loggers that write into the directory of this run
         self._journal: JSONLLogger | None = None
         self._deliveries = Deliveries(self._processes.print, _label)
 
@@ -380,16 +404,22 @@ class Trackers:
             facts: returns the report's facts about the process; called at the first log.
         """
         self._end_report("finished")
-        options = {word_of(name): dict(given) for name, given in (init_kwargs or {}).items()}
+        options = {
+            word_of(name): dict(given) for name, given in (init_kwargs or {}).items()
+        }
         rank_zero_only.rank = self._processes.process_index  # type: ignore[attr-defined]
         self.started.clear()
         self._deliveries.open([], None)
         self._choose_directory(project_name)
         for one in self.log_with:
-            tracker = self.make(one, project_name, options.get(str(getattr(one, "name", one)), {}))
+            tracker = self.make(
+                one, project_name, options.get(str(getattr(one, "name", one)), {})
+            )
             self.started.append(tracker)
         journal = self._open_report(project_name, config, facts)
-        writing = [tracker for tracker in [*journal, *self.started] if self._writes(tracker)]
+        writing = [
+            tracker for tracker in [*journal, *self.started] if self._writes(tracker)
+        ]
         self._deliveries.open([_Queued(tracker) for tracker in writing], None)
         self._deliveries.start("start", config)
         atexit.register(self._leave)  # for a script that does not call end_training
@@ -398,8 +428,12 @@ class Trackers:
         path = self._project.logging_path
         self._runs = None if path is None else Path(path).expanduser() / project
         if self._runs is not None:
-            continued = self._continued is not None and (self._runs / self._continued).is_dir()
-            self.version = str(self._continued) if continued else free_version(self._runs)
+            continued = (
+                self._continued is not None and (self._runs / self._continued).is_dir()
+            )
+            self.version = (
+                str(self._continued) if continued else free_version(self._runs)
+            )
 
     def continue_run(self, version: object) -> None:
         """Write into the directory of the run whose state was loaded, unless this run has logged already.
@@ -427,11 +461,20 @@ class Trackers:
         self._report = self._new_report()
 
     def _open_report(
-        self, project: str, config: dict[str, Any] | None, facts: Callable[[], dict[str, Any]]
+        self,
+        project: str,
+        config: dict[str, Any] | None,
+        facts: Callable[[], dict[str, Any]],
     ) -> list[GeneralTracker]:
         """Create the report if there are trackers and a directory; return the tracker that writes its journal."""
-        loggers = [tracker.logger for tracker in self.started if isinstance(tracker, LoggerTracker)]
-        own = next((logger for logger in loggers if isinstance(logger, JSONLLogger)), None)
+        loggers = [
+            tracker.logger
+            for tracker in self.started
+            if isinstance(tracker, LoggerTracker)
+        ]
+        own = next(
+            (logger for logger in loggers if isinstance(logger, JSONLLogger)), None
+        )
         path = self._project.logging_path
         self._versioned = [logger for logger in loggers if self._is_versioned(logger)]
         if not self.started or (own is None and path is None):
@@ -447,7 +490,11 @@ class Trackers:
                 ["config", *item, "init_trackers"]
                 for item in flatten(plain(params_dict(config or {}))).items()
             ]
-            return {**found, "title": project, "configuration": rows + found["configuration"]}
+            return {
+                **found,
+                "title": project,
+                "configuration": rows + found["configuration"],
+            }
 
         self._facts, self._step = described, -1
         self._report = self._new_report()
@@ -486,7 +533,10 @@ class Trackers:
         try:
             found = {**facts(), "run": run}
         except Exception as error:  # describing the user's objects may fail
-            found = {"run": run, "explain": f"not available: {type(error).__name__}: {error}"}
+            found = {
+                "run": run,
+                "explain": f"not available: {type(error).__name__}: {error}",
+            }
         self._report.begin(
             "fit", found, self._processes.num_processes, step - 1 if continues else 0
         )
@@ -513,9 +563,17 @@ class Trackers:
     def end_by_hang(self, text: str, stacks: str) -> None:
         """Record that the watchdog ends the run; its thread calls this, on any process."""
         report = self._report
-        if report is not None and self._runs is not None and not self._processes.is_main_process:
-            directory = self._runs / newest_version(self._runs)  # the main process has chosen it
-            report = RunReport(directory, lambda: max(self._step, 0), self._processes.print)
+        if (
+            report is not None
+            and self._runs is not None
+            and not self._processes.is_main_process
+        ):
+            directory = self._runs / newest_version(
+                self._runs
+            )  # the main process has chosen it
+            report = RunReport(
+                directory, lambda: max(self._step, 0), self._processes.print
+            )
         if report is not None:
             report.end_by_hang(text, stacks)
 
@@ -541,10 +599,14 @@ class Trackers:
             return made if self._writes(made) else _NoTracker(made.name)
         kind = LOGGERS.get(one)
         custom = isinstance(kind, type) and issubclass(kind, GeneralTracker)
-        if not self._processes.is_main_process and (not custom or kind.main_process_only):
+        if not self._processes.is_main_process and (
+            not custom or kind.main_process_only
+        ):
             return _NoTracker(one)
         if custom:
-            directory = (self._directory(one),) if kind.requires_logging_directory else ()
+            directory = (
+                (self._directory(one),) if kind.requires_logging_directory else ()
+            )
             made = kind(project, *directory, **options)
             assert isinstance(made, GeneralTracker)
             return made
@@ -556,11 +618,16 @@ class Trackers:
         if one in _ONE_RUN and "version" not in options:
             return LoggerTracker(
                 one,
-                self._in_run_directory(kind(self._directory(one), **{"name": project, **options})),
+                self._in_run_directory(
+                    kind(self._directory(one), **{"name": project, **options})
+                ),
             )
         if one in _IN_DIRECTORY:
             return LoggerTracker(
-                one, kind(self._directory(one), **{"name": project, "version": "", **options})
+                one,
+                kind(
+                    self._directory(one), **{"name": project, "version": "", **options}
+                ),
             )
         return LoggerTracker(one, kind(**options))
 
@@ -574,7 +641,10 @@ class Trackers:
         return directory
 
     def log(
-        self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Any] | None
+        self,
+        values: Mapping[str, Any],
+        step: int | None,
+        log_kwargs: Mapping[str, Any] | None,
     ) -> None:
         """Log values with every tracker, on the main process.
 
@@ -585,7 +655,9 @@ class Trackers:
         """
         if self.log_with and not self.started and not self._warned:
             self._warned = True
-            self._processes.print("log() before init_trackers(): no tracker writes these values")
+            self._processes.print(
+                "log() before init_trackers(): no tracker writes these values"
+            )
         self._step = self._step + 1 if step is None else step
         if self._facts is not None:
             self._begin_report(self._step)
@@ -604,11 +676,14 @@ class Trackers:
         for tracker in self.started:
             if tracker.name == word_of(name):
                 return (
-                    tracker.tracker if unwrap and not isinstance(tracker, _NoTracker) else tracker
+                    tracker.tracker
+                    if unwrap and not isinstance(tracker, _NoTracker)
+                    else tracker
                 )
         raise ConfigurationError(
             f"unknown tracker {name!r}",
-            found=", ".join(tracker.name for tracker in self.started) or "none is started",
+            found=", ".join(tracker.name for tracker in self.started)
+            or "none is started",
             fix=f"Accelerator(log_with={name!r}), and init_trackers(...) first",
         )
 

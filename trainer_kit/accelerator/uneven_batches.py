@@ -32,7 +32,9 @@ def filled(pair: tuple[Any, int], size: int) -> tuple[Any, int]:
     if samples in (0, size):
         return pair
     try:
-        return _taken([batch], [samples], [row % samples for row in range(size)], False), size
+        return _taken(
+            [batch], [samples], [row % samples for row in range(size)], False
+        ), size
     except _REFUSED:
         return pair
 
@@ -74,15 +76,24 @@ def evened(turn: Turn, processes: int, columns: bool) -> tuple[Turn, list[int]]:
     longest, parts = max(sizes), turn
     try:
         parts = [
-            (_taken([batch], [size], [row % size for row in range(longest)], columns), longest)
+            (
+                _taken(
+                    [batch], [size], [row % size for row in range(longest)], columns
+                ),
+                longest,
+            )
             for batch, size in turn
         ]
     except (*_REFUSED, ZeroDivisionError):
         pass
-    return [parts[i % len(parts)] for i in range(processes)], sizes + [0] * (processes - len(sizes))
+    return [parts[i % len(parts)] for i in range(processes)], sizes + [0] * (
+        processes - len(sizes)
+    )
 
 
-def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool) -> Any:
+def _taken(
+    parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool
+) -> Any:
     """Return the samples ``rows`` of concatenated batches; raise an error for a value without one entry per sample."""
     one = parts[0]
     if isinstance(one, Tensor) and all(
@@ -91,7 +102,10 @@ def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], colu
         return torch.cat(list(parts))[list(rows)]
     if isinstance(one, Mapping):
         return type(one)(
-            {key: _taken([part[key] for part in parts], sizes, rows, columns) for key in one}
+            {
+                key: _taken([part[key] for part in parts], sizes, rows, columns)
+                for key in one
+            }
         )  # type: ignore[call-arg]
     if isinstance(one, (list, tuple)):
         lengths = [len(part) for part in parts]
@@ -102,7 +116,9 @@ def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], colu
             return type(one)([items[row] for row in rows])
         if len(set(lengths)) > 1 or (lengths == list(sizes) and not columns):
             raise TypeError("a list of samples, or of fields")
-        made = [_taken(column, sizes, rows, columns) for column in zip(*parts, strict=True)]
+        made = [
+            _taken(column, sizes, rows, columns) for column in zip(*parts, strict=True)
+        ]
         return sequence_like(one, made)
     scalar = isinstance(one, Tensor) and not one.ndim
     if (scalar or isinstance(one, _PLAIN)) and all(bool(one == part) for part in parts):

@@ -61,15 +61,21 @@ class _Forward:
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:
     """Make ``model(...)`` compute in the precision; a second call has no effect."""
-    if precision.forward_context() is None or isinstance(model.__dict__.get("forward"), _Forward):
+    if precision.forward_context() is None or isinstance(
+        model.__dict__.get("forward"), _Forward
+    ):
         return
     # Set on the instance, so that other models of the class do not change.
     model.__dict__["forward"] = under_precision(model.forward, precision)
 
 
-def under_precision(method: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+def under_precision(
+    method: Callable[..., Any], precision: Precision
+) -> Callable[..., Any]:
     """Return a method of a model that computes in the precision."""
-    return method if precision.forward_context() is None else _Forward(method, precision)
+    return (
+        method if precision.forward_context() is None else _Forward(method, precision)
+    )
 
 
 def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
@@ -82,7 +88,12 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
     while True:
         if isinstance(
             model,
-            (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule, FabricModule),
+            (
+                nn.parallel.DistributedDataParallel,
+                nn.DataParallel,
+                EngineModule,
+                FabricModule,
+            ),
         ):
             model = model.module
         elif (inner := uncompiled(model)) is not model:

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.lazy import alias_package, lazy_names
 
-if __name__ != "trainer_kit.callbacks":  # imported through the link at the top of a checkout
+if (
+    __name__ != "trainer_kit.callbacks"
+):  # imported through the link at the top of a checkout
     alias_package(__name__, "trainer_kit.callbacks")
 
 if TYPE_CHECKING:
@@ -30,8 +32,15 @@ if TYPE_CHECKING:
         LearningRateMonitor,
         ThroughputMonitor,
     )
-    from trainer_kit.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
-    from trainer_kit.callbacks.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+    from trainer_kit.callbacks.prediction_writer import (
+        BasePredictionWriter,
+        PredictionWriter,
+    )
+    from trainer_kit.callbacks.profilers import (
+        AdvancedProfiler,
+        PyTorchProfiler,
+        SimpleProfiler,
+    )
     from trainer_kit.callbacks.progress_bar import ProgressBar, TQDMProgressBar
     from trainer_kit.callbacks.pruning import ModelPruning
     from trainer_kit.callbacks.repeated_steps import AutoMicroBatch, ReplayCheck

@@ -58,7 +58,10 @@ class SpikeDetection(Callback):
         rtol: float = 2.0,
         action: Literal["raise", "stop", "warn"] = "raise",
     ) -> None:
-        for name, value, known in (("mode", mode, ("min", "max")), ("action", action, _ACTIONS)):
+        for name, value, known in (
+            ("mode", mode, ("min", "max")),
+            ("action", action, _ACTIONS),
+        ):
             if value not in known:
                 raise ConfigurationError(
                     f"SpikeDetection(mode=, action=) has no such {name}",
@@ -67,14 +70,21 @@ class SpikeDetection(Callback):
                 )
         if window < 1:
             raise ConfigurationError(
-                "the running mean needs a window of at least one step", found=f"window={window}"
+                "the running mean needs a window of at least one step",
+                found=f"window={window}",
             )
         if warmup < 0 or not rtol >= 0 or (atol is not None and not atol >= 0):
             raise ConfigurationError(
                 "warmup, atol and rtol are 0 or more",
                 found=f"warmup={warmup}, atol={atol}, rtol={rtol}",
             )
-        self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
+        self.mode, self.window, self.warmup, self.atol, self.rtol = (
+            mode,
+            window,
+            warmup,
+            atol,
+            rtol,
+        )
         self.action = action
         self._begin()
 
@@ -91,7 +101,9 @@ class SpikeDetection(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Losses that are not judged yet are read here: a sync point of a checkpoint."""
-        kept = [[step, float(loss)] for step, loss in self._kept]  # sync point: a checkpoint
+        kept = [
+            [step, float(loss)] for step, loss in self._kept
+        ]  # sync point: a checkpoint
         return {
             "recent": list(self._recent),
             "judged": self._judged,
@@ -106,7 +118,12 @@ class SpikeDetection(Callback):
         self._window.clear()  # of a step that `NaNGuard` has left
 
     def on_train_batch_end(
-        self, trainer: TrainerLike, pl_module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: TrainerLike,
+        pl_module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
             self._window.append(outputs["loss"])
@@ -127,7 +144,9 @@ class SpikeDetection(Callback):
             self._judged += 1
             mean = sum(self._recent) / len(self._recent) if self._recent else loss
             worse = loss - mean if self.mode == "min" else mean - loss
-            spike = worse > self.rtol * abs(mean) and (self.atol is None or worse > self.atol)
+            spike = worse > self.rtol * abs(mean) and (
+                self.atol is None or worse > self.atol
+            )
             if spike and self._judged > self.warmup:
                 self._act(trainer, step, loss, mean)
             else:
@@ -138,7 +157,9 @@ class SpikeDetection(Callback):
         kept, self._kept = self._kept, []
         last = trainer.global_step
         values = (
-            torch.stack([loss.reshape(()).float() for _, loss in kept]).tolist() if kept else []
+            torch.stack([loss.reshape(()).float() for _, loss in kept]).tolist()
+            if kept
+            else []
         )  # sync point
         own = [(step, value) for (step, _), value in zip(kept, values, strict=True)]
         first = min((step for step, _ in own), default=last)
@@ -150,7 +171,11 @@ class SpikeDetection(Callback):
             sums[2 * (step - first) + 1] += 1
         totals = [sum(column) for column in zip(*world.agree(sums), strict=True)]
         pairs = zip(totals[::2], totals[1::2], strict=True)
-        return [(first + i, total / count) for i, (total, count) in enumerate(pairs) if count]
+        return [
+            (first + i, total / count)
+            for i, (total, count) in enumerate(pairs)
+            if count
+        ]
 
     def _act(self, trainer: TrainerLike, step: int, loss: float, mean: float) -> None:
         self.spikes[step] = loss

@@ -11,7 +11,10 @@ from string import Formatter
 from threading import Lock
 from typing import Any, Final, final
 
-from trainer_kit.callbacks.lightning_files import remove_lightning_file, write_lightning_file
+from trainer_kit.callbacks.lightning_files import (
+    remove_lightning_file,
+    write_lightning_file,
+)
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, did_you_mean
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import TrainerLike
@@ -52,7 +55,12 @@ class CheckpointName:
                 fix="{name} or {name:.2f}",
             ) from error
         literal = "".join(text for text, _, _ in self._parts)
-        if "/" in literal or "\\" in literal or literal.startswith(".") or not self.template:
+        if (
+            "/" in literal
+            or "\\" in literal
+            or literal.startswith(".")
+            or not self.template
+        ):
             raise ConfigurationError(
                 "a checkpoint filename must name a single directory",
                 found=repr(self.template),
@@ -66,7 +74,9 @@ class CheckpointName:
                 raise ValueError("a field is a name and perhaps a format")
             if field is not None:
                 format(
-                    1 if field in ("epoch", "step") or (spec or "").endswith("d") else 1.0,
+                    1
+                    if field in ("epoch", "step") or (spec or "").endswith("d")
+                    else 1.0,
                     spec or "",
                 )
             yield text, field, spec or ""
@@ -80,7 +90,9 @@ class CheckpointName:
                 written.append(self._field(field, spec, values, equals))
         return "".join(written)
 
-    def _field(self, name: str, spec: str, values: Mapping[str, Any], equals: str) -> str:
+    def _field(
+        self, name: str, spec: str, values: Mapping[str, Any], equals: str
+    ) -> str:
         if name not in values and name not in self._warned:
             self._warned.add(name)
             warnings.warn(
@@ -91,7 +103,9 @@ class CheckpointName:
         value = values.get(name, 0)
         number = value if isinstance(value, int) else float(value)
         if spec.endswith("d"):
-            number, spec = (round(number), spec) if math.isfinite(number) else (number, "")
+            number, spec = (
+                (round(number), spec) if math.isfinite(number) else (number, "")
+            )
         shown = format(number, spec)
         return f"{name.replace('/', '_')}{equals}{shown}" if self._insert else shown
 
@@ -184,7 +198,9 @@ class Retention:
         """The best durable checkpoint, kept or not yet deleted, or ""."""
         with _LOCK:
             scores = {
-                path: score for path, (_, score) in self.displaced.items() if score is not None
+                path: score
+                for path, (_, score) in self.displaced.items()
+                if score is not None
             } | self.kept
         return self._best(
             {path: score for path, score in scores.items() if path not in self._asked}
@@ -206,7 +222,9 @@ class Retention:
 
     def age(self) -> None:
         """Restart the scores from 0 upwards: rank everything kept as older than all later requests."""
-        if self._asked:  # of an interrupted fit: whether these saves succeeded is unknown
+        if (
+            self._asked
+        ):  # of an interrupted fit: whether these saves succeeded is unknown
             self._asked = {}
             self._replay()
         highest = max(self.kept.values(), default=0.0)
@@ -239,7 +257,9 @@ class Retention:
         previous, self.newest = self.newest, path
         self.kept.pop(path, None)
         self.displaced.pop(path, None)
-        self.yielding = [old for old in (self._last_finite(), self.spare) if old in self.displaced]
+        self.yielding = [
+            old for old in (self._last_finite(), self.spare) if old in self.displaced
+        ]
         self.yielding = list(dict.fromkeys(self.yielding))
         for old in self.yielding:
             self.displaced[old] = (path, self.displaced[old][1])
@@ -251,7 +271,11 @@ class Retention:
         if previous and previous not in (path, *self.kept, *self.yielding):
             self.yielding.append(previous)
             self.displaced[previous] = (path, None)
-        self.spare = self.yielding.pop() if self.yielding and not self.kept.keys() - {path} else ""
+        self.spare = (
+            self.yielding.pop()
+            if self.yielding and not self.kept.keys() - {path}
+            else ""
+        )
 
     def confirm(self, path: str) -> list[str]:
         """Record ``path`` as durable; returns the paths to delete now, and removes them from the state."""
@@ -288,7 +312,9 @@ class Retention:
         there = {*self.kept, self.newest, self.spare} - {"", *self._asked}
         if not there <= self.tainted:
             return ""
-        return next((path for path in reversed(self.displaced) if path not in self.tainted), "")
+        return next(
+            (path for path in reversed(self.displaced) if path not in self.tainted), ""
+        )
 
     def fail(self, path: str) -> None:
         """Undo the request of ``path``, whose save failed: it replaces nothing."""
@@ -299,13 +325,25 @@ class Retention:
 
     def _snapshot(
         self,
-    ) -> tuple[dict[str, float], str, dict[str, tuple[str, float | None]], list[str], str]:
-        return dict(self.kept), self.newest, dict(self.displaced), list(self.yielding), self.spare
+    ) -> tuple[
+        dict[str, float], str, dict[str, tuple[str, float | None]], list[str], str
+    ]:
+        return (
+            dict(self.kept),
+            self.newest,
+            dict(self.displaced),
+            list(self.yielding),
+            self.spare,
+        )
 
     def _replay(self) -> None:
         """Recompute the state from the requests that did not fail."""
         kept, self.newest, displaced, yielding, self.spare = self._base
-        self.kept, self.displaced, self.yielding = dict(kept), dict(displaced), list(yielding)
+        self.kept, self.displaced, self.yielding = (
+            dict(kept),
+            dict(displaced),
+            list(yielding),
+        )
         for path, score in self._asked.items():
             self._apply(path, score)
 
@@ -432,7 +470,8 @@ class CheckpointFiles:
         path, (before, value) = self.retention.best, self._before
         score = self.retention.kept.get(path)
         if before and (
-            score is None or (value is not None and not self.retention.better(score, value))
+            score is None
+            or (value is not None and not self.retention.better(score, value))
         ):
             return self._before
         return path, score
@@ -455,7 +494,11 @@ class CheckpointFiles:
         assert self.dirpath is not None
         from trainer_kit.core.collective_errors import on_rank_zero
 
-        kept, newest, before = self.retention.kept, self.retention.newest, self._before[0]
+        kept, newest, before = (
+            self.retention.kept,
+            self.retention.newest,
+            self._before[0],
+        )
         gone, there, cut_short = on_rank_zero(
             trainer.strategy.world, lambda: self._read_directory(restored)
         )
@@ -490,10 +533,18 @@ class CheckpointFiles:
         gone = [path for path in (*own, before) if path and not locate(path).is_dir()]
         if restored:
             return gone, [], lookup(self.dirpath, "last") == locate(held.newest)
-        return gone, sorted(entry.name for entry in entries(locate(self.dirpath))), False
+        return (
+            gone,
+            sorted(entry.name for entry in entries(locate(self.dirpath))),
+            False,
+        )
 
     def ask(
-        self, trainer: TrainerLike, reason: str, score: float | None, together: bool = True
+        self,
+        trainer: TrainerLike,
+        reason: str,
+        score: float | None,
+        together: bool = True,
     ) -> str:
         """Request a checkpoint of this step; a score of None keeps it only as the newest.
 
@@ -518,9 +569,14 @@ class CheckpointFiles:
             self._aliases[path] = self.alias(values) if self.alias is not None else ""
         if together and trainer.world_size > 1:
             path = trainer.strategy.world.broadcast(path)
-        self.asked_step, self._unrated = trainer.global_step, "" if score is not None else path
+        self.asked_step, self._unrated = (
+            trainer.global_step,
+            "" if score is not None else path,
+        )
         self.retention.ask(path, score)
-        trainer.request_checkpoint(reason, _Request(reason, locate(path), self.weights_only, self))
+        trainer.request_checkpoint(
+            reason, _Request(reason, locate(path), self.weights_only, self)
+        )
         return path
 
     def rate(self, score: float) -> None:
@@ -539,7 +595,11 @@ class CheckpointFiles:
         assert self.dirpath is not None
         path = self.name_of(dict(values), **version)
         name = os.path.basename(path)
-        if os.path.dirname(path) not in ("", self.dirpath) or not name or name.startswith("."):
+        if (
+            os.path.dirname(path) not in ("", self.dirpath)
+            or not name
+            or name.startswith(".")
+        ):
             raise ConfigurationError(
                 "format_checkpoint_name must return a directory directly in dirpath",
                 found=path,
@@ -551,8 +611,12 @@ class CheckpointFiles:
         if os.path.basename(path) in self._taken or path in self.retention.live:
             return True
         for other in self._others:
-            shared = other.asked_step == step and other.weights_only == self.weights_only
-            if path in other.retention.live and not (shared and path == other.retention.newest):
+            shared = (
+                other.asked_step == step and other.weights_only == self.weights_only
+            )
+            if path in other.retention.live and not (
+                shared and path == other.retention.newest
+            ):
                 return True
         return False
 
@@ -567,7 +631,11 @@ class CheckpointFiles:
             for name, value in ((alias, path), ("last", path), ("best", best))
             if name and value
         }
-        problem = write_lightning_file(path) if self.also_lightning and self._is_zero else None
+        problem = (
+            write_lightning_file(path)
+            if self.also_lightning and self._is_zero
+            else None
+        )
         return self._delete_replaced(path, ready, names) or problem
 
     def _delete_replaced(
@@ -628,7 +696,9 @@ class CheckpointFiles:
         best, kept = state["best"], state["kept"]
         here = self.dirpath is None or place == self.dirpath
         self._before = (
-            ("", None) if here and best in kept else (best, state.get("best_score", kept.get(best)))
+            ("", None)
+            if here and best in kept
+            else (best, state.get("best_score", kept.get(best)))
         )
         if not here:
             if self._is_zero and not self._default:
@@ -642,9 +712,15 @@ class CheckpointFiles:
         # A checkpoint may be untrusted: ignore its paths outside the directory, so that they are never deleted.
         newest, spare = state["newest"], state.get("spare", "")
         held.restore(
-            kept={path: score for path, score in kept.items() if os.path.dirname(path) == place},
+            kept={
+                path: score
+                for path, score in kept.items()
+                if os.path.dirname(path) == place
+            },
             newest=newest if os.path.dirname(newest) == place else "",
-            yielding=[path for path in state["yielding"] if os.path.dirname(path) == place],
+            yielding=[
+                path for path in state["yielding"] if os.path.dirname(path) == place
+            ],
             spare=spare if os.path.dirname(spare) == place else "",
             tainted=state.get("not_finite", ()),
         )
@@ -669,13 +745,20 @@ def _moved(state: Mapping[str, Any], place: str) -> dict[str, Any]:
     old = state["dirpath"]
 
     def there(path: str) -> str:
-        return os.path.join(place, os.path.basename(path)) if os.path.dirname(path) == old else path
+        return (
+            os.path.join(place, os.path.basename(path))
+            if os.path.dirname(path) == old
+            else path
+        )
 
     return {
         **state,
         "dirpath": place,
         "kept": {there(path): score for path, score in state["kept"].items()},
-        **{name: there(state.get(name, "")) for name in ("best", "newest", "spare", "unrated")},
+        **{
+            name: there(state.get(name, ""))
+            for name in ("best", "newest", "spare", "unrated")
+        },
         **{
             name: [there(path) for path in state.get(name, ())]
             for name in ("yielding", "not_finite")

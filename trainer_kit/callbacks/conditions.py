@@ -68,7 +68,9 @@ def the_only(**given: tuple[DurationLike | None, str]) -> Duration | None:
         if value is not None
     }
     found = {
-        name: every for name, every in intervals.items() if every.value > 0 or every.unit == "s"
+        name: every
+        for name, every in intervals.items()
+        if every.value > 0 or every.unit == "s"
     }
     if len(found) > 1:
         raise ConfigurationError(
@@ -141,7 +143,9 @@ class Monitor:
         return ConfigurationError(
             f"{self.owner} monitors {self.name!r}, but no value of this name is logged",
             found=f"logged so far: {', '.join(known) or 'nothing'}{'; this fit has no validation' if lacks else ''}",
-            fix=f"define validation_step and val_dataloader, or: {fix}" if lacks else fix,
+            fix=f"define validation_step and val_dataloader, or: {fix}"
+            if lacks
+            else fix,
         )
 
 

@@ -127,9 +127,7 @@ class EarlyStopping(Callback):
         self.stopping_reason_message: str | None = None
         self._best = self._monitor.worst
         self._checked = -1  # the step whose weights the last checked value describes
-        self._validated = (
-            False  # validation ran at this step, and on_train_epoch_end follows at the same step
-        )
+        self._validated = False  # validation ran at this step, and on_train_epoch_end follows at the same step
         self._logged_late = False  # training epochs log the value: after validation it is still the previous epoch's
 
     @property
@@ -168,7 +166,9 @@ class EarlyStopping(Callback):
     def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._active and self.strict:
             only = (
-                "check_on_train_epoch_end=False" if self.check_on_train_epoch_end is False else None
+                "check_on_train_epoch_end=False"
+                if self.check_on_train_epoch_end is False
+                else None
             )
             check_validation(trainer, "EarlyStopping", self.monitor, only)
 
@@ -183,7 +183,11 @@ class EarlyStopping(Callback):
     def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active or self.check_on_train_epoch_end is False:
             return
-        if self.check_on_train_epoch_end or self._validated or not has_validation(trainer):
+        if (
+            self.check_on_train_epoch_end
+            or self._validated
+            or not has_validation(trainer)
+        ):
             self._validated = False
             self._check(trainer, final=True)
 
@@ -198,7 +202,9 @@ class EarlyStopping(Callback):
             if self.strict:
                 raise self._monitor.missing(trainer)
             if self.verbose and trainer.is_global_zero:
-                warnings.warn(str(self._monitor.missing(trainer)), RuntimeWarning, stacklevel=2)
+                warnings.warn(
+                    str(self._monitor.missing(trainer)), RuntimeWarning, stacklevel=2
+                )
             return
         self._checked = logged_at
         if (

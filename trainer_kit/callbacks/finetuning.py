@@ -14,7 +14,12 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
-__all__ = ["BackboneFinetuning", "BaseFinetuning", "LayerWiseUnfreezing", "multiplicative"]
+__all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
+    "LayerWiseUnfreezing",
+    "multiplicative",
+]
 
 _Modules = nn.Module | Iterable["nn.Module | Iterable[Any]"]
 """A module, or any nesting of lists of modules."""
@@ -59,7 +64,9 @@ class BaseFinetuning(Callback):
             f"{type(self).__name__} must override freeze_before_training(self, pl_module)"
         )
 
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+    def finetune_function(
+        self, pl_module: Any, epoch: int, optimizer: Optimizer
+    ) -> None:
         """Unfreeze the layers that are trained from now on; called for each optimizer when ``epoch`` starts."""
         raise NotImplementedError(
             f"{type(self).__name__} must override finetune_function(self, pl_module, epoch, optimizer)"
@@ -77,8 +84,12 @@ class BaseFinetuning(Callback):
         if isinstance(modules, nn.Module):
             found = list(modules.modules())
         else:
-            found = [one for each in modules for one in BaseFinetuning.flatten_modules(each)]
-        return list(dict.fromkeys(m for m in found if not list(m.children()) or m._parameters))
+            found = [
+                one for each in modules for one in BaseFinetuning.flatten_modules(each)
+            ]
+        return list(
+            dict.fromkeys(m for m in found if not list(m.children()) or m._parameters)
+        )
 
     @staticmethod
     def filter_params(
@@ -89,7 +100,9 @@ class BaseFinetuning(Callback):
             if isinstance(module, _BatchNorm) and not train_bn:
                 continue
             yield from (
-                p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad
+                p
+                for p in module.parameters(recurse=False)
+                if p.requires_grad == requires_grad
             )
 
     @staticmethod
@@ -114,7 +127,11 @@ class BaseFinetuning(Callback):
         optimizer: Optimizer, params: Iterable[nn.Parameter]
     ) -> list[nn.Parameter]:
         """The parameters that the optimizer does not have."""
-        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        known = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         return [parameter for parameter in params if id(parameter) not in known]
 
     @staticmethod
@@ -156,11 +173,16 @@ class BaseFinetuning(Callback):
         norms = {} if self._module is None else dict(_batch_norms(self._module))
         return {
             "epoch": self._begun,
-            "tracking": {name: norm.track_running_stats for name, norm in norms.items()},
+            "tracking": {
+                name: norm.track_running_stats for name, norm in norms.items()
+            },
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._begun, self._tracking = int(state_dict["epoch"]), dict(state_dict["tracking"])
+        self._begun, self._tracking = (
+            int(state_dict["epoch"]),
+            dict(state_dict["tracking"]),
+        )
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
@@ -175,7 +197,9 @@ class BaseFinetuning(Callback):
                 fix="subclass BaseFinetuning: its finetune_function is called for each optimizer",
             )
         for name, norm in _batch_norms(pl_module):
-            norm.track_running_stats = self._tracking.get(name, norm.track_running_stats)
+            norm.track_running_stats = self._tracking.get(
+                name, norm.track_running_stats
+            )
         for optimizer in trainer.optimizers:
             _let_schedulers_follow(trainer, optimizer, [])
 
@@ -188,7 +212,9 @@ class BaseFinetuning(Callback):
             before = [group["lr"] for group in optimizer.param_groups]
             self.finetune_function(pl_module, epoch, optimizer)
             changed = [
-                i for i, rate in enumerate(before) if optimizer.param_groups[i]["lr"] != rate
+                i
+                for i, rate in enumerate(before)
+                if optimizer.param_groups[i]["lr"] != rate
             ]
             _let_schedulers_follow(trainer, optimizer, changed)
 
@@ -201,7 +227,11 @@ def _train(module: nn.Module, trains: bool) -> None:
 
 
 def _batch_norms(module: Any) -> list[tuple[str, _BatchNorm]]:
-    return [(name, one) for name, one in module.named_modules() if isinstance(one, _BatchNorm)]
+    return [
+        (name, one)
+        for name, one in module.named_modules()
+        if isinstance(one, _BatchNorm)
+    ]
 
 
 def _let_schedulers_follow(
@@ -218,8 +248,12 @@ def _let_schedulers_follow(
 
     groups = optimizer.param_groups
     for config in trainer.lr_scheduler_configs:
-        for part in scheduler_parts(config.scheduler) if config.optimizer is optimizer else ():
-            own = vars(part)  # torch's schedulers have these lists or not, by their kind
+        for part in (
+            scheduler_parts(config.scheduler) if config.optimizer is optimizer else ()
+        ):
+            own = vars(
+                part
+            )  # torch's schedulers have these lists or not, by their kind
             bases, lambdas = own.get("base_lrs"), own.get("lr_lambdas")
             if not bases:
                 continue
@@ -277,7 +311,10 @@ class BackboneFinetuning(BaseFinetuning):
                 "epochs count from 0",
                 found=f"unfreeze_backbone_at_epoch={unfreeze_backbone_at_epoch}",
             )
-        self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
+        self.unfreeze_backbone_at_epoch, self.lambda_func = (
+            unfreeze_backbone_at_epoch,
+            lambda_func,
+        )
         self.backbone_initial_ratio_lr, self.backbone_initial_lr = (
             backbone_initial_ratio_lr,
             backbone_initial_lr,
@@ -304,7 +341,9 @@ class BackboneFinetuning(BaseFinetuning):
         super().load_state_dict(state_dict)
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
-        if stage == "fit" and not isinstance(getattr(pl_module, "backbone", None), nn.Module):
+        if stage == "fit" and not isinstance(
+            getattr(pl_module, "backbone", None), nn.Module
+        ):
             raise ConfigurationError(
                 "BackboneFinetuning trains module.backbone",
                 found=f"{type(pl_module).__name__} has no submodule of this name",
@@ -316,7 +355,9 @@ class BackboneFinetuning(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone, train_bn=self.train_bn)
 
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+    def finetune_function(
+        self, pl_module: Any, epoch: int, optimizer: Optimizer
+    ) -> None:
         groups = optimizer.param_groups
         rate = groups[0]["lr"]
         if epoch == self.unfreeze_backbone_at_epoch:
@@ -328,7 +369,10 @@ class BackboneFinetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group(
                 pl_module.backbone, optimizer, first, train_bn=self.train_bn
             )
-        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
+        elif (
+            epoch > self.unfreeze_backbone_at_epoch
+            and self.previous_backbone_lr is not None
+        ):
             following = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             self.previous_backbone_lr = (
                 rate if self.should_align and following > rate else following
@@ -377,7 +421,12 @@ class LayerWiseUnfreezing(BaseFinetuning):
         train_bn: bool = True,
     ) -> None:
         super().__init__()
-        if every_n_epochs < 1 or unfreeze_at_epoch < 0 or lr_factor <= 0 or isinstance(layers, str):
+        if (
+            every_n_epochs < 1
+            or unfreeze_at_epoch < 0
+            or lr_factor <= 0
+            or isinstance(layers, str)
+        ):
             raise ConfigurationError(
                 "LayerWiseUnfreezing takes a list of names, an epoch, and a positive interval and factor",
                 found=f"layers={layers!r}, unfreeze_at_epoch={unfreeze_at_epoch}, every_n_epochs={every_n_epochs},"
@@ -401,9 +450,13 @@ class LayerWiseUnfreezing(BaseFinetuning):
                 )
             self.freeze(known[name], train_bn=self.train_bn)
 
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+    def finetune_function(
+        self, pl_module: Any, epoch: int, optimizer: Optimizer
+    ) -> None:
         turn, rest = divmod(epoch - self.unfreeze_at_epoch, self.every_n_epochs)
         if rest == 0 and 0 <= turn < len(self.layers):
             rate = optimizer.param_groups[0]["lr"] * self.lr_factor ** (turn + 1)
             part = pl_module.get_submodule(self.layers[turn])
-            self.unfreeze_and_add_param_group(part, optimizer, rate, train_bn=self.train_bn)
+            self.unfreeze_and_add_param_group(
+                part, optimizer, rate, train_bn=self.train_bn
+            )

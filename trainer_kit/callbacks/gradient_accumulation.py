@@ -50,7 +50,10 @@ class GradientAccumulation(Callback):
         self.epochs = sorted(self.scheduling)
         self._per_batch: float | None = None  # samples or tokens, over all ranks
         self._length = 1
-        self._at = (0, 0)  # micro-batches, and samples or tokens, at the start of the window
+        self._at = (
+            0,
+            0,
+        )  # micro-batches, and samples or tokens, at the start of the window
         if self.target is None:
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             leave_out(self, "on_train_step_end", GradientAccumulation)
@@ -72,28 +75,45 @@ class GradientAccumulation(Callback):
 
     @staticmethod
     def _read_schedule(scheduling: int | Mapping[int, int]) -> dict[int, int]:
-        schedule = dict(scheduling) if isinstance(scheduling, Mapping) else {0: scheduling}
+        schedule = (
+            dict(scheduling) if isinstance(scheduling, Mapping) else {0: scheduling}
+        )
         for epoch, length in schedule.items():
-            if type(epoch) is not int or epoch < 0 or type(length) is not int or length < 1:
+            if (
+                type(epoch) is not int
+                or epoch < 0
+                or type(length) is not int
+                or length < 1
+            ):
                 raise ConfigurationError(
                     "an accumulation schedule maps epochs (from 0) to numbers of micro-batches (from 1)",
                     found=f"{scheduling!r}",
                     fix="write 4, or {0: 1, 4: 2}",
                 )
         if not schedule:
-            raise ConfigurationError("the accumulation schedule is empty", fix="write {0: 1, 4: 2}")
+            raise ConfigurationError(
+                "the accumulation schedule is empty", fix="write {0: 1, 4: 2}"
+            )
         schedule.setdefault(0, 1)
         return schedule
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
         """Micro-batches for each optimizer step of ``epoch``; with a target, of the next one."""
         if self.target is None:
-            return self.scheduling[max(start for start in self.epochs if start <= epoch)]
-        return 1 if self._per_batch is None else max(1, round(self.target.value / self._per_batch))
+            return self.scheduling[
+                max(start for start in self.epochs if start <= epoch)
+            ]
+        return (
+            1
+            if self._per_batch is None
+            else max(1, round(self.target.value / self._per_batch))
+        )
 
     def going_to_accumulate_grad_batches(self) -> bool:
         """Whether a window may ever be longer than one micro-batch."""
-        return self.target is not None or any(length > 1 for length in self.scheduling.values())
+        return self.target is not None or any(
+            length > 1 for length in self.scheduling.values()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.target is None else {"per_batch": self._per_batch}
@@ -125,7 +145,10 @@ class GradientAccumulation(Callback):
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         progress = trainer.progress
-        batches, count = progress.batch - self._at[0], self._count(trainer) - self._at[1]
+        batches, count = (
+            progress.batch - self._at[0],
+            self._count(trainer) - self._at[1],
+        )
         self._at = progress.batch, self._at[1] + count
         # A short last batch of an epoch, or a window that the epoch cut short, does not predict the next window.
         if (
@@ -144,7 +167,9 @@ class GradientAccumulation(Callback):
         length = self.get_accumulate_grad_batches(trainer.current_epoch)
         self._length = length
         unknown = self.target is not None and self._per_batch is None
-        trainer.set_accumulation(length, partial(self._measure, trainer) if unknown else None)
+        trainer.set_accumulation(
+            length, partial(self._measure, trainer) if unknown else None
+        )
 
     def _measure(self, trainer: TrainerLike, samples: float, tokens: float) -> None:
         """Set the length of the first window by its first micro-batch."""

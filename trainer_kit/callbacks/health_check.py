@@ -49,7 +49,9 @@ class HealthCheck(Callback):
 
     def __init__(self, every: DurationLike | None = None) -> None:
         self.every = None if every is None else Duration.parse(every, "st")
-        if self.every is not None and not (self.every.value > 0 and self.every.unit != "dur"):
+        if self.every is not None and not (
+            self.every.value > 0 and self.every.unit != "dur"
+        ):
             raise ConfigurationError(
                 "the interval of health checks must be a count or a duration above 0",
                 found=f"every={every!r}",
@@ -75,7 +77,9 @@ class HealthCheck(Callback):
             if directory is not None:
                 checks["disk"] = lambda: check_disk(directory)
             beside = [found for found in make_findings(checks) if found.level != "OK"]
-        made = survey(trainer.strategy.world, trainer.strategy.device, directory, beside)
+        made = survey(
+            trainer.strategy.world, trainer.strategy.device, directory, beside
+        )
         self.last = made
         when = f"health check at step {trainer.progress.step}"
         if not made.unusual:
@@ -90,4 +94,6 @@ def _existing(trainer: TrainerLike) -> Path | None:
     place = trainer.checkpoint_dir
     if not isinstance(place, Path):
         return None
-    return next((each for each in (place, *place.absolute().parents) if each.is_dir()), None)
+    return next(
+        (each for each in (place, *place.absolute().parents) if each.is_dir()), None
+    )

@@ -56,11 +56,17 @@ class LambdaCallback(Callback):
     hooks: dict[str, Callable[..., Any]]
 
     def __new__(cls, **hooks: Callable[..., Any] | None) -> LambdaCallback:
-        given = {name: function for name, function in hooks.items() if function is not None}
+        given = {
+            name: function for name, function in hooks.items() if function is not None
+        }
         for name, function in given.items():
             _check(name, function, f"LambdaCallback({name}=)")
         self = _with_methods(
-            cls, {name: staticmethod(_as_function(function)) for name, function in given.items()}
+            cls,
+            {
+                name: staticmethod(_as_function(function))
+                for name, function in given.items()
+            },
         )
         self.hooks = given
         return self
@@ -125,7 +131,9 @@ class FunctionCallback(Callback):
         self.every = None if every is None else _interval(self.event, every)
         code = getattr(fn, "__code__", None)
         place = getattr(fn, "__qualname__", type(fn).__qualname__)
-        self.name = name or (place if code is None else f"{place}:{code.co_firstlineno}")
+        self.name = name or (
+            place if code is None else f"{place}:{code.co_firstlineno}"
+        )
         required, full = _counts(self.event)
         self._takes = full if takes(fn, full) else required
         # In on_train_epoch_end the epoch is not counted as completed yet.
@@ -168,7 +176,11 @@ class FunctionCallback(Callback):
         return self.fn(trainer, *given[: self._takes - 1])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FunctionCallback, (self.event, self.fn, self.every, self.name), vars(self)
+        return (
+            FunctionCallback,
+            (self.event, self.fn, self.every, self.name),
+            vars(self),
+        )
 
 
 def _when_due(self: FunctionCallback, trainer: TrainerLike, *given: Any) -> Any:
@@ -193,19 +205,27 @@ def _with_methods(cls: type[_C], methods: Mapping[str, Any]) -> _C:
 
 def _as_function(function: Callable[..., Any]) -> Callable[..., Any]:
     # is_overridden compares code objects, which builtins and callable objects do not have.
-    return function if hasattr(function, "__code__") else lambda *given: function(*given)
+    return (
+        function if hasattr(function, "__code__") else lambda *given: function(*given)
+    )
 
 
 def _counts(hook: str) -> tuple[int, int]:
     parameters = _HOOKS[hook]
-    return sum(parameter.default is parameter.empty for parameter in parameters), len(parameters)
+    return sum(parameter.default is parameter.empty for parameter in parameters), len(
+        parameters
+    )
 
 
 def _check(hook: str, function: Callable[..., Any], where: str) -> None:
     if hook not in _HOOKS:
-        raise HookError(f"unknown hook {hook!r}", found=where, fix=did_you_mean(hook, _HOOKS))
+        raise HookError(
+            f"unknown hook {hook!r}", found=where, fix=did_you_mean(hook, _HOOKS)
+        )
     if not callable(function):
-        raise HookError(f"{where} must be a function", found=repr(function), fix="give a function")
+        raise HookError(
+            f"{where} must be a function", found=repr(function), fix="give a function"
+        )
     required, full = _counts(hook)
     if not (takes(function, full) or takes(function, required)):
         names = ", ".join(parameter.name for parameter in _HOOKS[hook])
@@ -228,10 +248,13 @@ def _interval(hook: str, every: DurationLike) -> Duration:
     else:
         unit = (
             "st"
-            if hook in ("on_train_step_end", "on_before_optimizer_step", "on_before_zero_grad")
+            if hook
+            in ("on_train_step_end", "on_before_optimizer_step", "on_before_zero_grad")
             else None
         )
     interval = Duration.parse(every, unit)
     if interval.value == 0:
-        raise ConfigurationError("an interval must be longer than zero", found=f"every={every!r}")
+        raise ConfigurationError(
+            "an interval must be longer than zero", found=f"every={every!r}"
+        )
     return interval

@@ -49,7 +49,9 @@ class OnExceptionCheckpoint(Callback):
         'on_exception'
     """
 
-    def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
+    def __init__(
+        self, dirpath: str | os.PathLike[str], filename: str = "on_exception"
+    ) -> None:
         if not filename or Path(filename).name != filename:
             raise ConfigurationError(
                 "filename must name a single directory",
@@ -127,7 +129,9 @@ class Preemption(Callback):
             for found in map(_signal, self.sources)
             if found is not None and found not in known
         ]
-        self._looks = [look for look in map(self._look, self.sources) if look is not None]
+        self._looks = [
+            look for look in map(self._look, self.sources) if look is not None
+        ]
         self._before: dict[signal.Signals, Any] = {}
         self._over, self._fired = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -136,7 +140,11 @@ class Preemption(Callback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Locks and threads cannot be pickled; a copy makes its own.
-        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        public = {
+            name: value
+            for name, value in vars(self).items()
+            if not name.startswith("_")
+        }
         return type(self), (self.sources, self.every, self.margin, self.headers), public
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
@@ -144,7 +152,9 @@ class Preemption(Callback):
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         for number in (
-            self._signals if threading.current_thread() is threading.main_thread() else ()
+            self._signals
+            if threading.current_thread() is threading.main_thread()
+            else ()
         ):
             if signal.getsignal(number) is not None:  # it could not be put back
                 self._before[number] = signal.signal(number, self._on_signal)
@@ -153,13 +163,18 @@ class Preemption(Callback):
         if self._looks and trainer.is_global_zero:  # from here on a signal saves first
             self._over.clear()
             self._thread = threading.Thread(
-                target=self._watch, args=(trainer.print,), name="preemption", daemon=True
+                target=self._watch,
+                args=(trainer.print,),
+                name="preemption",
+                daemon=True,
             )
             self._thread.start()
 
     def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._over.set()
-        self._fired.acquire(blocking=False)  # a thread that still waits for an answer sends nothing
+        self._fired.acquire(
+            blocking=False
+        )  # a thread that still waits for an answer sends nothing
         if self._thread is not None:
             self._thread.join(timeout=self.every)
             self._thread = None
@@ -205,20 +220,28 @@ class Preemption(Callback):
     def _near(self, end: float) -> str | None:
         left = end - time.time()
         return (
-            f"the time limit of the SLURM job is in {left:.0f} s" if left <= self.margin else None
+            f"the time limit of the SLURM job is in {left:.0f} s"
+            if left <= self.margin
+            else None
         )
 
     def _answer(self, url: str) -> str | None:
         request = urllib.request.Request(url, headers=self.headers)
         try:
-            with urllib.request.urlopen(request, timeout=min(self.every, 5.0)) as answer:
+            with urllib.request.urlopen(
+                request, timeout=min(self.every, 5.0)
+            ) as answer:
                 text = answer.read(10_000).decode(errors="replace").strip()
         except (
             OSError,
             ValueError,
         ):  # an HTTP error too: nothing is planned, or the service is not there
             return None
-        return None if text.lower() in _NO else f"{url.partition('?')[0]} answers {text[:100]!r}"
+        return (
+            None
+            if text.lower() in _NO
+            else f"{url.partition('?')[0]} answers {text[:100]!r}"
+        )
 
 
 _USR1: Final = getattr(signal, "SIGUSR1", signal.SIGTERM)
@@ -232,7 +255,9 @@ def _signal(source: Any) -> signal.Signals | None:
         return None
     if name not in signal.Signals.__members__:
         raise ConfigurationError(
-            "unknown signal", found=name, fix=did_you_mean(name, list(signal.Signals.__members__))
+            "unknown signal",
+            found=name,
+            fix=did_you_mean(name, list(signal.Signals.__members__)),
         )
     return signal.Signals[name]
 

@@ -12,7 +12,11 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from trainer_kit.callbacks.checkpoint_files import CheckpointFiles, CheckpointName, Retention
+from trainer_kit.callbacks.checkpoint_files import (
+    CheckpointFiles,
+    CheckpointName,
+    Retention,
+)
 from trainer_kit.callbacks.conditions import (
     Monitor,
     check_validation,
@@ -35,10 +39,10 @@ __all__ = ["ModelCheckpoint"]
 
 
 _DECIDES: Final = "set monitor=, mode=, save_top_k= and the interval; or call trainer.request_checkpoint in a callback"
-_SAVED: Final = (
-    "define after_save_checkpoint(path) in a logger: it is called once a checkpoint exists"
+_SAVED: Final = "define after_save_checkpoint(path) in a logger: it is called once a checkpoint exists"
+_NAMES: Final = (
+    "set filename= and enable_version_counter=, or override format_checkpoint_name"
 )
-_NAMES: Final = "set filename= and enable_version_counter=, or override format_checkpoint_name"
 
 
 class ModelCheckpoint(Callback):
@@ -105,24 +109,41 @@ class ModelCheckpoint(Callback):
     """The first number of the version counter."""
     never_called: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("check_monitor_top_k", "_save_topk_checkpoint", "_save_monitor_checkpoint"), _DECIDES
-        ),
-        **dict.fromkeys(
-            ("_update_best_and_save", "_save_none_monitor_checkpoint", "_monitor_candidates"),
+            (
+                "check_monitor_top_k",
+                "_save_topk_checkpoint",
+                "_save_monitor_checkpoint",
+            ),
             _DECIDES,
         ),
         **dict.fromkeys(
-            ("_should_skip_saving_checkpoint", "_should_save_on_train_epoch_end"), _DECIDES
+            (
+                "_update_best_and_save",
+                "_save_none_monitor_checkpoint",
+                "_monitor_candidates",
+            ),
+            _DECIDES,
         ),
         **dict.fromkeys(
-            ("_save_checkpoint", "_save_last_checkpoint", "_link_checkpoint", "to_yaml"), _SAVED
+            ("_should_skip_saving_checkpoint", "_should_save_on_train_epoch_end"),
+            _DECIDES,
+        ),
+        **dict.fromkeys(
+            (
+                "_save_checkpoint",
+                "_save_last_checkpoint",
+                "_link_checkpoint",
+                "to_yaml",
+            ),
+            _SAVED,
         ),
         **dict.fromkeys(
             ("_remove_checkpoint", "_should_remove_checkpoint"),
             "keep all of them with save_top_k=-1",
         ),
         **dict.fromkeys(
-            ("_format_checkpoint_name", "_get_metric_interpolated_filepath_name"), _NAMES
+            ("_format_checkpoint_name", "_get_metric_interpolated_filepath_name"),
+            _NAMES,
         ),
         **dict.fromkeys(("file_exists", "_find_last_checkpoints"), _NAMES),
         "FILE_EXTENSION": "a checkpoint is a directory: put what its name is to end with into filename=",
@@ -158,7 +179,12 @@ class ModelCheckpoint(Callback):
                 else None,
             )
         _check_also(also)
-        self.filename, self.monitor, self.mode, self.verbose = filename, monitor, mode, verbose
+        self.filename, self.monitor, self.mode, self.verbose = (
+            filename,
+            monitor,
+            mode,
+            verbose,
+        )
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_last, self.save_top_k, self.save_on_exception = (
             save_last,
@@ -176,7 +202,9 @@ class ModelCheckpoint(Callback):
             every_n_epochs=(every_n_epochs, "ep"),
         )
         self._default = (
-            every_n_train_steps is None and train_time_interval is None and every_n_epochs is None
+            every_n_train_steps is None
+            and train_time_interval is None
+            and every_n_epochs is None
         )
         unit = None if self._every is None else self._every.unit
         self._timed, self._by_epoch = unit == "s", unit == "ep"
@@ -226,7 +254,9 @@ class ModelCheckpoint(Callback):
         )
         name = template(metrics, self.CHECKPOINT_EQUALS_CHAR)
         join = self.CHECKPOINT_JOIN_CHAR
-        name = join.join([*filter(None, [prefix]), name, *([] if ver is None else [f"v{ver}"])])
+        name = join.join(
+            [*filter(None, [prefix]), name, *([] if ver is None else [f"v{ver}"])]
+        )
         return name if self.dirpath is None else str(locate(self.dirpath) / name)
 
     @property
@@ -291,7 +321,10 @@ class ModelCheckpoint(Callback):
         self._same_place = self._files.load_state_dict(state_dict)
         if self._same_place:
             self._score = state_dict["current_score"]
-        self._waiting, self._validated_step = state_dict["waiting"], state_dict["validated_step"]
+        self._waiting, self._validated_step = (
+            state_dict["waiting"],
+            state_dict["validated_step"],
+        )
         self._next = math.inf if state_dict["next"] is None else state_dict["next"]
         self._next_epoch = (
             math.inf if state_dict["next_epoch"] is None else state_dict["next_epoch"]
@@ -300,14 +333,25 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not trainer.fast_dev_run
-        others = (other._files for other in trainer.callbacks if isinstance(other, ModelCheckpoint))
-        self._files.next_try, self._files.name_of = self._next_try, self.format_checkpoint_name
+        others = (
+            other._files
+            for other in trainer.callbacks
+            if isinstance(other, ModelCheckpoint)
+        )
+        self._files.next_try, self._files.name_of = (
+            self._next_try,
+            self.format_checkpoint_name,
+        )
         self._files.first_version = self.STARTING_VERSION
         last = self.CHECKPOINT_NAME_LAST
         self._files.alias = (
-            None if last == "last" else CheckpointName(last, self.auto_insert_metric_name)
+            None
+            if last == "last"
+            else CheckpointName(last, self.auto_insert_metric_name)
         )
-        self._files.open(trainer, (files for files in others if files is not self._files))
+        self._files.open(
+            trainer, (files for files in others if files is not self._files)
+        )
         if self.also is not None and self.dirpath is not None and is_url(self.dirpath):
             raise ConfigurationError(
                 'ModelCheckpoint(also="lightning") writes to local directories only',
@@ -341,7 +385,9 @@ class ModelCheckpoint(Callback):
         progress, every = trainer.progress, in_run(self._every, trainer)
         if self._timed:
             # Clocks differ: ranks compare them only at steps that all ranks know.
-            self._poll = 1 if trainer.world_size == 1 else trainer.log_every_n_steps or 50
+            self._poll = (
+                1 if trainer.world_size == 1 else trainer.log_every_n_steps or 50
+            )
             self._next = following(progress.step, self._poll)
         elif self._by_epoch and math.isinf(self._next_epoch):
             self._next_epoch = following(progress.epoch, every.value)
@@ -373,7 +419,9 @@ class ModelCheckpoint(Callback):
             self._next = following(getattr(progress, self._counter), every.value)
         self._waiting = True
         # If a validation or the end of the epoch follows at this step, it logs the value to compare by.
-        if self._monitor is None or not (trainer.validation_due or epoch_ends_here(trainer)):
+        if self._monitor is None or not (
+            trainer.validation_due or epoch_ends_here(trainer)
+        ):
             self._ask(trainer, f"every {self._every}")
 
     def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
@@ -381,7 +429,9 @@ class ModelCheckpoint(Callback):
             return
         self._validated_step = trainer.global_step
         where = self.save_on_train_epoch_end
-        if where is not True and (self._default or (where is False and self._epoch_due(trainer))):
+        if where is not True and (
+            self._default or (where is False and self._epoch_due(trainer))
+        ):
             self._waiting = True
         # At the last step of an epoch, on_train_epoch_end follows at the same step and has all values.
         if self._waiting and (where is False or not epoch_ends_here(trainer)):
@@ -433,7 +483,9 @@ class ModelCheckpoint(Callback):
             return
         # Other ranks may have exited: no collective.
         score = float(trainer.global_step) if self._monitor is None else None
-        self._files.ask(trainer, f"{type(exception).__name__}: {exception}", score, together=False)
+        self._files.ask(
+            trainer, f"{type(exception).__name__}: {exception}", score, together=False
+        )
 
     def _next_try(self) -> str:
         if self._timed:
@@ -463,14 +515,20 @@ class ModelCheckpoint(Callback):
                 raise self._monitor.missing(trainer)
             score = None
             if value is not None and logged_at == step:
-                self._score = score = self._monitor.worst if math.isnan(value) else value
+                self._score = score = (
+                    self._monitor.worst if math.isnan(value) else value
+                )
         self._waiting = score is None
         if step == files.asked_step:
             if score is not None and files.retention.admits(score):
                 files.rate(score)
             return
         admitted = score is not None and files.retention.admits(score)
-        shown = "" if self._monitor is None or score is None else f", {self.monitor} = {score:.6g}"
+        shown = (
+            ""
+            if self._monitor is None or score is None
+            else f", {self.monitor} = {score:.6g}"
+        )
         if admitted or self.save_last:
             path = files.ask(trainer, reason, score if admitted else None)
             message = f"checkpoint {path} ({reason}{shown})"

@@ -119,14 +119,24 @@ class ModelSummaryTable:
             ]
             cells.append([row.name, row.type, params, mode, *(sizes if sized else [])])
         if self.loose:
-            cells.append(["other params", "", _short(self.loose), "", *([""] * 3 if sized else [])])
+            cells.append(
+                [
+                    "other params",
+                    "",
+                    _short(self.loose),
+                    "",
+                    *([""] * 3 if sized else []),
+                ]
+            )
         return cells
 
     def _table(self) -> list[str]:
         cells = self.cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
-            " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            " | ".join(
+                cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+            )
             for line in cells
         ]
         rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
@@ -158,21 +168,36 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: TrainerLike, pl_module: Any) -> None:
         strategy = trainer.strategy
         staged = strategy.names_on_all_ranks() is not None
-        held = _of_all_ranks(pl_module, strategy) if staged and self.max_depth != 0 else None
+        held = (
+            _of_all_ranks(pl_module, strategy)
+            if staged and self.max_depth != 0
+            else None
+        )
         if trainer.is_global_zero and self.max_depth != 0:
             plugin = trainer.precision_plugin
             context = plugin.forward_context() if plugin is not None else None
-            convert = plugin.convert_batch if plugin is not None and plugin.converts_batch else None
+            convert = (
+                plugin.convert_batch
+                if plugin is not None and plugin.converts_batch
+                else None
+            )
             if held is None:
-                table = summarize(pl_module, self.max_depth, context=context, convert=convert)
+                table = summarize(
+                    pl_module, self.max_depth, context=context, convert=convert
+                )
             else:
                 note = "no sizes: a forward would need every stage of the pipeline"
                 example = pl_module.example_input_array
                 table = _table(
-                    pl_module, self.max_depth, held, _Seen(note=None if example is None else note)
+                    pl_module,
+                    self.max_depth,
+                    held,
+                    _Seen(note=None if example is None else note),
                 )
             costs = trainer.strategy.costs(pl_module, plugin, trainer.world_size)
-            self.show(table, [] if costs is None else cost_lines(costs, trainer.optimizers))
+            self.show(
+                table, [] if costs is None else cost_lines(costs, trainer.optimizers)
+            )
 
     def show(self, table: ModelSummaryTable, costs: Sequence[str]) -> None:
         """Write the summary; called on rank 0.
@@ -223,7 +248,11 @@ def summarize(
     depth, seen = _depth(max_depth), _Seen()
     example = getattr(module, "example_input_array", None)
     if example is not None:
-        watched = [each for name, each in module.named_modules() if name and _is_shown(name, depth)]
+        watched = [
+            each
+            for name, each in module.named_modules()
+            if name and _is_shown(name, depth)
+        ]
         seen = _run(module, watched, example, context or nullcontext(), convert)
     return _table(module, depth, _Held.of(module), seen)
 
@@ -260,7 +289,9 @@ class _Held:
                 0 if size is None else size * one.element_size(),
             )
         modules = {
-            name: None if isinstance(each, StandIn) else (type(each).__name__, each.training)
+            name: None
+            if isinstance(each, StandIn)
+            else (type(each).__name__, each.training)
             for name, each in module.named_modules()
             if name
         }
@@ -283,18 +314,29 @@ def _of_all_ranks(module: nn.Module, strategy: Strategy) -> _Held:
     modules: dict[str, tuple[str, bool] | None] = {}
     for name, what in parts[0].modules.items():
         owner = (
-            parts[0] if what else next((part for part in parts if part.modules.get(name)), parts[0])
+            parts[0]
+            if what
+            else next((part for part in parts if part.modules.get(name)), parts[0])
         )
         inside = [
-            n for n in owner.modules if n == name or (what is None and n.startswith(f"{name}."))
+            n
+            for n in owner.modules
+            if n == name or (what is None and n.startswith(f"{name}."))
         ]
         modules.update((n, owner.modules[n]) for n in inside if owner.modules[n])
     return _Held(
-        modules, {name: one for part in reversed(parts) for name, one in part.parameters.items()}
+        modules,
+        {
+            name: one
+            for part in reversed(parts)
+            for name, one in part.parameters.items()
+        },
     )
 
 
-def _table(module: nn.Module, depth: int, held: _Held, seen: _Seen) -> ModelSummaryTable:
+def _table(
+    module: nn.Module, depth: int, held: _Held, seen: _Seen
+) -> ModelSummaryTable:
     objects = dict(module.named_modules())
     below = {name: what for name, what in held.modules.items() if what is not None}
     rows, shown = [], set[str]()
@@ -314,7 +356,9 @@ def _table(module: nn.Module, depth: int, held: _Held, seen: _Seen) -> ModelSumm
                     if seen.flops is None
                     else seen.flops.get(f"{type(module).__name__}.{name}", 0),
                     in_size=seen.inputs.get(objects[name]) if name in objects else None,
-                    out_size=seen.outputs.get(objects[name]) if name in objects else None,
+                    out_size=seen.outputs.get(objects[name])
+                    if name in objects
+                    else None,
                 )
             )
     once = {one[0]: one for one in held.parameters.values()}
@@ -334,7 +378,11 @@ def _table(module: nn.Module, depth: int, held: _Held, seen: _Seen) -> ModelSumm
         eval_modules=len(below) - in_training,
         flops=None if seen.flops is None else seen.flops.get("Global", 0),
         note=seen.note
-        or ("some parameters are not initialised yet" if len(known) < len(once) else None),
+        or (
+            "some parameters are not initialised yet"
+            if len(known) < len(once)
+            else None
+        ),
     )
 
 
@@ -359,13 +407,17 @@ def _run(
     if any(is_lazy(parameter) for parameter in parameters):
         return _Seen(note="no sizes: some layers are not initialised yet")
     if is_divided(module):
-        return _Seen(note="no sizes: the module is sharded, and a forward would need every rank")
+        return _Seen(
+            note="no sizes: the module is sharded, and a forward would need every rank"
+        )
     from torch.utils.flop_counter import FlopCounterMode
 
     device = parameters[0].device if parameters else torch.device("cpu")
     seen, modes = _Seen(), [(each, each.training) for each in module.modules()]
 
-    def look(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def look(
+        each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         given = (*args, *kwargs.values())
         seen.inputs.setdefault(each, _shape(given[0] if len(given) == 1 else given))
         seen.outputs.setdefault(each, _shape(output))
@@ -394,7 +446,9 @@ def _run(
             handle.remove()
         for each, training in modes:
             each.training = training
-    seen.flops = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}
+    seen.flops = {
+        name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()
+    }
     return seen
 
 

@@ -69,7 +69,9 @@ class DeviceStatsMonitor(Callback):
         if self.cpu_stats or (self.cpu_stats is None and device.type == "cpu"):
             values.update(self._of_process())
         rows = trainer.strategy.world.agree(list(values.values()))
-        trainer.log_metrics(dict(zip(values, map(max, zip(*rows, strict=True)), strict=True)), step)
+        trainer.log_metrics(
+            dict(zip(values, map(max, zip(*rows, strict=True)), strict=True)), step
+        )
 
     def _of_process(self) -> dict[str, float]:
         (since, used), now = self._cpu_since, (perf_counter(), process_time())
@@ -142,7 +144,11 @@ def find_straggler(rows: Sequence[Sequence[float]]) -> tuple[int, str, float] | 
     for section, seconds in zip(SECTIONS, zip(*rows, strict=True), strict=True):
         slowest, usual = max(seconds), median_low(seconds)
         if slowest > 1.5 * usual and slowest - usual > max(0.1 * whole, _BY_CHANCE):
-            found[section] = slowest - usual, seconds.index(slowest), slowest / max(usual, 1e-9)
+            found[section] = (
+                slowest - usual,
+                seconds.index(slowest),
+                slowest / max(usual, 1e-9),
+            )
     largest = max((excess for excess, _, _ in found.values()), default=0.0)
     for section in _AFTER_AN_EXCHANGE:
         if section in found and found[section][0] >= 0.5 * largest:
@@ -206,12 +212,20 @@ class SectionTimes(Callback):
         self.enter("communication")
 
     def on_before_optimizer_step(
-        self, trainer: TrainerLike, pl_module: ModuleLike, optimizer: torch.optim.Optimizer
+        self,
+        trainer: TrainerLike,
+        pl_module: ModuleLike,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self.enter("step")
 
     def on_train_batch_end(
-        self, trainer: TrainerLike, pl_module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: TrainerLike,
+        pl_module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self.enter("callbacks")
 
@@ -281,7 +295,9 @@ class ThroughputMonitor(SectionTimes):
         peak_flops: float | None = None,
         synchronize: bool = False,
     ) -> None:
-        if any(value is not None and value <= 0 for value in (flops_per_batch, peak_flops)):
+        if any(
+            value is not None and value <= 0 for value in (flops_per_batch, peak_flops)
+        ):
             raise ConfigurationError(
                 "FLOPs are positive",
                 found=f"flops_per_batch={flops_per_batch}, peak_flops={peak_flops}",
@@ -291,7 +307,10 @@ class ThroughputMonitor(SectionTimes):
         self.flops_per_batch, self.peak_flops = flops_per_batch, peak_flops
         self._next: float = math.inf
         self._first_step = 0
-        self._own = [0.0, 0.0]  # samples and items of this rank, by the user's functions
+        self._own = [
+            0.0,
+            0.0,
+        ]  # samples and items of this rank, by the user's functions
         self._before: dict[str, float] = {}
         self._split_before = self.time_split()
         self._named: set[tuple[int, int, str]] = (
@@ -348,7 +367,12 @@ class ThroughputMonitor(SectionTimes):
             self._flops = total / self._counted
 
     def on_train_batch_end(
-        self, trainer: TrainerLike, pl_module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: TrainerLike,
+        pl_module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._end_count()
@@ -380,11 +404,17 @@ class ThroughputMonitor(SectionTimes):
 
     def _log(self, trainer: TrainerLike) -> None:
         self.enter(self._section)
-        strategy, now, split = trainer.strategy, self._counts(trainer), self.time_split()
+        strategy, now, split = (
+            trainer.strategy,
+            self._counts(trainer),
+            self.time_split(),
+        )
         made = {name: value - self._before[name] for name, value in now.items()}
         spent = [split[name] - self._split_before[name] for name in SECTIONS]
         self._before, self._split_before = now, split
-        rows = strategy.world.agree([strategy.data.rank, made["samples"], made["items"], *spent])
+        rows = strategy.world.agree(
+            [strategy.data.rank, made["samples"], made["items"], *spent]
+        )
         counts = {
             row[0]: row for row in rows
         }.values()  # ranks that compute parts of one batch count it once
@@ -398,20 +428,29 @@ class ThroughputMonitor(SectionTimes):
         for name, count in made.items():
             if count or name in ("batches", "samples"):
                 values[f"train/global/{name}_per_sec"] = count / seconds
-                values[f"train/device/{name}_per_sec"] = count / seconds / trainer.world_size
+                values[f"train/device/{name}_per_sec"] = (
+                    count / seconds / trainer.world_size
+                )
         if self._flops:
-            rate = values["train/device/flops_per_sec"] = self._flops * batches / seconds
+            rate = values["train/device/flops_per_sec"] = (
+                self._flops * batches / seconds
+            )
             peak = self.peak_flops or _peak_of(trainer)
             if peak is not None:
                 values["train/device/mfu"] = rate / peak
         whole = max(sum(self._seconds.values()), 1e-9)
         values.update(
-            {f"train/time/{name}": spent / whole for name, spent in self._seconds.items()}
+            {
+                f"train/time/{name}": spent / whole
+                for name, spent in self._seconds.items()
+            }
         )
         values["train/goodput"] = sum(self._seconds[name] for name in _TRAINING) / whole
         trainer.log_metrics(values, trainer.progress.step)
 
-    def _report_straggler(self, trainer: TrainerLike, rows: Sequence[Sequence[float]]) -> None:
+    def _report_straggler(
+        self, trainer: TrainerLike, rows: Sequence[Sequence[float]]
+    ) -> None:
         found = find_straggler(rows)
         if found is None:
             return
@@ -428,7 +467,9 @@ def _peak_of(trainer: TrainerLike) -> float | None:
     device = trainer.strategy.device
     if device.type != "cuda":
         return None
-    return device_peak(torch.cuda.get_device_name(device), trainer.precision_plugin.name)
+    return device_peak(
+        torch.cuda.get_device_name(device), trainer.precision_plugin.name
+    )
 
 
 @final
@@ -520,7 +561,9 @@ class LearningRateMonitor(Callback):
             self.lrs.setdefault(name, []).append(rate)
             values[name] = rate
             if self.log_momentum:
-                momentum = group["betas"][0] if uses_betas else group.get("momentum", 0.0)
+                momentum = (
+                    group["betas"][0] if uses_betas else group.get("momentum", 0.0)
+                )
                 values[f"{name}-momentum"] = float(momentum)
             if self.log_weight_decay:
                 values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
@@ -541,15 +584,25 @@ class LearningRateMonitor(Callback):
         chosen: list[tuple[Optimizer, str, bool]] = []
         for config in trainer.lr_scheduler_configs:
             optimizer = getattr(config.scheduler, "optimizer", None)
-            if optimizer is None:  # a scheduler needs only `step`; `optimizer` is optional
+            if (
+                optimizer is None
+            ):  # a scheduler needs only `step`; `optimizer` is optional
                 continue
             scheduled.append(optimizer)
-            base = config.name if config.name is not None else f"lr-{type(optimizer).__name__}"
+            base = (
+                config.name
+                if config.name is not None
+                else f"lr-{type(optimizer).__name__}"
+            )
             chosen.append((optimizer, base, interval in (None, config.interval)))
         rest = (
-            each for each in trainer.optimizers if not any(each is other for other in scheduled)
+            each
+            for each in trainer.optimizers
+            if not any(each is other for other in scheduled)
         )
-        chosen += [(optimizer, f"lr-{type(optimizer).__name__}", True) for optimizer in rest]
+        chosen += [
+            (optimizer, f"lr-{type(optimizer).__name__}", True) for optimizer in rest
+        ]
         for optimizer, base, wanted in chosen:
             name = base if seen[base] == 0 else f"{base}-{seen[base]}"
             seen[base] += 1

@@ -186,7 +186,9 @@ class PredictionWriter(BasePredictionWriter):
             _require_pyarrow()
         self.output_dir, self.format = Path(output_dir), format
         self._write = _WRITERS[format]
-        self._counted: dict[int, int] = {}  # by loader, samples of batches without indices
+        self._counted: dict[
+            int, int
+        ] = {}  # by loader, samples of batches without indices
 
     @property
     def state_key(self) -> str:
@@ -240,14 +242,18 @@ class PredictionWriter(BasePredictionWriter):
             count = max(
                 map(len, everyone), default=0
             )  # a global batch is the ranks' blocks one after the other
-            ordered = [part[i] for i in range(count) for part in everyone if i < len(part)]
+            ordered = [
+                part[i] for i in range(count) for part in everyone if i < len(part)
+            ]
             if ordered:
                 name = f"predictions-{loader}" if several else "predictions"
                 self._write(self.output_dir, name, _joined(ordered))
 
 
 def _on_host(value: Any) -> Any:
-    return map_tensors(value, lambda tensor: tensor.detach().cpu())  # sync point: leaves the device
+    return map_tensors(
+        value, lambda tensor: tensor.detach().cpu()
+    )  # sync point: leaves the device
 
 
 def _columns(prediction: Any, indices: Sequence[Any] | None) -> _Columns:
@@ -268,7 +274,8 @@ def _columns(prediction: Any, indices: Sequence[Any] | None) -> _Columns:
         raise DataError(
             "a prediction must have one entry for each sample of its batch",
             found=", ".join(
-                f"{name}: {'a single value' if n is None else n}" for name, n in rows.items()
+                f"{name}: {'a single value' if n is None else n}"
+                for name, n in rows.items()
             ),
             fix="return tensors whose first dim is the batch from predict_step, or subclass BasePredictionWriter",
         )
@@ -301,11 +308,15 @@ def _joined(parts: Sequence[_Columns]) -> _Columns:
         values = [part[name] for part in parts]
         whole = all(isinstance(value, np.ndarray) for value in values)
         columns[name] = (
-            np.concatenate(values) if whole else [one for value in values for one in value]
+            np.concatenate(values)
+            if whole
+            else [one for value in values for one in value]
         )
     if "index" not in columns:
         return {"index": np.arange(_rows(columns)), **columns}
-    if not isinstance(columns["index"], np.ndarray):  # keys of a dataset that is a mapping
+    if not isinstance(
+        columns["index"], np.ndarray
+    ):  # keys of a dataset that is a mapping
         return columns
     order = np.argsort(columns["index"], kind="stable")
     return {
@@ -320,7 +331,9 @@ def _write_parquet(directory: Path, name: str, columns: _Columns) -> None:
 
     arrays = {
         column: pyarrow.array(
-            value.tolist() if isinstance(value, np.ndarray) and value.ndim > 1 else value
+            value.tolist()
+            if isinstance(value, np.ndarray) and value.ndim > 1
+            else value
         )
         for column, value in columns.items()
     }

@@ -52,7 +52,10 @@ class _Report:
         """The file of this rank."""
         directory = Path(self.dirpath) if self.dirpath is not None else trainer.run_dir
         directory.mkdir(parents=True, exist_ok=True)
-        return directory / f"{self.filename or 'profile'}-rank{trainer.global_rank}{suffix}"
+        return (
+            directory
+            / f"{self.filename or 'profile'}-rank{trainer.global_rank}{suffix}"
+        )
 
     def write(self, trainer: TrainerLike, text: str) -> None:
         """Write ``text`` to the file; without one print it, on rank 0."""
@@ -77,12 +80,16 @@ class SimpleProfiler(SectionTimes):
         'SimpleProfiler'
     """
 
-    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+    def __init__(
+        self, dirpath: str | Path | None = None, filename: str | None = None
+    ) -> None:
         super().__init__()
         self._report = _Report(dirpath, filename)
         self._rows: dict[tuple[str, str], list[float]] = {}
 
-    def wrap_hook(self, hook: str, owner: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_hook(
+        self, hook: str, owner: str, call: Callable[..., Any]
+    ) -> Callable[..., Any]:
         if owner == type(self).__name__:
             return call
         return _Timed(call, self._rows.setdefault((owner, hook), [0.0, 0.0]))
@@ -95,19 +102,24 @@ class SimpleProfiler(SectionTimes):
     def on_fit_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         whole = sum(self.time_split().values())
         lines = [f"{'part':<60} {'calls':>8} {'total s':>10} {'mean ms':>10} {'%':>6}"]
-        lines += [_row(name, None, seconds, whole) for name, seconds in self.time_split().items()]
+        lines += [
+            _row(name, None, seconds, whole)
+            for name, seconds in self.time_split().items()
+        ]
         lines += [_row("all of training", None, whole, whole), ""]
         rows = sorted(self._rows.items(), key=lambda item: -item[1][1])
-        lines += [_row(f"{owner}.{hook}", int(n), s, whole) for (owner, hook), (n, s) in rows if n]
+        lines += [
+            _row(f"{owner}.{hook}", int(n), s, whole)
+            for (owner, hook), (n, s) in rows
+            if n
+        ]
         self._report.write(trainer, "\n".join(lines))
 
 
 def _row(name: str, calls: int | None, seconds: float, whole: float) -> str:
     mean = "" if not calls else f"{1000 * seconds / calls:.3f}"
     share = 100 * seconds / max(whole, 1e-9)
-    return (
-        f"{name:<60} {'' if calls is None else calls:>8} {seconds:>10.3f} {mean:>10} {share:>6.1f}"
-    )
+    return f"{name:<60} {'' if calls is None else calls:>8} {seconds:>10.3f} {mean:>10} {share:>6.1f}"
 
 
 @final
@@ -305,9 +317,13 @@ class PyTorchProfiler(SectionTimes):
         if self.row_limit:
             device = trainer.strategy.device.type
             key = self.sort_by_key or (
-                "self_cpu_time_total" if device == "cpu" else f"self_{device}_time_total"
+                "self_cpu_time_total"
+                if device == "cpu"
+                else f"self_{device}_time_total"
             )
-            trainer.print(profile.key_averages().table(sort_by=key, row_limit=self.row_limit))
+            trainer.print(
+                profile.key_averages().table(sort_by=key, row_limit=self.row_limit)
+            )
         trainer.print(f"trace written to {path}: open it at https://ui.perfetto.dev")
 
 

@@ -16,7 +16,14 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
-__all__ = ["Line", "PlainLine", "ProgressBar", "TQDMProgressBar", "View", "shown_values"]
+__all__ = [
+    "Line",
+    "PlainLine",
+    "ProgressBar",
+    "TQDMProgressBar",
+    "View",
+    "shown_values",
+]
 
 _TERMINAL_INTERVAL: Final = 0.1
 _PLAIN_INTERVAL: Final = 10.0
@@ -27,7 +34,11 @@ _OF_TOTAL: Final = (
     "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
     "{desc}: {n_fmt}/{total_fmt}{postfix}",
 )
-_OF_UNKNOWN: Final = (None, "{desc}: {n_fmt} [{elapsed}{postfix}]", "{desc}: {n_fmt}{postfix}")
+_OF_UNKNOWN: Final = (
+    None,
+    "{desc}: {n_fmt} [{elapsed}{postfix}]",
+    "{desc}: {n_fmt}{postfix}",
+)
 
 
 @dataclass
@@ -178,14 +189,18 @@ def _sized(columns: int | None, rows: int | None) -> tuple[int | None, int | Non
     return 80 if columns == 0 else columns, 24 if rows == 0 else rows
 
 
-def shown_values(metrics: Mapping[str, Any], delimiter: str = ", ", digits: str = ".3g") -> str:
+def shown_values(
+    metrics: Mapping[str, Any], delimiter: str = ", ", digits: str = ".3g"
+) -> str:
     """``name=value`` for each metric.
 
     Example:
         >>> shown_values({"loss": 0.12345, "note": "warm", "tokens": 3e9})
         'loss=0.123, note=warm, tokens=3.000e+09'
     """
-    return delimiter.join(f"{name}={_number(value, digits)}" for name, value in metrics.items())
+    return delimiter.join(
+        f"{name}={_number(value, digits)}" for name, value in metrics.items()
+    )
 
 
 def _number(value: Any, digits: str) -> str:
@@ -196,7 +211,9 @@ def _number(value: Any, digits: str) -> str:
     return f"{value:{digits}}" if abs(value) < 1e6 else f"{value:.3e}"
 
 
-_DRAWS: Final = "override get_metrics, a description, a total, or a hook, and call super()"
+_DRAWS: Final = (
+    "override get_metrics, a description, a total, or a hook, and call super()"
+)
 _TOTALS: Final = "override total_val_batches, total_test_batches or total_predict_batches: one line shows all loaders"
 
 
@@ -229,14 +246,20 @@ class ProgressBar(Callback):
     predict_description: str = "Predict"
     never_called: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("total_val_batches_current_dataloader", "total_test_batches_current_dataloader"),
+            (
+                "total_val_batches_current_dataloader",
+                "total_test_batches_current_dataloader",
+            ),
             _TOTALS,
         ),
         "total_predict_batches_current_dataloader": _TOTALS,
         **dict.fromkeys(
-            ("has_dataloader_changed", "reset_dataloader_idx_tracker", "refresh"), _DRAWS
+            ("has_dataloader_changed", "reset_dataloader_idx_tracker", "refresh"),
+            _DRAWS,
         ),
-        **dict.fromkeys(("_should_update", "_update", "_init_progress", "_add_task"), _DRAWS),
+        **dict.fromkeys(
+            ("_should_update", "_update", "_init_progress", "_add_task"), _DRAWS
+        ),
     }
 
     def __init__(self) -> None:
@@ -246,8 +269,12 @@ class ProgressBar(Callback):
         self._line: Line | None = None
         self._view = View("", None, 0, 0, 0.0)
         self._aside: View | None = None  # the epoch, while a validation has the line
-        self._aside_line: Line | None = None  # its line, while a validation has a separate one
-        self._own_validation = False  # whether validation inside fit has a separate line
+        self._aside_line: Line | None = (
+            None  # its line, while a validation has a separate one
+        )
+        self._own_validation = (
+            False  # whether validation inside fit has a separate line
+        )
         self._trainer: TrainerLike | None = None
         self._module: Any = None
         self._aside_since = 0.0
@@ -287,7 +314,11 @@ class ProgressBar(Callback):
     def train_description(self) -> str:
         """The title of training; read at the start of each epoch."""
         epoch, last = self.trainer.current_epoch, self.trainer.max_epochs
-        return f"Epoch {epoch}" if last is None or last < 0 else f"Epoch {epoch}/{last - 1}"
+        return (
+            f"Epoch {epoch}"
+            if last is None or last < 0
+            else f"Epoch {epoch}/{last - 1}"
+        )
 
     @property
     def total_train_batches(self) -> int | float:
@@ -299,7 +330,9 @@ class ProgressBar(Callback):
         """Batches of all validation loaders; in the sanity check, those that it reads."""
         trainer = self.trainer
         return sum(
-            trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+            trainer.num_sanity_val_batches
+            if trainer.sanity_checking
+            else trainer.num_val_batches
         )
 
     @property
@@ -329,7 +362,9 @@ class ProgressBar(Callback):
         elif self._shown:
             builtins.print(*values, sep=sep, end=end, file=file)
 
-    def get_metrics(self, trainer: TrainerLike, pl_module: ModuleLike) -> Mapping[str, Any]:
+    def get_metrics(
+        self, trainer: TrainerLike, pl_module: ModuleLike
+    ) -> Mapping[str, Any]:
         """The values to show, by name; called at most ten times a second."""
         return trainer.progress_bar_metrics
 
@@ -365,7 +400,12 @@ class ProgressBar(Callback):
             )
 
     def on_train_batch_end(
-        self, trainer: TrainerLike, pl_module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: TrainerLike,
+        pl_module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self._done += 1
         if monotonic() >= self._next:
@@ -385,7 +425,9 @@ class ProgressBar(Callback):
             for line in _summary(trainer, self._times):
                 trainer.print(line)
 
-    def on_sanity_check_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
+    def on_sanity_check_start(
+        self, trainer: TrainerLike, pl_module: ModuleLike
+    ) -> None:
         self._show("sanity", self.sanity_check_description, self.total_val_batches)
 
     def on_sanity_check_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
@@ -395,7 +437,10 @@ class ProgressBar(Callback):
         if trainer.sanity_checking:
             return
         if self._fitting:
-            self._aside, self._aside_since = replace(self._view, done=self._done), monotonic()
+            self._aside, self._aside_since = (
+                replace(self._view, done=self._done),
+                monotonic(),
+            )
         self._show("validation", self.validation_description, self.total_val_batches)
 
     def on_validation_batch_end(
@@ -525,11 +570,16 @@ def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
         if callback.best_model_path:
             score = callback.best_model_score
             value = (
-                "newest" if score is None else f"best {callback.monitor}={float(score):.6g}"
+                "newest"
+                if score is None
+                else f"best {callback.monitor}={float(score):.6g}"
             )  # no sync point: on the CPU
             lines.append(f"checkpoint: {value}: {callback.best_model_path}")
     if trainer.loggers:
-        lines += [f"logs: {trainer.log_dir}", f"report: {Path(trainer.log_dir) / REPORT}"]
+        lines += [
+            f"logs: {trainer.log_dir}",
+            f"report: {Path(trainer.log_dir) / REPORT}",
+        ]
     if steps and not trainer.callback_metrics:
         lines.append(
             'nothing was logged: self.log("loss", loss, prog_bar=True) in training_step shows the loss'
@@ -571,7 +621,11 @@ class TQDMProgressBar(ProgressBar):
                 "a progress bar counts batches and lines from zero up",
                 found=f"refresh_rate={refresh_rate}, process_position={process_position}",
             )
-        self.refresh_rate, self.process_position, self.leave = refresh_rate, process_position, leave
+        self.refresh_rate, self.process_position, self.leave = (
+            refresh_rate,
+            process_position,
+            leave,
+        )
         super().__init__()
         self._own_validation = (
             type(self).init_validation_tqdm is not TQDMProgressBar.init_validation_tqdm
@@ -604,7 +658,12 @@ class TQDMProgressBar(ProgressBar):
             "bar_format": self.BAR_FORMAT,
         }
         return bar_class()(
-            desc=description, file=sys.stderr, leave=True, delay=1e-9, unit="batch", **options
+            desc=description,
+            file=sys.stderr,
+            leave=True,
+            delay=1e-9,
+            unit="batch",
+            **options,
         )
 
     def _open(self, kind: str, title: str) -> tuple[Line | None, str]:

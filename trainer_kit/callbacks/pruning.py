@@ -62,7 +62,10 @@ class ModelPruning(Callback):
     def __init__(
         self,
         pruning_fn: Literal[
-            "l1_unstructured", "random_unstructured", "ln_structured", "random_structured"
+            "l1_unstructured",
+            "random_unstructured",
+            "ln_structured",
+            "random_structured",
         ],
         parameters_to_prune: Sequence[tuple[nn.Module, str]] | None = None,
         parameter_names: Sequence[str] | None = None,
@@ -81,14 +84,22 @@ class ModelPruning(Callback):
                 found=f"pruning_fn={pruning_fn!r}",
                 fix=did_you_mean(str(pruning_fn), _METHODS),
             )
-        structured, norm = pruning_fn.endswith("_structured"), pruning_fn == "ln_structured"
-        if structured != (pruning_dim is not None) or norm != (pruning_norm is not None):
+        structured, norm = (
+            pruning_fn.endswith("_structured"),
+            pruning_fn == "ln_structured",
+        )
+        if structured != (pruning_dim is not None) or norm != (
+            pruning_norm is not None
+        ):
             raise ConfigurationError(
                 "structured methods need pruning_dim, ln_structured also pruning_norm, and no other method takes them",
                 found=f"{pruning_fn} with pruning_dim={pruning_dim}, pruning_norm={pruning_norm}",
             )
         self.pruning_fn, self.amount = pruning_fn, amount
-        self._given, self._names = parameters_to_prune, tuple(parameter_names or ("weight",))
+        self._given, self._names = (
+            parameters_to_prune,
+            tuple(parameter_names or ("weight",)),
+        )
         self._together = use_global_unstructured and not structured
         self._applies, self._rewinds = apply_pruning, use_lottery_ticket_hypothesis
         self._dim, self._norm, self.verbose = pruning_dim, pruning_norm, verbose
@@ -100,7 +111,9 @@ class ModelPruning(Callback):
     def sparsity(self) -> float:
         """Which part of the parameters that are pruned is zero by its mask; reads from the device."""
         total = sum(mask.numel() for mask in self._masks.values())
-        left = sum(int(mask.sum()) for mask in self._masks.values())  # sync point: asked for
+        left = sum(
+            int(mask.sum()) for mask in self._masks.values()
+        )  # sync point: asked for
         return 1 - left / total if total else 0.0
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -130,15 +143,22 @@ class ModelPruning(Callback):
             )
         for kept in (self._masks, self._first):  # of a checkpoint
             kept.update(
-                {name: tensor.to(self._pruned[name].device) for name, tensor in kept.items()}
+                {
+                    name: tensor.to(self._pruned[name].device)
+                    for name, tensor in kept.items()
+                }
             )
         if self._rewinds and not self._first:
             self._first = {
-                name: parameter.detach().clone() for name, parameter in self._pruned.items()
+                name: parameter.detach().clone()
+                for name, parameter in self._pruned.items()
             }
 
     def on_before_optimizer_step(
-        self, trainer: TrainerLike, pl_module: ModuleLike, optimizer: torch.optim.Optimizer
+        self,
+        trainer: TrainerLike,
+        pl_module: ModuleLike,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         for name, mask in self._masks.items():
             gradient = self._pruned[name].grad
@@ -156,7 +176,9 @@ class ModelPruning(Callback):
             return
         self._prune(amount)
         for name, parameter in self._pruned.items():
-            trainer.strategy.data.broadcast(self._masks[name])  # random methods draw on each rank
+            trainer.strategy.data.broadcast(
+                self._masks[name]
+            )  # random methods draw on each rank
             if self._rewinds(epoch) if callable(self._rewinds) else self._rewinds:
                 parameter.data.copy_(self._first[name])
         self._zero()
@@ -189,12 +211,17 @@ class ModelPruning(Callback):
             self._masks.setdefault(name, torch.ones_like(parameter.data))
         if not self._together:
             for name, parameter in self._pruned.items():
-                self._masks[name] = self._smaller(parameter.detach(), self._masks[name], amount)
+                self._masks[name] = self._smaller(
+                    parameter.detach(), self._masks[name], amount
+                )
             return
-        weights = torch.cat([parameter.detach().flatten() for parameter in self._pruned.values()])
+        weights = torch.cat(
+            [parameter.detach().flatten() for parameter in self._pruned.values()]
+        )
         masks = torch.cat([self._masks[name].flatten() for name in self._pruned])
         parts = torch.split(
-            self._smaller(weights, masks, amount), [p.numel() for p in self._pruned.values()]
+            self._smaller(weights, masks, amount),
+            [p.numel() for p in self._pruned.values()],
         )
         for (name, parameter), part in zip(self._pruned.items(), parts, strict=True):
             self._masks[name] = part.view_as(parameter).clone()
@@ -207,7 +234,11 @@ class ModelPruning(Callback):
             mask = mask.clone()
             mask[left] = kind(amount).compute_mask(weights[left], mask[left])  # type: ignore[call-arg, no-untyped-call]
             return mask
-        options = [amount, self._norm, self._dim] if self._norm is not None else [amount, self._dim]
+        options = (
+            [amount, self._norm, self._dim]
+            if self._norm is not None
+            else [amount, self._dim]
+        )
         dims = [dim for dim in range(mask.dim()) if dim != self._dim % mask.dim()]
         kept = mask.sum(dims).nonzero().flatten()  # sync point: at the end of an epoch
         rest = kind(*options).compute_mask(

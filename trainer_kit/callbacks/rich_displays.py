@@ -10,7 +10,13 @@ from time import monotonic
 from typing import Any, TextIO, final
 
 from trainer_kit.callbacks.model_summary import ModelSummary, ModelSummaryTable
-from trainer_kit.callbacks.progress_bar import Line, PlainLine, ProgressBar, View, shown_values
+from trainer_kit.callbacks.progress_bar import (
+    Line,
+    PlainLine,
+    ProgressBar,
+    View,
+    shown_values,
+)
 from trainer_kit.core.arguments import check_type
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import TrainerLike
@@ -85,7 +91,8 @@ class RichProgressBar(ProgressBar):
         _require_rich(type(self).__name__)
         if refresh_rate < 0:
             raise ConfigurationError(
-                "a progress bar counts batches from zero up", found=f"refresh_rate={refresh_rate}"
+                "a progress bar counts batches from zero up",
+                found=f"refresh_rate={refresh_rate}",
             )
         check_type(
             "RichProgressBar",
@@ -130,7 +137,9 @@ class RichProgressBar(ProgressBar):
         if not console.is_terminal:
             return PlainLine(console.file), title  # type: ignore[arg-type]  # IO[str], of which it calls print alone
         columns = self.configure_columns(self.trainer)
-        return _RichLine(_bars()(self.theme.metrics, *columns, console=console), self.theme), title
+        return _RichLine(
+            _bars()(self.theme.metrics, *columns, console=console), self.theme
+        ), title
 
 
 @final
@@ -154,8 +163,12 @@ class _RichLine:
         now, bars, theme = monotonic(), self._bars, self._theme
         self.due = now + _TERMINAL_INTERVAL
         elapsed, rate = now - view.began, view.rate
-        left = None if view.total is None or not rate else (view.total - view.done) / rate
-        bars.values = shown_values(metrics, theme.metrics_text_delimiter, theme.metrics_format)
+        left = (
+            None if view.total is None or not rate else (view.total - view.done) / rate
+        )
+        bars.values = shown_values(
+            metrics, theme.metrics_text_delimiter, theme.metrics_format
+        )
         task = next(task for task in bars.tasks if task.id == self._task)
         task.start_time, task.total = (
             bars.get_time() - elapsed,
@@ -176,7 +189,9 @@ class _RichLine:
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:
         console, target = self._bars.console, sys.stdout if file is None else file
-        if target.isatty() or target is console.file:  # through rich, which moves the bar down
+        if (
+            target.isatty() or target is console.file
+        ):  # through rich, which moves the bar down
             console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
         else:
             target.write(text + end)
@@ -214,7 +229,11 @@ def _bars() -> Any:
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"
+    return (
+        f"{hours}:{minutes:02d}:{seconds:02d}"
+        if hours
+        else f"{minutes:02d}:{seconds:02d}"
+    )
 
 
 def _require_rich(name: str) -> None:
@@ -223,7 +242,9 @@ def _require_rich(name: str) -> None:
     requirement = RequirementCache("rich>=13")
     if not requirement:
         raise ConfigurationError(
-            f"{name} needs rich", found=str(requirement), fix="pip install 'trainer-kit[rich]'"
+            f"{name} needs rich",
+            found=str(requirement),
+            fix="pip install 'trainer-kit[rich]'",
         )
 
 

@@ -91,7 +91,11 @@ class Timer(Callback):
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """Seconds until ``duration``; None without one."""
-        return None if self._duration is None else self._duration - self.time_elapsed(stage)
+        return (
+            None
+            if self._duration is None
+            else self._duration - self.time_elapsed(stage)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
@@ -169,7 +173,9 @@ class Timer(Callback):
 def _stage(name: str) -> str:
     if name not in _STAGES:
         raise ConfigurationError(
-            "Timer does not have this stage", found=repr(name), fix=did_you_mean(name, _STAGES)
+            "Timer does not have this stage",
+            found=repr(name),
+            fix=did_you_mean(name, _STAGES),
         )
     return name
 
@@ -177,7 +183,9 @@ def _stage(name: str) -> str:
 def _seconds(duration: str | timedelta | Mapping[str, float] | Duration) -> float:
     if isinstance(duration, (int, float)):
         raise ConfigurationError(
-            "a duration needs a unit of time", found=repr(duration), fix=f'write "{duration}s"'
+            "a duration needs a unit of time",
+            found=repr(duration),
+            fix=f'write "{duration}s"',
         )
     length = Duration.parse(duration)
     if length.unit != "s":

@@ -50,7 +50,9 @@ class LearningRateFinder(Callback):
     ) -> None:
         from trainer_kit.tuner.learning_rate import RangeTest
 
-        self.test = RangeTest(min_lr, max_lr, num_training_steps, mode, early_stop_threshold)
+        self.test = RangeTest(
+            min_lr, max_lr, num_training_steps, mode, early_stop_threshold
+        )
         self.update_attr, self.attr_name = update_attr, attr_name
         self.optimal_lr: LearningRates | None = None
         self._rate: float | None = None
@@ -71,7 +73,9 @@ class LearningRateFinder(Callback):
         else:
             if self.update_attr:
                 attribute_of(module, self.attr_name)  # an error before the search
-            self.optimal_lr = self.test.run(trainer, module, loaders, datamodule, is_set_up=True)
+            self.optimal_lr = self.test.run(
+                trainer, module, loaders, datamodule, is_set_up=True
+            )
             self._rate = self.optimal_lr.needed() if self.update_attr else None
         if self._rate is not None:
             set_learning_rate(trainer, module, self._rate, self.attr_name)
@@ -114,7 +118,9 @@ class BatchSizeFinder(Callback):
     ) -> None:
         from trainer_kit.tuner.batch_size import SizeSearch
 
-        self.search = SizeSearch(mode, steps_per_trial, init_val, max_trials, batch_arg_name)
+        self.search = SizeSearch(
+            mode, steps_per_trial, init_val, max_trials, batch_arg_name
+        )
         self.optimal_batch_size: int | None = None
 
     def tune(
@@ -139,4 +145,8 @@ class BatchSizeFinder(Callback):
             trainer.say(f"batch size: {self.search.name} = {size} ({why})")
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.optimal_batch_size is None else {"batch_size": self.optimal_batch_size}
+        return (
+            {}
+            if self.optimal_batch_size is None
+            else {"batch_size": self.optimal_batch_size}
+        )

@@ -19,7 +19,12 @@ from trainer_kit.core.state_names import plain_state, state_name
 from trainer_kit.core.tensors import local
 from trainer_kit.strategies.state import part_of
 
-__all__ = ["Averages", "EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging"]
+__all__ = [
+    "Averages",
+    "EMAWeightAveraging",
+    "StochasticWeightAveraging",
+    "WeightAveraging",
+]
 
 _AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
 _MultiAvgFn = Callable[[Any, Any, Any], None]
@@ -117,7 +122,11 @@ class Averages:
                 first[id(tensor)] = name
                 self._names[name], self._live[name] = [name], tensor
         self._owners = owners
-        kinds = ["_modules", "_parameters", *(["_buffers"] if self._use_buffers else [])]
+        kinds = [
+            "_modules",
+            "_parameters",
+            *(["_buffers"] if self._use_buffers else []),
+        ]
         self._places = [vars(part)[kind] for part in module.modules() for kind in kinds]
         self._found = [*chain.from_iterable(map(_VALUES, self._places)), None]
 
@@ -145,7 +154,8 @@ class Averages:
         if self.count == 0:
             return
         self._kept = {
-            n: self._kept[n] if n in same else self._like(t) for n, t in self._live.items()
+            n: self._kept[n] if n in same else self._like(t)
+            for n, t in self._live.items()
         }
         new = [name for name in self._live if name not in same]
         self._since = {
@@ -168,11 +178,18 @@ class Averages:
         for since, kept, live in self._moved:
             number = self.count - since
             same = live[0].device == kept[0].device and live[0].dtype == kept[0].dtype
-            now = [local(t) if same else local(t).to(kept[0].device, kept[0].dtype) for t in live]
+            now = [
+                local(t) if same else local(t).to(kept[0].device, kept[0].dtype)
+                for t in live
+            ]
             if number == 0:
                 torch._foreach_copy_(kept, now)
                 continue
-            count = torch.tensor(number) if self._given or self._avg_fn is not None else number
+            count = (
+                torch.tensor(number)
+                if self._given or self._avg_fn is not None
+                else number
+            )
             if self._avg_fn is None:
                 self._multi_avg_fn(kept, now, count)
             else:
@@ -195,7 +212,9 @@ class Averages:
         for name, kept in self._kept.items():
             live, since = self._live[name], self._since.get(name, 0)
             if kept.is_floating_point() or kept.is_complex():
-                lists = alike.setdefault((live.device, live.dtype, since), (since, [], []))
+                lists = alike.setdefault(
+                    (live.device, live.dtype, since), (since, [], [])
+                )
                 lists[1].append(local(kept))
                 lists[2].append(live)
             else:
@@ -205,7 +224,9 @@ class Averages:
     def _like(self, tensor: Tensor) -> Tensor:
         made = tensor.detach().clone()
         wide = torch.float32 if made.dtype in _NARROW else made.dtype
-        return made.to(dtype=wide) if self.device is None else made.to(self.device, wide)
+        return (
+            made.to(dtype=wide) if self.device is None else made.to(self.device, wide)
+        )
 
     @torch.no_grad()
     def put_in(self) -> None:
@@ -213,7 +234,9 @@ class Averages:
         if self.lent or self.count == 0:
             return
         self.follow()
-        self.lent = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+        self.lent = {
+            name: tensor.detach().clone() for name, tensor in self._live.items()
+        }
         for name, average in self._kept.items():
             local(self._live[name]).copy_(local(average))
 
@@ -246,7 +269,11 @@ class Averages:
         Args:
             beside: the checkpoint holds the averages as its weights, in the dtype of the weights.
         """
-        kept = {n: a for n, a in self._kept.items() if not beside or a.dtype != self._live[n].dtype}
+        kept = {
+            n: a
+            for n, a in self._kept.items()
+            if not beside or a.dtype != self._live[n].dtype
+        }
         state: dict[str, Any] = {"n_averaged": self.count, "averages": kept}
         return {**state, "since": dict(self._since)} if self._since else state
 
@@ -276,7 +303,13 @@ class Averages:
             names = [name, *([shared[name]] if shared and name in shared else [])]
             # Averages first, under any name: the weights are rounded copies of them.
             found = next(
-                (part[n] for part in (state["averages"], weights) for n in names if n in part), None
+                (
+                    part[n]
+                    for part in (state["averages"], weights)
+                    for n in names
+                    if n in part
+                ),
+                None,
             )
             if found is None or found.shape != average.shape:
                 new.append(name)
@@ -289,14 +322,24 @@ class Averages:
         return sorted(new)
 
     def _by_every_name(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {alias: tensor for name, tensor in tensors.items() for alias in self._names[name]}
+        return {
+            alias: tensor
+            for name, tensor in tensors.items()
+            for alias in self._names[name]
+        }
 
 
 def _counts(tensor: Tensor) -> bool:
     """Whether to average the tensor; frozen weights in a tensor subclass of a library (packed weights) are left out."""
-    if isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex()):
+    if isinstance(tensor, nn.Parameter) and not (
+        tensor.is_floating_point() or tensor.is_complex()
+    ):
         return False
-    return tensor.requires_grad or type(tensor.detach()) is Tensor or hasattr(tensor, "placements")
+    return (
+        tensor.requires_grad
+        or type(tensor.detach()) is Tensor
+        or hasattr(tensor, "placements")
+    )
 
 
 def _divide_again(module: Any) -> None:
@@ -364,16 +407,27 @@ class WeightAveraging(Callback):
                 fix="give one",
             )
         self.device = None if device is None else torch.device(device)
-        self.use_buffers, self._avg_fn, self._multi_avg_fn = use_buffers, avg_fn, multi_avg_fn
+        self.use_buffers, self._avg_fn, self._multi_avg_fn = (
+            use_buffers,
+            avg_fn,
+            multi_avg_fn,
+        )
         self._averages: Averages | None = None
         self._lending = ExitStack()
         self._fits = False
 
     def __getstate__(self) -> dict[str, Any]:
         # The averages belong to a fit, whose module a pickled Trainer does not keep either.
-        return {**vars(self), "_averages": None, "_lending": ExitStack(), "_fits": False}
+        return {
+            **vars(self),
+            "_averages": None,
+            "_lending": ExitStack(),
+            "_fits": False,
+        }
 
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+    def should_update(
+        self, step_idx: int | None = None, epoch_idx: int | None = None
+    ) -> bool:
         """Whether to update the averages: called after every optimizer step and after every complete epoch.
 
         Args:
@@ -404,11 +458,15 @@ class WeightAveraging(Callback):
         if not self._fits or "optimizer_states" not in checkpoint:
             return  # only weights are loaded; in a checkpoint of this callback they are the averages
         if "averaging_state" not in checkpoint:
-            trainer.print("weight averaging begins here: the checkpoint is of a run without it")
+            trainer.print(
+                "weight averaging begins here: the checkpoint is of a run without it"
+            )
             return
         self._averages = self._made(trainer, pl_module)
         shared = trainer.strategy.shared_names(pl_module)
-        new = self._averages.load(checkpoint["averaging_state"], checkpoint["state_dict"], shared)
+        new = self._averages.load(
+            checkpoint["averaging_state"], checkpoint["state_dict"], shared
+        )
         if new:
             trainer.print(
                 f"weight averaging begins here for {len(new)} weights that were not averaged: {new[0]}, ..."
@@ -420,7 +478,9 @@ class WeightAveraging(Callback):
 
     def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         # A run that ends inside an epoch resumes there: the epoch must count once.
-        if trainer.epoch_is_whole and self.should_update(epoch_idx=trainer.current_epoch):
+        if trainer.epoch_is_whole and self.should_update(
+            epoch_idx=trainer.current_epoch
+        ):
             self._update(trainer, pl_module)
 
     def _update(self, trainer: TrainerLike, module: ModuleLike) -> None:
@@ -430,7 +490,9 @@ class WeightAveraging(Callback):
 
     def _made(self, trainer: TrainerLike, module: Any) -> Averages:
         average = self._average()
-        return Averages(module, self.use_buffers, self.device, self._avg_fn, average, trainer.print)
+        return Averages(
+            module, self.use_buffers, self.device, self._avg_fn, average, trainer.print
+        )
 
     def _average(self) -> _MultiAvgFn | None:
         return self._multi_avg_fn
@@ -477,7 +539,9 @@ class WeightAveraging(Callback):
         averages.follow()
         weights, mine = checkpoint["state_dict"], averages.own_weights()
         averaged = averages.averaged()
-        if not mine:  # otherwise the averages are swapped in, and may have been changed there
+        if (
+            not mine
+        ):  # otherwise the averages are swapped in, and may have been changed there
             mine = {name: weights[name] for name in averaged if name in weights}
             checkpoint["state_dict"] = {**weights, **averaged}
         if "optimizer_states" in checkpoint:
@@ -487,7 +551,11 @@ class WeightAveraging(Callback):
                 pl_module,  # type: ignore[arg-type]
                 mine,
             )
-            state["averages"] = without_own_buffers(trainer.strategy, pl_module, state["averages"])  # type: ignore[arg-type]
+            state["averages"] = without_own_buffers(
+                trainer.strategy,
+                pl_module,  # type: ignore[arg-type]
+                state["averages"],
+            )
             checkpoint["averaging_state"] = state
 
 
@@ -517,7 +585,9 @@ def _refuse_averaging(
             fix="leave device out: each rank holds only its shard",
         )
     others = [
-        one for one in trainer.callbacks if one is not callback and isinstance(one, WeightAveraging)
+        one
+        for one in trainer.callbacks
+        if one is not callback and isinstance(one, WeightAveraging)
     ]
     if others:
         raise ConfigurationError(
@@ -569,7 +639,9 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
 
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+    def should_update(
+        self, step_idx: int | None = None, epoch_idx: int | None = None
+    ) -> bool:
         if step_idx is not None:
             start = self.update_starting_at_step or 0
             return (
@@ -616,7 +688,9 @@ class StochasticWeightAveraging(WeightAveraging):
     """
 
     never_called: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("avg_fn", "update_parameters"), "pass avg_fn= to the constructor"),
+        **dict.fromkeys(
+            ("avg_fn", "update_parameters"), "pass avg_fn= to the constructor"
+        ),
         **dict.fromkeys(
             (
                 "transfer_weights",
@@ -650,11 +724,16 @@ class StochasticWeightAveraging(WeightAveraging):
                 f"annealing_strategy={annealing_strategy!r}",
             )
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
-        self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
+        self.annealing_epochs, self.annealing_strategy = (
+            annealing_epochs,
+            annealing_strategy,
+        )
         self._first = 0  # epoch, counted from 0 (`swa_epoch_start` counts from 1)
         self._anneals = False
 
-    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+    def should_update(
+        self, step_idx: int | None = None, epoch_idx: int | None = None
+    ) -> bool:
         return epoch_idx is not None and epoch_idx >= self._first
 
     def state_dict(self) -> dict[str, Any]:
@@ -688,7 +767,9 @@ class StochasticWeightAveraging(WeightAveraging):
         self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        if self._fits and checkpoint.get("callbacks", {}).get(self.state_key, {}).get("anneals"):
+        if self._fits and checkpoint.get("callbacks", {}).get(self.state_key, {}).get(
+            "anneals"
+        ):
             (optimizer,) = trainer.optimizers
             configured = [group["lr"] for group in optimizer.param_groups]
             self._anneal(trainer)  # what is restored next is its state
@@ -713,9 +794,17 @@ class StochasticWeightAveraging(WeightAveraging):
         from trainer_kit.step.optimizers import LRSchedulerConfig
 
         (optimizer,) = trainer.optimizers
-        rates: Any = self.swa_lrs if isinstance(self.swa_lrs, (int, float)) else list(self.swa_lrs)
-        scheduler = SWALR(optimizer, rates, self.annealing_epochs, self.annealing_strategy)
+        rates: Any = (
+            self.swa_lrs
+            if isinstance(self.swa_lrs, (int, float))
+            else list(self.swa_lrs)
+        )
+        scheduler = SWALR(
+            optimizer, rates, self.annealing_epochs, self.annealing_strategy
+        )
         # The loop holds the step as it was before SWALR wrapped it, so torch would warn of an epoch without a step.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(scheduler, optimizer=optimizer)]
+        trainer.lr_scheduler_configs[:] = [
+            LRSchedulerConfig(scheduler, optimizer=optimizer)
+        ]
         self._anneals = True

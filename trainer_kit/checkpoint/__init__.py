@@ -21,7 +21,12 @@ if TYPE_CHECKING:
         write_sharded,
         write_sharded_snapshot,
     )
-    from trainer_kit.checkpoint.store import CheckpointRecord, Repair, checkpoints, repair
+    from trainer_kit.checkpoint.store import (
+        CheckpointRecord,
+        Repair,
+        checkpoints,
+        repair,
+    )
     from trainer_kit.checkpoint.weights import export, read_weights
 
 __all__ = [
@@ -51,7 +56,8 @@ _HOME = {
     **dict.fromkeys(("CheckpointRecord", "Repair", "checkpoints", "repair"), "store"),
     **dict.fromkeys(("Difference", "diff"), "compare"),
     **dict.fromkeys(
-        ("ShardedSnapshot", "take_sharded_snapshot", "write_sharded_snapshot"), "sharded"
+        ("ShardedSnapshot", "take_sharded_snapshot", "write_sharded_snapshot"),
+        "sharded",
     ),
     **dict.fromkeys(("read_divided", "read_sharded", "write_sharded"), "sharded"),
     **dict.fromkeys(("export", "read_weights"), "weights"),

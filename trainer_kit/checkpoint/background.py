@@ -45,8 +45,14 @@ class HostBuffers:
         if on_accelerator:
             self._devices.add(tensor.device)
         buffer = self._previous.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_accelerator)
+        if (
+            buffer is None
+            or buffer.shape != tensor.shape
+            or buffer.dtype != tensor.dtype
+        ):
+            buffer = torch.empty(
+                tensor.shape, dtype=tensor.dtype, pin_memory=on_accelerator
+            )
         self._current[name] = buffer
         return buffer.copy_(tensor, non_blocking=on_accelerator)
 
@@ -91,7 +97,9 @@ class Background(Generic[_T]):
     def _run(self, act: Callable[[], _T], done: Callable[[], None]) -> None:
         try:
             self._future.set_result(act())
-        except BaseException as error:  # raised by `result`, in the thread that calls it
+        except (
+            BaseException
+        ) as error:  # raised by `result`, in the thread that calls it
             self._future.set_exception(error)
         done()  # after the future is set: `wait` returns True in a thread that `done` wakes
 

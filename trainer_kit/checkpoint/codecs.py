@@ -186,7 +186,9 @@ def object_from_attributes(kind: type, attributes: Mapping[str, Any]) -> Any:
 # -- classes of Python and of other libraries --------------------------------------------------------------------------
 
 
-def _supply(kind: type, to_plain: Callable[[Any], Any], from_plain: Callable[[Any], Any]) -> None:
+def _supply(
+    kind: type, to_plain: Callable[[Any], Any], from_plain: Callable[[Any], Any]
+) -> None:
     name = type_name(kind)
     _CODECS[kind] = _BY_NAME[name] = Codec(name, to_plain, from_plain)
 
@@ -207,9 +209,21 @@ _supply(
     lambda parts: Fraction(*map(index, parts)),
 )
 _supply(UUID, str, UUID)
-_supply(range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts))
-_supply(slice, lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts))
-_supply(deque, lambda value: [list(value), value.maxlen], lambda parts: deque(parts[0], parts[1]))
+_supply(
+    range,
+    lambda value: [value.start, value.stop, value.step],
+    lambda parts: range(*parts),
+)
+_supply(
+    slice,
+    lambda value: [value.start, value.stop, value.step],
+    lambda parts: slice(*parts),
+)
+_supply(
+    deque,
+    lambda value: [list(value), value.maxlen],
+    lambda parts: deque(parts[0], parts[1]),
+)
 _supply(
     defaultdict,
     lambda value: [value.default_factory, dict(value)],
@@ -256,7 +270,10 @@ _BY_NAME[_CONFIG.name] = _CONFIG
 def codec_of(value: Any) -> Codec | None:
     """The codec for objects of exactly this class; None without one."""
     omegaconf = sys.modules.get("omegaconf")
-    if omegaconf is not None and type(value) in (omegaconf.DictConfig, omegaconf.ListConfig):
+    if omegaconf is not None and type(value) in (
+        omegaconf.DictConfig,
+        omegaconf.ListConfig,
+    ):
         return _CONFIG
     return _CODECS.get(type(value))
 
@@ -303,11 +320,15 @@ _FUNCTIONS_OF: Final = (
     "torchmetrics.utilities.data",
     "torchmetrics.metric",
 )
-_STATE_SETTERS: Final = ("torch.nn.modules", "torch._dynamo.mutation_guard", "torchmetrics")
+_STATE_SETTERS: Final = (
+    "torch.nn.modules",
+    "torch._dynamo.mutation_guard",
+    "torchmetrics",
+)
 """The modules whose ``__setstate__`` of a module is called; the second one replaces torch's once something compiles."""
-_LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "numpy", "trainer_kit"}) - {
-    "__main__"
-}
+_LIBRARIES: Final = frozenset(
+    {*sys.stdlib_module_names, "torch", "numpy", "trainer_kit"}
+) - {"__main__"}
 
 
 def is_named_tuple(kind: type) -> bool:
@@ -360,7 +381,9 @@ def _tensor_operation(value: Any) -> str | None:
     """The name of a built-in function that computes tensors or arrays; None for every other object."""
     if isinstance(value, np.ufunc):
         ufunc: Any = value
-        return f"numpy.{ufunc.__name__}" if vars(np).get(ufunc.__name__) is value else None
+        return (
+            f"numpy.{ufunc.__name__}" if vars(np).get(ufunc.__name__) is value else None
+        )
     if not isinstance(value, BuiltinFunctionType):
         return None
     name = value.__name__
@@ -368,7 +391,11 @@ def _tensor_operation(value: Any) -> str | None:
         Tensor, name
     ):  # a tensor has no method that loads or writes a file
         return f"torch.{name}"
-    return f"torch.nn.functional.{name}" if vars(nn.functional).get(name) is value else None
+    return (
+        f"torch.nn.functional.{name}"
+        if vars(nn.functional).get(name) is value
+        else None
+    )
 
 
 def _is_of_program(module_name: str) -> bool:
@@ -378,7 +405,9 @@ def _is_of_program(module_name: str) -> bool:
     if module_name.partition(".")[0] in _LIBRARIES:
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None)
-    return file is not None and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return file is not None and not {"site-packages", "dist-packages"} & set(
+        Path(file).parts
+    )
 
 
 def _find_imported(path: str) -> Any:
@@ -391,21 +420,28 @@ def _find_imported(path: str) -> Any:
         if value is None:
             continue
         for part in parts[length:]:
-            value = vars(value).get(part) if isinstance(value, (ModuleType, type)) else None
+            value = (
+                vars(value).get(part) if isinstance(value, (ModuleType, type)) else None
+            )
         return value
     return None
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
 
-_OUTSIDE_STATE: Final = frozenset({"_compiled_call_impl", "_parameters", "_buffers", "_modules"})
+_OUTSIDE_STATE: Final = frozenset(
+    {"_compiled_call_impl", "_parameters", "_buffers", "_modules"}
+)
 
 
 def why_not_module(kind: type[nn.Module]) -> str | None:
     """Why modules of a class cannot be stored; None if they can."""
     if find_class(type_name(kind)) is not kind:
         return f"{type_name(kind)} cannot be found by this name"
-    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+    if (
+        kind.__reduce__ is not object.__reduce__
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+    ):
         return f"{type_name(kind)} defines how it is pickled"
     setter: str = inspect.getattr_static(kind, "__setstate__").__module__
     trusted = setter.startswith(_STATE_SETTERS) or _is_of_program(setter)
@@ -422,7 +458,8 @@ def module_to_plain(module: nn.Module) -> dict[str, Any]:
     attributes = {
         name: value
         for name, value in state.items()
-        if name not in _OUTSIDE_STATE and (name == "training" or name not in defaults or value)
+        if name not in _OUTSIDE_STATE
+        and (name == "training" or name not in defaults or value)
     }
     parameters = {
         name: None if parameter is None else [parameter, parameter.requires_grad]
@@ -453,16 +490,22 @@ def module_from_plain(
         tensor, requires_grad = entry
         if not isinstance(tensor, Tensor):
             raise TypeError("a parameter is not a tensor")
-        return parameters.setdefault(id(tensor), nn.Parameter(tensor, bool(requires_grad)))
+        return parameters.setdefault(
+            id(tensor), nn.Parameter(tensor, bool(requires_grad))
+        )
 
     for parts, part_kind in ((plain["buffers"], Tensor), (plain["modules"], nn.Module)):
-        if not all(part is None or isinstance(part, part_kind) for part in parts.values()):
+        if not all(
+            part is None or isinstance(part, part_kind) for part in parts.values()
+        ):
             raise TypeError(f"not a {part_kind.__name__}")
     module: Any = object.__new__(kind)
     state = {
         **vars(nn.Module()),
         **plain["attributes"],
-        "_parameters": {name: parameter_of(entry) for name, entry in plain["parameters"].items()},
+        "_parameters": {
+            name: parameter_of(entry) for name, entry in plain["parameters"].items()
+        },
         "_buffers": dict(plain["buffers"]),
         "_modules": dict(plain["modules"]),
     }

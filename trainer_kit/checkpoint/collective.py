@@ -49,7 +49,9 @@ class Collective:
         self.reduce(lambda: done.append(do()), lambda _: None)
         return done[0]
 
-    def reduce(self, give: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
+    def reduce(
+        self, give: Callable[[], Any], combine: Callable[[list[Any]], Any]
+    ) -> Any:
         """Call ``give`` on each rank, and ``combine`` on the first rank with all results; return its result everywhere.
 
         Both functions return JSON values.
@@ -93,12 +95,16 @@ class Collective:
             raise own
         where = "" if error["rank"] is None else f"rank {error['rank']}: "
         # Callers check the cause for an OSError; the original cause exists only on its rank.
-        cause = None if error["errno"] is None else OSError(error["errno"], error["text"])
+        cause = (
+            None if error["errno"] is None else OSError(error["errno"], error["text"])
+        )
         if "reason" in error:
             raise CheckpointError(
                 error["file"], error["key"], where + error["reason"], fix=error["fix"]
             ) from cause
-        raise RankError(f"{where}{error['text']}", fix="see what that rank printed") from cause
+        raise RankError(
+            f"{where}{error['text']}", fix="see what that rank printed"
+        ) from cause
 
     def _gather(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -109,10 +115,15 @@ class Collective:
         longest = max(int(size) for size in sizes)
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: own.numel()] = own
-        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
+        parts = (
+            [torch.empty_like(padded) for _ in range(self.size)]
+            if self.rank == 0
+            else None
+        )
         dist.gather(padded, parts, dst=self._first(), group=self._group)
         return [
-            _from_tensor(part[: int(size)]) for part, size in zip(parts or (), sizes, strict=False)
+            _from_tensor(part[: int(size)])
+            for part, size in zip(parts or (), sizes, strict=False)
         ]
 
     def _broadcast(self, value: Any) -> Any:
@@ -154,5 +165,11 @@ def _describe(error: BaseException) -> dict[str, Any]:
         }
     if isinstance(error, OSError):
         file = str(error.filename or "the checkpoint")
-        return {**found, "file": file, "key": None, "reason": error.strerror or text, "fix": None}
+        return {
+            **found,
+            "file": file,
+            "key": None,
+            "reason": error.strerror or text,
+            "fix": None,
+        }
     return found

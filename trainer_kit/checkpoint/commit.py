@@ -48,7 +48,12 @@ from trainer_kit.checkpoint.manifest import (
     next_commit,
     read_manifest,
 )
-from trainer_kit.checkpoint.remote import clean_uploads, delete, is_vacant, upload_directory
+from trainer_kit.checkpoint.remote import (
+    clean_uploads,
+    delete,
+    is_vacant,
+    upload_directory,
+)
 from trainer_kit.core.atomic_files import Hidden, hidden_path, sync_directory
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
@@ -121,7 +126,9 @@ def take_snapshot(
     for part, value in state.items():
         if not isinstance(part, str):
             raise CheckpointError(
-                "the state to save", repr(part), "the parts of a checkpoint are named by strings"
+                "the state to save",
+                repr(part),
+                "the parts of a checkpoint are named by strings",
             )
         trees[part] = encode(value, tensors.setdefault(part, {}), at=part, copy=copier)
     if isinstance(copy, HostBuffers):
@@ -154,7 +161,9 @@ def encode_info(info: Mapping[str, Any] | None) -> Any:
     header = encode(dict(info or {}), tensors, at="info", copy=False)
     if tensors:
         reason = "the info of a checkpoint holds no tensors or arrays"
-        raise CheckpointError("the state to save", f"info.{next(iter(tensors))}", reason)
+        raise CheckpointError(
+            "the state to save", f"info.{next(iter(tensors))}", reason
+        )
     return header
 
 
@@ -192,7 +201,10 @@ def write_checkpoint(
     """
     target = check_target(path, overwrite)
     return write_snapshot(
-        target, take_snapshot(state, info=info, copy=False), overwrite=overwrite, staged=staged
+        target,
+        take_snapshot(state, info=info, copy=False),
+        overwrite=overwrite,
+        staged=staged,
     )
 
 
@@ -205,7 +217,9 @@ def write_snapshot(
 ) -> Location:
     """Write a snapshot as `write_checkpoint` does; this touches no training state, so any thread may call it."""
     target = check_target(path, overwrite)
-    parts = name_parts(snapshot.tensors, taken=() if staged is None else os.listdir(staged))
+    parts = name_parts(
+        snapshot.tensors, taken=() if staged is None else os.listdir(staged)
+    )
     shards = {
         name: safetensors_bytes(snapshot.tensors[part])
         for part, name in parts.items()
@@ -213,11 +227,16 @@ def write_snapshot(
     }
     needed = len(snapshot.document) + sum(size for size, _ in shards.values())
     with work_directory(target, needed, overwrite=overwrite, staged=staged) as work:
-        files = {name: write_file(work / name, buffers) for name, (_, buffers) in shards.items()}
+        files = {
+            name: write_file(work / name, buffers)
+            for name, (_, buffers) in shards.items()
+        }
         files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
         extra = None if staged is None else staged_files(staged, files)
         committed = next_commit(target.parent)
-        manifest = new_manifest(files, parts, snapshot.info, versions(), committed, extra=extra)
+        manifest = new_manifest(
+            files, parts, snapshot.info, versions(), committed, extra=extra
+        )
         write_file(work / MANIFEST, [dump_manifest(manifest)])
     return target
 
@@ -241,7 +260,11 @@ def stage(target: Path) -> Path:
 
 @contextmanager
 def work_directory(
-    target: Location, needed: int, *, overwrite: bool = False, staged: Path | None = None
+    target: Location,
+    needed: int,
+    *,
+    overwrite: bool = False,
+    staged: Path | None = None,
 ) -> Iterator[Location]:
     """Yield a hidden directory beside ``target``; at the end rename it to ``target``, after an error delete it.
 
@@ -363,21 +386,32 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
             fix="use another name",
         )
     with io_failures(target):
-        taken = not is_vacant(target) if isinstance(target, RemotePath) else os.path.lexists(target)
+        taken = (
+            not is_vacant(target)
+            if isinstance(target, RemotePath)
+            else os.path.lexists(target)
+        )
     if taken:
         if not overwrite:
             raise CheckpointError(
-                target, None, "it exists already", fix="pass overwrite=True, or use another name"
+                target,
+                None,
+                "it exists already",
+                fix="pass overwrite=True, or use another name",
             )
         if not is_ours(target):
             raise CheckpointError(
-                target, None, "not a checkpoint of this library, so it is not overwritten"
+                target,
+                None,
+                "not a checkpoint of this library, so it is not overwritten",
             )
     return target
 
 
 def name_parts(
-    tensors: Mapping[str, Collection[Any]], suffix: str = SHARD, taken: Iterable[str] = ()
+    tensors: Mapping[str, Collection[Any]],
+    suffix: str = SHARD,
+    taken: Iterable[str] = (),
 ) -> dict[str, str | None]:
     """Return a file name for each part, made from the part's name if possible; None for a part without tensors.
 
@@ -402,7 +436,9 @@ def name_parts(
 
 def _check_space(target: Path, needed: int) -> None:
     usage = shutil.disk_usage(target.parent)
-    if usage.total and needed > usage.free:  # some network file systems report a total of 0
+    if (
+        usage.total and needed > usage.free
+    ):  # some network file systems report a total of 0
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -446,13 +482,17 @@ def _replace(work: Path, target: Path) -> None:
             raise
     else:
         aside = hidden_path(target, "old")
-        os.rename(target, aside)  # after a kill from here on, `clean_incomplete` restores it
+        os.rename(
+            target, aside
+        )  # after a kill from here on, `clean_incomplete` restores it
         try:
             _rename(work, target)
         except BaseException:
             os.rename(aside, target)
             raise
-    with suppress(OSError):  # the new checkpoint is durable; `clean_incomplete` deletes leftovers
+    with suppress(
+        OSError
+    ):  # the new checkpoint is durable; `clean_incomplete` deletes leftovers
         _carry_over(aside, target)
         _delete_directory(aside)
 
@@ -462,7 +502,9 @@ def _rename(work: Path, target: Path) -> None:
     try:
         sync_directory(target.parent)
     except BaseException:
-        os.rename(target, work)  # the name may not be durable, so the checkpoint must not exist
+        os.rename(
+            target, work
+        )  # the name may not be durable, so the checkpoint must not exist
         raise
 
 
@@ -516,7 +558,9 @@ def staged_files(work: Path, own: Collection[str]) -> dict[str, Any]:
                 continue
             if not stat.S_ISREG(mode):
                 raise CheckpointError(
-                    path, None, "a hook wrote something that is neither a file nor a directory"
+                    path,
+                    None,
+                    "a hook wrote something that is neither a file nor a directory",
                 )
             sync_directory(
                 path

@@ -79,32 +79,50 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
     try:
         parts = {**one, **two}
         return [
-            found for p in parts for found in _walk(p, (), one.get(p, _ABSENT), two.get(p, _ABSENT))
+            found
+            for p in parts
+            for found in _walk(p, (), one.get(p, _ABSENT), two.get(p, _ABSENT))
         ]
     except RecursionError:
-        raise CheckpointError(a, None, "it is nested too deeply to be compared") from None
+        raise CheckpointError(
+            a, None, "it is nested too deeply to be compared"
+        ) from None
 
 
 def _walk(part: str, path: tuple[str, ...], a: Any, b: Any) -> Iterator[Difference]:
     key = ".".join(path)
     if a is _ABSENT or b is _ABSENT:
         yield Difference(
-            part, key, "missing", "" if a is _ABSENT else _show(a), "" if b is _ABSENT else _show(b)
+            part,
+            key,
+            "missing",
+            "" if a is _ABSENT else _show(a),
+            "" if b is _ABSENT else _show(b),
         )
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
         for name in {**a, **b}:
-            yield from _walk(part, (*path, str(name)), a.get(name, _ABSENT), b.get(name, _ABSENT))
+            yield from _walk(
+                part, (*path, str(name)), a.get(name, _ABSENT), b.get(name, _ABSENT)
+            )
     elif type(a) is not type(b):
         yield Difference(part, key, "type", _show(a), _show(b))
     elif isinstance(a, (list, tuple)):
         for index in range(max(len(a), len(b))):
-            first, second = (side[index] if index < len(side) else _ABSENT for side in (a, b))
+            first, second = (
+                side[index] if index < len(side) else _ABSENT for side in (a, b)
+            )
             yield from _walk(part, (*path, str(index)), first, second)
     elif isinstance(a, Tensor):
         yield from _tensors(part, key, a, b)
-    elif isinstance(a, np.ndarray) and a.dtype.kind in "biufc" and b.dtype.kind in "biufc":
+    elif (
+        isinstance(a, np.ndarray)
+        and a.dtype.kind in "biufc"
+        and b.dtype.kind in "biufc"
+    ):
         yield from _tensors(part, key, torch.from_numpy(a), torch.from_numpy(b))
-    elif _show(a, None) != _show(b, None):  # the text of a float is exact, and NaN is NaN
+    elif _show(a, None) != _show(
+        b, None
+    ):  # the text of a float is exact, and NaN is NaN
         yield Difference(part, key, "value", _show(a), _show(b))
 
 
@@ -131,5 +149,7 @@ def _largest(a: Tensor, b: Tensor) -> float:
 def _show(value: Any, most: int | None = _SHOWN) -> str:
     if isinstance(value, Tensor):
         return f"{dtype_name(value.dtype)} {list(value.shape)}"
-    text = repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+    text = repr(
+        sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+    )
     return text if most is None or len(text) <= most else f"{text[: most - 1]}…"

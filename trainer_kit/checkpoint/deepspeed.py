@@ -151,11 +151,18 @@ def deepspeed_content(theirs: DeepSpeedFiles) -> DeepSpeedContent:
         found.schedule = schedule
         rates = schedule.get("_last_lr")
         found.rates = (
-            [rate for rate in rates if isinstance(rate, float)] if isinstance(rates, list) else []
+            [rate for rate in rates if isinstance(rate, float)]
+            if isinstance(rates, list)
+            else []
         )
     if theirs.parameters:
         found.moments = dict(
-            _moments(theirs, found.weights, _shared(state), step - state.get("skipped_steps", 0))
+            _moments(
+                theirs,
+                found.weights,
+                _shared(state),
+                step - state.get("skipped_steps", 0),
+            )
         )
     else:
         found.placed, rates = _placed(theirs.states[0], state.get("optimizer"))
@@ -187,7 +194,11 @@ def _weights(
     )
     weights = tensors_of(
         first,
-        {n: v for n, v in kept.items() if n in buffers or (n in frozen and not divided)},
+        {
+            n: v
+            for n, v in kept.items()
+            if n in buffers or (n in frozen and not divided)
+        },
         size,
     )
     if divided:
@@ -195,7 +206,9 @@ def _weights(
     for name, file in theirs.parameters.items():
         if name not in weights and name not in frozen:
             weights[name] = _read_tensor(file, name, device, shapes.get(name))
-    return weights | {name: weights[one] for name, one in _shared(state).items() if one in weights}
+    return weights | {
+        name: weights[one] for name, one in _shared(state).items() if one in weights
+    }
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:
@@ -246,13 +259,18 @@ def _shaped(tensor: Tensor, shape: torch.Size, file: Path, name: str) -> Tensor:
         return tensor
     if tensor.dim() != 1 or tensor.numel() < shape.numel():
         raise CheckpointError(
-            file, name, f"a tensor of {list(tensor.shape)} where {list(shape)} is expected"
+            file,
+            name,
+            f"a tensor of {list(tensor.shape)} where {list(shape)} is expected",
         )
     return tensor[: shape.numel()].view(shape)
 
 
 def _moments(
-    theirs: DeepSpeedFiles, weights: Mapping[str, Tensor], shared: Mapping[str, str], steps: int
+    theirs: DeepSpeedFiles,
+    weights: Mapping[str, Tensor],
+    shared: Mapping[str, str],
+    steps: int,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     aliases = {first: name for name, first in shared.items()}
     for name, file in theirs.parameters.items():
@@ -260,7 +278,8 @@ def _moments(
         if not all(one.exists() for one in files.values()):
             continue  # it never had a gradient, is frozen, or is a buffer
         own: dict[str, Any] = {
-            key: _read_tensor(one, name, "cpu", weights[name].shape) for key, one in files.items()
+            key: _read_tensor(one, name, "cpu", weights[name].shape)
+            for key, one in files.items()
         }
         counted = file.with_name("step.pt")
         # Stage 3 and fused optimizers have one count for all parameters, which are all updated in each step.
@@ -291,7 +310,8 @@ def _placed(file: Path, state: Any) -> tuple[list[list[dict[str, Any]]], list[fl
         own = [dict(inner["state"].get(index, {})) for index in group["params"]]
         if masters is not None:
             own = [
-                {**one, "master": master} for one, master in zip(own, masters[number], strict=True)
+                {**one, "master": master}
+                for one, master in zip(own, masters[number], strict=True)
             ]
         groups.append(own)
     return groups, [group["lr"] for group in inner["param_groups"] if "lr" in group]

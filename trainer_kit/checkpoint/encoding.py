@@ -51,7 +51,15 @@ from trainer_kit.checkpoint.files import (
 )
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["EnumRecord", "children", "decode", "encode", "holds_record", "merge", "tensor_record"]
+__all__ = [
+    "EnumRecord",
+    "children",
+    "decode",
+    "encode",
+    "holds_record",
+    "merge",
+    "tensor_record",
+]
 
 _TAG: Final = "$"
 _SOURCE: Final = "the state to save"
@@ -60,9 +68,7 @@ _FIX: Final = (
     ' arrays, and rebuild the rest when the state is loaded; Trainer(on_unsaveable="drop") leaves it out'
 )
 _SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
-_DISTRIBUTED: Final = (
-    "__create_write_items__"  # torch's protocol for tensors that are divided among ranks
-)
+_DISTRIBUTED: Final = "__create_write_items__"  # torch's protocol for tensors that are divided among ranks
 
 _E = TypeVar("_E", bound=Enum)
 
@@ -144,7 +150,11 @@ def encode(
 
 
 def decode(
-    tree: Any, tensors: Mapping[str, Tensor], *, at: str = "", file: object = "state.json"
+    tree: Any,
+    tensors: Mapping[str, Tensor],
+    *,
+    at: str = "",
+    file: object = "state.json",
 ) -> Any:
     """Rebuild the value that `encode` encoded.
 
@@ -164,7 +174,9 @@ def decode(
     try:
         return _Decoder(tensors, at, file).decode(tree, ())
     except RecursionError:
-        raise CheckpointError(file, at or None, "it is nested too deeply to be read") from None
+        raise CheckpointError(
+            file, at or None, "it is nested too deeply to be read"
+        ) from None
 
 
 def _copied(name: str, tensor: Tensor) -> Tensor:
@@ -204,7 +216,10 @@ _LEAVES: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {
     torch.dtype: ("dtype", dtype_name),
     torch.device: ("device", str),
     torch.Size: ("size", list),
-    timedelta: ("timedelta", lambda delta: [delta.days, delta.seconds, delta.microseconds]),
+    timedelta: (
+        "timedelta",
+        lambda delta: [delta.days, delta.seconds, delta.microseconds],
+    ),
 }
 
 
@@ -220,7 +235,9 @@ class _Encoder:
         self._tensors = tensors
         self._at = at
         self._sharded = sharded
-        self._copy = copy if callable(copy) else _copied if copy else lambda name, tensor: tensor
+        self._copy = (
+            copy if callable(copy) else _copied if copy else lambda name, tensor: tensor
+        )
         self._open: set[int] = set()
         # The entry holds the tensor: its memory must not be reused while the key refers to it.
         self._records: dict[tuple[Any, ...], tuple[Tensor, dict[str, Any]]] = {}
@@ -240,14 +257,18 @@ class _Encoder:
             return _record(tag, to_json(value))
         if kind in (list, tuple, set, frozenset, dict, OrderedDict, Counter):
             return self._container(value, path)
-        if kind in (Tensor, torch.nn.Parameter) or (self._sharded and hasattr(kind, _DISTRIBUTED)):
+        if kind in (Tensor, torch.nn.Parameter) or (
+            self._sharded and hasattr(kind, _DISTRIBUTED)
+        ):
             return self._tensor(value, path)
         if kind is np.ndarray:
             return self._array(value, path)
         if isinstance(value, PurePath):
             return _record("path", str(value))
         if isinstance(value, Enum):
-            return self._enum(EnumRecord(type_name(kind), value.name, value.value), path)
+            return self._enum(
+                EnumRecord(type_name(kind), value.name, value.value), path
+            )
         if kind is EnumRecord:
             return self._enum(value, path)
         if isinstance(value, np.generic) and value.dtype.kind in _SCALARS:
@@ -270,7 +291,9 @@ class _Encoder:
             return _record("name", name)
         if isinstance(value, type):
             raise self._refusal(
-                value, path, f"the class {type_name(value)} cannot be named in a checkpoint"
+                value,
+                path,
+                f"the class {type_name(value)} cannot be named in a checkpoint",
             )
         if id(value) in self._open:
             raise self._refusal(value, path, "it contains itself")
@@ -286,22 +309,36 @@ class _Encoder:
             try:
                 plain = codec.to_plain(value)
             except Exception as error:
-                reason = f"the codec of {codec.name} raised {type(error).__name__}: {error}"
+                reason = (
+                    f"the codec of {codec.name} raised {type(error).__name__}: {error}"
+                )
                 raise self._refusal(value, path, reason) from error
             return _record("object", [codec.name, self.encode(plain, path)])
         if isinstance(value, nn.Module):
             return self._module(value, path)
-        if kind is partial and is_library_kind(value.func) and import_path(value.func) is not None:
+        if (
+            kind is partial
+            and is_library_kind(value.func)
+            and import_path(value.func) is not None
+        ):
             parts = [value.func, list(value.args), dict(value.keywords)]
             return _record("partial", self.encode(parts, path))
         if dataclasses.is_dataclass(value) and find_class(type_name(kind)) is kind:
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            fields = {
+                field.name: getattr(value, field.name)
+                for field in dataclasses.fields(value)
+            }
             return _record(
                 "dataclass",
-                [type_name(kind), self.encode({**attributes_of(value), **fields}, path)],
+                [
+                    type_name(kind),
+                    self.encode({**attributes_of(value), **fields}, path),
+                ],
             )
         if is_named_tuple(kind) and find_class(type_name(kind)) is kind:
-            return _record("namedtuple", [type_name(kind), self.encode(list(value), path)])
+            return _record(
+                "namedtuple", [type_name(kind), self.encode(list(value), path)]
+            )
         raise self._refusal(value, path)
 
     def _module(self, module: nn.Module, path: tuple[str, ...]) -> Any:
@@ -312,14 +349,20 @@ class _Encoder:
         if reason is not None:
             raise self._refusal(module, path, f"this module cannot be saved: {reason}")
         return _record(
-            "module", [type_name(type(module)), self.encode(module_to_plain(module), path)]
+            "module",
+            [type_name(type(module)), self.encode(module_to_plain(module), path)],
         )
 
     def _refusal(
         self, value: Any, path: tuple[str, ...], reason: str | None = None
     ) -> CheckpointError:
         plain = next(
-            (base for base in (dict, list, tuple, str, int, float) if isinstance(value, base)), None
+            (
+                base
+                for base in (dict, list, tuple, str, int, float)
+                if isinstance(value, base)
+            ),
+            None,
         )
         fix = _FIX
         if plain is not None and reason is None:
@@ -339,7 +382,10 @@ class _Encoder:
         if issubclass(kind, dict):
             tree = self._dict(value, path)
         else:
-            items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+            items = [
+                self.encode(item, (*path, str(index)))
+                for index, item in enumerate(value)
+            ]
             if kind in (set, frozenset):  # equal sets give equal files
                 items.sort(key=lambda item: json.dumps(item, sort_keys=True))
             tree = items if kind is list else _record(kind.__name__, items)
@@ -356,24 +402,38 @@ class _Encoder:
         if all(type(key) is str for key in value) and _TAG not in value:
             tree = dict(zip(value, entries, strict=True))
         else:
-            keys = [self._key(key, (*path, name)) for key, name in zip(value, names, strict=True)]
-            tree = _record("dict", [list(pair) for pair in zip(keys, entries, strict=True)])
+            keys = [
+                self._key(key, (*path, name))
+                for key, name in zip(value, names, strict=True)
+            ]
+            tree = _record(
+                "dict", [list(pair) for pair in zip(keys, entries, strict=True)]
+            )
         if type(value) is dict:
             return tree
-        metadata = getattr(value, "_metadata", None)  # module versions, which load_state_dict reads
-        more = {} if metadata is None else {"metadata": self.encode(metadata, (*path, "_metadata"))}
+        metadata = getattr(
+            value, "_metadata", None
+        )  # module versions, which load_state_dict reads
+        more = (
+            {}
+            if metadata is None
+            else {"metadata": self.encode(metadata, (*path, "_metadata"))}
+        )
         return _record(type(value).__name__, tree, **more)
 
     def _key(self, key: Any, path: tuple[str, ...]) -> Any:
         if isinstance(key, Tensor):
             raise self._refusal(
-                key, path, "a tensor cannot be the key of a saved dict: it is found by identity"
+                key,
+                path,
+                "a tensor cannot be the key of a saved dict: it is found by identity",
             )
         return self.encode(key, path)
 
     def _enum(self, member: EnumRecord, path: tuple[str, ...]) -> Any:
         return _record(
-            "enum", [member.kind, member.name, self.encode(member.value, (*path, "value"))]
+            "enum",
+            [member.kind, member.name, self.encode(member.value, (*path, "value"))],
         )
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> Any:
@@ -385,14 +445,18 @@ class _Encoder:
             or tensor.is_meta
         ):
             found = (
-                "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
+                "meta"
+                if tensor.is_meta
+                else "nested"
+                if tensor.is_nested
+                else str(tensor.layout)
             )
-            reason = (
-                f"only dense tensors with data can be saved, this one is {found} {tensor.dtype}"
-            )
+            reason = f"only dense tensors with data can be saved, this one is {found} {tensor.dtype}"
             raise self._refusal(tensor, path, reason)
         if tensor.dtype not in TENSOR_DTYPES and tensor.dtype not in CARRIERS:
-            raise self._refusal(tensor, path, f"tensors of {tensor.dtype} cannot be saved")
+            raise self._refusal(
+                tensor, path, f"tensors of {tensor.dtype} cannot be saved"
+            )
         if type(tensor) is not Tensor and not hasattr(
             tensor, "placements"
         ):  # unknown subclass: memory not comparable
@@ -410,25 +474,41 @@ class _Encoder:
             return _record("tensor", self._collect(tensor, path))
         flat = flatten(tensor).view(CARRIERS[tensor.dtype])
         name = self._collect(flat, path)
-        return _record("tensor", name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape))
+        return _record(
+            "tensor", name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape)
+        )
 
     def _array(self, array: np.ndarray[Any, Any], path: tuple[str, ...]) -> Any:
         if array.dtype.kind not in _SCALARS:
             raise self._refusal(array, path, f"arrays of {array.dtype} cannot be saved")
-        owned = np.array(array, order="C")  # contiguous, writable, and 0-dimensional where it was
-        if array.dtype.isnative and array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:
-            return _record("array", self._collect(torch.from_numpy(owned), path, owned=True))
+        owned = np.array(
+            array, order="C"
+        )  # contiguous, writable, and 0-dimensional where it was
+        if (
+            array.dtype.isnative
+            and array.dtype.kind in "biuf"
+            and array.dtype.itemsize <= 8
+        ):
+            return _record(
+                "array", self._collect(torch.from_numpy(owned), path, owned=True)
+            )
         flat = torch.from_numpy(np.array(bytearray(owned.tobytes()), np.uint8))
         name = self._collect(flat, path, owned=True)
         return _record("array", name, dtype=array.dtype.str, shape=list(array.shape))
 
-    def _collect(self, tensor: Tensor, path: tuple[str, ...], *, owned: bool = False) -> str:
+    def _collect(
+        self, tensor: Tensor, path: tuple[str, ...], *, owned: bool = False
+    ) -> str:
         # safetensors refuses a lone surrogate; paths like ("a.b",) and ("a", "b") have the same name.
-        name = stem = ".".join(path).encode(errors="backslashreplace").decode() or "value"
+        name = stem = (
+            ".".join(path).encode(errors="backslashreplace").decode() or "value"
+        )
         count = 2
         while name in self._tensors or name == "__metadata__":
             name, count = f"{stem}#{count}", count + 1
-        self._tensors[name] = tensor if owned else self._copy(_join(self._at, (name,)), tensor)
+        self._tensors[name] = (
+            tensor if owned else self._copy(_join(self._at, (name,)), tensor)
+        )
         return name
 
 
@@ -442,7 +522,10 @@ class _Decoder:
 
     def decode(self, tree: Any, path: tuple[str, ...]) -> Any:
         if isinstance(tree, list):
-            return [self.decode(item, (*path, str(index))) for index, item in enumerate(tree)]
+            return [
+                self.decode(item, (*path, str(index)))
+                for index, item in enumerate(tree)
+            ]
         if not isinstance(tree, dict):
             return tree
         if _TAG not in tree:
@@ -450,30 +533,43 @@ class _Decoder:
         read = _READERS.get(tree[_TAG]) if isinstance(tree[_TAG], str) else None
         if read is None:
             raise self._damage(
-                path, f"unknown tag {tree[_TAG]!r}", fix="read it with the version that wrote it"
+                path,
+                f"unknown tag {tree[_TAG]!r}",
+                fix="read it with the version that wrote it",
             )
         try:
             return read(self, tree, path)
         except (CheckpointError, RecursionError):
             raise
-        except Exception as error:  # each type raises its own error for a damaged record
-            raise self._damage(path, f"damaged record of a {tree[_TAG]}: {error}") from error
+        except (
+            Exception
+        ) as error:  # each type raises its own error for a damaged record
+            raise self._damage(
+                path, f"damaged record of a {tree[_TAG]}: {error}"
+            ) from error
 
     def _damage(
         self, path: tuple[str, ...], reason: str, fix: str | None = None
     ) -> CheckpointError:
-        return CheckpointError(self._file, _join(self._at, path) or None, reason, fix=fix)
+        return CheckpointError(
+            self._file, _join(self._at, path) or None, reason, fix=fix
+        )
 
     def items(self, record: dict[str, Any], path: tuple[str, ...]) -> list[Any]:
         if not isinstance(record["v"], list):
             raise TypeError("the items are missing")
-        return [self.decode(item, (*path, str(index))) for index, item in enumerate(record["v"])]
+        return [
+            self.decode(item, (*path, str(index)))
+            for index, item in enumerate(record["v"])
+        ]
 
     def pairs(self, record: dict[str, Any], path: tuple[str, ...]) -> dict[Any, Any]:
         pairs = [(self.decode(key, (*path, "key")), item) for key, item in record["v"]]
         return {key: self.decode(item, (*path, _step(key))) for key, item in pairs}
 
-    def ordered(self, record: dict[str, Any], path: tuple[str, ...]) -> OrderedDict[Any, Any]:
+    def ordered(
+        self, record: dict[str, Any], path: tuple[str, ...]
+    ) -> OrderedDict[Any, Any]:
         value = OrderedDict(self.decode(record["v"], path))
         if "metadata" in record:
             value._metadata = self.decode(record["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
@@ -491,7 +587,9 @@ class _Decoder:
             return found.__members__[name]
         # A combination of flags. Other values may be looked up by code of the class.
         return (
-            found(member.value) if issubclass(found, Flag) and type(member.value) is int else member
+            found(member.value)
+            if issubclass(found, Flag) and type(member.value) is int
+            else member
         )
 
     def named(self, record: dict[str, Any], path: tuple[str, ...]) -> tuple[str, Any]:
@@ -509,7 +607,9 @@ class _Decoder:
     def object(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
         name, content = self.named(record, path)
         codec = codec_named(name)
-        return ObjectRecord(name, content) if codec is None else codec.from_plain(content)
+        return (
+            ObjectRecord(name, content) if codec is None else codec.from_plain(content)
+        )
 
     def dataclass(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
         name, attributes = self.named(record, path)
@@ -530,7 +630,11 @@ class _Decoder:
     def module(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
         name, content = self.named(record, path)
         kind = find_class(name)
-        if kind is None or not issubclass(kind, nn.Module) or why_not_module(kind) is not None:
+        if (
+            kind is None
+            or not issubclass(kind, nn.Module)
+            or why_not_module(kind) is not None
+        ):
             return ObjectRecord(name, content)
         return module_from_plain(kind, content, self._parameters)
 
@@ -556,12 +660,16 @@ class _Decoder:
 
     def array(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
         tensor = self.stored(record, path)
-        if tensor.is_meta:  # only headers were read; NumPy has no arrays without content
+        if (
+            tensor.is_meta
+        ):  # only headers were read; NumPy has no arrays without content
             return None
         stored = tensor.cpu().numpy()  # no sync point: arrays are read on the CPU
         if "dtype" not in record:
             return stored
-        array = np.ndarray(tuple(record["shape"]), numpy_dtype(record["dtype"]), stored.data)
+        array = np.ndarray(
+            tuple(record["shape"]), numpy_dtype(record["dtype"]), stored.data
+        )
         if array.size > max(
             stored.size, 1
         ):  # a dtype of width 0 would allow any number of elements
@@ -569,11 +677,15 @@ class _Decoder:
         return array
 
 
-_READERS: Final[dict[str, Callable[[_Decoder, dict[str, Any], tuple[str, ...]], Any]]] = {
+_READERS: Final[
+    dict[str, Callable[[_Decoder, dict[str, Any], tuple[str, ...]], Any]]
+] = {
     "int": lambda _, record, __: int(record["v"], 16),
     "float": lambda _, record, __: float(record["v"]),
     "bytes": lambda _, record, __: base64.b64decode(record["v"], validate=True),
-    "bytearray": lambda _, record, __: bytearray(base64.b64decode(record["v"], validate=True)),
+    "bytearray": lambda _, record, __: bytearray(
+        base64.b64decode(record["v"], validate=True)
+    ),
     "complex": lambda _, record, __: complex(*map(float, record["v"])),
     "dtype": lambda _, record, __: torch_dtype(record["v"]),
     "device": lambda _, record, __: torch.device(record["v"]),
@@ -629,7 +741,9 @@ def children(
     try:
         return {decode(key, {}, at=at, file=file): item for key, item in value}
     except (TypeError, ValueError) as error:
-        raise CheckpointError(file, at or None, f"damaged record of a dict: {error}") from error
+        raise CheckpointError(
+            file, at or None, f"damaged record of a dict: {error}"
+        ) from error
 
 
 def holds_record(value: Any) -> bool:
@@ -674,9 +788,16 @@ def merge(first: Any, second: Any) -> Any:
                 key: merge(value, second[key]) if key in second else value
                 for key, value in first.items()
             }
-            return {**joined, **{key: value for key, value in second.items() if key not in first}}
+            return {
+                **joined,
+                **{key: value for key, value in second.items() if key not in first},
+            }
         if first.get(_TAG) == second.get(_TAG) == "OrderedDict":
             return {**first, "v": merge(first["v"], second["v"])}
-    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+    if (
+        isinstance(first, list)
+        and isinstance(second, list)
+        and len(first) == len(second)
+    ):
         return [merge(one, other) for one, other in zip(first, second, strict=True)]
     return first

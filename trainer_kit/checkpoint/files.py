@@ -86,7 +86,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of numbers, strings or dates of this name; TypeError for any other name."""
-    if not _PLAIN_DTYPE.fullmatch(name):  # NumPy evaluates its other notations as Python
+    if not _PLAIN_DTYPE.fullmatch(
+        name
+    ):  # NumPy evaluates its other notations as Python
         raise TypeError(f"{name!r} is not a plain dtype")
     return np.dtype(name)
 
@@ -116,8 +118,13 @@ TENSOR_DTYPES: Final = {
 """The dtypes that every supported safetensors release can hold, with their name in the format."""
 
 _DTYPES: Final = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
-_UNITS: Final = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate(("", "K", "M", "G", "T"))}}
-_BINARY_UNITS: Final = {f"{p}IB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), start=1)}
+_UNITS: Final = {
+    "": 1,
+    **{f"{p}B": 1000**i for i, p in enumerate(("", "K", "M", "G", "T"))},
+}
+_BINARY_UNITS: Final = {
+    f"{p}IB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), start=1)
+}
 _FORMAT_KEY: Final = "format"
 """In the metadata of every safetensors file; the other keys there may be further names of a tied weight."""
 _CHUNK: Final = 4 << 20
@@ -136,7 +143,9 @@ def named_failure(file: object, what: str, fix: str | None = None) -> Iterator[N
     except CheckpointError:  # one of them is an OSError too
         raise
     except OSError as error:
-        raise CheckpointError(file, None, f"{what}: {error.strerror or error}", fix=fix) from error
+        raise CheckpointError(
+            file, None, f"{what}: {error.strerror or error}", fix=fix
+        ) from error
 
 
 def in_bytes(size: int | str, name: str, least: int = 0) -> int:
@@ -247,8 +256,15 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         {'head': 'embedding'}
     """
     first: dict[tuple[Any, ...], str] = {}
-    found = {name: first.setdefault(identity(tensor), name) for name, tensor in tensors.items()}
-    return {name: kept for name, kept in found.items() if kept != name and name != _FORMAT_KEY}
+    found = {
+        name: first.setdefault(identity(tensor), name)
+        for name, tensor in tensors.items()
+    }
+    return {
+        name: kept
+        for name, kept in found.items()
+        if kept != name and name != _FORMAT_KEY
+    }
 
 
 def write_file(path: Location, buffers: Iterable[Any]) -> dict[str, Any]:
@@ -286,7 +302,11 @@ def write_file(path: Location, buffers: Iterable[Any]) -> dict[str, Any]:
 
 def missing_directories(path: Path) -> list[Path]:
     """Return ``path`` and its parents as far as they do not exist, innermost first."""
-    return list(takewhile(lambda directory: not os.path.lexists(directory), (path, *path.parents)))
+    return list(
+        takewhile(
+            lambda directory: not os.path.lexists(directory), (path, *path.parents)
+        )
+    )
 
 
 def make_directories(missing: list[Path]) -> None:
@@ -339,13 +359,16 @@ def _check_file(status: os.stat_result, most: int) -> None:
         raise OSError(errno.EINVAL, "not a regular file")
     if status.st_size > most:
         raise OSError(
-            errno.EFBIG, f"{in_units(status.st_size)}, where at most {in_units(most)} are written"
+            errno.EFBIG,
+            f"{in_units(status.st_size)}, where at most {in_units(most)} are written",
         )
 
 
 def _open_itself(path: str, flags: int) -> int:
     # Without O_NONBLOCK the open of a pipe blocks; for regular files the flag has no effect.
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    return os.open(
+        path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    )
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -358,9 +381,14 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
         with safe_open(str(path), framework="pt", device=str(device)) as file:
             # Some releases return views of the mapped file, which must not outlive the file.
             found = {name: file.get_tensor(name).clone() for name in list(file.keys())}
-            return {**found, **{name: found[kept] for name, kept in _stored_ties(file).items()}}
+            return {
+                **found,
+                **{name: found[kept] for name, kept in _stored_ties(file).items()},
+            }
     except Exception as error:  # a damaged header can cause any error in torch
-        raise CheckpointError(path, None, f"not a readable safetensors file: {error}") from error
+        raise CheckpointError(
+            path, None, f"not a readable safetensors file: {error}"
+        ) from error
 
 
 def stated_size(path: Location) -> int:
@@ -374,7 +402,11 @@ def stated_size(path: Location) -> int:
     if length > _LONGEST_HEADER:
         raise ValueError(f"a header of {in_units(length)}")
     header = json.loads(_header_start(path, 8 + length)[8:])
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    ends = [
+        entry["data_offsets"][1]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    ]
     return 8 + int(length) + max(ends, default=0)
 
 
@@ -409,11 +441,14 @@ def read_header(file: Path) -> dict[str, Tensor]:
         with safe_open(str(file), framework="pt") as content:
             entries = {name: content.get_slice(name) for name in list(content.keys())}
             found = {
-                name: (entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()
+                name: (entry.get_dtype(), entry.get_shape())
+                for name, entry in entries.items()
             }
             ties = _stored_ties(content)
     except Exception as error:  # a damaged header can cause any error
-        raise CheckpointError(file, None, f"not a readable safetensors file: {error}") from error
+        raise CheckpointError(
+            file, None, f"not a readable safetensors file: {error}"
+        ) from error
     for name, (word, _) in found.items():
         if word not in _DTYPES:
             raise CheckpointError(file, name, f"a tensor of {word}, which is not read")
@@ -442,7 +477,9 @@ _UNSAFE: Final = (
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
 
 
-def torch_load(file: Path | IO[bytes], device: torch.device | str, mapped: bool = False) -> Any:
+def torch_load(
+    file: Path | IO[bytes], device: torch.device | str, mapped: bool = False
+) -> Any:
     """Load a ``torch.save`` file with ``weights_only=True``, never in another way.
 
     Args:
@@ -456,7 +493,10 @@ def torch_load(file: Path | IO[bytes], device: torch.device | str, mapped: bool 
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                if any(
+                    entry.compress_type != zipfile.ZIP_STORED
+                    for entry in archive.infolist()
+                ):
                     raise ValueError("it is compressed, as torch.save never writes it")
         if not isinstance(file, Path):
             file.seek(0)
@@ -467,11 +507,16 @@ def torch_load(file: Path | IO[bytes], device: torch.device | str, mapped: bool 
         if refused is not None:
             reason = f"it holds {refused[1]}, and a class could run code"
         raise CheckpointError(
-            file, None, f"torch.load(weights_only=True) refused it: {reason}", fix=_UNSAFE
+            file,
+            None,
+            f"torch.load(weights_only=True) refused it: {reason}",
+            fix=_UNSAFE,
         ) from error
 
 
-def tensors_of(file: Location, content: Any, most: float = math.inf) -> dict[str, Tensor]:
+def tensors_of(
+    file: Location, content: Any, most: float = math.inf
+) -> dict[str, Tensor]:
     """Return the tensors of a state_dict, without extra state.
 
     Args:
@@ -483,7 +528,9 @@ def tensors_of(file: Location, content: Any, most: float = math.inf) -> dict[str
         CheckpointError: the state_dict holds other values, or a tensor is larger than ``most``.
     """
     if not isinstance(content, dict):
-        raise CheckpointError(file, None, f"it holds a {type(content).__name__}, not a state_dict")
+        raise CheckpointError(
+            file, None, f"it holds a {type(content).__name__}, not a state_dict"
+        )
     weights = {}
     for name, value in content.items():
         if isinstance(value, Tensor) and isinstance(name, str):
@@ -491,7 +538,9 @@ def tensors_of(file: Location, content: Any, most: float = math.inf) -> dict[str
                 value.numel() * value.element_size() > most
             ):  # strides of 0 repeat few bytes without end
                 raise CheckpointError(
-                    file, name, f"a tensor of {list(value.shape)} is larger than its file"
+                    file,
+                    name,
+                    f"a tensor of {list(value.shape)} is larger than its file",
                 )
             weights[name] = value.detach()
         elif not (isinstance(name, str) and name.endswith(EXTRA_STATE)):
@@ -504,5 +553,7 @@ def tensors_of(file: Location, content: Any, most: float = math.inf) -> dict[str
             )
             own = f"torch.load({str(file)!r})[{key[:200]!r}]"
             fix = f"it has the state_dict inside: module.load_state_dict({own}), or torch.save({own}, another_file)"
-            raise CheckpointError(file, key, reason, fix=fix if state else "save a state_dict")
+            raise CheckpointError(
+                file, key, reason, fix=fix if state else "save a state_dict"
+            )
     return weights

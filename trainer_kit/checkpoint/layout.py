@@ -16,8 +16,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import CARRIERS, TENSOR_DTYPES, dtype_name, read_header
-from trainer_kit.checkpoint.manifest import DOCUMENT_MOST, LAYOUT, is_sharded, read_json, shards_of
+from trainer_kit.checkpoint.files import (
+    CARRIERS,
+    TENSOR_DTYPES,
+    dtype_name,
+    read_header,
+)
+from trainer_kit.checkpoint.manifest import (
+    DOCUMENT_MOST,
+    LAYOUT,
+    is_sharded,
+    read_json,
+    shards_of,
+)
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
 
@@ -79,7 +90,10 @@ class TensorLayout:
 
     def viewed_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
         """Return the layout of a tensor of this dtype and shape that is stored flat in another dtype (`CARRIERS`)."""
-        chunks = (Chunk((0,) * len(shape), shape, chunk.file, chunk.key) for chunk in self.chunks)
+        chunks = (
+            Chunk((0,) * len(shape), shape, chunk.file, chunk.key)
+            for chunk in self.chunks
+        )
         return TensorLayout(dtype, shape, tuple(chunks))
 
 
@@ -103,11 +117,15 @@ def dump_layout(layout: Mapping[str, Mapping[str, TensorLayout]]) -> bytes:
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > DOCUMENT_MOST:
         reason = f"a layout of {in_units(len(text))}, where at most {in_units(DOCUMENT_MOST)} can be saved"
-        raise CheckpointError("the state to save", None, reason, fix="save from fewer ranks")
+        raise CheckpointError(
+            "the state to save", None, reason, fix="save from fewer ranks"
+        )
     return text
 
 
-def read_layout(path: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, TensorLayout]]:
+def read_layout(
+    path: Path, manifest: Mapping[str, Any]
+) -> dict[str, dict[str, TensorLayout]]:
     """Return the layout of the checkpoint at ``path`` by part and name, checked before any memory is allocated for it.
 
     Raises:
@@ -118,14 +136,17 @@ def read_layout(path: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, 
     content = read_json(file)
     parts = manifest["parts"]
     if not isinstance(content, dict) or set(content) != set(parts):
-        raise CheckpointError(file, None, "it does not describe the parts that the manifest names")
+        raise CheckpointError(
+            file, None, "it does not describe the parts that the manifest names"
+        )
     layout: dict[str, dict[str, TensorLayout]] = {}
     needed: Counter[str] = Counter()
     for part, tensors in content.items():
         if not isinstance(tensors, dict):
             raise CheckpointError(file, part, "the tensors of a part are not a dict")
         layout[part] = {
-            name: _tensor(file, f"{part}.{name}", entry) for name, entry in tensors.items()
+            name: _tensor(file, f"{part}.{name}", entry)
+            for name, entry in tensors.items()
         }
         for name, tensor in layout[part].items():
             check_cover(file, f"{part}.{name}", tensor)
@@ -137,17 +158,26 @@ def read_layout(path: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, 
                 needed[chunk.file] += math.prod(chunk.sizes) * tensor.dtype.itemsize
     for name, size in needed.items():
         if size > manifest["files"][name]["size"]:
-            raise CheckpointError(file, None, f"chunks of {size} bytes in {name}, which is smaller")
+            raise CheckpointError(
+                file, None, f"chunks of {size} bytes in {name}, which is smaller"
+            )
     return layout
 
 
 def _tensor(file: Path, key: str, entry: Any) -> TensorLayout:
     try:
         chunks = tuple(
-            Chunk(_numbers(c["offsets"]), _numbers(c["sizes"]), str(c["file"]), str(c["key"]))
+            Chunk(
+                _numbers(c["offsets"]),
+                _numbers(c["sizes"]),
+                str(c["file"]),
+                str(c["key"]),
+            )
             for c in entry["chunks"]
         )
-        return TensorLayout(named_dtype(entry["dtype"]), _numbers(entry["shape"]), chunks)
+        return TensorLayout(
+            named_dtype(entry["dtype"]), _numbers(entry["shape"]), chunks
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             file, key, f"damaged layout: {type(error).__name__}: {error}"
@@ -172,25 +202,31 @@ def check_cover(file: object, key: str, tensor: TensorLayout) -> None:
     for chunk in chunks:
         inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
             0 < size <= whole - offset
-            for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            for offset, size, whole in zip(
+                chunk.offsets, chunk.sizes, shape, strict=True
+            )
         )
         if not inside:
-            found = (
-                f"chunk at {list(chunk.offsets)} of {list(chunk.sizes)} is not inside {list(shape)}"
-            )
+            found = f"chunk at {list(chunk.offsets)} of {list(chunk.sizes)} is not inside {list(shape)}"
             raise CheckpointError(file, key, found)
     filled = sum(math.prod(chunk.sizes) for chunk in chunks)
     if filled != math.prod(shape):
         raise CheckpointError(
             file, key, f"chunks of {filled} elements for a tensor of {math.prod(shape)}"
         )
-    if len(chunks) < 2 or not shape:  # the sum above already refuses two chunks of a scalar
+    if (
+        len(chunks) < 2 or not shape
+    ):  # the sum above already refuses two chunks of a scalar
         return
     # Sweep along the dim with the most different offsets; compare each chunk with those that are still open there.
-    starts = [len({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))]
+    starts = [
+        len({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))
+    ]
     dim = starts.index(max(starts))
     still_open: list[tuple[int, int]] = []  # end on the dim, index of the chunk
-    for index in sorted(range(len(chunks)), key=lambda index: chunks[index].offsets[dim]):
+    for index in sorted(
+        range(len(chunks)), key=lambda index: chunks[index].offsets[dim]
+    ):
         one = chunks[index]
         del still_open[: bisect_right(still_open, (one.offsets[dim], len(chunks)))]
         for _, other in still_open:
@@ -226,7 +262,11 @@ class ShardFiles:
         self._stack.close()
 
     def read(
-        self, tensor: TensorLayout, chunk: Chunk, starts: tuple[int, ...], lengths: tuple[int, ...]
+        self,
+        tensor: TensorLayout,
+        chunk: Chunk,
+        starts: tuple[int, ...],
+        lengths: tuple[int, ...],
     ) -> Tensor:
         """Return a box of a chunk on the CPU; it may alias the file, so copy it before this object is closed.
 
@@ -237,7 +277,9 @@ class ShardFiles:
         carrier = CARRIERS.get(tensor.dtype)
         stored = list(chunk.sizes)
         if carrier is not None:
-            stored = [math.prod(chunk.sizes) * tensor.dtype.itemsize // carrier.itemsize]
+            stored = [
+                math.prod(chunk.sizes) * tensor.dtype.itemsize // carrier.itemsize
+            ]
         try:
             if chunk.file not in self._open:
                 file = safe_open(str(path), framework="pt", device="cpu")
@@ -246,10 +288,13 @@ class ShardFiles:
             found = view.get_dtype(), view.get_shape()
             if found != (TENSOR_DTYPES[carrier or tensor.dtype], stored):
                 raise CheckpointError(
-                    path, chunk.key, f"it is {found[0]} {found[1]}, not what the layout says"
+                    path,
+                    chunk.key,
+                    f"it is {found[0]} {found[1]}, not what the layout says",
                 )
             box = tuple(
-                slice(start, start + length) for start, length in zip(starts, lengths, strict=True)
+                slice(start, start + length)
+                for start, length in zip(starts, lengths, strict=True)
             )
             if carrier is None:
                 return torch.as_tensor(view[box])
@@ -257,7 +302,9 @@ class ShardFiles:
         except CheckpointError:
             raise
         except Exception as error:  # a damaged header can cause any error
-            raise CheckpointError(path, chunk.key, f"it cannot be read: {error}") from error
+            raise CheckpointError(
+                path, chunk.key, f"it cannot be read: {error}"
+            ) from error
 
 
 @final
@@ -285,9 +332,13 @@ class Assembled(Mapping[str, Tensor]):
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         for chunk in tensor.chunks:
             target = whole
-            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            for dim, (offset, size) in enumerate(
+                zip(chunk.offsets, chunk.sizes, strict=True)
+            ):
                 target = target.narrow(dim, offset, size)
-            target.copy_(self._files.read(tensor, chunk, (0,) * len(chunk.sizes), chunk.sizes))
+            target.copy_(
+                self._files.read(tensor, chunk, (0,) * len(chunk.sizes), chunk.sizes)
+            )
         return whole
 
     def __iter__(self) -> Iterator[str]:
@@ -305,7 +356,9 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
     """
     layout, keys = {}, dict[int, str]()
     for name, tensor in read_header(file).items():
-        key = keys.setdefault(id(tensor), name)  # a tied weight is stored only under its first name
+        key = keys.setdefault(
+            id(tensor), name
+        )  # a tied weight is stored only under its first name
         chunk = Chunk((0,) * tensor.ndim, tuple(tensor.shape), file.name, key)
         layout[name] = TensorLayout(
             tensor.dtype, tuple(tensor.shape), (chunk,) if tensor.numel() else ()
@@ -323,7 +376,9 @@ def layouts_of(
     """
     if is_sharded(manifest):
         return read_layout(path, manifest)
-    files = {part: [path / name for name in shards_of(manifest, part)] for part in parts}
+    files = {
+        part: [path / name for name in shards_of(manifest, part)] for part in parts
+    }
     return {
         part: {key: one for file in own for key, one in tensors_in(file).items()}
         for part, own in files.items()

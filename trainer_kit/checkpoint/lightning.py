@@ -42,7 +42,11 @@ _LIGHTNINGS: Final = frozenset(
             "lr_schedulers",
         ),
         *("hparams_name", "hparams_type", "hyper_parameters", *_SCALE),
-        *("datamodule_hparams_name", "datamodule_hparams_type", "datamodule_hyper_parameters"),
+        *(
+            "datamodule_hparams_name",
+            "datamodule_hparams_type",
+            "datamodule_hyper_parameters",
+        ),
     )
 )
 _COUNTS: Final = ("ready", "started", "processed", "completed")
@@ -86,7 +90,11 @@ def import_lightning(
             fix="read it with read_weights",
         )
     weights = without_wrappers(content["state_dict"])
-    extra = {name: value for name, value in weights.items() if str(name).endswith(EXTRA_STATE)}
+    extra = {
+        name: value
+        for name, value in weights.items()
+        if str(name).endswith(EXTRA_STATE)
+    }
     state: dict[str, Any] = {
         "model": {**tensors_of(source, weights, source.stat().st_size), **extra},
         "hyper_parameters": lightning_hparams(content),
@@ -96,13 +104,17 @@ def import_lightning(
     }
     if "optimizer_states" in content:
         state |= _run_parts(source, content)
-    progress = state.get("progress", {"epoch": state["epoch"], "step": state["global_step"]})
+    progress = state.get(
+        "progress", {"epoch": state["epoch"], "step": state["global_step"]}
+    )
     info = {
         "epoch": progress["epoch"],
         "step": progress["step"],
         "left_out": sorted(content.get("callbacks") or ()),
     }
-    return write_checkpoint(source.with_suffix("") if target is None else target, state, info=info)
+    return write_checkpoint(
+        source.with_suffix("") if target is None else target, state, info=info
+    )
 
 
 def lightning_hparams(content: Mapping[str, Any]) -> Any:
@@ -123,7 +135,9 @@ def _run_parts(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
             fix="run python -m lightning.pytorch.utilities.upgrade_checkpoint FILE, with Lightning 2, and import that",
         ) from error
     return {
-        "optimizer_states": [_optimizer_by_group(one) for one in content["optimizer_states"]],
+        "optimizer_states": [
+            _optimizer_by_group(one) for one in content["optimizer_states"]
+        ],
         "lr_schedulers": content.get("lr_schedulers", []),
         "precision": next((content[name] for name in _SCALE if name in content), {}),
         "progress": progress,
@@ -142,17 +156,24 @@ def _progress(loop: Mapping[str, Any]) -> dict[str, int]:
     batch is processed is finished, also where Lightning's ``epoch`` still names it (in ``on_validation_end``). A
     step of manual optimization is a batch here.
     """
-    batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]
+    batches, epochs = (
+        loop["epoch_loop.batch_progress"],
+        loop["epoch_progress"]["current"],
+    )
     running = epochs["processed"] < epochs["started"]
     ended = running and batches["is_last_batch"]
-    automatic = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"][
-        "total"
-    ]["completed"]
-    manual = loop["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"]
+    automatic = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"][
+        "step"
+    ]["total"]["completed"]
+    manual = loop["epoch_loop.manual_optimization.optim_step_progress"]["total"][
+        "completed"
+    ]
     return {
         "epoch": epochs["processed"] + int(ended),
         "batch": batches["total"]["processed"],
-        "step": batches["total"]["processed"] if manual and not automatic else automatic,
+        "step": batches["total"]["processed"]
+        if manual and not automatic
+        else automatic,
         "epoch_batch": batches["current"]["processed"] if running and not ended else 0,
     }
 
@@ -161,7 +182,10 @@ def _optimizer_by_group(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Torch's ``state_dict`` of an optimizer with ``group<g>.<i>`` in place of a number."""
     groups, names = [], {}
     for number, group in enumerate(saved["param_groups"]):
-        own = {parameter: f"group{number}.{i}" for i, parameter in enumerate(group["params"])}
+        own = {
+            parameter: f"group{number}.{i}"
+            for i, parameter in enumerate(group["params"])
+        }
         names.update(own)
         groups.append({**group, "params": list(own.values())})
     state = {names[parameter]: dict(one) for parameter, one in saved["state"].items()}
@@ -177,7 +201,9 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state: the parts of a checkpoint, with its weights under ``state_dict``; weights alone are enough.
     """
-    hparams = {k: v for k, v in state.get("hyper_parameters", {}).items() if not _is_masked(v)}
+    hparams = {
+        k: v for k, v in state.get("hyper_parameters", {}).items() if not _is_masked(v)
+    }
     content: dict[str, Any] = {
         "epoch": state.get("epoch", 0),
         "global_step": state.get("global_step", 0),
@@ -195,7 +221,9 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
                 "predict_loop": {},
             },
             "callbacks": {},
-            "optimizer_states": [_optimizer_by_number(one) for one in state["optimizer_states"]],
+            "optimizer_states": [
+                _optimizer_by_number(one) for one in state["optimizer_states"]
+            ],
             "lr_schedulers": state["lr_schedulers"],
             "datamodule_hyper_parameters": state.get("datamodule_hyper_parameters", {}),
             **({_SCALE[0]: state["precision"]} if state["precision"] else {}),
@@ -206,7 +234,8 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
             },
         }
     return {
-        name: part if name == "state_dict" else as_plain(part) for name, part in content.items()
+        name: part if name == "state_dict" else as_plain(part)
+        for name, part in content.items()
     }
 
 
@@ -218,7 +247,9 @@ def _loop(done: Mapping[str, int]) -> dict[str, Any]:
     """The state of Lightning's training loop between two batches; it takes no loop's state that is missing."""
 
     def counts(number: int, begun: int = 0) -> dict[str, int]:
-        return {name: number + (begun if name in _COUNTS[:2] else 0) for name in _COUNTS}
+        return {
+            name: number + (begun if name in _COUNTS[:2] else 0) for name in _COUNTS
+        }
 
     epoch, batch = done["epoch"], done["epoch_batch"]
     epochs = counts(epoch, begun=1 if batch else 0)

@@ -28,7 +28,9 @@ _MOST: Final = 1 << 16  # bytes of a lock
 _ATTEMPTS: Final = 20
 _SETTLED: Final = 0.05
 """Seconds after which a takeover is verified."""
-_DENIED: Final = "choose a directory that this process may write to (dirpath=, default_root_dir=)"
+_DENIED: Final = (
+    "choose a directory that this process may write to (dirpath=, default_root_dir=)"
+)
 
 
 @final
@@ -73,7 +75,9 @@ class DirectoryLock:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = absolute(directory)
-        self.owner = Owner(Process.this(), datetime.now(timezone.utc).isoformat(" ", "seconds"))
+        self.owner = Owner(
+            Process.this(), datetime.now(timezone.utc).isoformat(" ", "seconds")
+        )
         self._file = self.directory / LOCK
         self._made: list[Path] = []
         try:
@@ -86,7 +90,9 @@ class DirectoryLock:
             self._remove_directory()
             if isinstance(error, OSError):
                 reason = f"no checkpoint can be written here: {error.strerror or error}"
-                raise CheckpointError(self.directory, None, reason, fix=_DENIED) from error
+                raise CheckpointError(
+                    self.directory, None, reason, fix=_DENIED
+                ) from error
             raise
 
     def release(self) -> None:
@@ -168,7 +174,9 @@ class DirectoryLock:
             file.write_bytes(self._content(), new=True)
         time.sleep(_SETTLED)
         if _read(file) != self.owner:
-            raise self._refusal(str(_read(file) or "others that take the lock at the same time"))
+            raise self._refusal(
+                str(_read(file) or "others that take the lock at the same time")
+            )
 
     def _refusal(self, by: str) -> CheckpointError:
         return CheckpointError(
@@ -197,9 +205,18 @@ def _read(file: Location) -> Owner | None:
     """Return the owner in a lock file; None if the file is missing or incomplete: such a file locks nothing."""
     try:
         content: Any = json.loads(read_file(file, _MOST).decode())
-        process = Process(str(content["host"]), int(content["pid"]), str(content["start"]))
+        process = Process(
+            str(content["host"]), int(content["pid"]), str(content["start"])
+        )
         return Owner(process, str(content["since"]))
-    except (FileNotFoundError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+    except (
+        FileNotFoundError,
+        ValueError,
+        TypeError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+    ):
         return None
 
 
@@ -220,7 +237,9 @@ def _put(work: Path, file: Path) -> bool:
 
 def _open(file: Path) -> IO[bytes]:
     try:
-        return open(file, "r+b")  # network file systems lock only files that are open for writing
+        return open(
+            file, "r+b"
+        )  # network file systems lock only files that are open for writing
     except PermissionError:
         return open(file, "rb")
 

@@ -12,7 +12,13 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from trainer_kit.checkpoint.files import checksum, named_failure, read_file, read_start, stated_size
+from trainer_kit.checkpoint.files import (
+    checksum,
+    named_failure,
+    read_file,
+    read_start,
+    stated_size,
+)
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError, MissingCheckpointError
 from trainer_kit.core.location import Location, RemotePath
@@ -68,14 +74,14 @@ _PLAIN: Final = 1
 _SHARDED: Final = 2
 """Version of a sharded checkpoint: each rank wrote its own files, and ``layout.json`` lists the chunks in them."""
 
-_HEAD: Final = (
-    128  # bytes at the start of a manifest that hold its format and the number of its commit
-)
+_HEAD: Final = 128  # bytes at the start of a manifest that hold its format and the number of its commit
 _COMMITTED: Final = re.compile(rb'"committed": (\d{1,18}),')
 _LATEST_COMMIT: Final = 253402300799 * 10**6
 """The last microsecond that a datetime can represent; a larger number was not written by this library."""
 
-_FIX: Final = "use another checkpoint, and let `trainer-kit checkpoint verify` look at this one"
+_FIX: Final = (
+    "use another checkpoint, and let `trainer-kit checkpoint verify` look at this one"
+)
 
 
 def new_manifest(
@@ -140,7 +146,8 @@ def commit_number(path: Location) -> int | None:
 def dump_manifest(content: dict[str, Any]) -> bytes:
     """Return the bytes of the manifest, with the SHA-256 of its canonical JSON."""
     return (
-        json.dumps({**content, "sha256": digest(content)}, indent=1, allow_nan=False) + "\n"
+        json.dumps({**content, "sha256": digest(content)}, indent=1, allow_nan=False)
+        + "\n"
     ).encode()
 
 
@@ -155,7 +162,9 @@ def read_manifest(path: Location) -> dict[str, Any]:
         mode = file.lstat().st_mode
     except OSError as error:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise CheckpointError(file, None, f"the manifest cannot be read: {error}") from error
+            raise CheckpointError(
+                file, None, f"the manifest cannot be read: {error}"
+            ) from error
         if path.is_dir():
             if was_checkpoint(path):
                 raise CheckpointError(
@@ -170,13 +179,18 @@ def read_manifest(path: Location) -> dict[str, Any]:
             ) from None
         raise MissingCheckpointError(path, "this path contains no checkpoint") from None
     if not stat.S_ISREG(mode):
-        raise CheckpointError(file, None, "the manifest is not a regular file", fix=_FIX)
+        raise CheckpointError(
+            file, None, "the manifest is not a regular file", fix=_FIX
+        )
     with named_failure(file, "the manifest cannot be read"):
         raw = read_file(file, _MOST)
     manifest = load_json(file, raw)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise CheckpointError(
-            file, "format", "not a trainer_kit checkpoint, or its manifest is damaged", fix=_FIX
+            file,
+            "format",
+            "not a trainer_kit checkpoint, or its manifest is damaged",
+            fix=_FIX,
         )
     recorded = manifest.pop("sha256", None)
     try:
@@ -217,12 +231,20 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
     with named_failure(path, "the directory cannot be read"):
         entries = [(entry.name, entry.lstat()) for entry in path.iterdir()]
     # A checkpoint at a URL may be in the process of being replaced.
-    found = {n: s for n, s in entries if not (isinstance(path, RemotePath) and AGAIN.fullmatch(n))}
+    found = {
+        n: s
+        for n, s in entries
+        if not (isinstance(path, RemotePath) and AGAIN.fullmatch(n))
+    }
     for name, status in sorted(found.items()):
         if "extra" in manifest and name not in manifest["files"] and name != MANIFEST:
             continue
         if not stat.S_ISREG(status.st_mode):
-            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+            kind = (
+                "a symbolic link"
+                if stat.S_ISLNK(status.st_mode)
+                else "not a regular file"
+            )
             raise CheckpointError(
                 path / name, None, f"{kind}, which a checkpoint never holds", fix=_FIX
             )
@@ -240,7 +262,9 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
                 if "shard" in entry
                 else None
             )
-            raise CheckpointError(path / name, None, shard or "the file is missing", fix=_FIX)
+            raise CheckpointError(
+                path / name, None, shard or "the file is missing", fix=_FIX
+            )
         if found[name].st_size != entry["size"]:
             reason = f"{found[name].st_size} bytes, but {entry['size']} were written"
             raise CheckpointError(path / name, None, reason, fix=_FIX)
@@ -256,12 +280,18 @@ def _check_extra(path: Location, name: str, size: int) -> None:
             place = place / directory
             if stat.S_ISLNK(place.lstat().st_mode):
                 raise CheckpointError(
-                    place, None, "a symbolic link, which a checkpoint never holds", fix=_FIX
+                    place,
+                    None,
+                    "a symbolic link, which a checkpoint never holds",
+                    fix=_FIX,
                 )
         status = (path / name).lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_size != size:
         raise CheckpointError(
-            path / name, None, f"it is not the file of {size} bytes that was written", fix=_FIX
+            path / name,
+            None,
+            f"it is not the file of {size} bytes that was written",
+            fix=_FIX,
         )
 
 
@@ -281,18 +311,28 @@ def check_sizes(path: Location, manifest: dict[str, Any], names: list[str]) -> N
             continue
         size = manifest["files"][name]["size"]
         if name in (DOCUMENT, LAYOUT) and size > DOCUMENT_MOST:
-            reason = f"{in_units(size)}, where at most {in_units(DOCUMENT_MOST)} are written"
+            reason = (
+                f"{in_units(size)}, where at most {in_units(DOCUMENT_MOST)} are written"
+            )
             raise CheckpointError(path / name, None, reason, fix=_FIX)
         if not name.endswith(SHARD):
             continue
         try:
             with named_failure(path / name, "the file cannot be read", _FIX):
                 stated = stated_size(path / name)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             reason = f"damaged: it does not begin with a header of tensors: {type(error).__name__}: {error}"
             raise CheckpointError(path / name, None, reason, fix=_FIX) from error
         if stated != size:
-            reason = f"damaged: {size} bytes, but the tensors in its header end at {stated}"
+            reason = (
+                f"damaged: {size} bytes, but the tensors in its header end at {stated}"
+            )
             raise CheckpointError(path / name, None, reason, fix=_FIX)
 
 
@@ -354,7 +394,9 @@ def was_checkpoint(path: Location) -> bool:
     if is_ours(path):
         return True
     try:
-        files: list[Any] = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
+        files: list[Any] = (
+            [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
+        )
     except OSError:
         return False
     return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(
@@ -395,7 +437,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _integer(text: str) -> int:
-    value = int(text) if len(text) <= 20 else 2**63  # int() takes time quadratic in the digits
+    value = (
+        int(text) if len(text) <= 20 else 2**63
+    )  # int() takes time quadratic in the digits
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"an integer of {len(text)} digits is beyond 64 bits")
     return value
@@ -426,22 +470,37 @@ def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
     within = manifest.get("within")
     if within is not None and not (isinstance(within, str) and AGAIN.fullmatch(within)):
         raise CheckpointError(
-            file, "within", "a directory name that could lead out of the checkpoint", fix=_FIX
+            file,
+            "within",
+            "a directory name that could lead out of the checkpoint",
+            fix=_FIX,
         )
     files, parts = manifest.get("files"), manifest.get("parts")
-    if not isinstance(files, dict) or not isinstance(parts, dict) or DOCUMENT not in files:
-        raise CheckpointError(file, "files", "the manifest lists no files or no parts", fix=_FIX)
+    if (
+        not isinstance(files, dict)
+        or not isinstance(parts, dict)
+        or DOCUMENT not in files
+    ):
+        raise CheckpointError(
+            file, "files", "the manifest lists no files or no parts", fix=_FIX
+        )
     for name, entry in files.items():
         if not FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise CheckpointError(
-                file, f"files.{name}", "a file name that could lead out of the checkpoint", fix=_FIX
+                file,
+                f"files.{name}",
+                "a file name that could lead out of the checkpoint",
+                fix=_FIX,
             )
         _check_entry(file, f"files.{name}", entry)
     _check_extra_names(file, manifest)
     sharded, count = is_sharded(manifest), manifest.get("shards")
     if sharded and (type(count) is not int or count < 1 or LAYOUT not in files):
         raise CheckpointError(
-            file, "shards", "a sharded checkpoint without number of shards or layout", fix=_FIX
+            file,
+            "shards",
+            "a sharded checkpoint without number of shards or layout",
+            fix=_FIX,
         )
     for part, held in parts.items():
         for name in (
@@ -454,7 +513,9 @@ def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
                 raise CheckpointError(
                     file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX
                 )
-            if sharded and (type(entry.get("shard")) is not int or not 0 < entry["shard"] <= count):
+            if sharded and (
+                type(entry.get("shard")) is not int or not 0 < entry["shard"] <= count
+            ):
                 raise CheckpointError(
                     file, f"files.{name}", f"it is not one of {count} shards", fix=_FIX
                 )
@@ -472,11 +533,18 @@ def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
             or first in (MANIFEST, *manifest["files"])
         ):
             raise CheckpointError(
-                file, f"extra.{name}", "a path that could lead out of the checkpoint", fix=_FIX
+                file,
+                f"extra.{name}",
+                "a path that could lead out of the checkpoint",
+                fix=_FIX,
             )
         _check_entry(file, f"extra.{name}", entry)
 
 
 def _check_entry(file: Location, key: str, entry: Any) -> None:
-    if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
+    if (
+        not isinstance(entry, dict)
+        or type(entry.get("size")) is not int
+        or "xxh3_64" not in entry
+    ):
         raise CheckpointError(file, key, "an entry without size and checksum", fix=_FIX)

@@ -31,7 +31,11 @@ from trainer_kit.checkpoint.manifest import (
     shards_of,
 )
 from trainer_kit.checkpoint.remote import fetched
-from trainer_kit.core.errors import CheckpointError, MissingCheckpointError, did_you_mean
+from trainer_kit.core.errors import (
+    CheckpointError,
+    MissingCheckpointError,
+    did_you_mean,
+)
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
@@ -79,7 +83,10 @@ OF_A_RUN: Final = frozenset(
             "owes_validation",
         ),
         *("precision", "progress", "rng", "seed", "stop", "stride", "trainable"),
-        *("averaging_state", "current_model_state"),  # of callbacks that average weights
+        *(
+            "averaging_state",
+            "current_model_state",
+        ),  # of callbacks that average weights
     )
 )
 """Parts of a checkpoint that only a resumed run restores; they are not read where only the weights are wanted."""
@@ -134,7 +141,9 @@ def opened(
     for part in wanted:
         if part not in known:
             fix = did_you_mean(part, known) if known else None
-            raise CheckpointError(root, part, "this checkpoint has no such part", fix=fix)
+            raise CheckpointError(
+                root, part, "this checkpoint has no such part", fix=fix
+            )
     names = files_for(manifest, wanted)
     check_sizes(root, manifest, names)  # before any file is fetched
     with fetched(root, names) as here:
@@ -158,7 +167,10 @@ def _checked_or_named(path: str | os.PathLike[str]) -> tuple[Location, dict[str,
 
 
 def missing_checkpoint(
-    path: Location, reason: str, directories: Iterable[Location] = (), fix: str | None = None
+    path: Location,
+    reason: str,
+    directories: Iterable[Location] = (),
+    fix: str | None = None,
 ) -> MissingCheckpointError:
     """Return the error for a path at which there is no checkpoint; it says which checkpoints are near.
 
@@ -204,7 +216,9 @@ def describe_existing(directories: Iterable[Location]) -> str:
     return f"{', '.join(map(str, places))} does not exist"
 
 
-def directories_with_checkpoints(directory: Location) -> list[tuple[Location, list[Location]]]:
+def directories_with_checkpoints(
+    directory: Location,
+) -> list[tuple[Location, list[Location]]]:
     """Return the complete checkpoints in a directory; if it has none, those in the directories on the next level below.
 
     A run's directory has them in its directory ``checkpoints``, a directory of runs further below.
@@ -235,18 +249,23 @@ def directories_with_checkpoints(directory: Location) -> list[tuple[Location, li
 def _visible_directories(directory: Location) -> list[Location]:
     try:
         if isinstance(directory, RemotePath):
-            found: list[Location] = [entry for entry in directory.iterdir() if entry.is_dir()]
+            found: list[Location] = [
+                entry for entry in directory.iterdir() if entry.is_dir()
+            ]
         else:
-            with os.scandir(
-                directory
-            ) as entries:  # the kernel says which are directories, without a call for each
+            with (
+                os.scandir(directory) as entries
+            ):  # the kernel says which are directories, without a call for each
                 found = [
-                    Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)
+                    Path(entry.path)
+                    for entry in entries
+                    if entry.is_dir(follow_symlinks=False)
                 ]
     except OSError:  # absent, not a directory, or not readable for this user
         return []
     return sorted(
-        (entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name
+        (entry for entry in found if not entry.name.startswith(".")),
+        key=lambda entry: entry.name,
     )
 
 
@@ -259,7 +278,10 @@ def files_for(manifest: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
 
 
 def _decode(
-    root: Path, manifest: Mapping[str, Any], parts: list[str], device: torch.device | str
+    root: Path,
+    manifest: Mapping[str, Any],
+    parts: list[str],
+    device: torch.device | str,
 ) -> dict[str, Any]:
     trees, document = read_trees(root, parts), root / DOCUMENT
     if is_sharded(manifest):
@@ -267,7 +289,8 @@ def _decode(
         with ShardFiles(root) as files:
             whole = {part: Assembled(files, layout[part], device) for part in parts}
             return {
-                part: decode(trees[part], whole[part], at=part, file=document) for part in parts
+                part: decode(trees[part], whole[part], at=part, file=document)
+                for part in parts
             }
     state = {}
     for part in parts:
@@ -294,7 +317,9 @@ def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
     for part in parts:
         if not isinstance(trees, dict) or part not in trees:
             raise CheckpointError(
-                document, part, "the manifest names this part, but it is not in the file"
+                document,
+                part,
+                "the manifest names this part, but it is not in the file",
             )
     found: dict[str, Any] = trees
     return found

@@ -27,7 +27,14 @@ from trainer_kit.core.atomic_files import Hidden, Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath
 
-__all__ = ["clean_uploads", "delete", "fetched", "is_vacant", "move", "upload_directory"]
+__all__ = [
+    "clean_uploads",
+    "delete",
+    "fetched",
+    "is_vacant",
+    "move",
+    "upload_directory",
+]
 
 
 @contextmanager
@@ -50,7 +57,9 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
         work.mkdir()
         yield work
     except BaseException:
-        with suppress(OSError):  # `clean_uploads` deletes what stays, because the sign stays too
+        with suppress(
+            OSError
+        ):  # `clean_uploads` deletes what stays, because the sign stays too
             (work / MANIFEST).unlink(missing_ok=True)
             _remove_tree(work)
             sign.unlink()
@@ -172,7 +181,9 @@ def _discard(target: RemotePath) -> None:
             if isinstance(error.__cause__, OSError):
                 raise error.__cause__ from error
             # If the storage does not write a file in one step, the new manifest may be torn while its files are whole.
-            whole = sorted((_time(entry), entry) for entry in target.iterdir() if _is_whole(entry))
+            whole = sorted(
+                (_time(entry), entry) for entry in target.iterdir() if _is_whole(entry)
+            )
             if whole:
                 _point(target, whole[-1][1])
             manifest = read_manifest(target) if whole else {"files": ()}
@@ -200,7 +211,9 @@ def _time(directory: RemotePath) -> int:
 
 def _may_go(entry: RemotePath) -> bool:
     if entry.is_dir():
-        return AGAIN.fullmatch(entry.name) is not None and all(map(may_be_ours, entry.iterdir()))
+        return AGAIN.fullmatch(entry.name) is not None and all(
+            map(may_be_ours, entry.iterdir())
+        )
     return may_be_ours(entry)
 
 
@@ -218,4 +231,8 @@ def _files(directory: RemotePath) -> list[RemotePath]:
         entries = list(directory.iterdir())
     except FileNotFoundError:
         return []
-    return [file for entry in entries for file in (_files(entry) if entry.is_dir() else [entry])]
+    return [
+        file
+        for entry in entries
+        for file in (_files(entry) if entry.is_dir() else [entry])
+    ]

@@ -30,7 +30,13 @@ from trainer_kit.checkpoint.commit import (
     versions,
     work_directory,
 )
-from trainer_kit.checkpoint.encoding import children, decode, encode, merge, tensor_record
+from trainer_kit.checkpoint.encoding import (
+    children,
+    decode,
+    encode,
+    merge,
+    tensor_record,
+)
 from trainer_kit.checkpoint.files import (
     CARRIERS,
     dtype_name,
@@ -144,7 +150,9 @@ def write_sharded(
          {'model': {'w': tensor([1., 1.])}})
     """
     snapshot = take_sharded_snapshot(state, info=info, group=group, copy=None)
-    return write_sharded_snapshot(path, snapshot, group=group, overwrite=overwrite, staged=staged)
+    return write_sharded_snapshot(
+        path, snapshot, group=group, overwrite=overwrite, staged=staged
+    )
 
 
 def take_sharded_snapshot(
@@ -181,7 +189,9 @@ def take_sharded_snapshot(
     shards = ranks.each(lambda: own.resolve(mine, names, copy))
     if not plans:
         return ShardedSnapshot(shards, b"", {}, None, ranks.size)
-    return ShardedSnapshot(shards, plans[0].document, plans[0].layout, own.info, ranks.size)
+    return ShardedSnapshot(
+        shards, plans[0].document, plans[0].layout, own.info, ranks.size
+    )
 
 
 def write_sharded_snapshot(
@@ -207,7 +217,11 @@ def write_sharded_snapshot(
     """
     ranks = Collective(group)
     target = absolute(path)
-    sizes = (_bytes(tensor) for tensors in snapshot.layout.values() for tensor in tensors.values())
+    sizes = (
+        _bytes(tensor)
+        for tensors in snapshot.layout.values()
+        for tensor in tensors.values()
+    )
     needed = len(snapshot.document) + sum(sizes)
     with ExitStack() as stack:
 
@@ -237,7 +251,9 @@ def _write_shards(
         size, buffers = safetensors_bytes(tensors)
         with io_failures(target / name, size):
             files[name] = write_file(work / name, buffers)
-    if shards and isinstance(work, Path):  # makes the names of the files visible to other machines
+    if shards and isinstance(
+        work, Path
+    ):  # makes the names of the files visible to other machines
         sync_directory(work)
     return files
 
@@ -257,7 +273,9 @@ def _describe(
     document = write_file(work / DOCUMENT, [snapshot.document])
     layout = write_file(work / LAYOUT, [dump_layout(snapshot.layout)])
     parts = {
-        part: sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})
+        part: sorted(
+            {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
+        )
         for part, tensors in snapshot.layout.items()
     }
     files = {**shards, DOCUMENT: document, LAYOUT: layout}
@@ -273,7 +291,9 @@ def _bytes(tensor: TensorLayout) -> int:
 
 
 def _file_names(parts: Iterable[str], rank: int, size: int) -> dict[str, str]:
-    found = name_parts({part: (part,) for part in parts}, f"-{rank + 1:05d}-of-{size:05d}{SHARD}")
+    found = name_parts(
+        {part: (part,) for part in parts}, f"-{rank + 1:05d}-of-{size:05d}{SHARD}"
+    )
     return {part: str(name) for part, name in found.items()}
 
 
@@ -303,7 +323,9 @@ class _Local:
         for part, value in state.items():
             if not isinstance(part, str):
                 raise CheckpointError(
-                    _SOURCE, repr(part), "the parts of a checkpoint are named by strings"
+                    _SOURCE,
+                    repr(part),
+                    "the parts of a checkpoint are named by strings",
                 )
             tensors: dict[str, Tensor] = {}
             self.trees[part] = encode(value, tensors, at=part, sharded=True)
@@ -315,10 +337,13 @@ class _Local:
         self._planner = _planner(flat, first)
         # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
         self._items = [
-            item for item in self._planner.create_local_plan().items if math.prod(_box(item)[1])
+            item
+            for item in self._planner.create_local_plan().items
+            if math.prod(_box(item)[1])
         ]
         self._shapes = {
-            key: (list(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in flat.items()
+            key: (list(tensor.shape), dtype_name(tensor.dtype))
+            for key, tensor in flat.items()
         }
 
     def describe(self) -> Any:
@@ -341,7 +366,11 @@ class _Local:
             items, places, _keys((names[p], n) for p, n in places), strict=True
         ):
             chunk = _plain(f"{part}.{name}", self._planner.resolve_data(item))
-            copied = chunk if buffers is None else buffers.copy(f"{names[part]}/{key}", chunk)
+            copied = (
+                chunk
+                if buffers is None
+                else buffers.copy(f"{names[part]}/{key}", chunk)
+            )
             shards.setdefault(names[part], {})[key] = copied
         if buffers is not None:
             buffers.end()
@@ -349,9 +378,13 @@ class _Local:
 
 
 def _planner(flat: dict[str, Tensor], first: bool) -> DefaultSavePlanner:
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # half a second
+    from torch.distributed.checkpoint.default_planner import (
+        DefaultSavePlanner,
+    )  # half a second
 
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )
     planner.set_up_planner(flat, is_coordinator=first)
     return planner
 
@@ -404,7 +437,9 @@ class _Plan:
             for part, name, shape, dtype in tensors:
                 known = whole.setdefault((part, name), (shape, dtype))
                 if known != (shape, dtype):
-                    reason = f"{dtype} {shape} on one rank, {known[1]} {known[0]} on another"
+                    reason = (
+                        f"{dtype} {shape} on one rank, {known[1]} {known[0]} on another"
+                    )
                     raise CheckpointError(_SOURCE, f"{part}.{name}", reason)
         self.parts = list(dict.fromkeys(part for part, _ in whole))
         items = [items for _, _, items in descriptions]
@@ -416,10 +451,14 @@ class _Plan:
             for (part, name, offsets, sizes), key in zip(
                 mine, _keys((names[i[0]], i[1]) for i in mine), strict=True
             ):
-                chunks[part, name].append(Chunk(tuple(offsets), tuple(sizes), names[part], key))
+                chunks[part, name].append(
+                    Chunk(tuple(offsets), tuple(sizes), names[part], key)
+                )
         self.layout: dict[str, dict[str, TensorLayout]] = {part: {} for part in trees}
         for (part, name), (shape, dtype) in whole.items():
-            tensor = TensorLayout(named_dtype(dtype), tuple(shape), tuple(chunks[part, name]))
+            tensor = TensorLayout(
+                named_dtype(dtype), tuple(shape), tuple(chunks[part, name])
+            )
             check_cover(_SOURCE, f"{part}.{name}", tensor)
             self.layout[part][name] = tensor
 
@@ -431,8 +470,13 @@ def _divide(
     holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for rank, own in enumerate(items):
         for index, (part, name, offsets, sizes) in enumerate(own):
-            holders.setdefault((part, name, tuple(offsets), tuple(sizes)), []).append((rank, index))
-    size = {box: math.prod(box[3]) * named_dtype(whole[box[:2]][1]).itemsize for box in holders}
+            holders.setdefault((part, name, tuple(offsets), tuple(sizes)), []).append(
+                (rank, index)
+            )
+    size = {
+        box: math.prod(box[3]) * named_dtype(whole[box[:2]][1]).itemsize
+        for box in holders
+    }
     load, kept = [0] * len(items), [set[int]() for _ in items]
     for box, places in sorted(
         holders.items(), key=lambda entry: (len(entry[1]) > 1, -size[entry[0]])
@@ -489,9 +533,15 @@ def read_sharded(
     """
     ranks = Collective(group)
     with ExitStack() as stack:
-        source = ranks.each(lambda: _Source(*stack.enter_context(opened(path, list(state)))))
+        source = ranks.each(
+            lambda: _Source(*stack.enter_context(opened(path, list(state))))
+        )
         _fill_together(path, source, state, ranks, verify)
-        return None if source.number == ranks.size else f"resharding {source.number} → {ranks.size}"
+        return (
+            None
+            if source.number == ranks.size
+            else f"resharding {source.number} → {ranks.size}"
+        )
 
 
 def read_divided(
@@ -529,12 +579,16 @@ def read_divided(
         {'model': {'w': tensor([1., 1.])}}
     """
     ranks = Collective(group)
-    divided = {name: tensor for name, tensor in like.items() if hasattr(tensor, "placements")}
+    divided = {
+        name: tensor for name, tensor in like.items() if hasattr(tensor, "placements")
+    }
     absent = elsewhere or {}
     with ExitStack() as stack:
         source = ranks.each(lambda: _Source(*stack.enter_context(opened(path, parts))))
         state = ranks.each(
-            lambda: {p: source.template(p, divided, absent.get(p, ())) for p in source.parts}
+            lambda: {
+                p: source.template(p, divided, absent.get(p, ())) for p in source.parts
+            }
         )
         _fill_together(path, source, state, ranks, verify=True)
         return state
@@ -548,7 +602,9 @@ def _fill_together(
     verify: bool,
 ) -> None:
     if verify:
-        shards = sorted(file for part in source.parts for file in shards_of(source.manifest, part))
+        shards = sorted(
+            file for part in source.parts for file in shards_of(source.manifest, part)
+        )
         # Each rank verifies its share of the files; from a URL each rank has fetched its own copies.
         share = shards if is_url(path) else shards[ranks.rank :: ranks.size]
         ranks.each(lambda: check_content(source.root, source.manifest, share))
@@ -580,20 +636,28 @@ class _Source:
             return found
         try:
             return found.viewed_as(
-                named_dtype(record["dtype"]), tuple(int(size) for size in record["shape"])
+                named_dtype(record["dtype"]),
+                tuple(int(size) for size in record["shape"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 self.document, key, f"damaged record of a tensor: {error}"
             ) from error
 
-    def template(self, part: str, like: Mapping[str, Any], elsewhere: Collection[str]) -> Any:
+    def template(
+        self, part: str, like: Mapping[str, Any], elsewhere: Collection[str]
+    ) -> Any:
         """Return the state of a part that is to be filled: memory for divided tensors, None for all other values."""
         return self._template(
-            self.trees[part], {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}, (part,), None
+            self.trees[part],
+            {**dict.fromkeys(elsewhere, _ELSEWHERE), **like},
+            (part,),
+            None,
         )
 
-    def _template(self, tree: Any, like: Mapping[str, Any], at: tuple[str, ...], own: Any) -> Any:
+    def _template(
+        self, tree: Any, like: Mapping[str, Any], at: tuple[str, ...], own: Any
+    ) -> Any:
         if own is _ELSEWHERE:
             return own
         key = ".".join(at)
@@ -608,7 +672,10 @@ class _Source:
         pairs = enumerate(inside) if isinstance(inside, list) else inside.items()
         found = {
             name: self._template(
-                value, like, (*at, str(name)), like.get(name, own) if type(name) is str else own
+                value,
+                like,
+                (*at, str(name)),
+                like.get(name, own) if type(name) is str else own,
             )
             for name, value in pairs
         }
@@ -621,7 +688,9 @@ class _Source:
 class _Target:
     """The state to be filled: the constructor replaces plain values, `load` fills all tensors."""
 
-    def __init__(self, source: _Source, files: ShardFiles, state: MutableMapping[str, Any]) -> None:
+    def __init__(
+        self, source: _Source, files: ShardFiles, state: MutableMapping[str, Any]
+    ) -> None:
         self._source = source
         self._files = files
         self._tensors: dict[str, Tensor] = {}
@@ -664,17 +733,26 @@ class _Target:
                 if name not in inside:
                     fix = did_you_mean(str(name), map(str, inside)) if inside else None
                     raise CheckpointError(
-                        self._source.root, f"{key}.{name}", "it is not in the checkpoint", fix=fix
+                        self._source.root,
+                        f"{key}.{name}",
+                        "it is not in the checkpoint",
+                        fix=fix,
                     )
-                value[name] = self._fill(value[name], inside[name], part, (*at, str(name)))
+                value[name] = self._fill(
+                    value[name], inside[name], part, (*at, str(name))
+                )
             return value
         if isinstance(value, (list, tuple)) and _holds_tensors(value):
             if not isinstance(inside, list) or len(inside) != len(value):
                 found = (
-                    f"{len(inside)} items are" if isinstance(inside, list) else "something else is"
+                    f"{len(inside)} items are"
+                    if isinstance(inside, list)
+                    else "something else is"
                 )
                 raise CheckpointError(
-                    self._source.root, key, f"{found} stored, the state has {len(value)} items"
+                    self._source.root,
+                    key,
+                    f"{found} stored, the state has {len(value)} items",
                 )
             items = [
                 self._fill(v, t, part, (*at, str(i)))
@@ -693,7 +771,9 @@ class _Target:
 
     def load(self) -> None:
         """Fill the tensors; torch's planner finds the stored chunks that overlap with this rank's parts."""
-        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # half a second
+        from torch.distributed.checkpoint.default_planner import (
+            DefaultLoadPlanner,
+        )  # half a second
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             Metadata,
@@ -712,7 +792,9 @@ class _Target:
                 TensorProperties(layout.dtype), torch.Size(layout.shape), boxes
             )
             chunks.update({(name, chunk.offsets): chunk for chunk in layout.chunks})
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = DefaultLoadPlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False
+        )
         planner.set_up_planner(self._tensors, Metadata(stored))
         for item in planner.create_local_plan().items:
             name = item.dest_index.fqn
@@ -720,7 +802,10 @@ class _Target:
             assert offset is not None  # every item is a tensor
             chunk = chunks[name, tuple(offset)]
             found = self._files.read(
-                self._layouts[name], chunk, tuple(item.storage_offsets), tuple(item.lengths)
+                self._layouts[name],
+                chunk,
+                tuple(item.storage_offsets),
+                tuple(item.lengths),
             )
             planner.resolve_tensor(item).detach().copy_(found)
 
@@ -728,14 +813,21 @@ class _Target:
         root = self._source.root
         layout = self._source.stored(tree, part, key)
         if layout is None:
-            raise CheckpointError(root, key, "the state has a tensor where the checkpoint has none")
+            raise CheckpointError(
+                root, key, "the state has a tensor where the checkpoint has none"
+            )
         if layout.shape != tuple(value.shape):
             raise CheckpointError(
-                root, key, f"{list(layout.shape)} is stored, the state has {list(value.shape)}"
+                root,
+                key,
+                f"{list(layout.shape)} is stored, the state has {list(value.shape)}",
             )
         if value.is_meta:
             raise CheckpointError(
-                root, key, "the state's tensor has no memory", fix="call module.to_empty() first"
+                root,
+                key,
+                "the state's tensor has no memory",
+                fix="call module.to_empty() first",
             )
         name = f"{len(self._tensors)}/{key}"
         self._tensors[name] = value
@@ -760,7 +852,9 @@ def _check_boxes(everyone: list[list[Any]]) -> None:
         boxes.setdefault(name, set()).update(chunks)
     for name, found in boxes.items():
         check_cover(
-            "the state to fill", name, TensorLayout(torch.float32, shapes[name], tuple(found))
+            "the state to fill",
+            name,
+            TensorLayout(torch.float32, shapes[name], tuple(found)),
         )
 
 

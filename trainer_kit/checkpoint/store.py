@@ -26,7 +26,12 @@ from trainer_kit.checkpoint.manifest import (
     read_manifest,
     was_checkpoint,
 )
-from trainer_kit.checkpoint.read import is_complete, read_info, step_of, verify_checkpoint
+from trainer_kit.checkpoint.read import (
+    is_complete,
+    read_info,
+    step_of,
+    verify_checkpoint,
+)
 from trainer_kit.checkpoint.remote import move
 from trainer_kit.core.atomic_files import replace_file, sync_directory
 from trainer_kit.core.errors import CheckpointError, MissingCheckpointError
@@ -146,7 +151,9 @@ def entries(root: Location) -> list[Any]:
         return list(root.iterdir()) if root.is_dir() else []
 
 
-def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | None) -> None:
+def mark(
+    directory: str | os.PathLike[str], **names: str | os.PathLike[str] | None
+) -> None:
     """Give names to checkpoints of ``directory``, durably and all at once; None removes a name.
 
     If a new ``last`` cannot be written, the index is deleted: its ``last`` is out of date.
@@ -183,13 +190,16 @@ def _mark(root: Location, names: Mapping[str, str | os.PathLike[str] | None]) ->
         within = _within(root, target)
         if within is None or not is_complete(target):
             raise CheckpointError(
-                target, None, f"not a complete checkpoint in {root}, so it cannot be {name!r}"
+                target,
+                None,
+                f"not a complete checkpoint in {root}, so it cannot be {name!r}",
             )
         index[name] = within
     index = dict(sorted(index.items()))
     content = (
         json.dumps(
-            {"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}, indent=1
+            {"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)},
+            indent=1,
         )
         + "\n"
     )
@@ -200,7 +210,9 @@ def _mark(root: Location, names: Mapping[str, str | os.PathLike[str] | None]) ->
 def _within(root: Location, target: Location) -> str | None:
     if isinstance(root, RemotePath) or isinstance(target, RemotePath):
         start = f"{root / 'x'}"[:-1]
-        return str(target).removeprefix(start) if str(target).startswith(start) else None
+        return (
+            str(target).removeprefix(start) if str(target).startswith(start) else None
+        )
     return target.relative_to(root).as_posix() if root in target.parents else None
 
 
@@ -241,7 +253,9 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
         if isinstance(content, dict) and content.get("format") == _FORMAT
         else None
     )
-    if not isinstance(names, dict) or content.get("sha256", digest(names)) != digest(names):
+    if not isinstance(names, dict) or content.get("sha256", digest(names)) != digest(
+        names
+    ):
         return None
     return {
         name: path
@@ -301,13 +315,17 @@ def candidates(
     root = locate(directory)
     index = read_index(root) or {}
     visible = (
-        e for e in entries(root) if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name)
+        e
+        for e in entries(root)
+        if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name)
     )
     content: dict[Any, tuple[Any, bool]] = {}
     with named_failure(root, "the directory cannot be read"):
         for entry in visible:
             if was_checkpoint(entry) or (_is_closed(entry) and _is_named(entry, index)):
-                content[entry] = _content(entry) if whole_first or run is not None else (None, True)
+                content[entry] = (
+                    _content(entry) if whole_first or run is not None else (None, True)
+                )
         of_run = [
             entry
             for entry, (writer, _) in content.items()
@@ -343,7 +361,9 @@ def similar(
     word = re.sub(r"-v\d+$", "", stem).lower()
     if word in ("last", "best"):
         if newest is not None:
-            return f'pass "{word}": it is a name in the index of a directory, not a file'
+            return (
+                f'pass "{word}": it is a name in the index of a directory, not a file'
+            )
         if (found := lookup(path.parent, word)) is not None:
             return f'pass {found}: "{word}" is a name in the index of its directory, not a file'
     close = difflib.get_close_matches(stem, names, n=1)
@@ -462,7 +482,9 @@ def _content(path: Location) -> tuple[Any, bool]:
     except CheckpointError:
         return _ANY_RUN, True  # unknown; the caller must see the damage
     info = manifest.get("info")
-    return info.get("run") if isinstance(info, dict) else None, "progress" in manifest["parts"]
+    return info.get("run") if isinstance(info, dict) else None, "progress" in manifest[
+        "parts"
+    ]
 
 
 def _damage(path: Location) -> CheckpointError | None:
@@ -470,7 +492,9 @@ def _damage(path: Location) -> CheckpointError | None:
         verify_checkpoint(path)
     except CheckpointError as error:
         cause = error.__cause__
-        if error.key == "version" or (isinstance(cause, OSError) and cause.errno != errno.EIO):
+        if error.key == "version" or (
+            isinstance(cause, OSError) and cause.errno != errno.EIO
+        ):
             raise
         return error
     return None
@@ -479,7 +503,11 @@ def _damage(path: Location) -> CheckpointError | None:
 def _is_closed(path: Location) -> bool:
     if isinstance(path, RemotePath):
         return False
-    return path.is_dir() and not path.is_symlink() and not os.access(path, os.R_OK | os.X_OK)
+    return (
+        path.is_dir()
+        and not path.is_symlink()
+        and not os.access(path, os.R_OK | os.X_OK)
+    )
 
 
 def _is_named(path: Location, index: Mapping[str, str]) -> bool:

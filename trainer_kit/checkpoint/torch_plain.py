@@ -61,7 +61,9 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return {as_plain(item) for item in value}
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value) if value.dtype.kind in "biufc" else value.tolist()
+        return (
+            torch.from_numpy(value) if value.dtype.kind in "biufc" else value.tolist()
+        )
     return _object_as_plain(value)
 
 
@@ -75,9 +77,15 @@ def _object_as_plain(value: Any) -> Any:
     if isinstance(value, ObjectRecord):
         return {"class_path": value.kind, "state": as_plain(value.state)}
     if isinstance(value, nn.Module):
-        return {"class_path": type_name(type(value)), "state_dict": dict(value.state_dict())}
+        return {
+            "class_path": type_name(type(value)),
+            "state_dict": dict(value.state_dict()),
+        }
     if isinstance(value, partial):
-        return {"class_path": as_plain(value.func), "init_args": as_plain(value.keywords)}
+        return {
+            "class_path": as_plain(value.func),
+            "init_args": as_plain(value.keywords),
+        }
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return as_plain(attributes_of(value))
     codec = codec_of(value)

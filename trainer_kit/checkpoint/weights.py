@@ -35,7 +35,13 @@ from trainer_kit.checkpoint.files import (
     torch_load,
     write_file,
 )
-from trainer_kit.checkpoint.layout import Chunk, TensorLayout, check_cover, layouts_of, tensors_in
+from trainer_kit.checkpoint.layout import (
+    Chunk,
+    TensorLayout,
+    check_cover,
+    layouts_of,
+    tensors_in,
+)
 from trainer_kit.checkpoint.lightning import lightning_hparams, to_lightning
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
@@ -46,7 +52,12 @@ from trainer_kit.checkpoint.manifest import (
     read_json,
     read_manifest,
 )
-from trainer_kit.checkpoint.read import files_for, missing_checkpoint, read_checkpoint, read_trees
+from trainer_kit.checkpoint.read import (
+    files_for,
+    missing_checkpoint,
+    read_checkpoint,
+    read_trees,
+)
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.checkpoint.store import similar
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
@@ -106,7 +117,9 @@ def _read(
         if (sharded := _find_torch_sharded(file)) is not None:
             return {"state_dict": _read_torch_sharded(sharded, device)}
         return {
-            "state_dict": _joined(_find_weight_files(file), partial(read_tensors, device=device))
+            "state_dict": _joined(
+                _find_weight_files(file), partial(read_tensors, device=device)
+            )
         }
     if isinstance(file, Path) and (theirs := find_deepspeed(file)) is not None:
         return {"state_dict": deepspeed_weights(theirs, device)}
@@ -114,12 +127,20 @@ def _read(
         more = (
             []
             if parts == ()
-            else [one for one in read_manifest(file)["parts"] if parts is None or one in parts]
+            else [
+                one
+                for one in read_manifest(file)["parts"]
+                if parts is None or one in parts
+            ]
         )
         content = read_checkpoint(file, dict.fromkeys(["model", *more]), device=device)
         held = content.pop("model")
         weights = tensors_of(file, held)
-        extra = {name: value for name, value in held.items() if str(name).endswith(EXTRA_STATE)}
+        extra = {
+            name: value
+            for name, value in held.items()
+            if str(name).endswith(EXTRA_STATE)
+        }
         return {**content, "state_dict": {**weights, **extra}}
     if isinstance(file, RemotePath):
         with fetched(file.parent, [file.name]) as here:
@@ -139,13 +160,17 @@ def _read(
 _Held = TypeVar("_Held")
 
 
-def _joined(files: list[Path], read: Callable[[Path], dict[str, _Held]]) -> dict[str, _Held]:
+def _joined(
+    files: list[Path], read: Callable[[Path], dict[str, _Held]]
+) -> dict[str, _Held]:
     """Return what all files hold, by name; CheckpointError if two hold the same name."""
     whole: dict[str, _Held] = {}
     for file in files:
         found = read(file)
         if twice := whole.keys() & found:
-            raise CheckpointError(file, min(twice), "another file of this directory holds it too")
+            raise CheckpointError(
+                file, min(twice), "another file of this directory holds it too"
+            )
         whole |= found
     return whole
 
@@ -172,7 +197,9 @@ def weight_format(file: Path) -> Literal["safetensors", "torch"]:
             start = stream.read(9)
     if start[8:] == b"{":  # the JSON header follows its length
         return "safetensors"
-    if start.startswith((b"PK", b"\x80")):  # a zip file, or a pickle of torch before 1.6
+    if start.startswith(
+        (b"PK", b"\x80")
+    ):  # a zip file, or a pickle of torch before 1.6
         return "torch"
     raise CheckpointError(
         file,
@@ -231,7 +258,8 @@ def weight_layout(
         check_content(file, manifest, files_for(manifest, ["model"]))
     layout = layouts_of(file, manifest, ["model"])["model"]
     held = {
-        key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in layout.items()
+        key: torch.empty(one.shape, dtype=one.dtype, device="meta")
+        for key, one in layout.items()
     }
     keys = {tensor.untyped_storage()._cdata: key for key, tensor in held.items()}
     # The tree has the names, and the dtypes that safetensors does not hold: decode it with meta tensors.
@@ -243,7 +271,9 @@ def weight_layout(
         key = keys[tensor.untyped_storage()._cdata]
         same = tensor.dtype == held[key].dtype
         weights[name] = (
-            layout[key] if same else layout[key].viewed_as(tensor.dtype, tuple(tensor.shape))
+            layout[key]
+            if same
+            else layout[key].viewed_as(tensor.dtype, tuple(tensor.shape))
         )
     return file, weights
 
@@ -277,13 +307,19 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
         CheckpointError: as for `read_weights`.
     """
     file = locate(path)
-    content = _read(file, "cpu", None if whole else {"hyper_parameters", "hparams_name"})
+    content = _read(
+        file, "cpu", None if whole else {"hyper_parameters", "hparams_name"}
+    )
     kept = content["hyper_parameters"] = lightning_hparams(content)
     if not isinstance(kept, Mapping):
-        raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
+        raise CheckpointError(
+            file, "hyper_parameters", f"a {type(kept).__name__}, not a dict"
+        )
     for part in ("hyper_parameters", "datamodule_hyper_parameters"):
         if isinstance(content.get(part), Mapping):
-            content[part] = {name: _object_or_repr(value) for name, value in content[part].items()}
+            content[part] = {
+                name: _object_or_repr(value) for name, value in content[part].items()
+            }
     return content
 
 
@@ -328,14 +364,20 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
     indices = [index] if index is not None else sorted(directory.glob(f"*{_INDEX}"))
     if len(indices) > 1:
         raise CheckpointError(
-            directory, None, f"several indices: {', '.join(index.name for index in indices)}"
+            directory,
+            None,
+            f"several indices: {', '.join(index.name for index in indices)}",
         )
     if not indices:
         found = sorted(
-            path for path in directory.glob("*.safetensors") if not path.name.startswith(".")
+            path
+            for path in directory.glob("*.safetensors")
+            if not path.name.startswith(".")
         )
         if not found:
-            raise CheckpointError(directory, None, "neither a checkpoint, nor safetensors files")
+            raise CheckpointError(
+                directory, None, "neither a checkpoint, nor safetensors files"
+            )
         return found
     places = read_index(indices[0])
     files = [directory / name for name in sorted(set(places.values()))]
@@ -358,16 +400,24 @@ def read_index(index: Path) -> dict[str, str]:
         places: dict[str, str] = content.get("weight_map", content)
         names = sorted(set(places.values()))
         if not all(
-            isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..")
+            isinstance(name, str)
+            and name == os.path.basename(name)
+            and name not in ("", "..")
             for name in names
         ):
-            raise CheckpointError(index, "weight_map", "a file that is not one of this directory")
+            raise CheckpointError(
+                index, "weight_map", "a file that is not one of this directory"
+            )
     except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(index, "weight_map", "this is not an index of weights") from error
+        raise CheckpointError(
+            index, "weight_map", "this is not an index of weights"
+        ) from error
     for name in names:
         if not (index.parent / name).is_file():
             raise CheckpointError(
-                index.parent / name, None, f"{index.name} lists it, but it does not exist"
+                index.parent / name,
+                None,
+                f"{index.name} lists it, but it does not exist",
             )
     return places
 
@@ -428,7 +478,10 @@ def export(
             found=str(path),
             fix="export to a local path, and copy it there",
         )
-    kind, limit = _choose(path, format), in_bytes(max_shard_size, "max_shard_size", least=1)
+    kind, limit = (
+        _choose(path, format),
+        in_bytes(max_shard_size, "max_shard_size", least=1),
+    )
     if os.path.lexists(path):
         raise CheckpointError(
             path, None, "it exists already", fix="use another name, or delete it first"
@@ -443,10 +496,14 @@ def export(
         held["state_dict"] = without_wrappers(held["state_dict"])
         weights = to_lightning(held)
     else:
-        found = checkpoint if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
+        found = (
+            checkpoint if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
+        )
         weights = dict(without_wrappers(found))
     if kind in ("huggingface", "safetensors"):
-        _check_dtypes("the weights" if isinstance(checkpoint, Mapping) else checkpoint, weights)
+        _check_dtypes(
+            "the weights" if isinstance(checkpoint, Mapping) else checkpoint, weights
+        )
     work = hidden_path(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -628,7 +685,9 @@ def _find_torch_sharded(directory: Path) -> Path | None:
     return models[0] if models else None
 
 
-def _read_torch_sharded(directory: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def _read_torch_sharded(
+    directory: Path, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """Return the tensors of a torch distributed checkpoint, whole, by name.
 
     Args:
@@ -644,7 +703,9 @@ def _read_torch_sharded(directory: Path, device: torch.device | str = "cpu") -> 
     file = directory / _METADATA
     with named_failure(file, "it cannot be read"):
         if file.stat().st_size > _MOST_METADATA:
-            raise CheckpointError(file, None, f"it has more than {_MOST_METADATA} bytes")
+            raise CheckpointError(
+                file, None, f"it has more than {_MOST_METADATA} bytes"
+            )
         content = file.read_bytes()
     try:
         metadata = _Reader(content, file).load()
@@ -661,23 +722,32 @@ def _read_torch_sharded(directory: Path, device: torch.device | str = "cpu") -> 
         raise
     except Exception as error:  # a hostile file can cause any error
         raise CheckpointError(
-            file, None, f"it does not describe tensors ({type(error).__name__}: {error})"
+            file,
+            None,
+            f"it does not describe tensors ({type(error).__name__}: {error})",
         ) from error
     inside = all(name.startswith("model.") for name in tensors)
     return {
-        name.removeprefix("model.") if inside else name: tensor for name, tensor in tensors.items()
+        name.removeprefix("model.") if inside else name: tensor
+        for name, tensor in tensors.items()
     }
 
 
 def _tensor(
-    directory: Path, name: str, one: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]
+    directory: Path,
+    name: str,
+    one: Any,
+    places: Mapping[tuple[str, tuple[int, ...]], Any],
 ) -> Tensor:
     dtype, shape = one.properties.values[0], tuple(one.size)
     parts = [
-        (tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in one.chunks if math.prod(chunk.sizes)
+        (tuple(chunk.offsets), tuple(chunk.sizes))
+        for chunk in one.chunks
+        if math.prod(chunk.sizes)
     ]
     chunks = [
-        Chunk(offsets, sizes, places[name, offsets].relative_path, name) for offsets, sizes in parts
+        Chunk(offsets, sizes, places[name, offsets].relative_path, name)
+        for offsets, sizes in parts
     ]
     check_cover(directory / _METADATA, name, TensorLayout(dtype, shape, tuple(chunks)))
     for chunk in chunks:
@@ -692,7 +762,9 @@ def _tensor(
     whole = torch.empty(shape, dtype=dtype)
     for chunk in chunks:
         place, target = places[name, chunk.offsets], whole
-        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        for dim, (start, size) in enumerate(
+            zip(chunk.offsets, chunk.sizes, strict=True)
+        ):
             target = target.narrow(dim, start, size)
         with open(directory / chunk.file, "rb") as stream:
             stream.seek(place.offset)

@@ -20,7 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer_kit import callbacks as _callbacks
-from trainer_kit.commands.checkpoint_hparams import CheckpointWords, words_from_checkpoint
+from trainer_kit.commands.checkpoint_hparams import (
+    CheckpointWords,
+    words_from_checkpoint,
+)
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, did_you_mean, printable
@@ -42,7 +45,9 @@ __all__ = [
 ]
 
 # Instantiate no class for an argument without a type, and none of the classes that jsonargparse denies by itself.
-jsonargparse.set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=[])
+jsonargparse.set_parsing_settings(
+    instantiate_subclass_spec_in_any=False, import_path_denylist=[]
+)
 
 _CONFIG = "--config="
 _COMMANDS = {
@@ -53,7 +58,10 @@ _COMMANDS = {
 }
 
 
-_OPTIMIZERS: Final[Mapping[str, type[Any]]] = {"optimizer": Optimizer, "lr_scheduler": LRScheduler}
+_OPTIMIZERS: Final[Mapping[str, type[Any]]] = {
+    "optimizer": Optimizer,
+    "lr_scheduler": LRScheduler,
+}
 """The base class of what each option chooses."""
 
 
@@ -65,7 +73,11 @@ class _LoggerClass(ABC):  # noqa: B024  (jsonargparse needs a class, but a logge
 
 _PARTS: Mapping[str, tuple[Any, Any, str]] = {
     "strategy": (Strategy | str, "auto", "a word such as ddp, or a class"),
-    "precision": (Precision | str | int | None, None, "a word such as bf16-mixed, or a class"),
+    "precision": (
+        Precision | str | int | None,
+        None,
+        "a word such as bf16-mixed, or a class",
+    ),
     "logger": (
         bool | _LoggerClass | str | list[_LoggerClass | str] | None,
         None,
@@ -129,7 +141,9 @@ class Parsed:
     def seed(self) -> int | None:
         """The seed, or None. True gives 0: ranks that another launcher starts cannot agree on a random seed."""
         seed = self.values.seed_everything
-        return None if seed is False or seed is None else 0 if seed is True else int(seed)
+        return (
+            None if seed is False or seed is None else 0 if seed is True else int(seed)
+        )
 
     def entry_point_arguments(self) -> dict[str, Any]:
         """The arguments of the entry point itself."""
@@ -172,7 +186,9 @@ class Arguments:
         trainer_defaults: Mapping[str, Any],
         extension: Extension = Extension(),
     ) -> None:
-        for name in _callbacks.__all__:  # import them, so that their bare names are known
+        for (
+            name
+        ) in _callbacks.__all__:  # import them, so that their bare names are known
             getattr(_callbacks, name)
         self._kinds: dict[str, type[Any]] = {
             "trainer.callbacks": Callback,
@@ -182,7 +198,9 @@ class Arguments:
         }
         self._choose = {"model": choose_model, "data": choose_data}
         self._needs_data = needs_data
-        self._defaults = {f"trainer.{name}": value for name, value in trainer_defaults.items()}
+        self._defaults = {
+            f"trainer.{name}": value for name, value in trainer_defaults.items()
+        }
         text = inspect.getdoc(module) if module.__doc__ else None
         description = text and text.partition("\n\n")[0]
         self._extension = extension
@@ -192,11 +210,15 @@ class Arguments:
             return
         self.parser = self._make_parser("", description)
         subcommands = self.parser.add_subcommands(required=True, dest="subcommand")
-        self._parsers = {name: self._make_command(name, about) for name, about in _COMMANDS.items()}
+        self._parsers = {
+            name: self._make_command(name, about) for name, about in _COMMANDS.items()
+        }
         for name, parser in self._parsers.items():
             subcommands.add_subcommand(name, parser, help=_COMMANDS[name])
 
-    def _make_parser(self, command: str, description: str | None) -> jsonargparse.ArgumentParser:
+    def _make_parser(
+        self, command: str, description: str | None
+    ) -> jsonargparse.ArgumentParser:
         given = self._extension.parser_options
         options = (
             given.get(command, {})
@@ -204,10 +226,16 @@ class Arguments:
             else {k: v for k, v in given.items() if k not in _COMMANDS}
         )
         # With abbreviations a misspelt option could match another option.
-        standard = {"description": description, "exit_on_error": False, "allow_abbrev": False}
+        standard = {
+            "description": description,
+            "exit_on_error": False,
+            "allow_abbrev": False,
+        }
         return self._extension.parser(**{**standard, **options})
 
-    def _make_command(self, command: str, description: str | None) -> jsonargparse.ArgumentParser:
+    def _make_command(
+        self, command: str, description: str | None
+    ) -> jsonargparse.ArgumentParser:
         parser, more = self._make_parser(command, description), self._extension
         parser.add_argument(
             *("-c", "--config"),
@@ -227,18 +255,25 @@ class Arguments:
             instantiate=more.instantiates_trainer,
         )
         for name, (kind, default, text) in _PARTS.items():
-            parser.add_argument(f"--trainer.{name}", type=kind, default=default, help=text)
+            parser.add_argument(
+                f"--trainer.{name}", type=kind, default=default, help=text
+            )
         for name, kind in self._kinds.items():
             if name == "trainer.callbacks" or name in _OPTIMIZERS:
                 continue
             if self._choose[name]:
                 needed = name == "model" or self._needs_data
-                parser.add_subclass_arguments(kind, name, required=needed, fail_untyped=False)
+                parser.add_subclass_arguments(
+                    kind, name, required=needed, fail_untyped=False
+                )
             else:
                 parser.add_class_arguments(kind, name, fail_untyped=False)
         if command:
             parser.add_argument(
-                "--ckpt_path", type=str | None, default=None, help='a path, a URL, "last" or "best"'
+                "--ckpt_path",
+                type=str | None,
+                default=None,
+                help='a path, a URL, "last" or "best"',
             )
         if command == "fit":
             parser.add_argument(
@@ -261,16 +296,24 @@ class Arguments:
         """
         # The shell does not expand a tilde after "=".
         words = [
-            f"{_CONFIG}{os.path.expanduser(w[len(_CONFIG) :])}" if w.startswith(_CONFIG) else w
+            f"{_CONFIG}{os.path.expanduser(w[len(_CONFIG) :])}"
+            if w.startswith(_CONFIG)
+            else w
             for w in words
         ]
         files = _config_files(words)
         alone = not self._extension.commands
-        command = "" if alone else next((word for word in words if word in self._parsers), "fit")
+        command = (
+            ""
+            if alone
+            else next((word for word in words if word in self._parsers), "fit")
+        )
         prog = f"{os.path.basename(sys.argv[0])}{f' {command}' if command in words else ''}"
         early = words[0].partition("=")[0] if words else ""
         if not alone and early.startswith("-") and early not in ("-h", "--help"):
-            _refuse(f"{prog}: {early}: options stand after the command: {', '.join(_COMMANDS)}")
+            _refuse(
+                f"{prog}: {early}: options stand after the command: {', '.join(_COMMANDS)}"
+            )
         known = [
             option
             for option in self._parsers[command]._option_string_actions
@@ -283,7 +326,9 @@ class Arguments:
             _check_keys(prog, words, files, known, self._kinds)
             added = self._from_checkpoint(command, words, files, known)
             found = self.parser.parse_args([*words, *added.options])
-            _check_keys(prog, words, files, known, self._kinds)  # parsing has imported more classes
+            _check_keys(
+                prog, words, files, known, self._kinds
+            )  # parsing has imported more classes
         except _FileProblem as problem:
             _refuse(str(problem))
         except jsonargparse.ArgumentError as error:
@@ -291,7 +336,11 @@ class Arguments:
         return self._parsed(found, added.line)
 
     def _from_checkpoint(
-        self, command: str, words: Sequence[str], files: Sequence[str], known: Sequence[str]
+        self,
+        command: str,
+        words: Sequence[str],
+        files: Sequence[str],
+        known: Sequence[str],
     ) -> CheckpointWords:
         if not command:
             return CheckpointWords()
@@ -315,12 +364,17 @@ class Arguments:
 
     def _parsed(self, found: Any, line: str = "") -> Parsed:
         command = found.subcommand if self._extension.commands else ""
-        return Parsed(command, self._parsers[command], found[command] if command else found, line)
+        return Parsed(
+            command, self._parsers[command], found[command] if command else found, line
+        )
 
 
 def _config_files(words: Sequence[str]) -> list[str]:
     after = [value for word, value in pairwise(words) if word in ("-c", "--config")]
-    return [*after, *(word.partition("=")[2] for word in words if word.startswith("--config="))]
+    return [
+        *after,
+        *(word.partition("=")[2] for word in words if word.startswith("--config=")),
+    ]
 
 
 def _refuse(line: str) -> NoReturn:
@@ -333,7 +387,9 @@ def _add_optimizer_arguments(parser: jsonargparse.ArgumentParser) -> None:
     # They are made after the module's weights are on their device, not with the other classes.
     later: dict[str, Any] = {"instantiate": False, "fail_untyped": False}
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, **later)
-    parser.add_subclass_arguments(LRScheduler, "lr_scheduler", skip={"optimizer"}, **later)
+    parser.add_subclass_arguments(
+        LRScheduler, "lr_scheduler", skip={"optimizer"}, **later
+    )
     add_schedule_arguments(parser)
 
 
@@ -384,13 +440,18 @@ def use_optimizer(
     )
     if plateau and monitor is None and compose is None:
         raise ConfigurationError(
-            "ReduceLROnPlateau needs --lr_scheduler_monitor", fix="pass the name of a logged value"
+            "ReduceLROnPlateau needs --lr_scheduler_monitor",
+            fix="pass the name of a logged value",
         )
     if is_overridden("configure_optimizers", module, TrainModule):
-        show(f"--optimizer counts: {type(module).__name__}.configure_optimizers is not called")
+        show(
+            f"--optimizer counts: {type(module).__name__}.configure_optimizers is not called"
+        )
 
     def configure_optimizers() -> Any:
-        made = class_of(optimizer.class_path)(module.parameters(), **_init_args(optimizer))
+        made = class_of(optimizer.class_path)(
+            module.parameters(), **_init_args(optimizer)
+        )
         schedule = (
             None
             if scheduler is None
@@ -484,24 +545,40 @@ def _check_keys(
     """
     keys = _Keys([option.removeprefix("--") for option in options], kinds)
     for file in files:
-        keys.check(_root(file), "", lambda key, line, file=file: f"{file}:{line}: {key}")  # type: ignore[misc]
+        keys.check(
+            _root(file),
+            "",
+            lambda key, line, file=file: f"{file}:{line}: {key}",  # type: ignore[misc]
+        )
     for option, value in _given(words):
         try:
             node = yaml.compose(value, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, OverflowError):
             continue
-        keys.check(node, option.removeprefix("--").rstrip("+"), lambda key, _: f"{prog}: --{key}")
+        keys.check(
+            node,
+            option.removeprefix("--").rstrip("+"),
+            lambda key, _: f"{prog}: --{key}",
+        )
 
 
 def _given(words: Sequence[str]) -> list[tuple[str, str]]:
     """The options on the command line, and their values."""
-    joined = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
+    joined = [
+        word.partition("=")[::2]
+        for word in words
+        if word.startswith("--") and "=" in word
+    ]
     separate = [
         (word, value)
         for word, value in pairwise(words)
         if word.startswith("--") and "=" not in word
     ]
-    return [(option, value) for option, value in [*joined, *separate] if option != "--config"]
+    return [
+        (option, value)
+        for option, value in [*joined, *separate]
+        if option != "--config"
+    ]
 
 
 def _check_nodes(path: str, node: yaml.Node | None) -> None:
@@ -522,12 +599,21 @@ def _check_nodes(path: str, node: yaml.Node | None) -> None:
         if isinstance(one, yaml.MappingNode):
             keys: set[str] = set()
             for key, value in one.value:
-                word = isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:null"
+                word = (
+                    isinstance(key, yaml.ScalarNode)
+                    and key.tag != "tag:yaml.org,2002:null"
+                )
                 if not word or key.value in keys:
-                    what = f"{_short(key.value)}: given twice" if word else "a key must be a word"
+                    what = (
+                        f"{_short(key.value)}: given twice"
+                        if word
+                        else "a key must be a word"
+                    )
                     raise _FileProblem(f"{path}:{key.start_mark.line + 1}: {what}")
                 keys.add(key.value)
-                rest += [key, value] if key.tag != "tag:yaml.org,2002:merge" else [value]
+                rest += (
+                    [key, value] if key.tag != "tag:yaml.org,2002:merge" else [value]
+                )
         elif isinstance(one, yaml.SequenceNode):
             rest += one.value
 
@@ -559,20 +645,31 @@ def _complaint(
         r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*?)\)", text
     ):
         commands = re.findall(r"\w+", found[2])
-        return f"{prog}: {_short(found[1])}: unknown command{_meant(found[1], commands)}"
+        return (
+            f"{prog}: {_short(found[1])}: unknown command{_meant(found[1], commands)}"
+        )
     if found := re.search(r'expected "subcommand" to be one of \{(.*?)\}', text):
-        return f"{prog}: a command is missing: {found[1].replace(',', ', ')}; see --help"
+        return (
+            f"{prog}: a command is missing: {found[1].replace(',', ', ')}; see --help"
+        )
     if found := re.search(r"does not accept option '([^']+)'", text):
         keys = {option.removeprefix("--") for option in options}
         keys |= {part for key in keys for part in _prefixes(key)}
-        unknown = next((part for part in _prefixes(found[1]) if part not in keys), found[1])
-        return f"{_place(unknown, prog, words, files)}: unknown key{_meant(unknown, keys)}"
+        unknown = next(
+            (part for part in _prefixes(found[1]) if part not in keys), found[1]
+        )
+        return (
+            f"{_place(unknown, prog, words, files)}: unknown key{_meant(unknown, keys)}"
+        )
     chain = re.findall(r'Parser key "([^"]+)":', text)
     if chain:
         inner = _inner(text, chain, kinds)
         return f"{_place(chain[0], prog, words, files, inner[0])}: {inner[1]}"
     if found := re.search(r"the following arguments are required: (.*)", text):
-        names = [name.strip().partition(".")[2] or name.strip() for name in found[1].split(",")]
+        names = [
+            name.strip().partition(".")[2] or name.strip()
+            for name in found[1].split(",")
+        ]
         return f"{prog}: {', '.join(f'--{name}' for name in names)}: required"
     if found := re.search(r"argument (\S+?):? (expected .*)", text):
         return f"{prog}: {found[1].rstrip(':')}: {found[2]}"
@@ -588,9 +685,10 @@ def _inner(
     classes = re.findall(r"Problem with given class_path '([^']+)'", text)
     kind = classes[-1] if classes else None
     if kind and (found := re.search(r"Option '([^']+)' is not accepted", text)):
-        return found[
-            1
-        ], f"{kind} does not take {found[1]!r}{_meant(found[1], _parameter_names(_imported(kind)))}"
+        return (
+            found[1],
+            f"{kind} does not take {found[1]!r}{_meant(found[1], _parameter_names(_imported(kind)))}",
+        )
     if kind and (found := re.search(r"following arguments are required: (.*)", text)):
         return None, f"{kind} needs {found[1]}"
     if found := re.search(r"Expected a dot import path string: (\S+)", text):
@@ -604,7 +702,9 @@ def _inner(
             f"no class is called {found[1]!r}{_meant(found[1], names, 'write package.module.Class')}",
         )
     given = re.search(r"Given value: (.*?)\s*$", text, re.M)
-    if found := re.search(r"Import path (?:\S+ )?does not correspond to a subclass of (\w+)", text):
+    if found := re.search(
+        r"Import path (?:\S+ )?does not correspond to a subclass of (\w+)", text
+    ):
         return (
             None,
             f"{_short(given[1]) if given else 'this class'} is not a subclass of {found[1]}",
@@ -613,12 +713,17 @@ def _inner(
         r"(?:No module named|module) '[^']+'(?: has no attribute '[^']+')?", text
     ):
         return None, f"{kind or chain[0]} cannot be imported: {found[0]}"
-    if len(chain) > 1 and (found := re.search(r"Expected (?:an? )?(.+?)\. Got value: (.*)", text)):
-        return chain[
-            -1
-        ], f"{chain[-1]}: expected {_kind(found[1])}, found {_shown(found[2], chain[-1])}"
+    if len(chain) > 1 and (
+        found := re.search(r"Expected (?:an? )?(.+?)\. Got value: (.*)", text)
+    ):
+        return (
+            chain[-1],
+            f"{chain[-1]}: expected {_kind(found[1])}, found {_shown(found[2], chain[-1])}",
+        )
     given = given or re.search(r"Got value: (.*?)\s*$", text, re.M)
-    expected = [_kind(name) for name in re.findall(r"Expected (?:an? )?(<class '[^']+'>)", text)]
+    expected = [
+        _kind(name) for name in re.findall(r"Expected (?:an? )?(<class '[^']+'>)", text)
+    ]
     if expected and given:
         return (
             None,
@@ -641,7 +746,10 @@ def _place(
     anywhere: bool = False,
 ) -> str:
     """The option, or the line of the file, that contains ``key``."""
-    if any(word.partition("=")[0].removeprefix("--").rstrip("+").startswith(key) for word in words):
+    if any(
+        word.partition("=")[0].removeprefix("--").rstrip("+").startswith(key)
+        for word in words
+    ):
         return f"{prog}: --{key}"
     for file in reversed(files):
         line = _line(file, "", key) if anywhere else _line(file, key, inner)
@@ -653,7 +761,9 @@ def _place(
 def _line(file: str, key: str, inner: str | None) -> int | None:
     node, line = _root(file), None
     while key:  # a key may itself contain dots
-        entry = next((entry for part in _prefixes(key) if (entry := _entry(node, part))), None)
+        entry = next(
+            (entry for part in _prefixes(key) if (entry := _entry(node, part))), None
+        )
         if entry is None:
             return None
         line, node = entry[0].start_mark.line + 1, entry[1]
@@ -675,7 +785,10 @@ def _root(file: str) -> Any:
 
 
 def _entry(node: Any, name: str) -> Any:
-    return next((pair for pair in _pairs(node) if f"{pair[0].value}.".startswith(f"{name}.")), None)
+    return next(
+        (pair for pair in _pairs(node) if f"{pair[0].value}.".startswith(f"{name}.")),
+        None,
+    )
 
 
 def _pairs(node: Any) -> list[tuple[Any, Any]]:
@@ -693,7 +806,11 @@ def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> st
 def _shown(value: str, key: str) -> str:
     """A value for the message; nested values are left out, because some may be secrets."""
     inside = value.startswith(("{", "[", "Namespace(", "NestedArg("))
-    return "what was given" if inside else _short(mask_secrets(value, key.rpartition(".")[2]))
+    return (
+        "what was given"
+        if inside
+        else _short(mask_secrets(value, key.rpartition(".")[2]))
+    )
 
 
 def _short(value: Any, most: int = 80) -> str:
@@ -740,18 +857,28 @@ class _Keys:
         for item in node.value if isinstance(node, yaml.SequenceNode) else ():
             self._below(item, key)
         pairs = _pairs(node)
-        path = next((str(value.value) for name, value in pairs if name.value == "class_path"), None)
+        path = next(
+            (str(value.value) for name, value in pairs if name.value == "class_path"),
+            None,
+        )
         kind = self._kinds.get(key) if path is None else self._class(path)
         for name, value in pairs:
             if path is not None and name.value in ("init_args", "dict_kwargs"):
-                self._check_arguments(value, key, path, kind if name.value == "init_args" else None)
+                self._check_arguments(
+                    value, key, path, kind if name.value == "init_args" else None
+                )
                 continue
             inner, line = (
                 f"{key}.{name.value}" if key else str(name.value),
                 name.start_mark.line + 1,
             )
             inside = any(part in self._leaves for part in _prefixes(inner)[:-1])
-            if _is_empty(value) and path is None and not inside and inner not in self._places:
+            if (
+                _is_empty(value)
+                and path is None
+                and not inside
+                and inner not in self._places
+            ):
                 near = did_you_mean(inner, self._places, otherwise="see --help")
                 self._refuse(inner, line, f"unknown key, {near}")
             if path is None and kind is not None:
@@ -762,13 +889,17 @@ class _Keys:
         for name, value in _pairs(node):
             line = name.start_mark.line + 1
             if kind is not None and _is_empty(value) and not _takes(kind, name.value):
-                near = did_you_mean(name.value, _parameter_names(kind), otherwise="see --help")
+                near = did_you_mean(
+                    name.value, _parameter_names(kind), otherwise="see --help"
+                )
                 self._refuse(key, line, f"{path} does not take {name.value!r}, {near}")
             if kind is not None:
                 self._check_class(kind, name.value, value, f"{key}.{name.value}", line)
             self._below(value, key)
 
-    def _check_class(self, kind: Any, name: str, value: Any, key: str, line: int) -> None:
+    def _check_class(
+        self, kind: Any, name: str, value: Any, key: str, line: int
+    ) -> None:
         if (
             any(inner.value == "class_path" for inner, _ in _pairs(value))
             and _annotation(kind, name) in _UNTYPED
@@ -797,7 +928,9 @@ def _imported(path: str) -> Any:
 
 
 def _is_empty(node: Any) -> bool:
-    return isinstance(node, yaml.MappingNode) and all(_is_empty(value) for _, value in node.value)
+    return isinstance(node, yaml.MappingNode) and all(
+        _is_empty(value) for _, value in node.value
+    )
 
 
 def _constructors(kind: Any) -> list[tuple[str, Mapping[str, inspect.Parameter]]]:
@@ -807,17 +940,26 @@ def _constructors(kind: Any) -> list[tuple[str, Mapping[str, inspect.Parameter]]
         for base in getattr(kind, "__mro__", ())
         if "__init__" in vars(base) and base is not object
     ]
-    return [(base.__module__, inspect.signature(base.__init__).parameters) for base in own]
+    return [
+        (base.__module__, inspect.signature(base.__init__).parameters) for base in own
+    ]
 
 
 def _annotation(kind: Any, name: str) -> Any:
     """The annotation of an argument of a constructor; None if no constructor names it."""
-    return next((found[name].annotation for _, found in _constructors(kind) if name in found), None)
+    return next(
+        (found[name].annotation for _, found in _constructors(kind) if name in found),
+        None,
+    )
 
 
 def _takes(kind: Any, name: str) -> bool:
     # torch's constructors take any keyword only to refuse it.
-    found = [given for module, given in _constructors(kind) if not module.startswith("torch.")]
+    found = [
+        given
+        for module, given in _constructors(kind)
+        if not module.startswith("torch.")
+    ]
     anything = not found or any(
         one.kind is inspect.Parameter.VAR_KEYWORD for one in found[-1].values()
     )

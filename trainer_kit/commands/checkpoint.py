@@ -22,13 +22,18 @@ class _Place(FilePath):
     """A local path, or a URL; the command checks whether the URL exists."""
 
     def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+        self,
+        value: Any,
+        parameter: click.Parameter | None,
+        context: click.Context | None,
     ) -> Any:
         if not is_url(value):
             return super().convert(value, parameter, context)
         found = locate(value)
         return (
-            found if isinstance(found, RemotePath) else super().convert(found, parameter, context)
+            found
+            if isinstance(found, RemotePath)
+            else super().convert(found, parameter, context)
         )
 
 
@@ -106,7 +111,9 @@ def _verify(paths: tuple[Location, ...]) -> None:
             except CheckpointError as error:
                 damaged += 1
                 where = os.path.relpath(error.file, each)
-                click.echo(f"{each}: damaged: {'' if where == '.' else f'{where}: '}{error.reason}")
+                click.echo(
+                    f"{each}: damaged: {'' if where == '.' else f'{where}: '}{error.reason}"
+                )
             else:
                 click.echo(f"{each}: ok")
     if not verified:
@@ -161,9 +168,14 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
     help="A .ckpt file from which Lightning resumes.",
 )
 @click.option(
-    "--max-shard-size", default="5GB", show_default=True, help="Of a file in huggingface's layout."
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    help="Of a file in huggingface's layout.",
 )
-def _export(source: Location, target: Path, format: str | None, max_shard_size: str) -> None:
+def _export(
+    source: Location, target: Path, format: str | None, max_shard_size: str
+) -> None:
     """Write the weights of SOURCE to TARGET: one file, or Hugging Face's layout."""
     from trainer_kit.checkpoint.weights import export
 
@@ -199,11 +211,15 @@ def _repair(directory: Location) -> None:
 
     done = repair(directory)
     for path, problem in done.damaged:
-        click.echo(f"set aside as {path.name}: {Path(problem.file).name}: {problem.reason}")
+        click.echo(
+            f"set aside as {path.name}: {Path(problem.file).name}: {problem.reason}"
+        )
     for path, problem in done.left:
         click.echo(f"left as it is: {path.name}: {problem.reason}")
     if done.discarded:
-        click.echo(f"discarded {done.discarded} incomplete save{'s' * (done.discarded > 1)}")
+        click.echo(
+            f"discarded {done.discarded} incomplete save{'s' * (done.discarded > 1)}"
+        )
     newest = f", the newest is {done.sound[0].name}" if done.sound else ""
     click.echo(f"{len(done.sound)} sound{newest}")
 

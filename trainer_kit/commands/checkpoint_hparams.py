@@ -55,12 +55,18 @@ def words_from_checkpoint(
         known: all options of the command, such as ``--model.width``.
         kinds: the classes among which ``--model`` chooses; None: the class is fixed.
     """
-    settings = [*files, *({option.removeprefix("--"): value} for option, value in _options(words))]
+    settings = [
+        *files,
+        *({option.removeprefix("--"): value} for option, value in _options(words)),
+    ]
     path = next(
-        (entry["ckpt_path"] for entry in reversed(settings) if entry.get("ckpt_path")), None
+        (entry["ckpt_path"] for entry in reversed(settings) if entry.get("ckpt_path")),
+        None,
     )
     hparams = (
-        {} if not isinstance(path, str) or path in ("last", "best") else read_hyper_parameters(path)
+        {}
+        if not isinstance(path, str) or path in ("last", "best")
+        else read_hyper_parameters(path)
     )
     explicit = {name for entry in settings for name in _model_arguments(entry)}
     accepted = _accepted(settings, known, kinds)
@@ -80,10 +86,14 @@ def words_from_checkpoint(
     line = f"hyperparameters of {path}: {listed or 'none'}"
     overridden = [name for name in hparams if name in explicit and name in accepted]
     if overridden:
-        line += f"; from the command line or a configuration file: {', '.join(overridden)}"
+        line += (
+            f"; from the command line or a configuration file: {', '.join(overridden)}"
+        )
     if refused:
         line += f"; to be passed, since no option can hold them: {', '.join(refused)}"
-    return CheckpointWords(tuple(f"--{_MODEL}.{name}={text}" for name, text in taken.items()), line)
+    return CheckpointWords(
+        tuple(f"--{_MODEL}.{name}={text}" for name, text in taken.items()), line
+    )
 
 
 def read_hyper_parameters(path: str) -> dict[str, Any]:
@@ -92,7 +102,9 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     try:
         if is_complete(location):
             parts = [
-                part for part in ("hyper_parameters",) if part in read_manifest(location)["parts"]
+                part
+                for part in ("hyper_parameters",)
+                if part in read_manifest(location)["parts"]
             ]
             found = read_checkpoint(location, parts=parts).get("hyper_parameters", {})
         else:
@@ -103,7 +115,11 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
 
 
 def _options(words: Sequence[str]) -> list[tuple[str, Any]]:
-    joined = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
+    joined = [
+        word.partition("=")[::2]
+        for word in words
+        if word.startswith("--") and "=" in word
+    ]
     separate = [
         (word, value)
         for word, value in pairwise(words)
@@ -129,12 +145,18 @@ def _model_arguments(entry: Mapping[str, Any]) -> set[str]:
             inner = value.get("init_args")
             names |= set(value) | (set(inner) if isinstance(inner, Mapping) else set())
         elif key.startswith(f"{_MODEL}."):
-            names.add(key.removeprefix(f"{_MODEL}.").removeprefix("init_args.").partition(".")[0])
+            names.add(
+                key.removeprefix(f"{_MODEL}.")
+                .removeprefix("init_args.")
+                .partition(".")[0]
+            )
     return names
 
 
 def _accepted(
-    settings: Sequence[Mapping[str, Any]], known: Collection[str], kinds: Sequence[type[Any]] | None
+    settings: Sequence[Mapping[str, Any]],
+    known: Collection[str],
+    kinds: Sequence[type[Any]] | None,
 ) -> set[str]:
     """The arguments that the chosen class takes."""
     if kinds is None:
@@ -171,7 +193,11 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         items = {str(key): _plain(item) for key, item in value.items()}
-        return _UNWRITABLE if set(items) == {"repr"} or _UNWRITABLE in items.values() else items
+        return (
+            _UNWRITABLE
+            if set(items) == {"repr"} or _UNWRITABLE in items.values()
+            else items
+        )
     if isinstance(value, (list, tuple)):
         parts = [_plain(item) for item in value]
         return _UNWRITABLE if any(part is _UNWRITABLE for part in parts) else parts

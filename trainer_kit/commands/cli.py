@@ -99,11 +99,15 @@ def cli(
     try:
         made = parsed.instantiate()
         use_optimizer(made["model"], parsed.values, made["trainer"].print)
-    except ConfigurationError as error:  # from the Trainer or from constructors of the user
+    except (
+        ConfigurationError
+    ) as error:  # from the Trainer or from constructors of the user
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
     trainer, datamodule = made["trainer"], made.get("data")
-    trainer.set_callbacks([*trainer.callbacks, SaveConfigCallback(parsed.parser, parsed.values)])
+    trainer.set_callbacks(
+        [*trainer.callbacks, SaveConfigCallback(parsed.parser, parsed.values)]
+    )
     if parsed.checkpoint_line:
         trainer.say(parsed.checkpoint_line)
     run = getattr(trainer, parsed.command)
@@ -146,15 +150,22 @@ class SaveConfigCallback(Callback):
     ) -> None:
         if multifile:
             raise ConfigurationError(
-                "the configuration is always saved as one file", fix="leave multifile out"
+                "the configuration is always saved as one file",
+                fix="leave multifile out",
             )
         self.parser, self.config, self.config_filename = parser, config, config_filename
-        self.overwrite, self.save_to_log_dir, self.already_saved = overwrite, save_to_log_dir, False
+        self.overwrite, self.save_to_log_dir, self.already_saved = (
+            overwrite,
+            save_to_log_dir,
+            False,
+        )
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if self.already_saved or not trainer.is_global_zero:
             return
-        writes = trainer.loggers or (stage == "fit" and trainer.checkpoint_callback is not None)
+        writes = trainer.loggers or (
+            stage == "fit" and trainer.checkpoint_callback is not None
+        )
         if self.save_to_log_dir and writes and not trainer.fast_dev_run:
             import yaml
 
@@ -165,12 +176,16 @@ class SaveConfigCallback(Callback):
             if not plain.get("load_weights_only"):
                 plain.pop("load_weights_only", None)  # only fit has it
             trainer.run_dir.mkdir(parents=True, exist_ok=True)
-            text = yaml.safe_dump(mask_secrets(plain), sort_keys=False, allow_unicode=True)
+            text = yaml.safe_dump(
+                mask_secrets(plain), sort_keys=False, allow_unicode=True
+            )
             _keep(trainer.run_dir / self.config_filename, text, self.overwrite)
         self.save_config(trainer, pl_module, stage)
         self.already_saved = True
 
-    def save_config(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+    def save_config(
+        self, trainer: TrainerLike, pl_module: ModuleLike, stage: str
+    ) -> None:
         """Called once on rank 0, after the file is written; does nothing by default."""
 
 
@@ -181,7 +196,9 @@ def _keep(first: Path, text: str, overwrite: bool) -> None:
     while True:
         try:
             with open(
-                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600),
+                "w",
+                encoding="utf-8",
             ) as file:
                 file.write(text)
             return

@@ -19,7 +19,9 @@ from trainer_kit.launch.options import SECTIONS, TOP, Option, positive, several_
 
 __all__ = ["config", "write_basic_config"]
 
-__path__: list[str] = []  # Accelerate has modules below this one: `commands.config.default`
+__path__: list[
+    str
+] = []  # Accelerate has modules below this one: `commands.config.default`
 __getattr__ = other_names(__name__)
 
 _LATER: Final = "(written; cannot be launched yet)"
@@ -78,7 +80,9 @@ def _accelerator() -> tuple[str | None, int]:
 
 def _ask(option: Option, default: str) -> Any:
     if option.words:
-        return choose(f"{option.name}?", [(word, word) for word in option.words], default)
+        return choose(
+            f"{option.name}?", [(word, word) for word in option.words], default
+        )
     return ask(f"{option.name}?", default, option.value)
 
 
@@ -92,7 +96,9 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
             "Which of them is this, from 0?", "0", TOP["machine_rank"].value
         )
         answers["main_process_ip"] = ask("Address of machine 0?", None, str)
-        answers["main_process_port"] = ask("Port there?", "29500", TOP["main_process_port"].value)
+        answers["main_process_port"] = ask(
+            "Port there?", "29500", TOP["main_process_port"].value
+        )
     each = max(2, os.cpu_count() or 1) if kind == "MULTI_CPU" else max(count, 1)
     found = (
         f" ({count} of type {device} here)"
@@ -100,7 +106,9 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
         else ""
     )
     answers["num_processes"] = ask(
-        f"How many processes, on all machines together?{found}", str(each * machines), positive
+        f"How many processes, on all machines together?{found}",
+        str(each * machines),
+        positive,
     )
     if kind.startswith("MULTI_") and kind != "MULTI_CPU":
         held = choose("How is the model held?", _HOLDS, "DDP")
@@ -121,14 +129,19 @@ def _answers() -> dict[str, Any]:
         "compute_environment": choose("Where will it run?", _PLACES, "LOCAL_MACHINE")
     }
     if answers["compute_environment"] == "AMAZON_SAGEMAKER":
-        answers.update({name: ask(f"{name}?", default, str) for name, default in _SAGEMAKER})
+        answers.update(
+            {name: ask(f"{name}?", default, str) for name, default in _SAGEMAKER}
+        )
         answers["distributed_type"] = "NO"
     else:
         several = several_on(device or "cuda")
         kinds = (
             ("NO", "one process"),
             ("MULTI_CPU", "several processes on the CPU"),
-            (several, f"several accelerators{f', {count} here' if count else ' (none here)'}"),
+            (
+                several,
+                f"several accelerators{f', {count} here' if count else ' (none here)'}",
+            ),
             ("XLA", "TPUs of this machine, through torch_xla"),
         )
         kind = choose("On what?", kinds, several if count > 1 else "NO")
@@ -150,7 +163,9 @@ def _answers() -> dict[str, Any]:
     answers["dynamo_config"] = {"dynamo_backend": compiled} if compiled != "NO" else {}
     answers["debug"] = (
         choose(
-            "Check what is exchanged between processes first?", [("no", "no"), ("yes", "yes")], "no"
+            "Check what is exchanged between processes first?",
+            [("no", "no"), ("yes", "yes")],
+            "no",
         )
         == "yes"
     )
@@ -188,7 +203,10 @@ def config(context: click.Context, config_file: Path | None) -> None:
 
     path = config_file or our_default()
     answers = _answers()
-    if path.exists() and choose(f"Replace {path}?", [("yes", "yes"), ("no", "no")], "yes") == "no":
+    if (
+        path.exists()
+        and choose(f"Replace {path}?", [("yes", "yes"), ("no", "no")], "yes") == "no"
+    ):
         click.echo("nothing was written")
         return
     _write(path, answers)
@@ -200,7 +218,10 @@ def config(context: click.Context, config_file: Path | None) -> None:
 
 @config.command("default")
 @click.option(
-    "--mixed_precision", "--mixed-precision", type=click.Choice(_PRECISIONS), default="no"
+    "--mixed_precision",
+    "--mixed-precision",
+    type=click.Choice(_PRECISIONS),
+    default="no",
 )
 @click.option("--config_file", "--config-file", type=_FILE, help="Where to write.")
 @click.option("--force", is_flag=True, help="Also over a file that is there.")
@@ -213,7 +234,9 @@ def _default(
 
     path = config_file or context.obj or our_default()
     if path.exists() and not force:
-        raise click.ClickException(f"{path} is there and stays as it is; --force replaces it")
+        raise click.ClickException(
+            f"{path} is there and stays as it is; --force replaces it"
+        )
     _write(path, _basic(mixed_precision))
     click.echo(f"written: {path}")
 
@@ -252,7 +275,9 @@ def write_basic_config(
     word = mixed_precision.lower()
     if word not in _PRECISIONS:
         raise ConfigurationError(
-            "unknown precision", found=repr(mixed_precision), fix=did_you_mean(word, _PRECISIONS)
+            "unknown precision",
+            found=repr(mixed_precision),
+            fix=did_you_mean(word, _PRECISIONS),
         )
     path = our_default() if save_location is None else Path(save_location)
     if path.exists():

@@ -36,7 +36,9 @@ _TIMEOUT: Final = timedelta(seconds=120)
     help="Of runs.",
 )
 @click.option(
-    "--devices", type=click.IntRange(1), help="Ranks to start; by default one for each accelerator."
+    "--devices",
+    type=click.IntRange(1),
+    help="Ranks to start; by default one for each accelerator.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(directory: Path, devices: int | None, as_json: bool) -> None:
@@ -54,7 +56,9 @@ def doctor(directory: Path, devices: int | None, as_json: bool) -> None:
     except TrainerKitError:  # check_machine says what is wrong with it
         findings, made = check_machine(directory), None
     else:
-        findings, made = _on_ranks(directory) if here.launched else _here(directory, devices)
+        findings, made = (
+            _on_ranks(directory) if here.launched else _here(directory, devices)
+        )
         if here.rank > 0:
             sys.exit(_code(findings))
     if as_json:
@@ -86,7 +90,11 @@ def _here(directory: Path, devices: int | None) -> tuple[list[Finding], Survey |
                 "start with fewer ranks, or look at the traceback above",
             )
         ]
-    return [*check_machine(directory), *findings, *(() if made is None else made.findings)], made
+    return [
+        *check_machine(directory),
+        *findings,
+        *(() if made is None else made.findings),
+    ], made
 
 
 def _on_ranks(directory: Path) -> tuple[list[Finding], Survey | None]:
@@ -153,13 +161,19 @@ def _print(findings: list[Finding], made: Survey | None) -> None:
     width = max(len(each.about) for each in findings)
     for each in findings:
         where = (
-            f" [{each.host}]" if len(hosts) > 1 and each.host and each.host not in each.text else ""
+            f" [{each.host}]"
+            if len(hosts) > 1 and each.host and each.host not in each.text
+            else ""
         )
         click.echo(f"{each.level:8}{each.about:{width}}  {each.text}{where}")
         if each.fix and each.level != "OK":
             click.echo(f"{'':8}{'':{width}}  → {each.fix}")
-    wrong, warned = (sum(each.level == level for each in findings) for level in ("fix", "warning"))
-    click.echo(f"{len(findings)} checks: {wrong} to fix, {warned} warning{'s' * (warned != 1)}")
+    wrong, warned = (
+        sum(each.level == level for each in findings) for level in ("fix", "warning")
+    )
+    click.echo(
+        f"{len(findings)} checks: {wrong} to fix, {warned} warning{'s' * (warned != 1)}"
+    )
 
 
 def _as_json(findings: list[Finding], made: Survey | None) -> dict[str, Any]:

@@ -29,7 +29,9 @@ class _SeveralDtypes(click.Command):
 
         words: list[str] = []
         for word in args:
-            again = words[-2:-1] == ["--dtypes"] and words[-1] in DTYPES and word in DTYPES
+            again = (
+                words[-2:-1] == ["--dtypes"] and words[-1] in DTYPES and word in DTYPES
+            )
             words += ["--dtypes", word] if again else [word]
         return super().parse_args(ctx, words)
 
@@ -37,7 +39,9 @@ class _SeveralDtypes(click.Command):
 @click.command("estimate-memory", cls=_SeveralDtypes)
 @click.argument("model")
 @click.option(
-    "--args", default="{}", help="The constructor's arguments, as JSON or YAML: '{width: 512}'."
+    "--args",
+    default="{}",
+    help="The constructor's arguments, as JSON or YAML: '{width: 512}'.",
 )
 @click.option(
     "--dtypes",
@@ -50,7 +54,9 @@ class _SeveralDtypes(click.Command):
     help="MODEL is a class of this library.",
 )
 @click.option(
-    "--trust_remote_code", is_flag=True, help="Run Python files in the directory of a config.json."
+    "--trust_remote_code",
+    is_flag=True,
+    help="Run Python files in the directory of a config.json.",
 )
 def estimate_memory(
     model: str,
@@ -68,11 +74,20 @@ def estimate_memory(
     from trainer_kit.core.display import in_units
     from trainer_kit.planning import memory
 
-    shapes = memory.describe_module(_shapes(model, args, library_name, trust_remote_code))
+    shapes = memory.describe_module(
+        _shapes(model, args, library_name, trust_remote_code)
+    )
     rows = [("DTYPE", "WEIGHTS", "GRADIENTS", "ADAM", "TRAINING", "LARGEST LAYER")]
     for each in memory.estimate_memory(shapes, dtypes or None):
-        sizes = (each.weights, each.gradients, each.optimizer, each.training, each.largest_layer)
-        rows.append((each.dtype, *("-" if size is None else in_units(size) for size in sizes)))  # type: ignore[arg-type]
+        sizes = (
+            each.weights,
+            each.gradients,
+            each.optimizer,
+            each.training,
+            each.largest_layer,
+        )
+        cells = ["-" if size is None else in_units(size) for size in sizes]
+        rows.append((each.dtype, *cells))  # type: ignore[arg-type]
     largest = max(shapes.layers, key=lambda name: shapes.layers[name], default="")
     home = repr(largest) if largest else "the model itself"
     click.echo(
@@ -89,7 +104,9 @@ def _shapes(model: str, args: str, library: str | None, trust_remote_code: bool)
 
     path = Path(model)
     configured = path.is_dir() and (path / "config.json").is_file()
-    if configured and (library == "transformers" or not any(path.glob("*.safetensors"))):
+    if configured and (
+        library == "transformers" or not any(path.glob("*.safetensors"))
+    ):
         return _from_config(path, trust_remote_code)
     if path.exists():
         return weight_shapes(path)
@@ -135,7 +152,9 @@ def _from_class(model: str, arguments: dict[str, Any]) -> Any:
             fix="run the command in a directory from which it can be imported",
         ) from error
     if not hasattr(home, name):
-        raise ConfigurationError(f"{module} has no {name!r}", fix=did_you_mean(name, vars(home)))
+        raise ConfigurationError(
+            f"{module} has no {name!r}", fix=did_you_mean(name, vars(home))
+        )
     make = getattr(home, name)
 
     def build() -> Any:
@@ -179,12 +198,15 @@ def _library(name: str, found: str) -> Any:
 def _from_library(library: str, name: str, arguments: dict[str, Any]) -> Any:
     home = _library(library, name)
     if library == "timm":
-        return _built(name, lambda: home.create_model(name, pretrained=False, **arguments))
+        return _built(
+            name, lambda: home.create_model(name, pretrained=False, **arguments)
+        )
     made_by = getattr(home, name, None)
     configuration = getattr(made_by, "config_class", None)
     if made_by is None or configuration is None:
         raise ConfigurationError(
-            f"transformers has no model class {name!r}", fix=did_you_mean(name, dir(home))
+            f"transformers has no model class {name!r}",
+            fix=did_you_mean(name, dir(home)),
         )
     return _built(name, lambda: made_by(configuration(**arguments)))
 
@@ -197,7 +219,9 @@ def _code_elsewhere(config: Any) -> str | None:
         return None
     classes = config.get("auto_map")
     named = list(classes.values()) if isinstance(classes, dict) else []
-    flat = [name for each in named for name in (each if isinstance(each, list) else [each])]
+    flat = [
+        name for each in named for name in (each if isinstance(each, list) else [each])
+    ]
     own = next((name for name in flat if isinstance(name, str) and "--" in name), None)
     return own or _code_elsewhere(list(config.values()))
 
@@ -205,7 +229,9 @@ def _code_elsewhere(config: Any) -> str | None:
 def _from_config(path: Path, trust_remote_code: bool) -> Any:
     elsewhere = None
     with suppress(ValueError, OSError):  # transformers says what is wrong with the file
-        elsewhere = _code_elsewhere(json.loads((path / "config.json").read_text("utf-8")))
+        elsewhere = _code_elsewhere(
+            json.loads((path / "config.json").read_text("utf-8"))
+        )
     if elsewhere is not None:
         raise ConfigurationError(
             "this config.json takes its Python files from another repository, and nothing is downloaded",
@@ -224,7 +250,12 @@ def _from_config(path: Path, trust_remote_code: bool) -> Any:
             fix="add --trust_remote_code if the directory has Python files and you have read them",
         ) from error
     heads = [
-        name for name in getattr(config, "auto_map", None) or {} if name.startswith("AutoModelFor")
+        name
+        for name in getattr(config, "auto_map", None) or {}
+        if name.startswith("AutoModelFor")
     ]
     maker = getattr(transformers, heads[0] if heads else "AutoModel")
-    return _built(path.name, lambda: maker.from_config(config, trust_remote_code=trust_remote_code))
+    return _built(
+        path.name,
+        lambda: maker.from_config(config, trust_remote_code=trust_remote_code),
+    )

@@ -51,7 +51,10 @@ class _Value(_AnyType):
         self.name = "integer" if option.whole else "text"
 
     def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+        self,
+        value: Any,
+        parameter: click.Parameter | None,
+        context: click.Context | None,
     ) -> Any:
         try:
             return self.option.value(str(value))
@@ -79,11 +82,16 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--no_python", is_flag=True, help="SCRIPT is a program of any language."
     )(command)
     command = click.option(
-        "-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."
+        "-m",
+        "--module",
+        is_flag=True,
+        help="SCRIPT is a module's name, as for python -m.",
     )(command)
     file = FilePath(path_type=Path)
     return click.option(
-        "--config_file", type=file, help="YAML or JSON; by default the file of `config`."
+        "--config_file",
+        type=file,
+        help="YAML or JSON; by default the file of `config`.",
     )(command)
 
 
@@ -95,7 +103,9 @@ def _warn_ignored(found: Plan, options: Resolved) -> Iterator[str]:
 def _flags(given: Mapping[str, Any]) -> dict[str, Chosen]:
     """The flags by option, each with its name as the origin."""
     return {
-        name: Chosen(list(value) if isinstance(value, tuple) else value, f"flag --{name}")
+        name: Chosen(
+            list(value) if isinstance(value, tuple) else value, f"flag --{name}"
+        )
         for name, value in given.items()
         if value not in (None, ())
     }
@@ -111,7 +121,9 @@ def _masked(name: str, chosen: Chosen) -> Chosen:
     return Chosen(value, chosen.origin)
 
 
-def _words(script: str, arguments: tuple[str, ...], module: bool, no_python: bool) -> list[str]:
+def _words(
+    script: str, arguments: tuple[str, ...], module: bool, no_python: bool
+) -> list[str]:
     if no_python:
         found = shutil.which(script)
         if module or found is None:
@@ -135,7 +147,9 @@ def _words(script: str, arguments: tuple[str, ...], module: bool, no_python: boo
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @_launch_options
-@click.option("-q", "--quiet", is_flag=True, help="Do not print which configuration is used.")
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Do not print which configuration is used."
+)
 def launch(
     script: str,
     arguments: tuple[str, ...],
@@ -175,12 +189,15 @@ def launch(
         if found.machines.count > 1 and found.machines.rank == 0 and not run_token():
             where = f"any host that reaches {found.machines.address} can send commands to this run"
             click.echo(
-                f"trainer-kit: {where}; set {RUN_TOKEN} to one value on all machines", err=True
+                f"trainer-kit: {where}; set {RUN_TOKEN} to one value on all machines",
+                err=True,
             )
     _run([*found.through, *words], found, options)
 
 
-def _print_sagemaker(options: Resolved, script: str | None, arguments: tuple[str, ...]) -> None:
+def _print_sagemaker(
+    options: Resolved, script: str | None, arguments: tuple[str, ...]
+) -> None:
     """Print a job on SageMaker as its estimator's arguments; `plan` then refuses it."""
     from trainer_kit.launch.sagemaker import is_sagemaker, sagemaker_lines
 
@@ -195,7 +212,11 @@ def _run(words: list[str], found: Plan, options: Resolved) -> NoReturn:
     interpreter, _ = split_command(sys.orig_argv)
     if not found.supervised:  # this process becomes the script
         sys.stdout.flush()
-        command = words[1:] if words[0] == "--exec" else [sys.executable, *interpreter, *words]
+        command = (
+            words[1:]
+            if words[0] == "--exec"
+            else [sys.executable, *interpreter, *words]
+        )
         os.execve(command[0], command, {**os.environ, **found.environ})
     from trainer_kit.launch.agent import Output, run_ranks
 
@@ -239,7 +260,9 @@ def explain(
     from trainer_kit.launch.plan import plan
 
     options = resolve(_flags(given), config_file)
-    click.echo(f"configuration file: {'none' if options.file is None else options.file.path}")
+    click.echo(
+        f"configuration file: {'none' if options.file is None else options.file.path}"
+    )
     for line in describe_origins(
         (name, _masked(name, chosen)) for name, chosen in options.chosen.items()
     ):
@@ -264,4 +287,6 @@ def explain(
         click.echo(line)
     if script is not None:
         words = _words(script, arguments, module, no_python)
-        click.echo(f"runs: {' '.join([*found.through, *(words[1:] if no_python else words)])}")
+        click.echo(
+            f"runs: {' '.join([*found.through, *(words[1:] if no_python else words)])}"
+        )

@@ -38,12 +38,19 @@ ArgsType: TypeAlias = list[str] | dict[str, Any] | jsonargparse.Namespace | None
 class LightningArgumentParser(jsonargparse.ArgumentParser):
     """The parser that `LightningCLI.add_arguments_to_parser` receives."""
 
-    def __init__(self, *args: Any, env_prefix: str | bool = "PL", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, env_prefix: str | bool = "PL", **kwargs: Any
+    ) -> None:
         super().__init__(*args, env_prefix=env_prefix, **kwargs)
         self.callback_keys: list[str] = []
-        self.chosen: dict[type[Any], dict[str, tuple[Any, str]]] = {Optimizer: {}, LRScheduler: {}}
+        self.chosen: dict[type[Any], dict[str, tuple[Any, str]]] = {
+            Optimizer: {},
+            LRScheduler: {},
+        }
 
-    def dump(self, cfg: Any, *args: Any, skip_none: bool | None = None, **kwargs: Any) -> str:
+    def dump(
+        self, cfg: Any, *args: Any, skip_none: bool | None = None, **kwargs: Any
+    ) -> str:
         """Return a configuration as text; ``skip_none`` is the former name of ``skip_unset``."""
         more = kwargs if skip_none is None else {**kwargs, "skip_unset": skip_none}
         return cast(str, super().dump(cfg, *args, **more))
@@ -72,7 +79,8 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
             )
             return cast(list[str], added)
         return cast(
-            list[str], self.add_class_arguments(lightning_class, nested_key, fail_untyped=False)
+            list[str],
+            self.add_class_arguments(lightning_class, nested_key, fail_untyped=False),
         )
 
     def add_optimizer_args(
@@ -98,10 +106,18 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         link_to: str = "AUTOMATIC",
     ) -> None:
         """Add the arguments of a scheduler; see `add_optimizer_args`."""
-        self._add_chosen(LRScheduler, lr_scheduler_class, nested_key, link_to, "optimizer")
+        self._add_chosen(
+            LRScheduler, lr_scheduler_class, nested_key, link_to, "optimizer"
+        )
 
-    def _add_chosen(self, role: type[Any], kind: Any, key: str, link_to: str, skipped: str) -> None:
-        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {skipped}}
+    def _add_chosen(
+        self, role: type[Any], kind: Any, key: str, link_to: str, skipped: str
+    ) -> None:
+        options: dict[str, Any] = {
+            "instantiate": False,
+            "fail_untyped": False,
+            "skip": {skipped},
+        }
         if isinstance(kind, tuple):
             self.add_subclass_arguments(kind, key, **options)
         else:
@@ -113,7 +129,9 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         for every in self.chosen.values():
             for key, (kind, link_to) in every.items():
                 if link_to != "AUTOMATIC":
-                    self.link_arguments(key, link_to, compute_fn=partial(_plain_choice, kind))
+                    self.link_arguments(
+                        key, link_to, compute_fn=partial(_plain_choice, kind)
+                    )
 
     def automatic(self, role: type[Any], values: Any) -> Any:
         """The choice that replaces ``configure_optimizers``, or None.
@@ -138,7 +156,9 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
 def _named(kind: Any, given: Any) -> Any:
     if isinstance(kind, tuple) or given is None:
         return given
-    return _Namespace(class_path=f"{kind.__module__}.{kind.__qualname__}", init_args=given)
+    return _Namespace(
+        class_path=f"{kind.__module__}.{kind.__qualname__}", init_args=given
+    )
 
 
 def _plain_choice(kind: Any, given: Any) -> Any:
@@ -161,7 +181,8 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
     """
     kind = class_of(init["class_path"])
     return kind(
-        *(args if isinstance(args, tuple) else (args,)), **dict(init.get("init_args") or {})
+        *(args if isinstance(args, tuple) else (args,)),
+        **dict(init.get("init_args") or {}),
     )
 
 
@@ -205,7 +226,9 @@ class LightningCLI:
 
     never_called: ClassVar[Mapping[str, str]] = {
         "subcommands": "use run=False and call the method of made.trainer",
-        **dict.fromkeys(("init_parser", "setup_parser"), "pass parser_kwargs= or parser_class="),
+        **dict.fromkeys(
+            ("init_parser", "setup_parser"), "pass parser_kwargs= or parser_class="
+        ),
         **dict.fromkeys(
             (
                 "add_default_arguments_to_parser",
@@ -244,16 +267,25 @@ class LightningCLI:
             save_config_callback,
             dict(save_config_kwargs or {}),
         )
-        self.trainer_class, self.trainer_defaults = trainer_class, dict(trainer_defaults or {})
+        self.trainer_class, self.trainer_defaults = (
+            trainer_class,
+            dict(trainer_defaults or {}),
+        )
         self.auto_configure_optimizers = auto_configure_optimizers
-        plain = {name: value for name, value in self.trainer_defaults.items() if _is_plain(value)}
+        plain = {
+            name: value
+            for name, value in self.trainer_defaults.items()
+            if _is_plain(value)
+        }
         arguments = Arguments(
             class_of(model_class or TrainModule),
             class_of(datamodule_class or DataModule),
             choose_model=subclass_mode_model or model_class is None,
             choose_data=subclass_mode_data or datamodule_class is None,
             needs_data=datamodule_class is not None,
-            trainer_defaults={name: value for name, value in plain.items() if name != "callbacks"},
+            trainer_defaults={
+                name: value for name, value in plain.items() if name != "callbacks"
+            },
             extension=Extension(
                 trainer=trainer_class,
                 commands=run,
@@ -303,7 +335,10 @@ class LightningCLI:
         self.trainer = self.instantiate_trainer()
         if not self.auto_configure_optimizers:
             return
-        parser, values = cast(LightningArgumentParser, self._parsed.parser), self._parsed.values
+        parser, values = (
+            cast(LightningArgumentParser, self._parsed.parser),
+            self._parsed.values,
+        )
         chosen = _Namespace(
             optimizer=parser.automatic(Optimizer, values),
             lr_scheduler=parser.automatic(LRScheduler, values),
@@ -312,7 +347,10 @@ class LightningCLI:
         )
         own = type(self).configure_optimizers is not LightningCLI.configure_optimizers
         use_optimizer(
-            self.model, chosen, self.trainer.print, self.configure_optimizers if own else None
+            self.model,
+            chosen,
+            self.trainer.print,
+            self.configure_optimizers if own else None,
         )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -322,7 +360,9 @@ class LightningCLI:
             kwargs: arguments that override all others.
         """
         made = (
-            self._parsed.instantiate() if self.config_init is None else self._get(self.config_init)
+            self._parsed.instantiate()
+            if self.config_init is None
+            else self._get(self.config_init)
         )
         given = {**made["trainer"].as_dict(), **self._fixed(made["trainer"]), **kwargs}
         parser = cast(LightningArgumentParser, self._parsed.parser)
@@ -333,7 +373,9 @@ class LightningCLI:
         callbacks += _several(self.trainer_defaults.get("callbacks"))
         if self.save_config_callback is not None:
             callbacks.append(
-                self.save_config_callback(parser, self._parsed.values, **self.save_config_kwargs)
+                self.save_config_callback(
+                    parser, self._parsed.values, **self.save_config_kwargs
+                )
             )
         return cast(Trainer, self.trainer_class(**{**given, "callbacks": callbacks}))
 
@@ -347,10 +389,14 @@ class LightningCLI:
     def _fixed(self, values: Any) -> dict[str, Any]:
         """The Trainer defaults that are objects, which no option can hold, except those that the options override."""
         objects = {
-            k: v for k, v in self.trainer_defaults.items() if not _is_plain(v) and k != "callbacks"
+            k: v
+            for k, v in self.trainer_defaults.items()
+            if not _is_plain(v) and k != "callbacks"
         }
         default = self._parsed.parser.get_default
-        return {k: v for k, v in objects.items() if values.get(k) == default(f"trainer.{k}")}
+        return {
+            k: v for k, v in objects.items() if values.get(k) == default(f"trainer.{k}")
+        }
 
     def _extend(self, parser: LightningArgumentParser) -> None:
         self.add_arguments_to_parser(parser)
@@ -375,7 +421,11 @@ class LightningCLI:
             self.trainer.say(self._parsed.checkpoint_line)
         getattr(self, f"before_{command}", _nothing)()
         call = getattr(self, command, getattr(self.trainer, command))
-        call(self.model, datamodule=self.datamodule, **self._parsed.entry_point_arguments())
+        call(
+            self.model,
+            datamodule=self.datamodule,
+            **self._parsed.entry_point_arguments(),
+        )
         getattr(self, f"after_{command}", _nothing)()
 
 
@@ -383,7 +433,13 @@ def _nothing() -> None: ...
 
 
 def _several(given: Any) -> list[Any]:
-    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    return (
+        []
+        if given is None
+        else list(given)
+        if isinstance(given, (list, tuple))
+        else [given]
+    )
 
 
 def _is_plain(value: Any) -> bool:

@@ -37,7 +37,9 @@ class _Commands(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.version_option(sys.modules[__name__.partition(".")[0]].__version__, prog_name="trainer-kit")
+@click.version_option(
+    sys.modules[__name__.partition(".")[0]].__version__, prog_name="trainer-kit"
+)
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Start runs of trainer_kit, and manage their files."""

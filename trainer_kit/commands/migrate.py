@@ -29,7 +29,9 @@ __all__ = ["migrate"]
     is_flag=True,
     help="Print no diff; leave with 1 where something is to be rewritten or found.",
 )
-@click.option("--write", is_flag=True, help="Write the files instead of printing the diff.")
+@click.option(
+    "--write", is_flag=True, help="Write the files instead of printing the diff."
+)
 def migrate(path: Path, check: bool, write: bool) -> None:
     """Move the Lightning or Accelerate code at PATH to trainer_kit, and report what will not move.
 
@@ -46,7 +48,9 @@ def migrate(path: Path, check: bool, write: bool) -> None:
 
     files = read_project(path)
     contents, findings = rewrite_files(files)
-    changed = {file: new for file, new in contents.items() if new != files.contents[file]}
+    changed = {
+        file: new for file, new in contents.items() if new != files.contents[file]
+    }
     findings += files.findings()
     for file, new in changed.items():
         if write:

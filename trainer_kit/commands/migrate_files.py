@@ -19,7 +19,11 @@ from tqdm import tqdm
 from trainer_kit.commands.migrate_names import Finding, bound_names, mentions
 from trainer_kit.commands.migrate_notebook import Notebook
 from trainer_kit.commands.migrate_report import Project
-from trainer_kit.commands.migrate_setup import command_findings, is_setup_file, setup_findings
+from trainer_kit.commands.migrate_setup import (
+    command_findings,
+    is_setup_file,
+    setup_findings,
+)
 from trainer_kit.commands.migrate_yaml import rewrite_yaml
 from trainer_kit.core.errors import ConfigurationError
 
@@ -119,7 +123,9 @@ def _add_python(project: Project, sources: dict[Path, bytes]) -> list[Finding]:
     A file that names none of the packages is parsed only if it names a class that extends one of theirs.
     """
     findings = []
-    waiting = {file: content.decode("utf-8", "replace") for file, content in sources.items()}
+    waiting = {
+        file: content.decode("utf-8", "replace") for file, content in sources.items()
+    }
     naming = {file for file, text in waiting.items() if mentions(text)}
     selected = set(naming)
     while selected:
@@ -163,7 +169,9 @@ def _rewritten(sources: Mapping[Path, bytes]) -> Iterator[tuple[Path, bytes | Fi
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         outcomes = pool.map(_rewrite, sources.items(), chunksize=8)
-        yield from zip(sources, _progress(outcomes, "rewriting", len(sources)), strict=True)
+        yield from zip(
+            sources, _progress(outcomes, "rewriting", len(sources)), strict=True
+        )
 
 
 def _rewrite(item: tuple[Path, bytes]) -> bytes | Finding:
@@ -197,7 +205,9 @@ def _in_cell(finding: Finding, notebook: Notebook) -> Finding:
     return replace(finding, path=f"{finding.path} cell {number}", line=line)
 
 
-def _progress(items: Iterable[_Item], title: str, total: int | None = None) -> Iterable[_Item]:
+def _progress(
+    items: Iterable[_Item], title: str, total: int | None = None
+) -> Iterable[_Item]:
     if not sys.stderr.isatty():
         return items
     return tqdm(items, title, total, unit="file", delay=2, leave=False)
@@ -214,11 +224,15 @@ def _files(path: Path) -> Iterator[Path]:
         return
     for directory, directories, names in os.walk(path):
         directories[:] = sorted(
-            name for name in directories if not name.startswith(".") and name not in _SKIPPED
+            name
+            for name in directories
+            if not name.startswith(".") and name not in _SKIPPED
         )
         files = (Path(directory, name) for name in sorted(names))
         yield from (
-            file for file in files if (file.suffix and _is_read(file)) or is_setup_file(file)
+            file
+            for file in files
+            if (file.suffix and _is_read(file)) or is_setup_file(file)
         )
 
 

@@ -41,7 +41,9 @@ PACKAGES: Final = {
 }
 """By package of Lightning or Accelerate, the package here that has its names; a file that was rewritten names ours."""
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
-_MENTION: Final = re.compile(rf"\b(?:{'|'.join(name for name in PACKAGES if '.' not in name)})\b")
+_MENTION: Final = re.compile(
+    rf"\b(?:{'|'.join(name for name in PACKAGES if '.' not in name)})\b"
+)
 
 
 @final
@@ -142,7 +144,11 @@ def look_up(name: str) -> Any:
 
 def needs(error: BaseException) -> str | None:
     """The package that a name needs and that is not installed; None if the name itself does not exist."""
-    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    package = (
+        (error.name or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError)
+        else ""
+    )
     return None if package in ("", "trainer_kit") else package
 
 
@@ -178,7 +184,9 @@ def bound_names(tree: ast.AST) -> dict[str, str]:
     return _of_packages(ast.walk(tree))[0]
 
 
-def visible_names(scope: ast.AST, outside: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+def visible_names(
+    scope: ast.AST, outside: Mapping[str, str]
+) -> tuple[dict[str, str], set[str]]:
     """The names of the packages that are visible within a scope, and all names that the scope binds.
 
     A parameter, variable, function or class hides a name of the same spelling that an import binds outside.
@@ -190,10 +198,15 @@ def visible_names(scope: ast.AST, outside: Mapping[str, str]) -> tuple[dict[str,
     nodes = list(_own_nodes(scope))
     here, others = _of_packages(nodes)
     given = {
-        name for one in nodes if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names
+        name
+        for one in nodes
+        if isinstance(one, (ast.Global, ast.Nonlocal))
+        for name in one.names
     }
     hidden = {name for one in nodes for name in _binds(one)} - given
-    visible = {name: full for name, full in outside.items() if name not in hidden | others}
+    visible = {
+        name: full for name, full in outside.items() if name not in hidden | others
+    }
     return visible | here, hidden | others | here.keys()
 
 
@@ -204,7 +217,9 @@ def _of_packages(nodes: Iterable[ast.AST]) -> tuple[dict[str, str], set[str]]:
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         package = (
-            "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else None
+            "." * node.level + (node.module or "")
+            if isinstance(node, ast.ImportFrom)
+            else None
         )
         for alias in node.names:
             root = alias.name.partition(".")[0]
@@ -238,7 +253,11 @@ def _binds(node: ast.AST) -> Iterator[str]:
     match node:
         case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store() | ast.Del()):
             yield name
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+        case (
+            ast.FunctionDef(name=name)
+            | ast.AsyncFunctionDef(name=name)
+            | ast.ClassDef(name=name)
+        ):
             yield name
         case (
             ast.ExceptHandler(name=str(name))

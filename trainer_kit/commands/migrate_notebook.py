@@ -93,19 +93,25 @@ class Notebook:
         if not any(line.strip() for line in lines):
             return None
         body = "\n".join(lines)
-        if not _parses(body):  # a valid cell has no IPython, also where a text looks like it
+        if not _parses(
+            body
+        ):  # a valid cell has no IPython, also where a text looks like it
             lines = [_hide(line) for line in lines]
             body = "\n".join(lines)
         try:
             ast.parse(body)
         except SyntaxError as error:
-            self.unread[number] = f"not read: {error.msg} (line {error.lineno} of the cell)"
+            self.unread[number] = (
+                f"not read: {error.msg} (line {error.lineno} of the cell)"
+            )
             return None
         return lines
 
     def locate(self, line: int) -> tuple[int, int]:
         """The number of the code cell that holds a line of ``source``, and the line within the cell; both from 1."""
-        number = max((cell for cell, start in self._starts.items() if start < line), default=1)
+        number = max(
+            (cell for cell, start in self._starts.items() if start < line), default=1
+        )
         return number, max(1, line - self._starts.get(number, 0))
 
     def with_source(self, source: str) -> bytes:
@@ -115,7 +121,9 @@ class Notebook:
             source: ``self.source`` after a rewrite; the comments that separate cells must still be there.
         """
         bodies: dict[int, list[str]] = {}
-        heading: list[str] = []  # lines that the rewrite has added before the first cell
+        heading: list[
+            str
+        ] = []  # lines that the rewrite has added before the first cell
         current = heading
         for line in source.split("\n"):
             if line.startswith(_CELL):
@@ -124,7 +132,9 @@ class Notebook:
                 heading = []
             else:
                 hidden = _HIDDEN.fullmatch(line)
-                current.append(line if hidden is None else hidden["indent"] + hidden["text"])
+                current.append(
+                    line if hidden is None else hidden["indent"] + hidden["text"]
+                )
         for number, body in bodies.items():
             _store(self._cells[number], "\n".join(body))
         text = json.dumps(self._document, indent=self._indent, ensure_ascii=self._ascii)
@@ -139,7 +149,9 @@ def _text_of(cell: dict[str, Any]) -> str:
 def _store(cell: dict[str, Any], text: str) -> None:
     if text == _text_of(cell):
         return
-    cell["source"] = text if isinstance(cell["source"], str) else text.splitlines(keepends=True)
+    cell["source"] = (
+        text if isinstance(cell["source"], str) else text.splitlines(keepends=True)
+    )
 
 
 def _parses(text: str) -> bool:

@@ -25,10 +25,22 @@ from trainer_kit.precision.aliases import WORDS, make_precision
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.trainer import Trainer
 
-__all__ = ["FACES", "Answer", "example_of", "follow", "wrong_arguments", "wrong_members"]
+__all__ = [
+    "FACES",
+    "Answer",
+    "example_of",
+    "follow",
+    "wrong_arguments",
+    "wrong_members",
+]
 
 FACES: Final = (Trainer, Accelerator, Fabric)
-_STEPS: Final = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step": 3}
+_STEPS: Final = {
+    "training_step": 2,
+    "validation_step": 3,
+    "test_step": 3,
+    "predict_step": 3,
+}
 """The most arguments that the loop passes to each step."""
 
 
@@ -64,7 +76,9 @@ def wrong_arguments(
     except (TypeError, ValueError):  # a builtin
         return
     takes_all = [
-        name for name, parameter in known.items() if parameter.kind is parameter.VAR_KEYWORD
+        name
+        for name, parameter in known.items()
+        if parameter.kind is parameter.VAR_KEYWORD
     ]
     if takes_all not in ([], ["unknown"]):  # what arrives in `unknown` is refused
         return
@@ -96,7 +110,11 @@ def _check_word(name: str, value: Any) -> None:
     """Refuse values of Trainer arguments that are wrong on every device."""
     if name == "strategy" and value != "auto" and value not in STRATEGIES.names():
         STRATEGIES.get(value)
-    if name == "precision" and str(value).lower() not in WORDS and value not in PRECISIONS.names():
+    if (
+        name == "precision"
+        and str(value).lower() not in WORDS
+        and value not in PRECISIONS.names()
+    ):
         make_precision(value)
 
 
@@ -127,11 +145,16 @@ def wrong_members(
             yield member, wrong
 
 
-def _refused_member(owner: str, bases: tuple[type, ...], name: str, value: Any) -> Answer | None:
+def _refused_member(
+    owner: str, bases: tuple[type, ...], name: str, value: Any
+) -> Answer | None:
     """Why the library refuses one member of a class, when the class is created or when an object of it is used."""
     try:
         made = types.new_class(
-            owner, bases, {}, lambda space: space.update({"__module__": "migrated", name: value})
+            owner,
+            bases,
+            {},
+            lambda space: space.update({"__module__": "migrated", name: value}),
         )
         if specifications := [
             one for one in (Callback, ModuleHooks, DataHooks) if issubclass(made, one)
@@ -151,7 +174,8 @@ def _refused_member(owner: str, bases: tuple[type, ...], name: str, value: Any) 
 def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
     """Make a function with the parameters of a parsed one and an empty body; None for a property and the like."""
     if any(
-        not isinstance(one, ast.Name) or one.id in ("property", "staticmethod", "classmethod")
+        not isinstance(one, ast.Name)
+        or one.id in ("property", "staticmethod", "classmethod")
         for one in function.decorator_list
     ):
         return None
@@ -166,12 +190,17 @@ def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
         if one is not None:
             one.annotation = None
     parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
-    parameters.kw_defaults = [one and ast.Constant(None) for one in parameters.kw_defaults]
+    parameters.kw_defaults = [
+        one and ast.Constant(None) for one in parameters.kw_defaults
+    ]
     made = ast.FunctionDef(
         function.name, parameters, [ast.Pass()], [], None, lineno=1, col_offset=0
     )
     space: dict[str, Any] = {"__name__": "migrated"}
-    exec(compile(ast.fix_missing_locations(ast.Module([made], [])), "<stub>", "exec"), space)
+    exec(
+        compile(ast.fix_missing_locations(ast.Module([made], [])), "<stub>", "exec"),
+        space,
+    )
     return space[function.name]
 
 
@@ -228,7 +257,9 @@ def follow(
             public = name.lstrip("_")
             fix = f"use {public}" if public in dir(value) else None
             return None, Answer(
-                "private", f"{owner}.{name} is private: here it is absent or another thing", fix
+                "private",
+                f"{owner}.{name} is private: here it is absent or another thing",
+                fix,
             )
         own = getattr(type(value), name, None) if not isinstance(value, type) else None
         if (
@@ -245,10 +276,14 @@ def follow(
                 return None, None  # a user-defined attribute
             problem, fix = reason(error)
             return None, Answer(
-                "attribute", problem, fix or did_you_mean(name, dir(value), otherwise="") or None
+                "attribute",
+                problem,
+                fix or did_you_mean(name, dir(value), otherwise="") or None,
             )
         except Exception:  # the attribute exists only during a run
             return None, None
-        if not type(value).__module__.startswith("trainer_kit") and position < len(attributes):
+        if not type(value).__module__.startswith("trainer_kit") and position < len(
+            attributes
+        ):
             return None, None
     return value, None

@@ -188,9 +188,13 @@ class Project:
                 )
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._attributes.add(node.name)
-                calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
+                calls = (
+                    one.func for one in ast.walk(node) if isinstance(one, ast.Call)
+                )
                 self._called.update(
-                    f.attr for f in calls if isinstance(f, ast.Attribute) and f.attr != node.name
+                    f.attr
+                    for f in calls
+                    if isinstance(f, ast.Attribute) and f.attr != node.name
                 )
             elif isinstance(node, ast.Call):
                 self.keeps_divisor |= source.keeps_divisor(node)
@@ -216,7 +220,8 @@ class Project:
             if callee is Accelerator and steps is not None and steps.value != "1":
                 self.report(path, steps.line, _OWN_DIVISOR)
             given = {
-                name: (argument.value, argument.source) for name, argument in part.arguments.items()
+                name: (argument.value, argument.source)
+                for name, argument in part.arguments.items()
             }
             for name, answer in wrong_arguments(callee, given):
                 self.report(path, part.arguments[name].line, answer)
@@ -224,9 +229,13 @@ class Project:
     def _report_former_arguments(self, path: str, part: Configured) -> None:
         """Report former arguments of Lightning's Trainer under a ``trainer:`` that names no class."""
         former = {
-            name: argument for name, argument in part.arguments.items() if name in FORMER_ARGUMENTS
+            name: argument
+            for name, argument in part.arguments.items()
+            if name in FORMER_ARGUMENTS
         }
-        given = {name: (argument.value, argument.source) for name, argument in former.items()}
+        given = {
+            name: (argument.value, argument.source) for name, argument in former.items()
+        }
         for name, answer in wrong_arguments(Trainer, given):
             self.report(path, former[name].line, answer)
 
@@ -236,12 +245,18 @@ class Project:
 
     def new_subclasses(self) -> set[str]:
         """The names of classes that extend one of the packages, without those that an earlier call has returned."""
-        names = {name for name, places in self._classes.items() if self._extends_a_package(places)}
+        names = {
+            name
+            for name, places in self._classes.items()
+            if self._extends_a_package(places)
+        }
         new = names - self._subclasses
         self._subclasses |= names
         return new
 
-    def _extends_a_package(self, places: Sequence[tuple[_Source, ast.ClassDef]]) -> bool:
+    def _extends_a_package(
+        self, places: Sequence[tuple[_Source, ast.ClassDef]]
+    ) -> bool:
         return any(self.bases(source, node)[0] for source, node in places)
 
     def findings(self) -> list[Finding]:
@@ -252,13 +267,17 @@ class Project:
 
     def report(self, path: str, line: int, answer: Answer) -> None:
         """Add a finding."""
-        self._findings.append(Finding(path, line, answer.kind, answer.problem, answer.fix or None))
+        self._findings.append(
+            Finding(path, line, answer.kind, answer.problem, answer.fix or None)
+        )
 
     def defines(self, attribute: str) -> bool:
         """Whether the project defines or assigns this attribute anywhere."""
         if attribute in self._attributes:
             return True
-        definition = rf"(?:\b(?:def|class)\s+|\.|[\"']){attribute}\b\s*(?:[(:\"']|=(?!=))"
+        definition = (
+            rf"(?:\b(?:def|class)\s+|\.|[\"']){attribute}\b\s*(?:[(:\"']|=(?!=))"
+        )
         return re.search(definition, self._other_text) is not None
 
     def calls(self, method: str) -> bool:
@@ -288,7 +307,9 @@ class Project:
                 known &= name in _PLAIN
         several = list(dict.fromkeys(found))
         return tuple(
-            o for o in several if not any(o is not p and issubclass(p, o) for p in several)
+            o
+            for o in several
+            if not any(o is not p and issubclass(p, o) for p in several)
         ), known
 
 
@@ -338,7 +359,10 @@ class _Reader(ast.NodeVisitor):
         except (ImportError, AttributeError) as error:
             if needs(error) is None:
                 problem, fix = reason(error)
-                self._report(node, Answer("import", f"{old}: {problem}", _fix_of_missing(old, fix)))
+                self._report(
+                    node,
+                    Answer("import", f"{old}: {problem}", _fix_of_missing(old, fix)),
+                )
             else:
                 self._project.resolved += 1
             return
@@ -367,12 +391,18 @@ class _Reader(ast.NodeVisitor):
         """Report objects that ``on_save_checkpoint`` stores whole: attributes that hold an object of a class."""
         objects = {}
         for assignment in ast.walk(node):
-            if isinstance(assignment, ast.Assign) and isinstance(assignment.value, ast.Call):
+            if isinstance(assignment, ast.Assign) and isinstance(
+                assignment.value, ast.Call
+            ):
                 class_name = (dotted(assignment.value.func) or "").rpartition(".")[2]
                 if class_name[:1].isupper():
-                    objects.update({dotted(target): class_name for target in assignment.targets})
+                    objects.update(
+                        {dotted(target): class_name for target in assignment.targets}
+                    )
         hooks = (
-            member for member in node.body if getattr(member, "name", "") == "on_save_checkpoint"
+            member
+            for member in node.body
+            if getattr(member, "name", "") == "on_save_checkpoint"
         )
         for statement in (statement for hook in hooks for statement in ast.walk(hook)):
             if not isinstance(statement, ast.Assign) or not isinstance(
@@ -408,9 +438,9 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
         self._source, self._types = source, types
 
-    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = (
-        _visit_scope
-    )
+    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = (
+        visit_GeneratorExp
+    ) = _visit_scope
 
     def _enter(self, node: ast.AST) -> tuple[_Source, dict[str, type]]:
         """Begin a scope; return what was known around it."""
@@ -418,23 +448,38 @@ class _Reader(ast.NodeVisitor):
         visible, hidden = visible_names(node, source.bound)
         self._source = replace(source, bound=visible)
         self._types = {
-            name: kind for name, kind in types.items() if name.partition(".")[0] not in hidden
+            name: kind
+            for name, kind in types.items()
+            if name.partition(".")[0] not in hidden
         }
         return source, types
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         own_types = self._types
         parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        outside = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults, node.returns]
+        outside = [
+            *node.decorator_list,
+            *node.args.defaults,
+            *node.args.kw_defaults,
+            node.returns,
+        ]
         every = [*parameters, node.args.vararg, node.args.kwarg]
-        for one in filter(None, [*outside, *(each and each.annotation for each in every)]):
+        for one in filter(
+            None, [*outside, *(each and each.annotation for each in every)]
+        ):
             self.visit(one)  # outside of the function's scope
         source, types = self._enter(node)
-        self._types |= {name: kind for name, kind in own_types.items() if name.startswith("self.")}
-        hook = any(issubclass(base, Callback) for base in self._own[0]) and _gets_trainer(node.name)
+        self._types |= {
+            name: kind for name, kind in own_types.items() if name.startswith("self.")
+        }
+        hook = any(
+            issubclass(base, Callback) for base in self._own[0]
+        ) and _gets_trainer(node.name)
         for place, one in enumerate(parameters):
             annotation = one.annotation
-            if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+            if isinstance(annotation, ast.Constant) and isinstance(
+                annotation.value, str
+            ):
                 annotation = _parsed(annotation.value)
             kind = None if annotation is None else self._source.library(annotation)
             if kind in FACES:
@@ -470,7 +515,9 @@ class _Reader(ast.NodeVisitor):
         root, _, rest = name.partition(".")
         if root in self._source.bound:
             if rest == "__version__":
-                self._report(node, _VERSION if foreign(self._source.bound[root]) else None)
+                self._report(
+                    node, _VERSION if foreign(self._source.bound[root]) else None
+                )
             else:
                 self._check_name(node)
             return
@@ -487,19 +534,27 @@ class _Reader(ast.NodeVisitor):
                 self._check_name(owner)  # the first that is missing is reported
             elif needs(error) is None:
                 problem, fix = reason(error)
-                self._report(node, Answer("attribute", problem, _fix_of_missing(new, fix)))
+                self._report(
+                    node, Answer("attribute", problem, _fix_of_missing(new, fix))
+                )
 
     def _resolve(self, node: ast.Attribute, name: str) -> tuple[Any, Answer | None]:
         stored = not isinstance(node.ctx, ast.Load)
         for known, kind in self._types.items():
             if name.startswith(f"{known}."):
-                return follow(example_of(kind), name[len(known) + 1 :].split("."), stored)
+                return follow(
+                    example_of(kind), name[len(known) + 1 :].split("."), stored
+                )
         bases, known_all = self._own
         first, *rest = name.split(".")
         if first != "self" or not bases or not rest or self._project.defines(rest[0]):
             return None, None
         base = bases[0]
-        if hasattr(base, rest[0]) or rest[0] in dir(_made(base)) or rest[0] in _assigned(base):
+        if (
+            hasattr(base, rest[0])
+            or rest[0] in dir(_made(base))
+            or rest[0] in _assigned(base)
+        ):
             return getattr(base, rest[0], None) if len(rest) == 1 else None, None
         if (
             not known_all or stored or hasattr(nn.Module, rest[0])
@@ -532,12 +587,24 @@ class _Reader(ast.NodeVisitor):
                 self._report(line, answer)
         if self._source.keeps_divisor(node):
             self._report(node, _KEPT_DIVISOR)
-        if self._has_trainer and name == "torch.load" and _CHECKPOINT.search(ast.unparse(node)):
+        if (
+            self._has_trainer
+            and name == "torch.load"
+            and _CHECKPOINT.search(ast.unparse(node))
+        ):
             self._report(node, _AS_PICKLE)
         first = node.args[0] if node.args else None
-        if name is not None and _PROBES.search(name) and isinstance(first, ast.Constant):
+        if (
+            name is not None
+            and _PROBES.search(name)
+            and isinstance(first, ast.Constant)
+        ):
             package = re.match(r"[\w.]*", str(first.value))
-            if package is not None and foreign(package[0]) and name_here(package[0]) is None:
+            if (
+                package is not None
+                and foreign(package[0])
+                and name_here(package[0]) is None
+            ):
                 problem = f"{name}({first.value!r}) asks for the other library"
                 self._report(node, Answer("probe", problem, "leave it out"))
         self._check_log_filter(node, name)
@@ -557,9 +624,7 @@ class _Reader(ast.NodeVisitor):
                 problem = f"getLogger({text!r}): this library prints its lines, and has no logger of this name"
                 fix = "leave it out; Trainer(enable_progress_bar=False, enable_model_summary=False) prints less"
             else:
-                problem = (
-                    f"filterwarnings selects {text!r}, and the warnings come from trainer_kit now"
-                )
+                problem = f"filterwarnings selects {text!r}, and the warnings come from trainer_kit now"
                 fix = f"{text.replace(package[0], 'trainer_kit')!r}"
             self._report(node, Answer("probe", problem, fix))
 
@@ -593,7 +658,9 @@ class _Reader(ast.NodeVisitor):
         if not isinstance(node.value, str):
             return
         if self._has_trainer and _FILE.fullmatch(node.value):
-            problem = f"{node.value!r}: checkpoints are directories, named without a suffix"
+            problem = (
+                f"{node.value!r}: checkpoints are directories, named without a suffix"
+            )
             self._report(node, Answer("checkpoint", problem, _AS_FILE))
         head, _, _ = node.value.partition(".")
         package = (
@@ -602,7 +669,9 @@ class _Reader(ast.NodeVisitor):
             else ".".join(node.value.split(".")[:2])
         )
         is_name = (
-            package in PACKAGES and foreign(package) and re.fullmatch(r"\w+(\.\w+)+", node.value)
+            package in PACKAGES
+            and foreign(package)
+            and re.fullmatch(r"\w+(\.\w+)+", node.value)
         )
         if is_name and name_here(node.value) is None:
             self._report(node, Answer("string", f"{node.value!r} names nothing here"))
@@ -637,9 +706,9 @@ def _made(base: type) -> Any:
 def _gets_trainer(hook: str) -> bool:
     """Whether a callback's hook of this name gets the Trainer as its first argument."""
     method = getattr(Callback, hook, None)
-    return inspect.isfunction(method) and list(inspect.signature(method).parameters)[1:2] == [
-        "trainer"
-    ]
+    return inspect.isfunction(method) and list(inspect.signature(method).parameters)[
+        1:2
+    ] == ["trainer"]
 
 
 @cache
@@ -672,4 +741,8 @@ def _assigned_by(node: ast.AST) -> str | None:
 
 
 def _constant_text(node: ast.AST) -> str | None:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+    return (
+        node.value
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        else None
+    )

@@ -40,7 +40,9 @@ def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
         module = module.visit(rewrite)
     if rewrite.lacks_plugin:
         context = CodemodContext()
-        AddImportsVisitor.add_needed_import(context, "trainer_kit", "GradientAccumulationPlugin")
+        AddImportsVisitor.add_needed_import(
+            context, "trainer_kit", "GradientAccumulationPlugin"
+        )
         module = AddImportsVisitor(context).transform_module(module)
     return module.bytes
 
@@ -74,9 +76,13 @@ def _with_argument(call: cst.Call, name: str, value: str) -> cst.Call:
     last = call.args[-1]
     lines = isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace)
     comma = cst.Comma(
-        whitespace_after=call.whitespace_before_args if lines else cst.SimpleWhitespace(" ")
+        whitespace_after=call.whitespace_before_args
+        if lines
+        else cst.SimpleWhitespace(" ")
     )
-    new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
+    new = new.with_changes(
+        comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
+    )
     last = last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
     return call.with_changes(args=[*call.args[:-1], last, new])
 
@@ -95,7 +101,9 @@ class _Rewrite(cst.CSTTransformer):
         self.lacks_plugin = False
         # Packages that are imported under their own names: each use of these names changes too.
         self._plain = {
-            name: PACKAGES[name] for name, old in bound.items() if name == old and foreign(name)
+            name: PACKAGES[name]
+            for name, old in bound.items()
+            if name == old and foreign(name)
         }
 
     def needs_scopes(self, source: bytes) -> bool:
@@ -116,8 +124,12 @@ class _Rewrite(cst.CSTTransformer):
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         return False
 
-    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:
-        return updated_node.with_changes(names=[_alias(one) for one in original_node.names])
+    def leave_Import(
+        self, original_node: cst.Import, updated_node: cst.Import
+    ) -> cst.Import:
+        return updated_node.with_changes(
+            names=[_alias(one) for one in original_node.names]
+        )
 
     def leave_ImportFrom(
         self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
@@ -129,10 +141,16 @@ class _Rewrite(cst.CSTTransformer):
         names = original_node.names
         if not isinstance(names, cst.ImportStar) and len(names) == 1:
             target = PACKAGES.get(f"{package}.{_name_of(names[0].name)}")
-            if target == new:  # `from lightning import pytorch as pl`: that is the package itself
+            if (
+                target == new
+            ):  # `from lightning import pytorch as pl`: that is the package itself
                 name = cst.ensure_type(names[0].name, cst.Name)
                 return cst.Import(
-                    [cst.ImportAlias(_expression(target), names[0].asname or cst.AsName(name))]
+                    [
+                        cst.ImportAlias(
+                            _expression(target), names[0].asname or cst.AsName(name)
+                        )
+                    ]
                 )
         return updated_node.with_changes(module=_expression(new))
 
@@ -143,11 +161,14 @@ class _Rewrite(cst.CSTTransformer):
             return False
         found = scope[node.value]
         defined = any(
-            isinstance(getattr(one, "node", None), (cst.FunctionDef, cst.ClassDef)) for one in found
+            isinstance(getattr(one, "node", None), (cst.FunctionDef, cst.ClassDef))
+            for one in found
         )
         return not defined and any(isinstance(one, ImportAssignment) for one in found)
 
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+    def leave_Name(
+        self, original_node: cst.Name, updated_node: cst.Name
+    ) -> cst.BaseExpression:
         new = self._plain.get(original_node.value)
         if new is not None and not self._is_imported(original_node):
             new = None
@@ -157,7 +178,11 @@ class _Rewrite(cst.CSTTransformer):
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
         root, _, rest = _name_of(original_node).partition(".")
-        new = PACKAGES.get(f"{self._bound[root]}.{rest}") if root in self._bound and rest else None
+        new = (
+            PACKAGES.get(f"{self._bound[root]}.{rest}")
+            if root in self._bound and rest
+            else None
+        )
         if new is None or not self._is_imported(_root_of(original_node)):
             return updated_node.with_changes(attr=original_node.attr)
         package = renamed(self._bound[root])
@@ -181,7 +206,11 @@ class _Rewrite(cst.CSTTransformer):
                 else _with_argument(updated_node, "fixed_divisor", "True")
             )
         steps = given.get("gradient_accumulation_steps")
-        if called != "Accelerator" or steps is None or "gradient_accumulation_plugin" in given:
+        if (
+            called != "Accelerator"
+            or steps is None
+            or "gradient_accumulation_plugin" in given
+        ):
             return updated_node
         if isinstance(steps.value, cst.Integer) and steps.value.value == "1":
             return updated_node
@@ -191,7 +220,8 @@ class _Rewrite(cst.CSTTransformer):
         else:
             self.lacks_plugin |= plugin not in self._bound
         made = cst.Call(
-            _expression(plugin), [cst.Arg(steps.value, keyword=cst.Name("num_steps"), equal=_EQUAL)]
+            _expression(plugin),
+            [cst.Arg(steps.value, keyword=cst.Name("num_steps"), equal=_EQUAL)],
         )
         changed = steps.with_changes(
             keyword=cst.Name("gradient_accumulation_plugin"),
@@ -204,7 +234,9 @@ class _Rewrite(cst.CSTTransformer):
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
         return updated_node.with_changes(keyword=original_node.keyword)
 
-    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
+    def leave_Param(
+        self, original_node: cst.Param, updated_node: cst.Param
+    ) -> cst.Param:
         return updated_node.with_changes(name=original_node.name)
 
     def leave_FunctionDef(

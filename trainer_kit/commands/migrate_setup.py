@@ -11,7 +11,9 @@ from trainer_kit.commands.migrate_names import Finding
 
 __all__ = ["command_findings", "is_setup_file", "setup_findings"]
 
-_DISTRIBUTION: Final = r"(?:pytorch[-_]lightning|lightning[-_]fabric|lightning|accelerate)"
+_DISTRIBUTION: Final = (
+    r"(?:pytorch[-_]lightning|lightning[-_]fabric|lightning|accelerate)"
+)
 _REQUIREMENTS: Final = re.compile(
     r"(.*requirements?.*|constraints.*)\.(txt|in)|pyproject\.toml|setup\.(py|cfg)|Pipfile|(environment|conda|env).*\.ya?ml"
 )
@@ -28,13 +30,16 @@ _COMMAND: Final = re.compile(
     r"(?<![\w./-])(?P<command>accelerate|lightning|fabric)\s+"
     r"(?P<verb>launch|config|env|test|estimate-memory|merge-weights|tpu-config|to-fsdp2|run)(?![\w-])"
 )
-_MODULE: Final = re.compile(r"-m\s+(?P<module>accelerate\.commands\.(?:launch|accelerate_cli))\b")
+_MODULE: Final = re.compile(
+    r"-m\s+(?P<module>accelerate\.commands\.(?:launch|accelerate_cli))\b"
+)
 
 
 def is_setup_file(path: PurePath) -> bool:
     """Whether a file lists requirements or holds shell commands, by its name."""
     return (
-        _REQUIREMENTS.fullmatch(path.name) is not None or _SCRIPTS.fullmatch(path.name) is not None
+        _REQUIREMENTS.fullmatch(path.name) is not None
+        or _SCRIPTS.fullmatch(path.name) is not None
     )
 
 
@@ -72,7 +77,9 @@ def command_findings(path: str, number: int, line: str) -> Iterator[Finding]:
         )
     for module in _MODULE.finditer(line):
         problem = f"{module['module']} is a module of the other library"
-        yield Finding(str(path), number, "command", problem, "python -m trainer_kit launch")
+        yield Finding(
+            str(path), number, "command", problem, "python -m trainer_kit launch"
+        )
 
 
 def _requirement(path: object, number: int, name: str) -> Finding:

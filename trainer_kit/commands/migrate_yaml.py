@@ -89,11 +89,19 @@ def _configured_below(node: yaml.Node | None) -> Iterator[Configured]:
                 yield from _named_class("", item, {})
     if not isinstance(node, yaml.MappingNode):
         return
-    values = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+    values = {
+        key.value: value
+        for key, value in node.value
+        if isinstance(key, yaml.ScalarNode)
+    }
     for key, value in values.items():
         if isinstance(value, yaml.ScalarNode):
             yield from _named_class(key, value, _arguments_beside(key, node, values))
-        elif key == "trainer" and isinstance(value, yaml.MappingNode) and not _names_a_class(value):
+        elif (
+            key == "trainer"
+            and isinstance(value, yaml.MappingNode)
+            and not _names_a_class(value)
+        ):
             yield Configured(None, value.start_mark.line + 1, _arguments(value))
     for _, value in node.value:
         yield from _configured_below(value)
@@ -120,7 +128,8 @@ def _arguments_beside(
 
 def _names_a_class(node: yaml.MappingNode) -> bool:
     return any(
-        isinstance(key, yaml.ScalarNode) and key.value in _ARGUMENTS_OF for key, _ in node.value
+        isinstance(key, yaml.ScalarNode) and key.value in _ARGUMENTS_OF
+        for key, _ in node.value
     )
 
 

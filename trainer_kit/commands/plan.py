@@ -14,29 +14,42 @@ from trainer_kit.commands.terminal import OutputPath
 __all__ = ["plan"]
 
 
-def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+def _numbers(
+    context: click.Context, option: click.Parameter, text: str
+) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise click.BadParameter(f"numbers of ranks, such as 8,64, and not {text!r}") from None
+        raise click.BadParameter(
+            f"numbers of ranks, such as 8,64, and not {text!r}"
+        ) from None
 
 
 @click.command("plan")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--world", required=True, callback=_numbers, help="Numbers of ranks: 8,64,512.")
+@click.option(
+    "--world", required=True, callback=_numbers, help="Numbers of ranks: 8,64,512."
+)
 @click.option(
     "--device",
     help="h200, h100, a100-80, ..., or cpu: this machine. By default this machine's accelerator.",
 )
 @click.option(
-    "--max-memory", help="Memory that a rank may use: 60GB. By default nine tenths of the device's."
+    "--max-memory",
+    help="Memory that a rank may use: 60GB. By default nine tenths of the device's.",
 )
 @click.option(
-    "--strategy", "strategies", multiple=True, help="Only this one; repeat the option for several."
+    "--strategy",
+    "strategies",
+    multiple=True,
+    help="Only this one; repeat the option for several.",
 )
 @click.option(
-    "--precision", "precisions", multiple=True, help="By default the script's, and mixed precision."
+    "--precision",
+    "precisions",
+    multiple=True,
+    help="By default the script's, and mixed precision.",
 )
 @click.option(
     "--global-batch",
@@ -44,7 +57,9 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
     help="Samples per optimizer step. By default the script's.",
 )
 @click.option(
-    "--price", type=click.FloatRange(min=0), help="Price of a device per hour; adds the cost."
+    "--price",
+    type=click.FloatRange(min=0),
+    help="Price of a device per hour; adds the cost.",
 )
 @click.option(
     "--efficiency",
@@ -54,7 +69,9 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
     help="Share of the peak that products are assumed to reach.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--html", type=OutputPath(), help="Write a page with a bar for each rank.")
+@click.option(
+    "--html", type=OutputPath(), help="Write a page with a bar for each rank."
+)
 def plan(
     script: str,
     arguments: tuple[str, ...],
@@ -85,7 +102,9 @@ def plan(
     if device not in (None, "cpu"):
         find_device(device)  # a wrong word is an error before the script runs
     limit = None if max_memory is None else in_bytes(max_memory, "--max-memory")
-    with contextlib.redirect_stdout(sys.stderr):  # the script's output is not part of the result
+    with contextlib.redirect_stdout(
+        sys.stderr
+    ):  # the script's output is not part of the result
         fit = captured_fit(script, arguments, trainer_class=Trainer, empty_weights=True)
         try:
             found = plan_fit(

@@ -16,14 +16,22 @@ __all__ = ["report"]
 
 @click.command("report")
 @click.argument(
-    "runs", metavar="RUN...", type=FilePath(exists=True, file_okay=False, path_type=Path), nargs=-1
+    "runs",
+    metavar="RUN...",
+    type=FilePath(exists=True, file_okay=False, path_type=Path),
+    nargs=-1,
 )
 @click.option(
-    "--output", "-o", type=FilePath(dir_okay=False, path_type=Path), help="By default report.html."
+    "--output",
+    "-o",
+    type=FilePath(dir_okay=False, path_type=Path),
+    help="By default report.html.",
 )
 @click.option("--open", "opens", is_flag=True, help="Show the page in a browser.")
 @click.option(
-    "--watch", is_flag=True, help="Write it every few seconds until the runs have ended, or Ctrl-C."
+    "--watch",
+    is_flag=True,
+    help="Write it every few seconds until the runs have ended, or Ctrl-C.",
 )
 @click.option(
     "--every",
@@ -44,7 +52,9 @@ def report(
     from trainer_kit.report.page import REPORT, write_report
 
     found = [RunDirectory(directory) for directory in find_runs(runs or [Path()])]
-    target = output or (found[0].directory / REPORT if len(found) == 1 else Path(REPORT))
+    target = output or (
+        found[0].directory / REPORT if len(found) == 1 else Path(REPORT)
+    )
     first = True
     while True:
         for run in found:

@@ -23,7 +23,10 @@ class FilePath(click.Path):
     """A local path; also expands ``~`` after an equals sign, as in ``--config_file=~/run.yaml``."""
 
     def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+        self,
+        value: Any,
+        parameter: click.Parameter | None,
+        context: click.Context | None,
     ) -> Any:
         return super().convert(os.path.expanduser(value), parameter, context)
 
@@ -35,12 +38,17 @@ class OutputPath(FilePath):
         super().__init__(dir_okay=False, writable=True, path_type=Path)
 
     def convert(
-        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+        self,
+        value: Any,
+        parameter: click.Parameter | None,
+        context: click.Context | None,
     ) -> Any:
         found = super().convert(value, parameter, context)
         if not os.access(Path(found).absolute().parent, os.W_OK):
             self.fail(
-                f"{Path(found).absolute().parent} is not a writable directory", parameter, context
+                f"{Path(found).absolute().parent} is not a writable directory",
+                parameter,
+                context,
             )
         return found
 
@@ -74,7 +82,10 @@ def choose(question: str, choices: Sequence[tuple[str, str]], default: str) -> s
     Returns:
         The value.
     """
-    at = max((number for number, (value, _) in enumerate(choices) if value == default), default=0)
+    at = max(
+        (number for number, (value, _) in enumerate(choices) if value == default),
+        default=0,
+    )
     if not _on_terminal():
         return choices[_by_number(question, choices, at)][0]
     with _keys() as keys:
@@ -102,11 +113,18 @@ def _by_number(question: str, choices: Sequence[tuple[str, str]], at: int) -> in
     click.echo(question)
     for number, (_, text) in enumerate(choices, start=1):
         click.echo(f"  {number}  {text}")
-    return int(click.prompt("number", type=click.IntRange(1, len(choices)), default=at + 1)) - 1
+    return (
+        int(
+            click.prompt("number", type=click.IntRange(1, len(choices)), default=at + 1)
+        )
+        - 1
+    )
 
 
 def _on_terminal() -> bool:
-    if os.environ.get("TERM", "dumb") == "dumb" or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if os.environ.get("TERM", "dumb") == "dumb" or not (
+        sys.stdin.isatty() and sys.stdout.isatty()
+    ):
         return False
     try:
         import termios  # noqa: F401
@@ -146,5 +164,7 @@ def table(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         click.echo(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            ).rstrip()
         )

@@ -24,7 +24,13 @@ _STRATEGIES: Final = {
     **dict.fromkeys(("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"), None),
 }
 """The value of ``fsdp_reshard_after_forward``; None: FSDP2 has no value for it. FSDP1 numbers them from 1."""
-_NUMBERS: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_NUMBERS: Final = (
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "HYBRID_SHARD",
+    "HYBRID_SHARD_ZERO2",
+)
 _INSTEAD: Final = {
     "NO_SHARD": "distributed_type: MULTI_GPU, without fsdp_config",
     "HYBRID_SHARD": "fsdp_sharding_strategy: FULL_SHARD, and parallelism_config with "
@@ -50,11 +56,18 @@ class _Edit:
 
 @click.command("to-fsdp2")
 @click.option(
-    "--config_file", type=FilePath(path_type=Path), required=True, help="The file to convert."
+    "--config_file",
+    type=FilePath(path_type=Path),
+    required=True,
+    help="The file to convert.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the file, or the file at --output_file.")
 @click.option(
-    "--output_file", type=FilePath(path_type=Path), help="The new file; by default --config_file."
+    "--overwrite", is_flag=True, help="Replace the file, or the file at --output_file."
+)
+@click.option(
+    "--output_file",
+    type=FilePath(path_type=Path),
+    help="The new file; by default --config_file.",
 )
 def to_fsdp2(config_file: Path, overwrite: bool, output_file: Path | None) -> None:
     """Convert the fsdp_config of a configuration file from FSDP1 to FSDP2; all other lines and comments are kept."""
@@ -117,17 +130,25 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
     )
     if section is None or section.id != "mapping" or not section.value:
         return text, [f"{name}: no {_SECTION}, nothing to convert"]
-    found = {key.value.removeprefix("fsdp_"): (key, value) for key, value in section.value}
+    found = {
+        key.value.removeprefix("fsdp_"): (key, value) for key, value in section.value
+    }
     if "version" in found and found["version"][1].value == "2":
-        return text, [f"{name}: {_SECTION} is FSDP2 already (fsdp_version: 2), nothing to convert"]
+        return text, [
+            f"{name}: {_SECTION} is FSDP2 already (fsdp_version: 2), nothing to convert"
+        ]
     first = section.value[0][0]
     if section.flow_style:
         fix = "write it as YAML without braces, one key on each line"
-        raise _refusal("a mapping in braces is not rewritten", name, first, _SECTION, "{...}", fix)
+        raise _refusal(
+            "a mapping in braces is not rewritten", name, first, _SECTION, "{...}", fix
+        )
     if {"sharding_strategy", "reshard_after_forward"} <= found.keys():
         key, value = found["reshard_after_forward"]
         fix = "keep one of it and fsdp_sharding_strategy"
-        raise _refusal("two keys have one meaning", name, key, key.value, value.value, fix)
+        raise _refusal(
+            "two keys have one meaning", name, key, key.value, value.value, fix
+        )
     edits, notes = [], []
     for word, (key, value) in found.items():
         if word in _LEFT_OUT:
@@ -142,7 +163,11 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
         ending = "\r\n" if "\r\n" in text else "\n"
         prefix = "fsdp_" if first.value.startswith("fsdp_") else ""
         edits.append(
-            _Edit(start, start, f"{' ' * first.start_mark.column}{prefix}version: 2{ending}")
+            _Edit(
+                start,
+                start,
+                f"{' ' * first.start_mark.column}{prefix}version: 2{ending}",
+            )
         )
     # From the end, so that positions stay valid; where a line is removed, the insertion follows.
     for edit in sorted(edits, key=lambda one: (one.start, one.end), reverse=True):
@@ -156,7 +181,9 @@ def _converted(name: str, word: str, key: yaml.Node, value: yaml.Node) -> list[_
         return [_replaced(value, "2")]
     given = str(value.value).upper()
     if word == "state_dict_type" and given == "LOCAL_STATE_DICT":
-        raise _refusal(_NO_COUNTERPART, name, key, key.value, value.value, _INSTEAD[given])
+        raise _refusal(
+            _NO_COUNTERPART, name, key, key.value, value.value, _INSTEAD[given]
+        )
     if word not in ("sharding_strategy", "reshard_after_forward"):
         return []
     if given.isdecimal() and 0 < int(given) <= len(_NUMBERS):

@@ -24,7 +24,9 @@ __all__ = ["tpu_config"]
 @click.option("--tpu_zone", help="The TPU's zone; by default the configuration's.")
 @click.option("--use_alpha", is_flag=True, help="`gcloud alpha` in place of `gcloud`.")
 @click.option(
-    "--command_file", type=FilePath(path_type=Path), help="A file with commands, one on each line."
+    "--command_file",
+    type=FilePath(path_type=Path),
+    help="A file with commands, one on each line.",
 )
 @click.option("--command", multiple=True, help="A command; may be given several times.")
 @click.option(
@@ -33,7 +35,9 @@ __all__ = ["tpu_config"]
     help="Install Hugging Face Accelerate on the machines first.",
 )
 @click.option(
-    "--accelerate_version", default="latest", help="latest, dev, or a version such as 1.15.0."
+    "--accelerate_version",
+    default="latest",
+    help="latest, dev, or a version such as 1.15.0.",
 )
 @click.option("--debug", is_flag=True, help="Print the command, and succeed.")
 def tpu_config(
@@ -112,7 +116,9 @@ def _lines(path: Path) -> list[str]:
             "the file of commands cannot be read", found=f"{path}: {error}"
         ) from error
     # They are joined by semicolons: an empty line would be a syntax error, and a comment would hide what follows.
-    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return [
+        line for line in lines if line.strip() and not line.lstrip().startswith("#")
+    ]
 
 
 def _requirement(version: str) -> str:

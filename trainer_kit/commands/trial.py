@@ -27,8 +27,12 @@ __all__ = ["trial"]
 @click.option("--accelerator", help="cpu, gpu, or what torch calls it.")
 @click.option("--strategy", help="A word, as for the Trainer.")
 @click.option("--precision", help="A word, as for the Trainer.")
-@click.option("--config_file", type=FilePath(exists=True), help="As `launch` does with this file.")
-@click.option("--timeout", default=180.0, show_default=True, help="Seconds for everything.")
+@click.option(
+    "--config_file", type=FilePath(exists=True), help="As `launch` does with this file."
+)
+@click.option(
+    "--timeout", default=180.0, show_default=True, help="Seconds for everything."
+)
 def trial(
     devices: str | None,
     accelerator: str | None,
@@ -49,7 +53,9 @@ def trial(
         "strategy": strategy,
         "precision": precision,
     }
-    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    options = [
+        f"--{name}={value}" for name, value in given.items() if value is not None
+    ]
     file = config_file or (None if options else default_file())
     if config_file is not None and options:
         raise ConfigurationError(
@@ -78,7 +84,9 @@ def trial(
             _run(words, end, "resumed" if more else "started", timeout)
             if not more:
                 about = json.loads((first / "about.json").read_text())
-                what = "{world_size} x {device}, {strategy}, {precision}".format(**about)
+                what = "{world_size} x {device}, {strategy}, {precision}".format(
+                    **about
+                )
                 click.echo(f"OK  trained on {what} in {time.monotonic() - began:.1f} s")
                 _check_weights(first, about)
         _check_resume(first, second, about)
@@ -99,7 +107,9 @@ def _run(words: list[str], end: float, verb: str, timeout: float) -> None:
         click.echo(
             f"TIMEOUT  the run that was {verb} did not end: {timeout:g} s are over for all runs{_load()}"
         )
-        click.echo(f"    try --timeout={3 * timeout:g}; if that is not enough, the run hangs")
+        click.echo(
+            f"    try --timeout={3 * timeout:g}; if that is not enough, the run hangs"
+        )
         _show(_end(process))
         sys.exit(124)
     except BaseException:
@@ -140,7 +150,8 @@ def _check_weights(directory: Path, about: dict[str, Any]) -> None:
     weights = read_weights(found[-1].path)
     moved = max(float((after[name] - before[name]).abs().max()) for name in after)
     difference = max(
-        float((after[name] - weights[name].to(after[name].dtype)).abs().max()) for name in after
+        float((after[name] - weights[name].to(after[name].dtype)).abs().max())
+        for name in after
     )
     allowed = 1e-4 if about["precision"].startswith(("32", "64")) else 0.1
     line = f"weights moved by {moved:.2g}, and are {difference:.1g} from those of a plain loop in 32-true"
@@ -155,12 +166,18 @@ def _check_resume(first: Path, second: Path, about: dict[str, Any]) -> None:
     from trainer_kit.checkpoint import checkpoints, read_weights
 
     one, two = (
-        read_weights(checkpoints(place / "checkpoints")[-1].path) for place in (first, second)
+        read_weights(checkpoints(place / "checkpoints")[-1].path)
+        for place in (first, second)
     )
     exact = all(torch.equal(one[name], two[name]) for name in one)
-    close = all(torch.allclose(one[name].float(), two[name].float(), atol=1e-4) for name in one)
+    close = all(
+        torch.allclose(one[name].float(), two[name].float(), atol=1e-4) for name in one
+    )
     if not (exact or (close and about["device"] != "cpu")):
-        _fail("a resumed run ends with other weights", f"resumed from step 3 on {about['device']}")
+        _fail(
+            "a resumed run ends with other weights",
+            f"resumed from step 3 on {about['device']}",
+        )
     click.echo(
         f"OK  resumed in new processes, with {'the same bits' if exact else 'the same weights to 1e-4'}"
     )

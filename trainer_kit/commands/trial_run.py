@@ -49,7 +49,8 @@ def trial_data(world_size: int) -> TensorDataset:
     made = torch.Generator().manual_seed(11)
     samples = STEPS * _BATCH * world_size
     return TensorDataset(
-        torch.randn(samples, 32, generator=made), torch.randn(samples, 4, generator=made)
+        torch.randn(samples, 32, generator=made),
+        torch.randn(samples, 4, generator=made),
     )
 
 
@@ -72,7 +73,9 @@ def main() -> None:
     parser.add_argument("--devices", default="auto")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--precision", default=os.environ.get("TRAINER_KIT_MIXED_PRECISION"))
+    parser.add_argument(
+        "--precision", default=os.environ.get("TRAINER_KIT_MIXED_PRECISION")
+    )
     parser.add_argument(
         "--resume",
         type=Path,
@@ -83,7 +86,11 @@ def main() -> None:
         trainer = _make_trainer(given)
     except ConfigurationError as error:
         raise SystemExit(str(error)) from error
-    first = None if given.resume is None else checkpoints(given.resume / "checkpoints")[0].path
+    first = (
+        None
+        if given.resume is None
+        else checkpoints(given.resume / "checkpoints")[0].path
+    )
     trainer.fit(
         TrialModule(),
         DataLoader(trial_data(trainer.world_size), batch_size=_BATCH),
@@ -111,7 +118,9 @@ def _make_trainer(given: argparse.Namespace) -> Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=ModelCheckpoint(
-            given.directory / "checkpoints", every_n_train_steps=STEPS // 2, save_top_k=-1
+            given.directory / "checkpoints",
+            every_n_train_steps=STEPS // 2,
+            save_top_k=-1,
         ),
     )
 

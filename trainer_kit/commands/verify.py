@@ -23,12 +23,20 @@ __all__ = ["verify"]
 @click.command("verify")
 @click.argument("script", type=FilePath(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option("--strategy", help="A word of Trainer(strategy=); by default the script's.")
-@click.option("--precision", help="A word of Trainer(precision=); by default the script's.")
 @click.option(
-    "--devices", type=click.IntRange(min=1), help="Ranks on this machine; by default the script's."
+    "--strategy", help="A word of Trainer(strategy=); by default the script's."
 )
-@click.option("--accelerator", help="A word of Trainer(accelerator=); by default the script's.")
+@click.option(
+    "--precision", help="A word of Trainer(precision=); by default the script's."
+)
+@click.option(
+    "--devices",
+    type=click.IntRange(min=1),
+    help="Ranks on this machine; by default the script's.",
+)
+@click.option(
+    "--accelerator", help="A word of Trainer(accelerator=); by default the script's."
+)
 @click.option(
     "--steps",
     type=click.IntRange(min=1),
@@ -42,7 +50,9 @@ __all__ = ["verify"]
     help="All ranks in this process, as threads that take turns: for breakpoint().",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--html", type=OutputPath(), help="Write a page with the difference by step.")
+@click.option(
+    "--html", type=OutputPath(), help="Write a page with the difference by step."
+)
 def verify(
     script: str,
     arguments: tuple[str, ...],
@@ -92,7 +102,11 @@ def verify(
         _end(str(error))
     except Exception as error:  # of the script's own code, in any of the runs
         _end(f"{type(error).__name__}: {error}{_place(error)}")
-    click.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False) if as_json else str(found))
+    click.echo(
+        json.dumps(found.to_dict(), indent=2, allow_nan=False)
+        if as_json
+        else str(found)
+    )
     if html is not None and not as_json:
         click.echo(html)
     sys.exit(found.exit_code)
@@ -100,7 +114,10 @@ def verify(
 
 def _place(error: BaseException) -> str:
     """The line of the user's code that raised; a rank's traceback is a note of its error."""
-    lines = [*traceback.format_tb(error.__traceback__), *getattr(error, "__notes__", [])]
+    lines = [
+        *traceback.format_tb(error.__traceback__),
+        *getattr(error, "__notes__", []),
+    ]
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', "".join(lines))
     others = (
         str(Path(__file__).parents[1]),

@@ -76,7 +76,9 @@ def named_module_tensors(
         ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
     yield from module.named_parameters(recurse=recurse)
-    for name, buffer in module.named_buffers(recurse=recurse) if include_buffers else ():
+    for name, buffer in (
+        module.named_buffers(recurse=recurse) if include_buffers else ()
+    ):
         path, _, key = name.rpartition(".")
         if (
             not remove_non_persistent
@@ -127,11 +129,14 @@ def set_module_tensor_to_device(
     try:
         holder = module.get_submodule(path)
     except AttributeError as error:
-        raise ConfigurationError(f"the module {path!r} does not exist", found=str(error)) from error
+        raise ConfigurationError(
+            f"the module {path!r} does not exist", found=str(error)
+        ) from error
     old = holder._parameters.get(key, holder._buffers.get(key))
     if old is None:
         raise ConfigurationError(
-            f"the module has no parameter or buffer {tensor_name!r}", found=type(module).__name__
+            f"the module has no parameter or buffer {tensor_name!r}",
+            found=type(module).__name__,
         )
     place = torch.device(device)
     new = old.detach() if value is None else torch.as_tensor(value)
@@ -142,7 +147,9 @@ def set_module_tensor_to_device(
         )
     if new.device.type == "meta" and place.type != "meta":
         raise ConfigurationError(
-            f"{tensor_name} has no values", found="the meta device", fix="pass value=..."
+            f"{tensor_name} has no values",
+            found="the meta device",
+            fix="pass value=...",
         )
     if value is not None and dtype is None:
         new = new.to(old.dtype)
@@ -164,7 +171,11 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
         >>> find_tied_parameters(model)
         [['a.weight', 'b.weight']]
     """
-    tied = ([slot.name for slot in one.slots] for one in find_tied(model) if not one.is_buffer)
+    tied = (
+        [slot.name for slot in one.slots]
+        for one in find_tied(model)
+        if not one.is_buffer
+    )
     return [sorted(names) for names in tied if len(names) > 1]
 
 
@@ -189,16 +200,27 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     embeddings: Any = getattr(model, "get_output_embeddings", None)
     if config is None or embeddings is None:
         return False
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    ties = bool(getattr(text, "tie_word_embeddings", False)) and embeddings() is not None
+    text = (
+        config.get_text_config(decoder=True)
+        if hasattr(config, "get_text_config")
+        else config
+    )
+    ties = (
+        bool(getattr(text, "tie_word_embeddings", False)) and embeddings() is not None
+    )
     both = getattr(config, "is_encoder_decoder", False) and getattr(
         config, "tie_encoder_decoder", False
     )
-    return ties or bool(both) or any(hasattr(part, "_tie_weights") for part in model.modules())
+    return (
+        ties
+        or bool(both)
+        or any(hasattr(part, "_tie_weights") for part in model.modules())
+    )
 
 
 def check_tied_parameters_on_same_device(
-    tied_params: Sequence[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
+    tied_params: Sequence[Sequence[str]],
+    device_map: Mapping[str, int | str | torch.device],
 ) -> None:
     """Refuse a device map that splits a tied parameter across devices.
 
@@ -281,8 +303,12 @@ def load_state_dict(
         CheckpointError: the file is neither, or is damaged.
     """
     weights = read_weights(checkpoint_file)
-    for name in weights if device_map else ():
-        device = next((device_map[key] for key in _above(name) if key in device_map), "cpu")  # type: ignore[index, operator]
+    if not device_map:
+        return weights
+    for name in weights:
+        device = next(
+            (device_map[key] for key in _above(name) if key in device_map), "cpu"
+        )
         weights[name] = weights[name].to("cpu" if device == "disk" else device)
     return weights
 
@@ -303,7 +329,9 @@ class ModelHook:
         """Called when the hook is attached."""
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """Called before the forward; returns the arguments to use."""
         return args, kwargs
 
@@ -331,7 +359,9 @@ class SequentialHook(ModelHook):
             module = hook.init_hook(module)
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
@@ -347,7 +377,9 @@ class SequentialHook(ModelHook):
         return module
 
 
-def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+def add_hook_to_module(
+    module: nn.Module, hook: ModelHook, append: bool = False
+) -> nn.Module:
     """Attach a hook, which runs when the module is called; it replaces an earlier one.
 
     Args:
@@ -384,7 +416,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     module.__dict__[_HANDLES] = [
         module.register_forward_pre_hook(enter, with_kwargs=True),
         module.register_forward_hook(leave, always_call=True),
-        module.register_forward_hook(lambda one, args, output: hook.post_forward(one, output)),
+        module.register_forward_hook(
+            lambda one, args, output: hook.post_forward(one, output)
+        ),
     ]
     return module
 
@@ -448,14 +482,20 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
 
     def _offloaded(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        return list(named_module_tensors(module, self.offload_buffers, self.place_submodules, True))
+        return list(
+            named_module_tensors(
+                module, self.offload_buffers, self.place_submodules, True
+            )
+        )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         tensors = list(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors}
         away: dict[str, Tensor] = dict(self._offloaded(module)) if self.offload else {}
         if self.offload and self.weights_map is None:
-            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in away.items()}
+            self.weights_map = {
+                name: tensor.detach().to("cpu") for name, tensor in away.items()
+            }
         for name, _ in tensors:
             if name in away:
                 set_module_tensor_to_device(module, name, "meta")
@@ -463,14 +503,20 @@ class AlignDevicesHook(ModelHook):
                 set_module_tensor_to_device(module, name, self.execution_device)
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         self.input_device = find_device([args, kwargs]) if self.io_same_device else None
         device = (
-            find_device([args, kwargs]) if self.execution_device is None else self.execution_device
+            find_device([args, kwargs])
+            if self.execution_device is None
+            else self.execution_device
         )
         if self.offload and self.weights_map is not None:
             for name, _ in self._offloaded(module):
-                set_module_tensor_to_device(module, name, device or "cpu", self.weights_map[name])
+                set_module_tensor_to_device(
+                    module, name, device or "cpu", self.weights_map[name]
+                )
         if device is None:
             return args, kwargs
         return send_to_device(args, device), send_to_device(
@@ -486,8 +532,14 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         for name, device in self.original_devices.items() if self.offload else ():
-            if self.weights_map is not None and name in self.weights_map and device.type != "meta":
-                set_module_tensor_to_device(module, name, device, self.weights_map[name])
+            if (
+                self.weights_map is not None
+                and name in self.weights_map
+                and device.type != "meta"
+            ):
+                set_module_tensor_to_device(
+                    module, name, device, self.weights_map[name]
+                )
         return module
 
 
@@ -500,17 +552,23 @@ class CpuOffload(ModelHook):
     """
 
     def __init__(
-        self, execution_device: int | str | torch.device | None = None, prev_module_hook: Any = None
+        self,
+        execution_device: int | str | torch.device | None = None,
+        prev_module_hook: Any = None,
     ) -> None:
         self.prev_module_hook = prev_module_hook
         self.execution_device = torch.device(
-            execution_device if execution_device is not None else present_accelerator() or "cpu"
+            execution_device
+            if execution_device is not None
+            else present_accelerator() or "cpu"
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to("cpu")
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         module.to(self.execution_device)
@@ -526,7 +584,9 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 
 @contextmanager
-def align_module_device(module: nn.Module, execution_device: Any = None) -> Iterator[None]:
+def align_module_device(
+    module: nn.Module, execution_device: Any = None
+) -> Iterator[None]:
     """Context in which the tensors of a module have values and are on a device.
 
     Args:
@@ -544,7 +604,9 @@ def align_module_device(module: nn.Module, execution_device: Any = None) -> Iter
             hook.post_forward(module, None)
             hook.execution_device = before
         return
-    places = {name: tensor.device for name, tensor in module.named_parameters(recurse=False)}
+    places = {
+        name: tensor.device for name, tensor in module.named_parameters(recurse=False)
+    }
     for name in places if execution_device is not None else ():
         set_module_tensor_to_device(module, name, execution_device)
     try:
@@ -556,7 +618,10 @@ def align_module_device(module: nn.Module, execution_device: Any = None) -> Iter
 
 # -- weights in a folder -----------------------------------------------------------------------------------------------
 
-_CARRIERS: Final = {1: torch.int8, 2: torch.int16}  # by size, for dtypes that NumPy lacks
+_CARRIERS: Final = {
+    1: torch.int8,
+    2: torch.int16,
+}  # by size, for dtypes that NumPy lacks
 
 
 def offload_weight(
@@ -612,7 +677,9 @@ def save_offload_index(
         file.write_text(json.dumps({**known, **index}, indent=2), encoding="utf-8")
 
 
-def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
+def offload_state_dict(
+    save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]
+) -> None:
     """Write the tensors of a state dict and their index to a folder.
 
     Args:
@@ -627,7 +694,9 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 def load_offloaded_weights(
-    model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+    model: nn.Module,
+    index: Mapping[str, Any] | None,
+    offload_folder: str | os.PathLike[str],
 ) -> None:
     """Load the weights of an index into a model, on the CPU.
 
@@ -674,7 +743,9 @@ class PrefixedDataset(Mapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         return (
-            key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix)
+            key.removeprefix(self.prefix)
+            for key in self.dataset
+            if key.startswith(self.prefix)
         )
 
     def __len__(self) -> int:
@@ -712,7 +783,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self.state_dict = state_dict or {}
         self.save_folder = save_folder
         if index is None and save_folder is not None:
-            index = json.loads((Path(save_folder) / "index.json").read_text(encoding="utf-8"))
+            index = json.loads(
+                (Path(save_folder) / "index.json").read_text(encoding="utf-8")
+            )
         self.index = index or {}
         self.device = device
 
@@ -723,14 +796,23 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         file = info.get("safetensors_file")
         if file is None:
             if self.save_folder is None:
-                raise CheckpointError("the index", key, "names no file, and save_folder is not set")
+                raise CheckpointError(
+                    "the index", key, "names no file, and save_folder is not set"
+                )
             return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
-        with safe_open(file, framework="pt", device=str(self.device or "cpu")) as opened:
+        with safe_open(
+            file, framework="pt", device=str(self.device or "cpu")
+        ) as opened:
             tensor: Tensor = opened.get_tensor(info.get("weight_name", key))
         return tensor.to(resolve_dtype(info["dtype"])) if "dtype" in info else tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.state_dict, *(key for key in self.index if key not in self.state_dict)])
+        return iter(
+            [
+                *self.state_dict,
+                *(key for key in self.index if key not in self.state_dict),
+            ]
+        )
 
     def __len__(self) -> int:
         return len({*self.state_dict, *self.index})

@@ -96,13 +96,17 @@ _MODULES: Final = (
     "utils.fsdp_utils utils.imports utils.launch utils.megatron_lm utils.memory utils.modeling utils.offload "
     "utils.operations utils.other utils.random utils.torch_xla utils.tqdm utils.transformer_engine utils.versions"
 )
-PATHS: Final[dict[str, dict[str, str]]] = {path: dict(_NAMES) for path in _MODULES.split()}
+PATHS: Final[dict[str, dict[str, str]]] = {
+    path: dict(_NAMES) for path in _MODULES.split()
+}
 """The names at each module path: a name means the same at each path, so each path has all of them."""
 PATHS[""] = {"is_rich_available": "compat.accelerate_probes:is_rich_available"}
 PATHS["optimizer"]["__call__"] = (
     "precision.optimizers:make_optimizer"  # `tk.optimizer` is a function, too
 )
-PATHS["utils.tqdm"]["__call__"] = "accelerator.script_names:tqdm"  # which `utils.tqdm` is, too
+PATHS["utils.tqdm"]["__call__"] = (
+    "accelerator.script_names:tqdm"  # which `utils.tqdm` is, too
+)
 
 _INSTEAD: Final = {
     "MegatronLMPlugin(...) with a model of megatron-core, and your own loop": "AbstractTrainStep BertTrainStep "
@@ -149,5 +153,7 @@ _INSTEAD: Final = {
     "import rich.traceback; rich.traceback.install()": "rich utils.rich",
     "trainer_kit.testing, with your own data and models": "test_utils",
 }
-ELSEWHERE: Final = {name: instead for instead, words in _INSTEAD.items() for name in words.split()}
+ELSEWHERE: Final = {
+    name: instead for instead, words in _INSTEAD.items() for name in words.split()
+}
 """Names that are missing here, and what to use."""

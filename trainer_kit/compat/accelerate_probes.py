@@ -75,7 +75,9 @@ _DEVICES: Final[dict[str, Callable[[], bool]]] = {
     "fp16": lambda: True,
     "bf16": lambda: not torch.cuda.is_available() or torch.cuda.is_bf16_supported(),
     **{
-        name: lambda name=name: bool(hasattr(torch, name) and getattr(torch, name).is_available())  # type: ignore[misc]
+        name: lambda name=name: bool(
+            hasattr(torch, name) and getattr(torch, name).is_available()
+        )  # type: ignore[misc]
         for name in ("hpu", "mlu", "musa", "neuron", "npu", "sdaa", "xpu")
     },
 }
@@ -99,7 +101,10 @@ def probe(word: str) -> Callable[..., bool]:
             return _ALWAYS[word]
         if word in _DEVICES:
             return _DEVICES[word]()
-        return any(importlib.util.find_spec(name) is not None for name in _PACKAGES[word].split())
+        return any(
+            importlib.util.find_spec(name) is not None
+            for name in _PACKAGES[word].split()
+        )
 
     ask.__name__ = ask.__qualname__ = f"is_{word}_available"
     ask.__doc__ = f"Whether {word} can be used here; options of Accelerate's function are accepted."
@@ -161,7 +166,9 @@ def is_torch_version(operation: str, version: str) -> bool:
         >>> is_torch_version(">=", "2.0")
         True
     """
-    return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
+    return compare_versions(
+        Version(Version(torch.__version__).base_version), operation, version
+    )
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
@@ -177,7 +184,9 @@ def is_habana_gaudi1() -> bool:
     return False
 
 
-def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+def is_torch_xla_available(
+    check_is_tpu: bool = False, check_is_gpu: bool = False
+) -> bool:
     """Whether torch_xla is installed and, on request, computes on a TPU or a GPU."""
     if importlib.util.find_spec("torch_xla") is None:
         return False
@@ -191,7 +200,11 @@ def is_transformer_engine_mxfp8_available() -> bool:
     """Whether Transformer Engine is installed and this GPU computes in MXFP8."""
     if not probe("transformer_engine")():
         return False
-    return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
+    return bool(
+        importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[
+            0
+        ]
+    )
 
 
 def _required(word: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -150,7 +150,11 @@ FSDP_SHARDING_STRATEGY: Final = [
 ]
 FSDP_AUTO_WRAP_POLICY: Final = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_BACKWARD_PREFETCH: Final = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
-FSDP_STATE_DICT_TYPE: Final = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+FSDP_STATE_DICT_TYPE: Final = [
+    "FULL_STATE_DICT",
+    "LOCAL_STATE_DICT",
+    "SHARDED_STATE_DICT",
+]
 TORCH_DYNAMO_MODES: Final = ["default", "reduce-overhead", "max-autotune"]
 TORCH_DISTRIBUTED_OPERATION_TYPES: Final = [
     *(
@@ -183,7 +187,8 @@ class BaseEnum(Enum):
 def _words(name: str, text: str, *kinds: type) -> Any:
     """An enumeration; ``text`` has names, or ``NAME=value``."""
     pairs = [
-        (key, value or key) for key, _, value in (word.partition("=") for word in text.split())
+        (key, value or key)
+        for key, _, value in (word.partition("=") for word in text.split())
     ]
     made: Any = BaseEnum  # the functional form of an enumeration
     return made(name, pairs, module=__name__, **({"type": kinds[0]} if kinds else {}))
@@ -236,7 +241,11 @@ def is_namedtuple(data: Any) -> bool:
         >>> is_namedtuple(namedtuple("Point", "x y")(1, 2)), is_namedtuple((1, 2))
         (True, False)
     """
-    return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
+    return (
+        isinstance(data, tuple)
+        and hasattr(data, "_fields")
+        and hasattr(data, "_asdict")
+    )
 
 
 def honor_type(obj: Any, generator: Any) -> Any:
@@ -314,11 +323,14 @@ def send_to_device(
         return move_to_device(tensor, device, non_blocking)
     if not isinstance(tensor, Mapping):
         return honor_type(
-            tensor, [send_to_device(one, device, non_blocking, skip_keys) for one in tensor]
+            tensor,
+            [send_to_device(one, device, non_blocking, skip_keys) for one in tensor],
         )
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys
     moved = {
-        key: one if key in skipped else send_to_device(one, device, non_blocking, skip_keys)
+        key: one
+        if key in skipped
+        else send_to_device(one, device, non_blocking, skip_keys)
         for key, one in tensor.items()
     }
     return type(tensor)(moved)  # type: ignore[call-arg]
@@ -352,7 +364,8 @@ def find_batch_size(data: Any) -> int:
     if isinstance(one, Tensor) and one.ndim:
         return one.shape[0]
     raise ConfigurationError(
-        "the first value of a batch is a tensor of one entry a sample", found=repr(one)[:80]
+        "the first value of a batch is a tensor of one entry a sample",
+        found=repr(one)[:80],
     )
 
 
@@ -400,15 +413,21 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """
     one = data[0]
     if isinstance(one, (list, tuple)):
-        return honor_type(one, (concatenate(parts, dim) for parts in zip(*data, strict=True)))
+        return honor_type(
+            one, (concatenate(parts, dim) for parts in zip(*data, strict=True))
+        )
     if isinstance(one, Mapping):
-        return type(one)({key: concatenate([part[key] for part in data], dim) for key in one})  # type: ignore[call-arg]
+        return type(one)(
+            {key: concatenate([part[key] for part in data], dim) for key in one}
+        )  # type: ignore[call-arg]
     if not isinstance(one, Tensor):
         raise ConfigurationError("concatenate takes tensors", found=type(one).__name__)
     return torch.cat(list(data), dim)
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(
+    tensor: Any, batch_size: int, num_processes: int, dim: int = 0
+) -> Any:
     """Append zeros to each tensor, so that its length along ``dim`` is a multiple of ``num_processes``.
 
     Args:
@@ -494,11 +513,15 @@ def dtype_byte_size(dtype: Any) -> float:
 
 def get_pretty_name(obj: Any) -> str:
     """The name of a function or class, or of an object's class."""
-    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    named = (
+        obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    )
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
-def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+def merge_dicts(
+    source: Mapping[str, Any], destination: dict[str, Any]
+) -> dict[str, Any]:
     """Merge ``source`` into ``destination``, including nested dicts.
 
     Example:
@@ -507,7 +530,9 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
     """
     for key, value in source.items():
         destination[key] = (
-            merge_dicts(value, destination.get(key, {})) if isinstance(value, dict) else value
+            merge_dicts(value, destination.get(key, {}))
+            if isinstance(value, dict)
+            else value
         )
     return destination
 
@@ -533,9 +558,14 @@ def get_free_port() -> int:
 def check_os_kernel() -> None:
     """Warn of a Linux kernel older than 5.5, on which processes may hang."""
     found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
-    if platform.system() == "Linux" and found is not None and Version(found[0]) < Version("5.5.0"):
+    if (
+        platform.system() == "Linux"
+        and found is not None
+        and Version(found[0]) < Version("5.5.0")
+    ):
         warnings.warn(
-            f"processes may hang on Linux {found[0]}; 5.5 or newer is recommended", stacklevel=2
+            f"processes may hang on Linux {found[0]}; 5.5 or newer is recommended",
+            stacklevel=2,
         )
 
 
@@ -598,7 +628,8 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     """The first of these environment variables that holds a number of at least 0."""
     return next(
-        (value for key in env_keys if (value := int(os.environ.get(key, -1))) >= 0), default
+        (value for key in env_keys if (value := int(os.environ.get(key, -1))) >= 0),
+        default,
     )
 
 
@@ -670,7 +701,11 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 
     @wraps(func_or_cls)
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
+        before = {
+            key: value
+            for key, value in os.environ.items()
+            if key.startswith("ACCELERATE_")
+        }
         try:
             return func_or_cls(*args, **kwargs)
         finally:
@@ -704,7 +739,9 @@ class CPUInformation:
 def get_cpu_distributed_information() -> CPUInformation:
     """Read the rank and sizes that the launcher set for this process."""
     here = Environment.detect()
-    return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
+    return CPUInformation(
+        here.rank, here.world_size, here.local_rank, here.local_world_size
+    )
 
 
 def get_current_device_type() -> tuple[str, str]:
@@ -716,7 +753,9 @@ def get_current_device_type() -> tuple[str, str]:
 
 def get_gpu_info() -> tuple[list[str], int]:
     """The names of this machine's CUDA devices, and how many there are."""
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    names = [
+        torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
+    ]
     return names, len(names)
 
 
@@ -727,7 +766,9 @@ def check_cuda_fp8_capability() -> bool:
 
 def check_cuda_p2p_ib_support() -> bool:
     """Whether this machine's GPUs can exchange data directly; the RTX 4000 series cannot."""
-    return not any("RTX 40" in name for name in get_gpu_info()[0]) or get_gpu_info()[1] < 2
+    return (
+        not any("RTX 40" in name for name in get_gpu_info()[0]) or get_gpu_info()[1] < 2
+    )
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -758,12 +799,16 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     found = getattr(model, "tp_size", None)
     if found is None:
         found = (
-            config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+            config.get("tp_size")
+            if isinstance(config, dict)
+            else getattr(config, "tp_size", None)
         )
     return found
 
 
-def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: bool = False
+) -> list[Any]:
     """All modules of a model, the model last; with ``return_fqns``, pairs of name and module."""
     ordered: list[tuple[str, nn.Module]] = []
     waiting: list[tuple[str, nn.Module]] = [("", model)]
@@ -771,7 +816,8 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
         path, module = waiting.pop()
         ordered.append((path, module))
         waiting += [
-            (f"{path}.{name}" if path else name, child) for name, child in module.named_children()
+            (f"{path}.{name}" if path else name, child)
+            for name, child in module.named_children()
         ]
     return [pair if return_fqns else pair[1] for pair in reversed(ordered)]
 
@@ -779,9 +825,13 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 def is_peft_model(model: nn.Module) -> bool:
     """Whether a model comes from the ``peft`` library."""
     peft = sys.modules.get("peft")
-    return peft is not None and isinstance(getattr(model, "module", model), peft.PeftModel)
+    return peft is not None and isinstance(
+        getattr(model, "module", model), peft.PeftModel
+    )
 
 
-def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+def get_grad_scaler(
+    distributed_type: Any = None, **kwargs: Any
+) -> torch.amp.GradScaler:
     """A gradient scaler for this machine's accelerator."""
     return torch.amp.GradScaler(get_current_device_type()[0], **kwargs)

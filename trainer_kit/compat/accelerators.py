@@ -275,7 +275,9 @@ class AcceleratorRegistry(Mapping[str, type[LightningAccelerator]]):
             return _CLASSES[name]()
         if default is not None:
             return default
-        raise KeyError(f"no accelerator is called {name!r}; {did_you_mean(name, _CLASSES)}")
+        raise KeyError(
+            f"no accelerator is called {name!r}; {did_you_mean(name, _CLASSES)}"
+        )
 
     def register(self, name: str, *args: Any, **options: Any) -> Any:
         """Refused: the Trainer takes every device type of torch without a class for it.

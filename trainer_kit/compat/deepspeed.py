@@ -57,7 +57,12 @@ class DummyOptim:
     def __init__(
         self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
     ) -> None:
-        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
+        self.params, self.lr, self.weight_decay, self.kwargs = (
+            params,
+            lr,
+            weight_decay,
+            kwargs,
+        )
 
 
 @final
@@ -106,7 +111,9 @@ def made_optimizer(strategy: Strategy, given: Optimizer | DummyOptim) -> Optimiz
     )
 
 
-def made_scheduler(strategy: Strategy, given: Any, optimizer: Any, times: int = 1) -> Any:
+def made_scheduler(
+    strategy: Strategy, given: Any, optimizer: Any, times: int = 1
+) -> Any:
     """Return the given scheduler; for a `DummyScheduler`, the one that the strategy's JSON names.
 
     Args:
@@ -224,7 +231,10 @@ class DeepSpeedPlugin:
             given["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
         known = from_launcher(given, read_config(config))
         self.deepspeed_config = with_arguments(
-            known["config"], known["stage"], known["offload_optimizer"], known["offload_parameters"]
+            known["config"],
+            known["stage"],
+            known["offload_optimizer"],
+            known["offload_parameters"],
         )
         self.zero_stage = self.deepspeed_config["zero_optimization"]["stage"]
         self._accumulate()
@@ -233,7 +243,9 @@ class DeepSpeedPlugin:
         self._configure_transformers()
 
     def _accumulate(self) -> None:
-        written = self.deepspeed_config.setdefault("gradient_accumulation_steps", "auto")
+        written = self.deepspeed_config.setdefault(
+            "gradient_accumulation_steps", "auto"
+        )
         given = self.gradient_accumulation_steps
         if given in (None, "auto"):
             self.gradient_accumulation_steps = written
@@ -250,7 +262,9 @@ class DeepSpeedPlugin:
                 found=f"gradient_accumulation_steps: {written}, and {given}",
                 fix='write "auto" in the JSON',
             )
-        self.deepspeed_config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+        self.deepspeed_config["gradient_accumulation_steps"] = (
+            self.gradient_accumulation_steps
+        )
 
     def _configure_transformers(self) -> None:
         """Make ``from_pretrained`` of transformers shard weights if `is_zero3_init_enabled`; else leave them whole.
@@ -266,7 +280,11 @@ class DeepSpeedPlugin:
             raise ConfigurationError(
                 "zero3_init_flag needs transformers, which is not installed"
             ) from error
-        explicit = {key: value for key, value in self.deepspeed_config.items() if value != "auto"}
+        explicit = {
+            key: value
+            for key, value in self.deepspeed_config.items()
+            if value != "auto"
+        }
         explicit.setdefault("train_micro_batch_size_per_gpu", 1)
         self._known_to_transformers = integrations.HfDeepSpeedConfig(explicit)
 
@@ -274,7 +292,9 @@ class DeepSpeedPlugin:
         """Whether models are sharded while they are created."""
         return bool(self.zero3_init_flag) and self.zero_stage == 3
 
-    def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[Any]:
+    def zero3_init_context_manager(
+        self, enable: bool = False
+    ) -> AbstractContextManager[Any]:
         """Set in this context whether models of transformers are sharded while they are created.
 
         Args:
@@ -347,12 +367,17 @@ def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
     one, several = given.get("deepspeed_plugin"), given.get("deepspeed_plugins")
     if one is not None and several is not None:
         raise ConfigurationError(
-            "two arguments set DeepSpeed plugins", found="deepspeed_plugin and deepspeed_plugins"
+            "two arguments set DeepSpeed plugins",
+            found="deepspeed_plugin and deepspeed_plugins",
         )
     chosen = several if one is None else one
     launched = variable("distributed_type")
     if chosen is None and launched is not None and launched.value == "DEEPSPEED":
-        others = any(value is not None for name, value in given.items() if name not in _NO_ENGINES)
+        others = any(
+            value is not None
+            for name, value in given.items()
+            if name not in _NO_ENGINES
+        )
         chosen = None if others else DeepSpeedPlugin()
     if chosen is None:
         return {}

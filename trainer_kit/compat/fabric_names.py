@@ -77,10 +77,13 @@ def suggested_max_num_workers(local_world_size: int) -> int:
     """
     if local_world_size < 1:
         raise ConfigurationError(
-            "a machine runs at least one process", found=f"local_world_size={local_world_size}"
+            "a machine runs at least one process",
+            found=f"local_world_size={local_world_size}",
         )
     processors = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
     )
     return max(1, processors // local_world_size - 1)
 
@@ -97,7 +100,9 @@ def lazy_load(filename: str | os.PathLike[str]) -> Any:
     return torch_load(Path(filename), "cpu", mapped=True)
 
 
-def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+def load_file(
+    path_or_url: Any, map_location: Any = None, weights_only: bool | None = None
+) -> Any:
     """Load a ``torch.save`` file from a path or a URL.
 
     Args:
@@ -173,6 +178,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         else value
         for name, value in content["state_dict"].items()
     }
-    state = {"state_dict": weights, "hyper_parameters": dict(content["hyper_parameters"])}
+    state = {
+        "state_dict": weights,
+        "hyper_parameters": dict(content["hyper_parameters"]),
+    }
     TorchCheckpointIO().save_checkpoint(state, output_file)
     return state

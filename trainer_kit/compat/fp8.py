@@ -60,7 +60,9 @@ class AORecipeKwargs(FP8Recipe):
             ends=self.module_filter_func is not None,
         )
         names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {
+            name: value for name in names if (value := getattr(self, name)) is not None
+        }
         if given:
             made.config = replace(made.config, **given)
         return made
@@ -158,7 +160,9 @@ def FP8RecipeKwargs(backend: str | None = None, **options: Any) -> FP8Recipe:
     word = (backend or "TE").upper()
     if word not in _BACKENDS:
         raise ConfigurationError(
-            "unknown fp8 backend", found=repr(backend), fix=did_you_mean(word, _BACKENDS)
+            "unknown fp8 backend",
+            found=repr(backend),
+            fix=did_you_mean(word, _BACKENDS),
         )
     return _BACKENDS[word](**options)
 
@@ -184,7 +188,9 @@ def launched_recipe() -> FP8Recipe | None:
             raise ConfigurationError(
                 f"{found.origin}: {name} {error}", found=repr(found.value)
             ) from None
-        given["fp8_format" if name == "fp8_format" else name.removeprefix("fp8_")] = value
+        given["fp8_format" if name == "fp8_format" else name.removeprefix("fp8_")] = (
+            value
+        )
     if not given:
         return None
     if "override_linear_precision" in given:
@@ -198,6 +204,8 @@ def launched_recipe() -> FP8Recipe | None:
 def launched_precision(precision: Any) -> Any:
     """For ``"fp8"``, the precision of the launcher's recipe, if it has one; other values are returned unchanged."""
     recipe = (
-        launched_recipe() if isinstance(precision, str) and precision.lower() == "fp8" else None
+        launched_recipe()
+        if isinstance(precision, str) and precision.lower() == "fp8"
+        else None
     )
     return precision if recipe is None else recipe.make_precision()

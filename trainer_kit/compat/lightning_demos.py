@@ -89,7 +89,9 @@ class BoringModel(TrainModule):
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
         """The mean squared error; labels default to ones."""
-        return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
+        return nn.functional.mse_loss(
+            preds, torch.ones_like(preds) if labels is None else labels
+        )
 
     def step(self, batch: Any) -> Tensor:
         """The loss of a batch."""
@@ -202,14 +204,17 @@ class Transformer(nn.Module):
         self.decoder = nn.Linear(ninp, vocab_size)
         self.ninp, self.vocab_size = ninp, vocab_size
 
-    def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, target: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         """Word numbers of shape (samples, length), twice; returns log probabilities (samples × length, words)."""
         if mask is None:
             mask = nn.Transformer.generate_square_subsequent_mask(
                 inputs.size(1), device=inputs.device
             )
         source, target = (
-            self.pos_encoder(self.embedding(words) * self.ninp**0.5) for words in (inputs, target)
+            self.pos_encoder(self.embedding(words) * self.ninp**0.5)
+            for words in (inputs, target)
         )
         words = self.decoder(self.transformer(source, target, tgt_mask=mask))
         return nn.functional.log_softmax(words, dim=-1).view(-1, self.vocab_size)
@@ -231,7 +236,10 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
     """Blocks of ``wikitext-2.txt`` in a directory as word numbers, and the same blocks one word later."""
 
     def __init__(
-        self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = True
+        self,
+        data_dir: Path = Path("./data"),
+        block_size: int = 35,
+        download: bool = True,
     ) -> None:
         self.path = Path(data_dir) / "wikitext-2.txt"
         if download and not self.path.exists():
@@ -242,7 +250,9 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
             for line in self.path.read_text("utf8").splitlines()
             for word in (*line.split(), "<eos>")
         ]
-        self.dictionary = {word: number for number, word in enumerate(dict.fromkeys(words))}
+        self.dictionary = {
+            word: number for number, word in enumerate(dict.fromkeys(words))
+        }
         self.data = torch.tensor([self.dictionary[word] for word in words])
         self.block_size = block_size
 
@@ -310,7 +320,11 @@ class MNISTDataModule(DataModule):
         batch_size: int = 32,
     ) -> None:
         super().__init__()
-        self.data_dir, self.val_split, self.num_workers = data_dir, val_split, num_workers
+        self.data_dir, self.val_split, self.num_workers = (
+            data_dir,
+            val_split,
+            num_workers,
+        )
         self.normalize, self.seed, self.batch_size = normalize, seed, batch_size
 
     def prepare_data(self) -> None:
@@ -318,10 +332,14 @@ class MNISTDataModule(DataModule):
             MNIST(self.data_dir, train=train, download=True)
 
     def setup(self, stage: str) -> None:
-        images = MNIST(self.data_dir, train=True, download=False, transform=self.default_transforms)
+        images = MNIST(
+            self.data_dir, train=True, download=False, transform=self.default_transforms
+        )
         sizes = [len(images) - self.val_split, self.val_split]
         drawn = torch.Generator().manual_seed(42)
-        self.dataset_train, self.dataset_val = random_split(images, sizes, generator=drawn)
+        self.dataset_train, self.dataset_val = random_split(
+            images, sizes, generator=drawn
+        )
 
     def train_dataloader(self) -> Any:
         return self._loader(self.dataset_train, shuffle=True)
@@ -331,7 +349,12 @@ class MNISTDataModule(DataModule):
 
     def test_dataloader(self) -> Any:
         return self._loader(
-            MNIST(self.data_dir, train=False, download=False, transform=self.default_transforms)
+            MNIST(
+                self.data_dir,
+                train=False,
+                download=False,
+                transform=self.default_transforms,
+            )
         )
 
     @property

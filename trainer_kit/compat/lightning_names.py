@@ -24,7 +24,9 @@ _MODULE = _at("core.module", LightningModule="TrainModule")
 _DATA_MODULE = _at("core.datamodule", LightningDataModule="DataModule")
 _CALLBACK = _at("core.hooks", "Callback")
 _SEED = _at("core.seed", "reset_seed", "seed_everything")
-_STATES = _at("core.states", "RunningStage", "TrainerFn", "TrainerState", "TrainerStatus")
+_STATES = _at(
+    "core.states", "RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"
+)
 _LOADER = _at("data", "CombinedLoader")
 _MOVE = _at("core.tensors", move_data_to_device="move_to_device")
 _PRECISIONS = {
@@ -33,7 +35,9 @@ _PRECISIONS = {
     **_at("precision.bitsandbytes", "BitsandbytesPrecision"),
     **_at("precision.transformer_engine", "TransformerEnginePrecision"),
 }
-_PROFILERS = _at("callbacks.profilers", "AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler")
+_PROFILERS = _at(
+    "callbacks.profilers", "AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler"
+)
 _RANK_ZERO = _utilities(
     "LightningDeprecationWarning",
     "WarningCache",
@@ -45,7 +49,10 @@ _RANK_ZERO = _utilities(
     "rank_zero_warn",
 )
 _SUMMARY = _at(
-    "callbacks.model_summary", "summarize", LayerSummary="SummaryRow", ModelSummary="summarize"
+    "callbacks.model_summary",
+    "summarize",
+    LayerSummary="SummaryRow",
+    ModelSummary="summarize",
 )
 _TYPES = {
     **_utilities(
@@ -108,7 +115,9 @@ _REGISTRY = _at(
 )
 _TQDM = _at("compat.lightning_tqdm", "Tqdm")
 _ZERO = _at("compat.fabric_names", "convert_zero_checkpoint_to_fp32_state_dict")
-_WORDS = _at("compat.lightning_demos", "LightningTransformer", "Transformer", "WikiText2")
+_WORDS = _at(
+    "compat.lightning_demos", "LightningTransformer", "Transformer", "WikiText2"
+)
 _DEMOS = _at("compat.lightning_demos", "BoringDataModule", "BoringModel", "DemoModel")
 _SERVED = _at("compat.lightning_serve", "ServableModule", "ServableModuleValidator")
 
@@ -129,7 +138,9 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "callbacks.lambda_function": _at("callbacks.lambda_callback", "LambdaCallback"),
     "callbacks.lr_finder": _at("callbacks.tuning", "LearningRateFinder"),
     "callbacks.lr_monitor": _at("callbacks.monitors", "LearningRateMonitor"),
-    "callbacks.on_exception_checkpoint": _at("callbacks.leaving", "OnExceptionCheckpoint"),
+    "callbacks.on_exception_checkpoint": _at(
+        "callbacks.leaving", "OnExceptionCheckpoint"
+    ),
     "callbacks.progress": {
         **_at("callbacks.progress_bar", "ProgressBar", "TQDMProgressBar"),
         **_TQDM,
@@ -140,7 +151,8 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "callbacks.progress.rich_progress": _at(
         "callbacks.rich_displays", "RichProgressBar", "RichProgressBarTheme"
     ),
-    "callbacks.progress.tqdm_progress": _at("callbacks.progress_bar", "TQDMProgressBar") | _TQDM,
+    "callbacks.progress.tqdm_progress": _at("callbacks.progress_bar", "TQDMProgressBar")
+    | _TQDM,
     "callbacks.rich_model_summary": _at("callbacks.rich_displays", "RichModelSummary"),
     "callbacks.spike": _at("callbacks.bad_steps", "SpikeDetection"),
     "callbacks.stochastic_weight_avg": _at(
@@ -170,7 +182,9 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "core.hooks": _at("core.hooks", ModelHooks="ModuleHooks"),
     "core.lightning": _MODULE,
     "core.mixins": _at("core.hparams", HyperparametersMixin="HParamsMixin"),
-    "core.mixins.hparams_mixin": _at("core.hparams", HyperparametersMixin="HParamsMixin"),
+    "core.mixins.hparams_mixin": _at(
+        "core.hparams", HyperparametersMixin="HParamsMixin"
+    ),
     "core.module": _MODULE,
     "core.optimizer": _at("step.optimizers", LightningOptimizer="OptimizerProxy"),
     "demos": _DEMOS | _WORDS,
@@ -196,11 +210,14 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     },
     "plugins": _PRECISIONS | _CHECKPOINT_IOS,
     **{
-        f"plugins.io{name}": _CHECKPOINT_IOS for name in ("", ".checkpoint_plugin", ".torch_plugin")
+        f"plugins.io{name}": _CHECKPOINT_IOS
+        for name in ("", ".checkpoint_plugin", ".torch_plugin")
     },
     "plugins.precision": _PRECISIONS,
     "plugins.precision.amp": _at("precision.native", "MixedPrecision"),
-    "plugins.precision.bitsandbytes": _at("precision.bitsandbytes", "BitsandbytesPrecision"),
+    "plugins.precision.bitsandbytes": _at(
+        "precision.bitsandbytes", "BitsandbytesPrecision"
+    ),
     "plugins.precision.precision": _at("precision.precision", "Precision"),
     "plugins.precision.transformer_engine": _at(
         "precision.transformer_engine", "TransformerEnginePrecision"
@@ -212,10 +229,14 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "profilers.simple": _at("callbacks.profilers", "SimpleProfiler"),
     "serve": _SERVED,
     "serve.servable_module": _at("compat.lightning_serve", "ServableModule"),
-    "serve.servable_module_validator": _at("compat.lightning_serve", "ServableModuleValidator"),
+    "serve.servable_module_validator": _at(
+        "compat.lightning_serve", "ServableModuleValidator"
+    ),
     "strategies": _utilities("ParallelStrategy") | _REGISTRY,
     "strategies.parallel": _utilities("ParallelStrategy"),
-    "strategies.model_parallel": _at("strategies.model_parallel", "ModelParallelStrategy"),
+    "strategies.model_parallel": _at(
+        "strategies.model_parallel", "ModelParallelStrategy"
+    ),
     "strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
     "trainer": {**_SEED, **_STATES},
     "trainer.states": _STATES,
@@ -228,7 +249,10 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "utilities.cloud_io": _utilities("get_filesystem"),
     "utilities.combined_loader": _LOADER,
     "utilities.data": _utilities(
-        "AttributeDict", "PossibleUserWarning", "extract_batch_size", "has_iterable_dataset"
+        "AttributeDict",
+        "PossibleUserWarning",
+        "extract_batch_size",
+        "has_iterable_dataset",
     ),
     "utilities.distributed": _RANK_ZERO,
     "utilities.enums": _utilities("GradClipAlgorithmType", "LightningEnum"),
@@ -262,9 +286,13 @@ _FABRIC = (
     "types",
     "warnings",
 )
-PATHS.update({f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in _FABRIC})
+PATHS.update(
+    {f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in _FABRIC}
+)
 _FABRIC_CLASS = _at("accelerator.fabric", "Fabric")
-PATHS.update({"fabric.utilities": _UTILITIES, "fabric.plugins": _PRECISIONS | _CHECKPOINT_IOS})
+PATHS.update(
+    {"fabric.utilities": _UTILITIES, "fabric.plugins": _PRECISIONS | _CHECKPOINT_IOS}
+)
 PATHS.update({"fabric": {**_FABRIC_CLASS, **_SEED}, "fabric.fabric": _FABRIC_CLASS})
 PATHS["fabric.utilities.cloud_io"] = PATHS["utilities.cloud_io"] | _at(
     "compat.fabric_names", _load="load_file"
@@ -275,7 +303,9 @@ PATHS["fabric.utilities.data"] = {
 }
 PATHS["fabric.utilities.distributed"] = {
     **_RANK_ZERO,
-    **_at("compat.fabric_names", _distributed_is_initialized="distributed_is_initialized"),
+    **_at(
+        "compat.fabric_names", _distributed_is_initialized="distributed_is_initialized"
+    ),
 }
 _FABRIC_STRATEGIES = {
     **_REGISTRY,
@@ -291,13 +321,16 @@ PATHS.update(
         "fabric.loggers": {
             **_at("core.protocols", "Logger"),
             **_utilities(
-                CSVLogger="fabric_csv_logger", TensorBoardLogger="fabric_tensorboard_logger"
+                CSVLogger="fabric_csv_logger",
+                TensorBoardLogger="fabric_tensorboard_logger",
             ),
         },
         "fabric.loggers.csv_logs": _utilities(CSVLogger="fabric_csv_logger"),
         "fabric.loggers.logger": _at("core.protocols", "Logger")
         | _utilities("rank_zero_experiment"),
-        "fabric.loggers.tensorboard": _utilities(TensorBoardLogger="fabric_tensorboard_logger"),
+        "fabric.loggers.tensorboard": _utilities(
+            TensorBoardLogger="fabric_tensorboard_logger"
+        ),
         **{
             f"fabric.{path}": PATHS[path]
             for path in PATHS
@@ -328,7 +361,9 @@ PATHS.update(
             ModelParallelStrategy="fabric_model_parallel"
         ),
         "fabric.strategies.parallel": _utilities("ParallelStrategy"),
-        "fabric.strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
+        "fabric.strategies.single_device": _at(
+            "strategies.single", "SingleDeviceStrategy"
+        ),
         "fabric.strategies.strategy": _at("strategies.strategy", "Strategy"),
         "fabric.wrappers": {
             **_at(

@@ -72,7 +72,9 @@ def collect_init_args(
     current: FrameType | None = frame
     while current is not None and current.f_back is not None:
         owner, arguments = _arguments(current)
-        if "__class__" in current.f_locals and (not classes or isinstance(owner, classes)):
+        if "__class__" in current.f_locals and (
+            not classes or isinstance(owner, classes)
+        ):
             path_args.append(arguments)
             inside = True
         elif inside:
@@ -98,7 +100,9 @@ def is_picklable(obj: object) -> bool:
 def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
     """Remove the entries that cannot be pickled, with a warning for each."""
     for name in [name for name, value in hparams.items() if not is_picklable(value)]:
-        rank_zero_warn(f"{name!r} is removed from hparams: it cannot be pickled", stacklevel=5)
+        rank_zero_warn(
+            f"{name!r} is removed from hparams: it cannot be pickled", stacklevel=5
+        )
         del hparams[name]
 
 
@@ -109,7 +113,9 @@ def _arguments(frame: FrameType) -> tuple[Any, dict[str, Any]]:
     cls = values["__class__"]
     first, rest, options = parse_class_init_keys(cls)
     parameters = inspect.signature(cls.__init__).parameters
-    arguments = {name: values[name] for name in parameters if name not in (first, rest, options)}
+    arguments = {
+        name: values[name] for name in parameters if name not in (first, rest, options)
+    }
     if options is not None:
         arguments.update(values[options])
     return values[first], arguments

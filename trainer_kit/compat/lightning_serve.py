@@ -39,7 +39,9 @@ class ServableModule(nn.Module):
         return None
 
     def _missing(self, name: str) -> ConfigurationError:
-        return ConfigurationError(f"{type(self).__name__} is a ServableModule without {name}")
+        return ConfigurationError(
+            f"{type(self).__name__} is a ServableModule without {name}"
+        )
 
 
 @final
@@ -61,11 +63,16 @@ class ServableModuleValidator(Callback):
     """
 
     def __init__(
-        self, optimization: str | None = None, exit_on_failure: bool = True, **options: Any
+        self,
+        optimization: str | None = None,
+        exit_on_failure: bool = True,
+        **options: Any,
     ) -> None:
         unknown = options.keys() - {"server", "host", "port", "timeout"}
         if unknown:
-            raise ConfigurationError("unknown arguments", found=", ".join(sorted(unknown)))
+            raise ConfigurationError(
+                "unknown arguments", found=", ".join(sorted(unknown))
+            )
         self.exit_on_failure = exit_on_failure
         self.resp: Any = None
         self.successful: bool | None = None
@@ -97,7 +104,9 @@ class ServableModuleValidator(Callback):
             )
 
 
-def _each(functions: dict[str, Callable[..., Any]], values: dict[str, Any]) -> dict[str, Any]:
+def _each(
+    functions: dict[str, Callable[..., Any]], values: dict[str, Any]
+) -> dict[str, Any]:
     return {
         name: functions[name](value) if name in functions else value
         for name, value in values.items()

@@ -108,7 +108,9 @@ OptimizerLRScheduler = (
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
 _PATH = str | os.PathLike[str]
-_MAP_LOCATION_TYPE = torch.device | str | int | Callable[[Any, str], Any] | Mapping[str, str] | None
+_MAP_LOCATION_TYPE = (
+    torch.device | str | int | Callable[[Any, str], Any] | Mapping[str, str] | None
+)
 _METRIC = Tensor | int | float
 _EVALUATE_OUTPUT = list[Mapping[str, float]]
 _PREDICT_OUTPUT = list[Any] | list[list[Any]]
@@ -160,7 +162,9 @@ def rank_zero_experiment(function: Callable[[Any], _Returned]) -> Callable[[Any]
     @wraps(function)
     def experiment(self: Any) -> Any:
         return (
-            function(self) if getattr(rank_zero_only, "rank", 0) == 0 else DummyLogger().experiment
+            function(self)
+            if getattr(rank_zero_only, "rank", 0) == 0
+            else DummyLogger().experiment
         )
 
     return experiment
@@ -188,11 +192,17 @@ def is_overridden(
         return False
     if parent is None:
         parent = next(
-            (cls for cls in (TrainModule, DataModule, Callback) if isinstance(instance, cls)), None
+            (
+                cls
+                for cls in (TrainModule, DataModule, Callback)
+                if isinstance(instance, cls)
+            ),
+            None,
         )
     if parent is None:
         raise ConfigurationError(
-            f"the base class of {type(instance).__name__} is unknown", fix="pass parent="
+            f"the base class of {type(instance).__name__} is unknown",
+            fix="pass parent=",
         )
     return _is_overridden(method_name, instance, parent)
 
@@ -243,10 +253,13 @@ def grad_norm(
         if p.grad is not None
     }
     norms = {
-        f"grad_{order}_norm{group_separator}{name}": float(norm) for name, norm in found.items()
+        f"grad_{order}_norm{group_separator}{name}": float(norm)
+        for name, norm in found.items()
     }
     if norms:
-        norms[f"grad_{order}_norm_total"] = float(torch.stack(list(found.values())).norm(order))
+        norms[f"grad_{order}_norm_total"] = float(
+            torch.stack(list(found.values())).norm(order)
+        )
     return norms
 
 
@@ -281,7 +294,8 @@ def torchvision() -> Any:
         return import_module("torchvision")
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            "this needs torchvision, which is not installed", fix="pip install torchvision"
+            "this needs torchvision, which is not installed",
+            fix="pip install torchvision",
         ) from error
 
 
@@ -301,7 +315,11 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
 
 class _AnyParallel(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, Strategy) and instance.started and instance.world_size > 1
+        return (
+            isinstance(instance, Strategy)
+            and instance.started
+            and instance.world_size > 1
+        )
 
 
 class ParallelStrategy(metaclass=_AnyParallel):
@@ -328,7 +346,9 @@ def fabric_model_parallel(
     return ModelParallelStrategy(*args, parallelize_fn=parallelize_fn, **kwargs)
 
 
-def fabric_tensorboard_logger(root_dir: _PATH, *args: Any, **kwargs: Any) -> TensorBoardLogger:
+def fabric_tensorboard_logger(
+    root_dir: _PATH, *args: Any, **kwargs: Any
+) -> TensorBoardLogger:
     """`TensorBoardLogger` under the names of Fabric's arguments: ``root_dir`` is ``save_dir``."""
     return TensorBoardLogger(root_dir, *args, **kwargs)
 

@@ -16,7 +16,9 @@ from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["MegatronLMPlugin"]
 
-_MODEL: Final = "build the model with this setting: GPTModel(TransformerConfig(...), ...)"
+_MODEL: Final = (
+    "build the model with this setting: GPTModel(TransformerConfig(...), ...)"
+)
 _SCHEDULE: Final = "prepare a scheduler of torch.optim.lr_scheduler"
 _DATA: Final = "prepare a DataLoader"
 _LOOP: Final = "set it in your training loop"
@@ -95,7 +97,11 @@ class MegatronLMPlugin:
             "recompute_activations": recompute_activations,
             "use_distributed_optimizer": use_distributed_optimizer,
         }
-        given = {key: str(found.value) for key in KEYS if (found := variable(key)) is not None}
+        given = {
+            key: str(found.value)
+            for key in KEYS
+            if (found := variable(key)) is not None
+        }
         for name, value in {**own, **others}.items():
             key = f"megatron_lm_{name}"
             if key not in KEYS and name not in _ELSEWHERE:
@@ -111,11 +117,14 @@ class MegatronLMPlugin:
             given[key] = str(value)
         self.options = from_launcher(given)
 
-    def make_strategy(self, process_group_backend: str | None = None, **options: Any) -> Strategy:
+    def make_strategy(
+        self, process_group_backend: str | None = None, **options: Any
+    ) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""
         if process_group_backend is not None:
             raise ConfigurationError(
-                "Megatron creates its own groups", found=f"backend={process_group_backend!r}"
+                "Megatron creates its own groups",
+                found=f"backend={process_group_backend!r}",
             )
         made: Strategy = STRATEGIES.get("megatron")(**self.options, **options)
         return made

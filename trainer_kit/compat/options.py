@@ -15,7 +15,13 @@ from typing import Any, ClassVar, Final
 from torch.profiler import ProfilerActivity, schedule
 
 from trainer_kit.compat.refusals import refused
-from trainer_kit.core.arguments import as_list, check_fields, check_timeout, positive, word_of
+from trainer_kit.core.arguments import (
+    as_list,
+    check_fields,
+    check_timeout,
+    positive,
+    word_of,
+)
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
@@ -61,7 +67,11 @@ class KwargsHandler:
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
         default = type(self)().to_dict()
-        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if value != default[name]
+        }
 
 
 @dataclass
@@ -107,7 +117,9 @@ def _hook_type(word: str | Enum) -> DDPCommunicationHookType:
     except ValueError:
         words = [one.value for one in DDPCommunicationHookType]
         fix = did_you_mean(text, words)
-        raise ConfigurationError("unknown communication hook", found=repr(word), fix=fix) from None
+        raise ConfigurationError(
+            "unknown communication hook", found=repr(word), fix=fix
+        ) from None
 
 
 @dataclass
@@ -149,7 +161,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(self) -> dict[str, Any]:
         """Torch's own options, copied."""
         return {
-            name: value for name, value in super().to_dict().items() if not name.startswith("comm_")
+            name: value
+            for name, value in super().to_dict().items()
+            if not name.startswith("comm_")
         }
 
     def arguments(self) -> dict[str, Any]:
@@ -173,7 +187,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
             "ddp_comm_state": self.comm_state_option or None,
         }
         check_comm_hook(
-            *(found[name] for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"))
+            *(
+                found[name]
+                for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
+            )
         )
         return found
 
@@ -271,7 +288,9 @@ class ProfileKwargs(KwargsHandler):
 
     def torch_activities(self) -> list[Any] | None:
         """The activities as torch's profiler takes them; None for all that this machine has."""
-        known = {name.lower(): value for name, value in ProfilerActivity.__members__.items()}
+        known = {
+            name.lower(): value for name, value in ProfilerActivity.__members__.items()
+        }
         for name in self.activities or ():
             if name.lower() not in known:
                 raise ConfigurationError(
@@ -349,7 +368,9 @@ class ProjectConfiguration:
         positive(self, "total_limit")
         self.set_directories(self.project_dir)
 
-    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+    def set_directories(
+        self, project_dir: str | os.PathLike[str] | None = None
+    ) -> None:
         """Write to ``project_dir``."""
         self.project_dir = project_dir
         if self.logging_dir is None:
@@ -358,23 +379,36 @@ class ProjectConfiguration:
     @property
     def project_path(self) -> str | None:
         """``project_dir`` with ``~`` expanded."""
-        return None if self.project_dir is None else os.path.expanduser(self.project_dir)
+        return (
+            None if self.project_dir is None else os.path.expanduser(self.project_dir)
+        )
 
     @property
     def logging_path(self) -> str | None:
         """``logging_dir`` with ``~`` expanded."""
-        return None if self.logging_dir is None else os.path.expanduser(self.logging_dir)
+        return (
+            None if self.logging_dir is None else os.path.expanduser(self.logging_dir)
+        )
 
 
 _OF_FSDP1: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "fsdp_version": (("2",), "this is FSDP2; leave it out"),
-    "backward_prefetch": ((), "FSDP2 gathers the next unit ahead by itself; leave it out"),
-    "forward_prefetch": (("False",), "FSDP2 gathers the next unit ahead by itself; leave it out"),
+    "backward_prefetch": (
+        (),
+        "FSDP2 gathers the next unit ahead by itself; leave it out",
+    ),
+    "forward_prefetch": (
+        ("False",),
+        "FSDP2 gathers the next unit ahead by itself; leave it out",
+    ),
     "limit_all_gathers": (
         ("True",),
         "FSDP2 frees what it gathered without waiting for the host; leave it out",
     ),
-    "use_orig_params": (("True",), "parameters keep their names and objects; leave it out"),
+    "use_orig_params": (
+        ("True",),
+        "parameters keep their names and objects; leave it out",
+    ),
     "param_init_fn": (
         (),
         "modules on the meta device are initialised by their reset_parameters; define that",
@@ -383,7 +417,10 @@ _OF_FSDP1: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
         ("True",),
         "all ranks start with rank 0's weights; load the same weights, or leave it out",
     ),
-    "state_dict_config": ((), "save_state writes shards, save_model whole weights; leave it out"),
+    "state_dict_config": (
+        (),
+        "save_state writes shards, save_model whole weights; leave it out",
+    ),
     "optim_state_dict_config": (
         (),
         "save_state writes shards, and any strategy loads them; leave it out",
@@ -490,7 +527,9 @@ class FullyShardedDataParallelPlugin:
         if word is not None:
             found["sharding_strategy"] = str(getattr(word, "name", word))
         if self.activation_checkpointing is not None:
-            found["activation_checkpointing_policy"] = bool(self.activation_checkpointing)
+            found["activation_checkpointing_policy"] = bool(
+                self.activation_checkpointing
+            )
         if self.activation_checkpointing_offload is not None:
             found["offload_activations"] = self.activation_checkpointing_offload
         if self.mixed_precision_policy is not None:
@@ -560,7 +599,10 @@ class TorchDynamoPlugin(KwargsHandler):
         """The options of ``torch.compile`` that differ from the defaults."""
         given = super().to_kwargs()
         given.pop("use_regional_compilation", None)
-        return {**given, **({"backend": self.backend.lower()} if "backend" in given else {})}
+        return {
+            **given,
+            **({"backend": self.backend.lower()} if "backend" in given else {}),
+        }
 
 
 def micro_batches(steps: Any, owner: str) -> int:
@@ -606,7 +648,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             check_fields(value)  # a field may have been set after the record was made
     for name in _SWITCHES:
         if (value := given[name]) is not None and value not in (True, False):
-            raise ConfigurationError(f"{name} is True or False", found=f"{name}={value!r}")
+            raise ConfigurationError(
+                f"{name} is True or False", found=f"{name}={value!r}"
+            )
     if not isinstance(given["seed"], Integral | None) or (given["seed"] or 0) < 0:
         raise ConfigurationError(
             "seed must be a whole number from 0", found=f"seed={given['seed']!r}"
@@ -640,7 +684,9 @@ def by_kind(handlers: Any) -> dict[type, Any]:
         if not isinstance(handler, KwargsHandler):
             raise ConfigurationError(
                 "expected a kwargs handler",
-                found=repr(handler) if isinstance(handler, type) else type(handler).__name__,
+                found=repr(handler)
+                if isinstance(handler, type)
+                else type(handler).__name__,
                 fix="pass DistributedDataParallelKwargs(...)",
             )
         handler.__post_init__()  # a field may have been set since

@@ -100,7 +100,11 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "sp"):
-            setattr(self, f"{axis}_size", _size(f"{axis}_size", getattr(self, f"{axis}_size")))
+            setattr(
+                self,
+                f"{axis}_size",
+                _size(f"{axis}_size", getattr(self, f"{axis}_size")),
+            )
         check_fields(self)
         if self.sp_size != 1:
             raise refused("sp_size", f"sp_size={self.sp_size}")
@@ -196,8 +200,15 @@ class ParallelismConfig:
         """
         more = {} if fsdp is None else fsdp.arguments()
         recomputes = more.pop("activation_checkpointing_policy", False)
-        divides = any(self.sizes[axis] != 1 for axis in ("dp_replicate", "dp_shard", "cp"))
-        for name in ("offload_activations", "cpu_offload", "mixed_precision", "ignored_modules"):
+        divides = any(
+            self.sizes[axis] != 1 for axis in ("dp_replicate", "dp_shard", "cp")
+        )
+        for name in (
+            "offload_activations",
+            "cpu_offload",
+            "mixed_precision",
+            "ignored_modules",
+        ):
             if more.get(name) and not divides:
                 raise refused(name, f"tp_size={self.tp_size} alone")
         made: Strategy = STRATEGIES.get("mesh")(

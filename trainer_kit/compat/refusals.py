@@ -10,7 +10,10 @@ __all__ = ["refused"]
 
 _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
     "cp_backend": ("unknown cp_backend", 'cp_backend="torch"'),
-    "enable_msamp": ("MS-AMP is not supported", 'mixed_precision="fp8" without DeepSpeed, or bf16'),
+    "enable_msamp": (
+        "MS-AMP is not supported",
+        'mixed_precision="fp8" without DeepSpeed, or bf16',
+    ),
     "init_method": (
         "the launcher sets the rendezvous address of the processes",
         "leave it out: start them with torchrun or trainer-kit launch, or set MASTER_ADDR and MASTER_PORT",
@@ -52,7 +55,10 @@ _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
         "sp_size is not supported",
         "use cp_size, and accelerator.maybe_context_parallel(...)",
     ),
-    "torch_device_mesh": ("the Accelerator creates the device mesh", "pass only tp_size"),
+    "torch_device_mesh": (
+        "the Accelerator creates the device mesh",
+        "pass only tp_size",
+    ),
 }
 """By name of the argument, value or method: the problem and the fix."""
 

@@ -59,7 +59,9 @@ class Throughput:
             )
         self.available_flops, self.world_size = available_flops, world_size
         self.separator, self.window_size = separator, window_size
-        self._updates: deque[tuple[float, int, int, int | None]] = deque(maxlen=window_size)
+        self._updates: deque[tuple[float, int, int, int | None]] = deque(
+            maxlen=window_size
+        )
         self._flops: deque[int] = deque(maxlen=window_size)
 
     def update(
@@ -93,7 +95,9 @@ class Throughput:
         if self._updates:
             previous = self._updates[-1]
             if (previous[3] is None) != (lengths is None):
-                raise ConfigurationError("lengths= must be in every update or in none", found=found)
+                raise ConfigurationError(
+                    "lengths= must be in every update or in none", found=found
+                )
             if time <= previous[0] or _decrease(previous[1:], totals[1:]):
                 raise ConfigurationError(
                     "update takes totals since the loop began, which grow",
@@ -110,9 +114,15 @@ class Throughput:
             ConfigurationError: there was no update.
         """
         if not self._updates:
-            raise ConfigurationError("there is nothing to compute", fix="call update first")
+            raise ConfigurationError(
+                "there is nothing to compute", fix="call update first"
+            )
         first, last = self._updates[0], self._updates[-1]
-        values: dict[str, float] = {"time": last[0], "batches": last[1], "samples": last[2]}
+        values: dict[str, float] = {
+            "time": last[0],
+            "batches": last[1],
+            "samples": last[2],
+        }
         if last[3] is not None:
             values["lengths"] = last[3]
         if len(self._updates) < self.window_size:
@@ -125,7 +135,9 @@ class Throughput:
         if first[3] is not None and last[3] is not None:
             rates["items"] = (last[3] - first[3]) / seconds
         if len(self._flops) == self.window_size:
-            rates["flops"] = (sum(self._flops) - self._flops[0]) / seconds / self.world_size
+            rates["flops"] = (
+                (sum(self._flops) - self._flops[0]) / seconds / self.world_size
+            )
         for name, rate in rates.items():
             values[f"device{self.separator}{name}_per_sec"] = rate
             if self.world_size > 1:
@@ -159,7 +171,8 @@ class ThroughputMonitor(Throughput):
         peak = None
         if fabric.device.type == "cuda":
             peak = device_peak(
-                torch.cuda.get_device_name(fabric.device), fabric.strategy.precision.name
+                torch.cuda.get_device_name(fabric.device),
+                fabric.strategy.precision.name,
             )
         super().__init__(available_flops=peak, world_size=fabric.world_size, **options)
         self._fabric = fabric
@@ -177,7 +190,11 @@ class ThroughputMonitor(Throughput):
         """See `Throughput.update`."""
         if self._fabric.is_global_zero:
             super().update(
-                time=time, batches=batches, samples=samples, lengths=lengths, flops=flops
+                time=time,
+                batches=batches,
+                samples=samples,
+                lengths=lengths,
+                flops=flops,
             )
 
     def compute(self) -> dict[str, float]:
@@ -243,5 +260,6 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
 
 def _decrease(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
     return any(
-        a is not None and b is not None and b < a for a, b in zip(before, after, strict=True)
+        a is not None and b is not None and b < a
+        for a, b in zip(before, after, strict=True)
     )

@@ -71,7 +71,10 @@ class TorchCollective(Collective):
     # -- groups --------------------------------------------------------------------------------------------------
 
     def setup(
-        self, main_address: str | None = None, main_port: str | int | None = None, **options: Any
+        self,
+        main_address: str | None = None,
+        main_port: str | int | None = None,
+        **options: Any,
     ) -> TorchCollective:
         """Join the world, unless this process has joined it already.
 
@@ -97,7 +100,8 @@ class TorchCollective(Collective):
         """
         if self._group is not None:
             raise ConfigurationError(
-                f"this {type(self).__name__} has a group already", fix="call teardown() first"
+                f"this {type(self).__name__} has a group already",
+                fix="call teardown() first",
             )
         self._group = self.new_group(**options)
         return self
@@ -123,7 +127,9 @@ class TorchCollective(Collective):
         """Join the world, see `setup`."""
         if options.keys() <= {"backend", "timeout"}:
             on_cpu = options.get("backend") == "gloo"
-            device = pick_device("cpu" if on_cpu else "auto", Environment.detect().local_rank)
+            device = pick_device(
+                "cpu" if on_cpu else "auto", Environment.detect().local_rank
+            )
             join_world(device, **options)
         else:
             dist.init_process_group(**options)
@@ -172,17 +178,23 @@ class TorchCollective(Collective):
         dist.all_gather(tensor_list, tensor, group=self.group)
         return tensor_list
 
-    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
+    def gather(
+        self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0
+    ) -> list[Tensor]:
         """As `all_gather`, on one rank; the others pass an empty list."""
         dist.gather(tensor, gather_list or None, dst, group=self.group)
         return gather_list
 
-    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
+    def scatter(
+        self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0
+    ) -> Tensor:
         """Overwrite a tensor with this rank's one of a list of one rank; the others pass an empty list."""
         dist.scatter(tensor, scatter_list or None, src, group=self.group)
         return tensor
 
-    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: Any = "sum") -> Tensor:
+    def reduce_scatter(
+        self, output: Tensor, input_list: list[Tensor], op: Any = "sum"
+    ) -> Tensor:
         """Reduce lists, and overwrite a tensor with this rank's item."""
         dist.reduce_scatter(output, input_list, _operation(op), group=self.group)
         return output
@@ -217,7 +229,9 @@ class TorchCollective(Collective):
         dist.broadcast_object_list(object_list, src, group=self.group, device=device)
         return object_list
 
-    def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
+    def gather_object(
+        self, obj: Any, object_gather_list: list[Any], dst: int = 0
+    ) -> list[Any]:
         """As `all_gather_object`, on one rank; the others pass an empty list."""
         dist.gather_object(obj, object_gather_list or None, dst, group=self.group)
         return object_gather_list
@@ -243,7 +257,9 @@ class TorchCollective(Collective):
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """As `barrier`, with an error that names the ranks that did not come in time; gloo only."""
-        dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+        dist.monitored_barrier(
+            group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks
+        )
 
 
 def _operation(op: Any) -> Any:
@@ -253,7 +269,8 @@ def _operation(op: Any) -> Any:
     known = [name.lower() for name in RedOpType.__members__]
     if op.lower() not in known:
         raise ConfigurationError(
-            f"unknown reduction {op!r}", fix=did_you_mean(op, known, otherwise=", ".join(known))
+            f"unknown reduction {op!r}",
+            fix=did_you_mean(op, known, otherwise=", ".join(known)),
         )
     return getattr(ReduceOp, op.upper())
 

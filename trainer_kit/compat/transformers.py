@@ -10,17 +10,20 @@ LIBRARY: Final = "Transformers"
 PATHS: Final[dict[str, str]] = {}
 _ARGUMENTS: Final = "its arguments are those of trainer_kit.Trainer, such as max_epochs=3; docs/migrate/transformers.md"
 _PADS: Final = "import it from transformers, and pass it to DataLoader(collate_fn=...)"
-_THEIRS: Final = (
-    "import it from transformers, and make the model an attribute of a trainer_kit.TrainModule"
-)
+_THEIRS: Final = "import it from transformers, and make the model an attribute of a trainer_kit.TrainModule"
 ELSEWHERE: Final = {
     **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), _ARGUMENTS),
     **dict.fromkeys(
-        ("DataCollatorWithPadding", "DataCollatorForLanguageModeling", "default_data_collator"),
+        (
+            "DataCollatorWithPadding",
+            "DataCollatorForLanguageModeling",
+            "default_data_collator",
+        ),
         _PADS,
     ),
     **dict.fromkeys(
-        ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"), _THEIRS
+        ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"),
+        _THEIRS,
     ),
     "AutoTokenizer": "import it from transformers",
     "Seq2SeqTrainer": "trainer_kit.Trainer; model.generate(...) in validation_step",
@@ -29,14 +32,12 @@ ELSEWHERE: Final = {
 }
 """What to use instead of a name of Transformers."""
 
-_LOADER: Final = "DataLoader(dataset, batch_size={value}, shuffle=True), passed to trainer.fit"
-_OPTIMIZER: Final = (
-    "configure_optimizers of the module makes the optimizer, with its learning rate and schedule"
+_LOADER: Final = (
+    "DataLoader(dataset, batch_size={value}, shuffle=True), passed to trainer.fit"
 )
+_OPTIMIZER: Final = "configure_optimizers of the module makes the optimizer, with its learning rate and schedule"
 _MODULE: Final = "trainer.fit(module, loader): the module is passed to fit"
-_DATA: Final = (
-    "trainer.fit(module, DataLoader(dataset, ...), DataLoader(...)): data are passed to fit"
-)
+_DATA: Final = "trainer.fit(module, DataLoader(dataset, ...), DataLoader(...)): data are passed to fit"
 
 TRAINING_ARGUMENTS: Final = {
     "model": _MODULE,

@@ -14,7 +14,16 @@ from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
@@ -77,7 +86,9 @@ def check_fields(record: Any) -> None:
             )
 
 
-def typed_arguments(owner: str, make: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
+def typed_arguments(
+    owner: str, make: Callable[_Taken, _Returned]
+) -> Callable[_Taken, _Returned]:
     """Return ``make``, an ``__init__``, that first compares its arguments with their annotations, as `check_fields`.
 
     Only numbers, strings, functions, paths, and sequences and mappings of them are compared. The constructor itself
@@ -141,9 +152,13 @@ def _plain_hints(make: Callable[..., Any]) -> dict[str, Any]:
         return {}
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     single = [
-        one.name for one in inspect.signature(make).parameters.values() if one.kind not in several
+        one.name
+        for one in inspect.signature(make).parameters.values()
+        if one.kind not in several
     ]
-    return {name: hints[name] for name in single if name in hints and _is_plain(hints[name])}
+    return {
+        name: hints[name] for name in single if name in hints and _is_plain(hints[name])
+    }
 
 
 def _is_plain(kind: Any) -> bool:
@@ -172,7 +187,9 @@ def check_timeout(timeout: Any, owner: str) -> None:
     else:
         fix = "timeout=timedelta(minutes=30)"
     raise ConfigurationError(
-        f"the timeout of {owner} must be a timedelta", found=f"timeout={timeout!r}", fix=fix
+        f"the timeout of {owner} must be a timedelta",
+        found=f"timeout={timeout!r}",
+        fix=fix,
     )
 
 
@@ -182,7 +199,8 @@ def positive(record: Any, *names: str) -> None:
         value = getattr(record, name)
         if value is not None and not value > 0:
             raise ConfigurationError(
-                f"{type(record).__name__}.{name} is above zero", found=f"{name}={value!r}"
+                f"{type(record).__name__}.{name} is above zero",
+                found=f"{name}={value!r}",
             )
 
 
@@ -206,7 +224,11 @@ def _fits(value: Any, kind: Any) -> bool:
         return value is None
     if kind is bool:
         numpy = str(getattr(value, "dtype", None)) == "bool" and value.ndim == 0
-        return isinstance(value, bool) or (isinstance(value, Integral) and value in (0, 1)) or numpy
+        return (
+            isinstance(value, bool)
+            or (isinstance(value, Integral) and value in (0, 1))
+            or numpy
+        )
     if kind is int:
         return isinstance(value, Integral)
     if kind is float:
@@ -226,7 +248,9 @@ def _fits_class(value: Any, kind: type, parts: tuple[Any, ...]) -> bool:
             for part, what in zip(item, parts, strict=False)
         )
     if kind in (list, tuple, collections.abc.Sequence):
-        several = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+        several = isinstance(value, Collection) and not isinstance(
+            value, (str, bytes, Mapping)
+        )
         return several and all(_fits(part, parts[0]) for part in value if parts)
     return isinstance(value, kind)
 
@@ -244,7 +268,9 @@ def as_list(given: Any, *single: type) -> list[Any]:
     """
     if given is None or given is False:
         return []
-    if isinstance(given, (str, bytes, Mapping, *single)) or not isinstance(given, Iterable):
+    if isinstance(given, (str, bytes, Mapping, *single)) or not isinstance(
+        given, Iterable
+    ):
         return [given]
     return list(given)
 
@@ -276,10 +302,16 @@ def refuse_unknown(
     """
     for name, value in unknown.items():
         fix = (
-            former[name].format(value=repr(value)) if name in former else did_you_mean(name, known)
+            former[name].format(value=repr(value))
+            if name in former
+            else did_you_mean(name, known)
         )
         text = repr(value)
-        text = text if len(text) <= 100 and "\n" not in text else f"a {type(value).__name__}"
+        text = (
+            text
+            if len(text) <= 100 and "\n" not in text
+            else f"a {type(value).__name__}"
+        )
         raise ConfigurationError(
             f"{owner} has no argument {name!r}", found=f"{name}={text}", fix=fix
         )
@@ -311,7 +343,9 @@ def known_arguments(
           fix:   devices=2
     """
 
-    def decorate(constructor: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
+    def decorate(
+        constructor: Callable[_Taken, _Returned],
+    ) -> Callable[_Taken, _Returned]:
         check = call_check(constructor, former)
 
         @wraps(constructor)
@@ -335,11 +369,23 @@ def call_check(
     """
     parameters = inspect.signature(method).parameters
     several = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
-    known = [name for name, each in parameters.items() if each.kind is not each.VAR_POSITIONAL][1:]
-    positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values()) - 1
-    named = [name for name in known if parameters[name].kind is parameters[name].KEYWORD_ONLY]
-    needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
-    switches = {name: _SWITCHES.get(each.annotation, Any) for name, each in parameters.items()}
+    known = [
+        name
+        for name, each in parameters.items()
+        if each.kind is not each.VAR_POSITIONAL
+    ][1:]
+    positional = (
+        sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values()) - 1
+    )
+    named = [
+        name for name in known if parameters[name].kind is parameters[name].KEYWORD_ONLY
+    ]
+    needed = [
+        name for name in known if parameters[name].default is inspect.Parameter.empty
+    ]
+    switches = {
+        name: _SWITCHES.get(each.annotation, Any) for name, each in parameters.items()
+    }
     owner = method.__qualname__.removesuffix(".__init__")
 
     def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -353,20 +399,29 @@ def call_check(
             first = args[positional + 1]
             is_module = any(kind.__name__ == "Module" for kind in type(first).__mro__)
             some = (
-                f"{positional} arguments without a name" if positional else "its arguments by name"
+                f"{positional} arguments without a name"
+                if positional
+                else "its arguments by name"
             )
             raise ConfigurationError(
                 f"{owner} takes {some}",
                 found=(f"a {type(first).__name__}" if is_module else f"{first!r:.100}")
                 + " without a name",
-                fix=former.get("module" if is_module else "", f"such as {(named or known)[0]}=..."),
+                fix=former.get(
+                    "module" if is_module else "", f"such as {(named or known)[0]}=..."
+                ),
             )
         for name in needed:
-            if name not in kwargs and (name in named or known.index(name) >= len(args) - 1):
+            if name not in kwargs and (
+                name in named or known.index(name) >= len(args) - 1
+            ):
                 raise ConfigurationError(
                     f"{owner} needs {name}", found=f"no {name}", fix=f"pass {name}=..."
                 )
-        for name, value in (*zip(list(parameters)[1:], args[1:], strict=False), *kwargs.items()):
+        for name, value in (
+            *zip(list(parameters)[1:], args[1:], strict=False),
+            *kwargs.items(),
+        ):
             check_type(owner, name, value, switches[name], parameters[name].annotation)
 
     return check

@@ -19,10 +19,18 @@ from typing import Final, TypeVar, final
 
 from trainer_kit.core.location import RemotePath
 
-__all__ = ["Hidden", "Process", "discard_torn", "hidden_path", "replace_file", "sync_directory"]
+__all__ = [
+    "Hidden",
+    "Process",
+    "discard_torn",
+    "hidden_path",
+    "replace_file",
+    "sync_directory",
+]
 
 _PATTERN: Final = re.compile(
-    r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)", re.DOTALL
+    r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)",
+    re.DOTALL,
 )
 
 
@@ -87,7 +95,9 @@ class Process:
     @property
     def dead(self) -> bool:
         """Whether it ran on this host and has ended; False for other hosts, whose processes cannot be checked."""
-        return self.host == socket.gethostname() and not _lives(self.pid, _short(self.start))
+        return self.host == socket.gethostname() and not _lives(
+            self.pid, _short(self.start)
+        )
 
 
 def replace_file(path: Path | RemotePath, data: bytes, mode: int = 0o666) -> None:
@@ -106,7 +116,9 @@ def replace_file(path: Path | RemotePath, data: bytes, mode: int = 0o666) -> Non
         return
     work = hidden_path(path, "tmp")
     try:
-        with open(work, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(
+            work, "xb", opener=lambda name, flags: os.open(name, flags, mode)
+        ) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -151,13 +163,20 @@ def _lives(pid: int, start: str) -> bool:
         return False
     except PermissionError:
         pass
-    return _short(_start(pid) or "") == start  # otherwise another process has reused the pid
+    return (
+        _short(_start(pid) or "") == start
+    )  # otherwise another process has reused the pid
 
 
 def _start(pid: int) -> str | None:
     # Linux: state and start time (clock ticks) follow the command name, which may contain spaces and brackets.
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return None
     return "zombie" if fields[0] == "Z" else fields[19]

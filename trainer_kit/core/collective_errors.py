@@ -61,8 +61,12 @@ def on_every_rank(world: Group, act: Callable[[], _T]) -> list[_T]:
         result = act()
     except Exception as error:  # any error: the other ranks wait in the gather
         problem = error
-    everyone = world.all_gather_object((result, problem and shared_error(problem, world.rank)))
-    problem = problem or next((other for _, other in everyone if other is not None), None)
+    everyone = world.all_gather_object(
+        (result, problem and shared_error(problem, world.rank))
+    )
+    problem = problem or next(
+        (other for _, other in everyone if other is not None), None
+    )
     if problem is not None:
         raise problem
     return [cast(_T, value) for value, _ in everyone]
@@ -84,7 +88,8 @@ def shared_error(error: Exception, rank: int) -> TrainerKitError:
     if isinstance(error, TrainerKitError):
         return error
     return RankError(
-        f"rank {rank}: {type(error).__name__}: {error}", fix=f"see what rank {rank} printed"
+        f"rank {rank}: {type(error).__name__}: {error}",
+        fix=f"see what rank {rank} printed",
     )
 
 
@@ -115,7 +120,11 @@ def signature(data: Any, describe: Callable[[Tensor], str] = shape_of) -> str:
     if isinstance(data, Mapping):
         return f"{{{', '.join(f'{key!r}: {text}' for key, text in parts)}}}"
     name = type(data).__name__
-    return f"{name}({', '.join(f'{field}={text}' for field, text in parts)})" if parts else name
+    return (
+        f"{name}({', '.join(f'{field}={text}' for field, text in parts)})"
+        if parts
+        else name
+    )
 
 
 def same_everywhere(group: Group, call: str, data: Any) -> None:
@@ -160,7 +169,9 @@ def compare(
         ranks.setdefault(theirs, []).append(str(rank))
     raise RankError(
         f"the processes pass different tensors to {call.partition('(')[0]}",
-        found="; ".join(f"process {', '.join(who)}: {theirs}" for theirs, who in ranks.items()),
+        found="; ".join(
+            f"process {', '.join(who)}: {theirs}" for theirs, who in ranks.items()
+        ),
         fix="pass the same structure, shapes and dtypes on every process: pad or cut tensors that differ in length"
         " (an Accelerator has pad_across_processes), and leave out no process",
     )

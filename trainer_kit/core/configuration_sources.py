@@ -14,7 +14,15 @@ from typing import Any, Final, final
 
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["ORIGINS", "Chosen", "choose", "describe_origins", "is_true", "steps_of", "variable"]
+__all__ = [
+    "ORIGINS",
+    "Chosen",
+    "choose",
+    "describe_origins",
+    "is_true",
+    "steps_of",
+    "variable",
+]
 
 ORIGINS: Final = "TRAINER_KIT_ORIGINS"
 """The variable that holds the origins of the other variables, as JSON by option."""
@@ -27,7 +35,13 @@ _OTHER_NAMES: Final = {
     "num_cpu_threads_per_process": ("OMP_NUM_THREADS",),
     **{
         f"parallelism_config_{name}": (f"PARALLELISM_CONFIG_{name.upper()}",)
-        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_comm_strategy")
+        for name in (
+            "dp_replicate_size",
+            "dp_shard_size",
+            "tp_size",
+            "cp_size",
+            "cp_comm_strategy",
+        )
     },
 }
 
@@ -57,10 +71,20 @@ def variable(name: str, environ: Mapping[str, str] = os.environ) -> Chosen | Non
         >>> variable("mixed_precision", {"ACCELERATE_MIXED_PRECISION": "bf16"})
         Chosen(value='bf16', origin='environment ACCELERATE_MIXED_PRECISION')
     """
-    for key in (*(f"{prefix}{name.upper()}" for prefix in _PREFIXES), *_OTHER_NAMES.get(name, ())):
+    for key in (
+        *(f"{prefix}{name.upper()}" for prefix in _PREFIXES),
+        *_OTHER_NAMES.get(name, ()),
+    ):
         if environ.get(key):
-            origin = _launcher_origins(environ).get(name) if key.startswith(_PREFIXES[0]) else None
-            return Chosen(environ[key], origin if isinstance(origin, str) else f"environment {key}")
+            origin = (
+                _launcher_origins(environ).get(name)
+                if key.startswith(_PREFIXES[0])
+                else None
+            )
+            return Chosen(
+                environ[key],
+                origin if isinstance(origin, str) else f"environment {key}",
+            )
     return None
 
 
@@ -133,11 +157,21 @@ def describe_origins(chosen: Iterable[tuple[str, Chosen]]) -> list[str]:
         ['debug            true  argument', 'mixed_precision  no    default']
     """
     rows = [(name, _words(value.value), value.origin) for name, value in chosen]
-    first, second = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
-    return [f"{name:<{first}}  {value:<{second}}  {origin}" for name, value, origin in rows]
+    first, second = (
+        max((len(row[column]) for row in rows), default=0) for column in (0, 1)
+    )
+    return [
+        f"{name:<{first}}  {value:<{second}}  {origin}" for name, value, origin in rows
+    ]
 
 
 def _words(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(_words, value))
-    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "-"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )

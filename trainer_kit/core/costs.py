@@ -62,7 +62,9 @@ def own_part(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
     if ranks > 1 and shape and not hasattr(tensor, "to_local"):
         rows = -(-shape[0] // ranks)
         shape[0] = max(0, min(rows, shape[0] - rank * rows))
-    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+    return torch.empty(
+        shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+    )
 
 
 def held(
@@ -118,9 +120,15 @@ def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None
         ):  # the tensors that this rank steps are not known either
             return None
         for group in optimizer.param_groups:
-            like = [tensor for tensor in costs.stepped(group["params"]) if tensor.requires_grad]
+            like = [
+                tensor
+                for tensor in costs.stepped(group["params"])
+                if tensor.requires_grad
+            ]
             tensors, numbers = sizes(group)
-            found += tensors * part_bytes(like) + numbers * len(like) * _bytes_of_a_number(group)
+            found += tensors * part_bytes(like) + numbers * len(
+                like
+            ) * _bytes_of_a_number(group)
     return found
 
 
@@ -133,7 +141,10 @@ _SIZES: Final[Mapping[type[Optimizer], _Sizes]] = {
     torch.optim.NAdam: lambda group: (2, 2),
     torch.optim.RAdam: lambda group: (2, 1),
     torch.optim.Adadelta: lambda group: (2, 1),
-    torch.optim.RMSprop: lambda group: (1 + bool(group["momentum"]) + group["centered"], 1),
+    torch.optim.RMSprop: lambda group: (
+        1 + bool(group["momentum"]) + group["centered"],
+        1,
+    ),
     torch.optim.Rprop: lambda group: (2, 1),
     torch.optim.ASGD: lambda group: (1, 3),
 }
@@ -151,7 +162,9 @@ def _held(sizes: Sequence[tuple[int | None, str]]) -> str:
         f"{in_units(number)} of {what}" for number, what in sizes if number is not None
     )
     unknown = " and ".join(what for number, what in sizes if number is None)
-    return "; ".join(filter(None, [known, unknown and f"sizes known only in the run: {unknown}"]))
+    return "; ".join(
+        filter(None, [known, unknown and f"sizes known only in the run: {unknown}"])
+    )
 
 
 def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str]:
@@ -184,6 +197,7 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
     if costs.during:
         lines.append(f"{'':<13}{costs.during}")
     lines += [
-        f"{'' if index else 'a step sends':<13}{what}" for index, what in enumerate(costs.exchanges)
+        f"{'' if index else 'a step sends':<13}{what}"
+        for index, what in enumerate(costs.exchanges)
     ]
     return lines if costs.exchanges else [*lines, "a step sends nothing"]

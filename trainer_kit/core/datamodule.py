@@ -9,7 +9,12 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer_kit.core.hooks import DataHooks
-from trainer_kit.core.hparams import HParamsMixin, classmethod_only, construct, read_hparams
+from trainer_kit.core.hparams import (
+    HParamsMixin,
+    classmethod_only,
+    construct,
+    read_hparams,
+)
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
@@ -66,7 +71,9 @@ class DataModule(DataHooks, HParamsMixin):
         """
         state = READERS.get("module")(checkpoint_path, whole=True)
         kept = state.get("datamodule_hyper_parameters") or {}
-        made = construct(cls, kept if hparams_file is None else read_hparams(hparams_file), kwargs)
+        made = construct(
+            cls, kept if hparams_file is None else read_hparams(hparams_file), kwargs
+        )
         own = state.get("datamodule") or state.get(cls.__qualname__)
         if own:
             made.load_state_dict(own)
@@ -95,7 +102,9 @@ class DataModule(DataHooks, HParamsMixin):
             datamodule_kwargs: further arguments of the constructor of ``cls``.
         """
         made: DataModule = construct(
-            cls, {"batch_size": batch_size, "num_workers": num_workers}, datamodule_kwargs
+            cls,
+            {"batch_size": batch_size, "num_workers": num_workers},
+            datamodule_kwargs,
         )
         given: Iterable[tuple[str, Any]] = (
             ("train", train_dataset),
@@ -106,7 +115,11 @@ class DataModule(DataHooks, HParamsMixin):
         for name, dataset in given:
             if dataset is not None:
                 load = partial(
-                    _load, dataset, name == "train", batch_size=batch_size, num_workers=num_workers
+                    _load,
+                    dataset,
+                    name == "train",
+                    batch_size=batch_size,
+                    num_workers=num_workers,
                 )
                 setattr(made, f"{name}_dataloader", load)
         return made

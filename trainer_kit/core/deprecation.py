@@ -44,7 +44,9 @@ class Deprecation:
     since: str
     gone_in: str
     fix: str
-    _warned: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
+    _warned: list[bool] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def warn(self, stacklevel: int = 2) -> None:
         """Warn once in a process, on rank 0.
@@ -52,10 +54,16 @@ class Deprecation:
         Args:
             stacklevel: whose line the warning names; 2: the caller of the function that calls this.
         """
-        if self._warned or getattr(rank_zero_only, "rank", None):  # None: no strategy has set it
+        if self._warned or getattr(
+            rank_zero_only, "rank", None
+        ):  # None: no strategy has set it
             return
         self._warned.append(True)
-        found = f"a use of it; {self.gone_in} removes it, versions since {self.since} warn"
-        text = str(TrainerKitError(f"{self.what} is deprecated", found=found, fix=self.fix))
+        found = (
+            f"a use of it; {self.gone_in} removes it, versions since {self.since} warn"
+        )
+        text = str(
+            TrainerKitError(f"{self.what} is deprecated", found=found, fix=self.fix)
+        )
         # FutureWarning: Python hides a DeprecationWarning unless the script itself triggers it.
         warnings.warn(text, FutureWarning, stacklevel + 1)

@@ -14,7 +14,12 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
 __all__ = ["Device", "device_peak", "find_device", "known_devices"]
 
-_OTHER_WORDS: Final = {"a100": "a100-80", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "rtx4090": "rtx-4090"}
+_OTHER_WORDS: Final = {
+    "a100": "a100-80",
+    "v5e": "tpu-v5e",
+    "v5p": "tpu-v5p",
+    "rtx4090": "rtx-4090",
+}
 
 
 @final
@@ -64,7 +69,11 @@ class Device:
         if "bf16" in precision and not self.bf16:
             return None
         if "32" in precision:
-            tf32 = torch.get_float32_matmul_precision() != "highest" if tf32 is None else tf32
+            tf32 = (
+                torch.get_float32_matmul_precision() != "highest"
+                if tf32 is None
+                else tf32
+            )
             return 1e12 * (self.tf32 if tf32 else self.single)
         return 1e12 * self.half
 
@@ -76,11 +85,15 @@ def _rows() -> list[Device]:
     # gives. Rates of links are those of one direction: the sheets give the sum of both.
     return [
         Device(**row)
-        for row in json.loads(files(__package__).joinpath("device_table.json").read_text("utf-8"))
+        for row in json.loads(
+            files(__package__).joinpath("device_table.json").read_text("utf-8")
+        )
     ]
 
 
-_OTHER_CHIPS: Final = frozenset(("Ti", "SUPER", "D", "Laptop", "Mobile", "Max", "MIG", "GRID"))
+_OTHER_CHIPS: Final = frozenset(
+    ("Ti", "SUPER", "D", "Laptop", "Mobile", "Max", "MIG", "GRID")
+)
 """Words of a name that make it another chip than the one without them, or a part of one."""
 
 
@@ -92,7 +105,9 @@ def known_devices() -> dict[str, Device]:
         ['a100-40', 'a100-80', 'a10g']
     """
     return {
-        row.name.lower().replace(" ", "-").removesuffix("gb"): row for row in _rows() if row.memory
+        row.name.lower().replace(" ", "-").removesuffix("gb"): row
+        for row in _rows()
+        if row.memory
     }
 
 
@@ -107,7 +122,11 @@ def find_device(word: str) -> Device:
         (141, 1555)
     """
     key = (
-        word.lower().replace(" ", "-").replace("_", "-").removeprefix("nvidia-").removesuffix("gb")
+        word.lower()
+        .replace(" ", "-")
+        .replace("_", "-")
+        .removeprefix("nvidia-")
+        .removesuffix("gb")
     )
     key, known = _OTHER_WORDS.get(key, key), known_devices()
     if key not in known:
@@ -135,4 +154,6 @@ def device_peak(name: str, precision: str) -> float | None:
     if not known:
         return None
     row = max(known, key=lambda row: len(row.name))
-    return None if (words & _OTHER_CHIPS) - set(row.name.split()) else row.flops(precision)
+    return (
+        None if (words & _OTHER_CHIPS) - set(row.name.split()) else row.flops(precision)
+    )

@@ -88,8 +88,14 @@ def deterministic_products() -> Callable[[], None]:
     return undo
 
 
-_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_USED: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+_LIMITS: Final = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
+_USED: Final = (
+    "/sys/fs/cgroup/memory.current",
+    "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+)
 _STATISTICS: Final = ("/sys/fs/cgroup/memory.stat", "/sys/fs/cgroup/memory/memory.stat")
 _MEMINFO: Final = "/proc/meminfo"
 
@@ -121,7 +127,11 @@ def free_memory(device: torch.device) -> int | None:
     if not limits or not used:
         return free
     cached = next(
-        (_table(name).get("inactive_file", 0) for name in _STATISTICS if os.access(name, os.R_OK)),
+        (
+            _table(name).get("inactive_file", 0)
+            for name in _STATISTICS
+            if os.access(name, os.R_OK)
+        ),
         0,
     )
     return max(
@@ -131,12 +141,16 @@ def free_memory(device: torch.device) -> int | None:
 
 def _host_memory() -> int | None:
     return (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if hasattr(os, "sysconf")
+        else None
     )
 
 
 def _numbers(names: tuple[str, ...]) -> list[int]:
-    texts = [Path(name).read_text().strip() for name in names if os.access(name, os.R_OK)]
+    texts = [
+        Path(name).read_text().strip() for name in names if os.access(name, os.R_OK)
+    ]
     return [int(number) for number in texts if number.isdigit()]
 
 

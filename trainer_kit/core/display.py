@@ -85,7 +85,9 @@ _KEY: Final = (
     r"|(?:^|(?:^|_)(?:db|database|user|admin|root|smtp|mail|ftp|sql|mysql|postgres|pg|redis|mongo|http|proxy|login)_)"
     r"pass$|^token$|(?:^|_)auth$"
 )
-_NUMBERS: Final = re.compile(r"pass|pwd|secret")  # a number under such a name is a secret too
+_NUMBERS: Final = re.compile(
+    r"pass|pwd|secret"
+)  # a number under such a name is a secret too
 _TEXT: Final = (  # compiled at its first use: `import trainer_kit` does not need it
     r"(?-i:\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,})"
     r"|\bsk-[A-Za-z0-9_\-]{16,}"
@@ -119,7 +121,11 @@ def mask_text(text: str) -> str:
         >>> mask_text("Server=db;Password=hunter2;")
         'Server=db;Password=***;'
     """
-    return re.sub(_TEXT, _masked_match, text, flags=re.IGNORECASE) if _PLAIN.search(text) else text
+    return (
+        re.sub(_TEXT, _masked_match, text, flags=re.IGNORECASE)
+        if _PLAIN.search(text)
+        else text
+    )
 
 
 def _masked_match(match: re.Match[str]) -> str:
@@ -165,7 +171,8 @@ def _mask(value: Any, secret: str, found: list[bool]) -> Any:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
-            field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)
+            field.name: getattr(value, field.name, None)
+            for field in dataclasses.fields(value)
         }
         number = len(found)
         masked_fields = _mask(fields, secret, found)
@@ -175,7 +182,10 @@ def _mask(value: Any, secret: str, found: list[bool]) -> Any:
         masked_fields = _mask(vars(value), secret, found)
         return masked_fields if len(found) > number else value
     if isinstance(value, Mapping):
-        names = {name: secret or (str(name) if _is_secret(str(name)) else "") for name in value}
+        names = {
+            name: secret or (str(name) if _is_secret(str(name)) else "")
+            for name in value
+        }
         return {name: _mask(item, names[name], found) for name, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_mask(item, secret, found) for item in value)

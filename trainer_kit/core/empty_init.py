@@ -15,7 +15,9 @@ __all__ = ["EmptyInit"]
 _INITIALIZERS: Final = frozenset(
     function for function in vars(init).values() if isfunction(function)
 )
-_RANDOM: Final = frozenset(("uniform_", "normal_", "trunc_normal_", "bernoulli_", "exponential_"))
+_RANDOM: Final = frozenset(
+    ("uniform_", "normal_", "trunc_normal_", "bernoulli_", "exponential_")
+)
 
 
 @final
@@ -32,7 +34,9 @@ class EmptyInit(TorchFunctionMode):
         True
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Leave out the functions of ``torch.nn.init``, and the random ones that those call."""
         kwargs = kwargs or {}
         if func in _INITIALIZERS:

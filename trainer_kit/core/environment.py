@@ -30,7 +30,9 @@ __all__ = [
 _Source = Literal["plain", "torchrun", "slurm", "mpi"]
 
 _DEFAULT_PORT: Final = 29500
-_SLURM_SHELL: Final = str(0xFFFFFFFA)  # step id of the shell that ``salloc`` runs on a node
+_SLURM_SHELL: Final = str(
+    0xFFFFFFFA
+)  # step id of the shell that ``salloc`` runs on a node
 try:
     START_DIRECTORY: Final = os.getcwd()
 except OSError:  # the directory was deleted
@@ -117,7 +119,9 @@ class Environment:
                 found=variables.seen(),
                 fix="start every process with the same launcher (torchrun or srun), or unset these variables",
             )
-        if not 0 < found.master_port < 65536:  # torchrun passes --master-port 0 on unchanged
+        if (
+            not 0 < found.master_port < 65536
+        ):  # torchrun passes --master-port 0 on unchanged
             raise LaunchError(
                 "the ranks cannot connect at this port",
                 found=variables.seen(),
@@ -137,7 +141,9 @@ class _Variables:
         return bool(self.environ.get(name))
 
     def seen(self) -> str:
-        return ", ".join(f"{name}={self.environ[name]}" for name in self.names if name in self)
+        return ", ".join(
+            f"{name}={self.environ[name]}" for name in self.names if name in self
+        )
 
     def text(self, name: str, default: str | None = None) -> str:
         self.names[name] = None
@@ -157,7 +163,9 @@ class _Variables:
         try:
             return int(value)
         except ValueError:
-            raise LaunchError(f"{name} is not a whole number", found=f"{name}={value}") from None
+            raise LaunchError(
+                f"{name} is not a whole number", found=f"{name}={value}"
+            ) from None
 
 
 def _torchrun(variables: _Variables) -> Environment | None:
@@ -166,7 +174,11 @@ def _torchrun(variables: _Variables) -> Environment | None:
     rank, world = variables.number("RANK"), variables.number("WORLD_SIZE")
     local_rank = variables.number("LOCAL_RANK", default=0)
     # Some launchers omit the number of processes per machine. One that sets no local rank starts one per machine.
-    here = variables.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost", "::1")
+    here = variables.environ.get("MASTER_ADDR", "127.0.0.1") in (
+        "127.0.0.1",
+        "localhost",
+        "::1",
+    )
     guess = 1 if "LOCAL_RANK" not in variables else world if here else None
     local_world = variables.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=guess)
     return Environment(
@@ -174,8 +186,12 @@ def _torchrun(variables: _Variables) -> Environment | None:
         world_size=world,
         local_rank=local_rank,
         local_world_size=local_world,
-        node_rank=variables.number("GROUP_RANK", "NODE_RANK", default=rank // max(local_world, 1)),
-        master_addr=variables.text("MASTER_ADDR", "127.0.0.1" if local_world >= world else None),
+        node_rank=variables.number(
+            "GROUP_RANK", "NODE_RANK", default=rank // max(local_world, 1)
+        ),
+        master_addr=variables.text(
+            "MASTER_ADDR", "127.0.0.1" if local_world >= world else None
+        ),
         master_port=variables.number(
             "MASTER_PORT", default=_DEFAULT_PORT if local_world >= world else None
         ),
@@ -188,21 +204,35 @@ def _torchrun(variables: _Variables) -> Environment | None:
 
 def _slurm(variables: _Variables) -> Environment | None:
     # The batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but only a step starts the other tasks.
-    step = variables.environ.get("SLURM_STEP_ID") or variables.environ.get("SLURM_STEPID")
+    step = variables.environ.get("SLURM_STEP_ID") or variables.environ.get(
+        "SLURM_STEPID"
+    )
     # Steps that `srun` starts from the shell of `salloc` inherit its job name, so the name alone is not enough.
     shell = step == _SLURM_SHELL or (
-        variables.environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in variables
+        variables.environ.get("SLURM_JOB_NAME") == "bash"
+        and "SLURM_PTY_PORT" in variables
     )
     if "SLURM_PROCID" not in variables or not step or shell:
         return None
-    rank, world = variables.number("SLURM_PROCID"), variables.number("SLURM_NTASKS", "SLURM_NPROCS")
+    rank, world = (
+        variables.number("SLURM_PROCID"),
+        variables.number("SLURM_NTASKS", "SLURM_NPROCS"),
+    )
     node = variables.number("SLURM_NODEID", default=0)
     local_rank = variables.number("SLURM_LOCALID")
     tasks = _tasks_per_node(variables, world)
     if node >= len(tasks):
-        raise LaunchError("SLURM_NODEID is beyond the nodes of the step", found=variables.seen())
-    hosts = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in variables else "SLURM_JOB_NODELIST"
-    master = variables.environ.get("MASTER_ADDR") or first_host(variables.text(hosts, "127.0.0.1"))
+        raise LaunchError(
+            "SLURM_NODEID is beyond the nodes of the step", found=variables.seen()
+        )
+    hosts = (
+        "SLURM_STEP_NODELIST"
+        if "SLURM_STEP_NODELIST" in variables
+        else "SLURM_JOB_NODELIST"
+    )
+    master = variables.environ.get("MASTER_ADDR") or first_host(
+        variables.text(hosts, "127.0.0.1")
+    )
     job, step_id = (
         variables.number("SLURM_JOB_ID", default=0),
         variables.number("SLURM_STEP_ID", default=0),
@@ -215,7 +245,9 @@ def _slurm(variables: _Variables) -> Environment | None:
         node_rank=node,
         master_addr=master,
         # Every rank must derive the same port without communication; it is below the kernel's ephemeral range.
-        master_port=variables.number("MASTER_PORT", default=15000 + (job * 31 + step_id) % 17000),
+        master_port=variables.number(
+            "MASTER_PORT", default=15000 + (job * 31 + step_id) % 17000
+        ),
         source="slurm",
         restart_count=variables.number("SLURM_RESTART_COUNT", default=0),
     )
@@ -253,8 +285,12 @@ def _mpi(variables: _Variables) -> Environment | None:
             world_size=world,
             local_rank=local_rank,
             local_world_size=local_world,
-            node_rank=variables.number("NODE_RANK", default=rank // max(local_world, 1)),
-            master_addr=variables.text("MASTER_ADDR", "127.0.0.1" if one_node else None),
+            node_rank=variables.number(
+                "NODE_RANK", default=rank // max(local_world, 1)
+            ),
+            master_addr=variables.text(
+                "MASTER_ADDR", "127.0.0.1" if one_node else None
+            ),
             master_port=variables.number("MASTER_PORT", default=_DEFAULT_PORT),
             source="mpi",
         )
@@ -294,7 +330,11 @@ def preserved_variables() -> Iterator[None]:
 
 def usable_cores() -> int:
     """The number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def backends(*names: str) -> list[str]:
@@ -327,7 +367,8 @@ def _resolve(accelerator: str) -> str:
         found="torch sees no accelerator on this machine"
         if here is None
         else f"torch sees {here!r}",
-        fix='use accelerator="auto"' + (' or "cpu"' if here is None else f', "{here}" or "cpu"'),
+        fix='use accelerator="auto"'
+        + (' or "cpu"' if here is None else f', "{here}" or "cpu"'),
     )
 
 
@@ -416,7 +457,9 @@ def _read(devices: Any) -> int | list[int] | Literal["all"]:
         and (parsed := list(parsed))
     ):
         indices = [
-            int(index) for index in parsed if isinstance(index, int) and not isinstance(index, bool)
+            int(index)
+            for index in parsed
+            if isinstance(index, int) and not isinstance(index, bool)
         ]
         if len(indices) == len(set(indices)) == len(parsed) and min(indices) >= 0:
             return indices
@@ -427,7 +470,9 @@ def _read(devices: Any) -> int | list[int] | Literal["all"]:
     )
 
 
-def count_devices(devices: int | str | Sequence[int] = "auto", accelerator: str = "auto") -> int:
+def count_devices(
+    devices: int | str | Sequence[int] = "auto", accelerator: str = "auto"
+) -> int:
     """The number of processes to run on this machine: the length of `list_devices`.
 
     Example:
@@ -438,7 +483,9 @@ def count_devices(devices: int | str | Sequence[int] = "auto", accelerator: str 
 
 
 def pick_device(
-    accelerator: str = "auto", local_rank: int = 0, devices: int | str | Sequence[int] = "auto"
+    accelerator: str = "auto",
+    local_rank: int = 0,
+    devices: int | str | Sequence[int] = "auto",
 ) -> torch.device:
     """The device of one process.
 

@@ -61,10 +61,14 @@ class TrainerKitError(Exception):
           fix:   launch 4 processes
     """
 
-    def __init__(self, problem: str, *, found: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self, problem: str, *, found: str | None = None, fix: str | None = None
+    ) -> None:
         # The text may contain a URL with a password.
         problem = mask_text(problem)
-        found, fix = (None if text is None else mask_text(text) for text in (found, fix))
+        found, fix = (
+            None if text is None else mask_text(text) for text in (found, fix)
+        )
         self.problem, self.found, self.fix = problem, found, fix
         lines = [problem]
         if found is not None:
@@ -170,7 +174,12 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError, ValueError):
     """
 
     def __init__(
-        self, path: object, reason: str, *, found: str | None = None, fix: str | None = None
+        self,
+        path: object,
+        reason: str,
+        *,
+        found: str | None = None,
+        fix: str | None = None,
     ) -> None:
         super().__init__(path, None, reason, found=found, fix=fix)
 
@@ -201,11 +210,14 @@ def printable(text: str, most: int = 1000, keep: str = "") -> str:
     """
     text = text if len(text) <= most else f"{text[: most - 1]}…"
     return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode()
+        for c in text
     )
 
 
-def did_you_mean(name: object, known: Iterable[str], otherwise: str | None = None) -> str:
+def did_you_mean(
+    name: object, known: Iterable[str], otherwise: str | None = None
+) -> str:
     """The fix for a misspelt name: the closest known name, else ``otherwise``, else a list of all names.
 
     Example:

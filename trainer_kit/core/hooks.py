@@ -131,7 +131,9 @@ class Callback:
         """
         self._running_module(f"log({name!r})").log(name, value, *args, **kwargs)
 
-    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log_dict(
+        self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Call `log` for each entry, with the same options."""
         self._running_module("log_dict").log_dict(dictionary, *args, **kwargs)
 
@@ -144,7 +146,9 @@ class Callback:
             )
         return module
 
-    def wrap_hook(self, hook: str, owner: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_hook(
+        self, hook: str, owner: str, call: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """Replace a hook of a callback or module, for example to profile it. Called before an entry point runs.
 
         Args:
@@ -193,7 +197,12 @@ class Callback:
         """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
     def on_train_batch_end(
-        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: AnyTrainer,
+        pl_module: AnyModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
 
@@ -208,7 +217,9 @@ class Callback:
     ) -> None:
         """Before gradients are cleared: once per window, before its first backward."""
 
-    def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor
+    ) -> None:
         """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
 
     def on_after_backward(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -225,10 +236,14 @@ class Callback:
     def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After validation; reduced values are in ``callback_metrics``."""
 
-    def on_validation_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_validation_epoch_start(
+        self, trainer: AnyTrainer, pl_module: AnyModule
+    ) -> None:
         """Before the first validation batch."""
 
-    def on_validation_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
+    def on_validation_epoch_end(
+        self, trainer: AnyTrainer, pl_module: AnyModule
+    ) -> None:
         """After the last validation batch; values logged here belong to the epoch."""
 
     def on_validation_batch_start(
@@ -434,7 +449,9 @@ class ModuleHooks:
     def on_test_epoch_end(self) -> None:
         """After the last test batch; values logged here belong to the epoch."""
 
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Before each ``test_step``."""
 
     def on_test_batch_end(
@@ -454,7 +471,9 @@ class ModuleHooks:
     def on_predict_epoch_end(self) -> None:
         """After the last batch."""
 
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Before each ``predict_step``."""
 
     def on_predict_batch_end(
@@ -541,7 +560,9 @@ class DataHooks:
         """Change a batch on the host, before it moves."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Any, device: device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: device, dataloader_idx: int
+    ) -> Any:
         """Move a batch; an override replaces the default, which moves every tensor in any nesting."""
         return move_to_device(batch, device)
 

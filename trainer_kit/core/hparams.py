@@ -40,7 +40,9 @@ class HParams(dict[str, Any]):
                 ", ".join(self)
                 or "none (self.save_hyperparameters() in __init__ collects its arguments)"
             )
-            raise AttributeError(f"no hyperparameter {name!r}; there are: {known}") from None
+            raise AttributeError(
+                f"no hyperparameter {name!r}; there are: {known}"
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -62,13 +64,19 @@ def constructor_arguments(
         info = inspect.getargvalues(current)
         if not info.args or info.locals.get(info.args[0]) is not owner:
             break
-        arguments = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
+        arguments = {
+            name: info.locals[name] for name in info.args[1:] if name in info.locals
+        }
         code = current.f_code
-        for name in code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]:
+        for name in code.co_varnames[
+            code.co_argcount : code.co_argcount + code.co_kwonlyargcount
+        ]:
             arguments[name] = info.locals[name]
         if info.keywords is not None:
             arguments.update(info.locals.get(info.keywords, {}))
-        found.update(arguments)  # an outer constructor belongs to the subclass: the user called it
+        found.update(
+            arguments
+        )  # an outer constructor belongs to the subclass: the user called it
         current = current.f_back
     skip = set(ignore)
     return {name: value for name, value in found.items() if name not in skip}
@@ -86,7 +94,9 @@ def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -
         ConfigurationError: the checkpoint has only the repr of an argument.
     """
     taken = {name: value for name, value in hparams.items() if _takes(cls, name)}
-    missing = [name for name, value in taken.items() if _is_repr(value) and name not in given]
+    missing = [
+        name for name, value in taken.items() if _is_repr(value) and name not in given
+    ]
     if missing:
         raise ConfigurationError(
             f"the checkpoint holds only the repr of these hyperparameters: {', '.join(missing)}",
@@ -96,7 +106,8 @@ def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -
     needed = [
         one.name
         for one in inspect.signature(cls).parameters.values()
-        if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        if one.default is one.empty
+        and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
     ]
     absent = [name for name in needed if name not in taken and name not in given]
     if absent:
@@ -138,7 +149,9 @@ def _is_repr(value: Any) -> bool:
 
 def _takes(cls: type, name: str) -> bool:
     parameters = inspect.signature(cls).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return name in parameters or any(
+        p.kind is p.VAR_KEYWORD for p in parameters.values()
+    )
 
 
 def read_hparams(path: Any) -> dict[str, Any]:
@@ -154,10 +167,16 @@ def read_hparams(path: Any) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError("hparams_file cannot be read", found=f"{file}: {error}") from error
+        raise ConfigurationError(
+            "hparams_file cannot be read", found=f"{file}: {error}"
+        ) from error
     found: Any
     if file.suffix.lower() == ".csv":
-        found = {row[0]: _literal(row[1]) for row in csv.reader(text.splitlines()) if len(row) == 2}
+        found = {
+            row[0]: _literal(row[1])
+            for row in csv.reader(text.splitlines())
+            if len(row) == 2
+        }
         found.pop("key", None)  # the header
         return dict(found)
     import yaml
@@ -212,7 +231,11 @@ class HParamsMixin:
         ignored: set[str] = self.__dict__.setdefault("_hparams_ignored", set())
         ignored |= skip
         if len(names) == 1 and not isinstance(names[0], str):
-            chosen = {key: value for key, value in _as_mapping(names[0]).items() if key not in skip}
+            chosen = {
+                key: value
+                for key, value in _as_mapping(names[0]).items()
+                if key not in skip
+            }
         else:
             caller = frame or _caller()
             chosen = constructor_arguments(self, caller, skip)

@@ -80,7 +80,9 @@ def other_names(module: str) -> Callable[[str], Any]:
 
     def find(name: str) -> Any:
         finder = _FINDERS.get(module.partition(".")[0])
-        if finder is None or name.startswith("__"):  # Python looks some of these up in every module
+        if finder is None or name.startswith(
+            "__"
+        ):  # Python looks some of these up in every module
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return finder.get(module, name)
 
@@ -112,7 +114,11 @@ class _Alias(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self) if fullname.startswith(f"{self._alias}.") else None
+        return (
+            ModuleSpec(fullname, self)
+            if fullname.startswith(f"{self._alias}.")
+            else None
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(self._package + spec.name[len(self._alias) :])
@@ -167,9 +173,13 @@ class _OtherPaths(MetaPathFinder, Loader):
         )
 
     def exec_module(self, module: ModuleType) -> None:
-        names = [name for name in self._homes(module.__name__) if not name.startswith("__")]
+        names = [
+            name for name in self._homes(module.__name__) if not name.startswith("__")
+        ]
         vars(module).update(
-            __getattr__=other_names(module.__name__), __all__=names, __dir__=lambda: names
+            __getattr__=other_names(module.__name__),
+            __all__=names,
+            __dir__=lambda: names,
         )
 
     def get(self, module: str, name: str) -> Any:
@@ -205,12 +215,24 @@ class _OtherPaths(MetaPathFinder, Loader):
         for table in self._tables:
             fix = table.ELSEWHERE.get(path) or table.ELSEWHERE.get(name)
             if fix:
-                return str(ConfigurationError(problem, found=f"a name of {table.LIBRARY}", fix=fix))
+                return str(
+                    ConfigurationError(
+                        problem, found=f"a name of {table.LIBRARY}", fix=fix
+                    )
+                )
         there = [self._package] if name in dir(sys.modules[self._package]) else []
-        there += [room for room, found in sys.modules.items() if self._has(room, found, name)]
-        there += [f"{self._package}.{path}" for path, homes in self.paths.items() if name in homes]
+        there += [
+            room for room, found in sys.modules.items() if self._has(room, found, name)
+        ]
+        there += [
+            f"{self._package}.{path}"
+            for path, homes in self.paths.items()
+            if name in homes
+        ]
         if there:
-            return str(ConfigurationError(problem, fix=f"from {there[0]} import {name}"))
+            return str(
+                ConfigurationError(problem, fix=f"from {there[0]} import {name}")
+            )
         here = import_module(module)
         known = getattr(here, "__all__", None) or dir(here)
         return str(
@@ -235,7 +257,10 @@ def _imports() -> bool:
     The finder gets the same arguments in both cases; only the calling function of Python's import system differs.
     """
     search = sys._getframe(2)
-    if search.f_globals.get("__name__") != "importlib._bootstrap" or search.f_back is None:
+    if (
+        search.f_globals.get("__name__") != "importlib._bootstrap"
+        or search.f_back is None
+    ):
         return False
     return search.f_back.f_code.co_name == "_find_and_load_unlocked"
 

@@ -75,7 +75,8 @@ class RemotePath(os.PathLike[str]):
         mode = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
         size, time = int(info.get("size") or 0), _time(info)
         return os.stat_result(
-            (mode, 0, 0, 1, 0, 0, size, time, time, time), {"st_mtime_ns": int(time * 1e9)}
+            (mode, 0, 0, 1, 0, 0, size, time, time, time),
+            {"st_mtime_ns": int(time * 1e9)},
         )
 
     stat = lstat  # a storage has no links
@@ -173,7 +174,9 @@ class RemotePath(os.PathLike[str]):
             raise FileExistsError(self.url)
         with _storage(self.url) as (storage, path):
             if new:
-                with suppress(TypeError, NotImplementedError):  # the storage has no exclusive mode
+                with suppress(
+                    TypeError, NotImplementedError
+                ):  # the storage has no exclusive mode
                     storage.pipe_file(path, data, mode="create")
                     return
             storage.pipe_file(path, data)
@@ -244,7 +247,9 @@ def locate(path: str | os.PathLike[str]) -> Location:
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise ConfigurationError(
-            "this is not a path", found=repr(path), fix="pass a string or a pathlib.Path"
+            "this is not a path",
+            found=repr(path),
+            fix="pass a string or a pathlib.Path",
         )
     if "://" not in text:
         return Path(os.path.expanduser(text))

@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
-from trainer_kit.core.hparams import HParamsMixin, classmethod_only, construct, read_hparams
+from trainer_kit.core.hparams import (
+    HParamsMixin,
+    classmethod_only,
+    construct,
+    read_hparams,
+)
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import TrainerLike
@@ -141,7 +146,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         """Step one optimizer; the closure returns the loss, which is already computed."""
         optimizer.step(closure=optimizer_closure)
 
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+    def optimizer_zero_grad(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer
+    ) -> None:
         """Clear the gradients of one optimizer."""
         optimizer.zero_grad()
 
@@ -204,7 +211,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         """
         trainer = self.__dict__["_trainer"]
         if trainer is None:
-            rank_zero_warn(f"log({name!r}) outside a Trainer: the value goes nowhere", stacklevel=5)
+            rank_zero_warn(
+                f"log({name!r}) outside a Trainer: the value goes nowhere", stacklevel=5
+            )
             return
         trainer.metrics.log(
             name,
@@ -220,7 +229,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             rank_zero_only,
         )
 
-    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log_dict(
+        self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Call `log` for each entry, with the same options."""
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
@@ -318,7 +329,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         """Stack tensors over the data ranks: (ranks, *shape); with one rank unchanged. Every rank must call it."""
         if group is not None:
             raise ConfigurationError(
-                "all_gather always uses all data ranks", found="a group", fix="leave group out"
+                "all_gather always uses all data ranks",
+                found="a group",
+                fix="leave group out",
             )
         return self.trainer.all_gather(data, sync_grads=sync_grads)
 
@@ -326,7 +339,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or a list of several. In manual optimization their ``step`` goes through the strategy."""
-        made = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
+        made = (
+            self.trainer.manual_optimizers
+            if use_pl_optimizer
+            else self.trainer.optimizers
+        )
         return made[0] if len(made) == 1 else list(made)
 
     def lr_schedulers(self) -> Any:
@@ -348,7 +365,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
         Without ``gradient_clip_val`` in either place this does nothing; the default algorithm is ``"norm"``.
         """
-        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.trainer.clip_gradients(
+            optimizer, gradient_clip_val, gradient_clip_algorithm
+        )
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
@@ -426,16 +445,23 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         if overridden:
             module.on_load_checkpoint(state)
         load_module_weights(
-            module, state["state_dict"], module.strict_loading if strict is None else strict
+            module,
+            state["state_dict"],
+            module.strict_loading if strict is None else strict,
         )
         return module if map_location is None else module.to(map_location)
 
-    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
+    def to_onnx(
+        self, file_path: Any = None, input_sample: Any = None, **kwargs: Any
+    ) -> Any:
         """Export through ``torch.onnx.export``, with ``example_input_array`` unless a sample is given."""
         sample = self._sample(input_sample, "input_sample")
         with torch.no_grad(), _evaluated(self):
             return torch.onnx.export(
-                self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs
+                self,
+                sample if isinstance(sample, tuple) else (sample,),
+                file_path,
+                **kwargs,
             )
 
     def to_torchscript(
@@ -457,8 +483,14 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             ConfigurationError: the method is unknown, or a trace has no inputs.
         """
         if method not in ("script", "trace"):
-            raise ConfigurationError('method is "script" or "trace"', found=f"method={method!r}")
-        sample = None if method == "script" else self._sample(example_inputs, "example_inputs")
+            raise ConfigurationError(
+                'method is "script" or "trace"', found=f"method={method!r}"
+            )
+        sample = (
+            None
+            if method == "script"
+            else self._sample(example_inputs, "example_inputs")
+        )
         jit: Any = torch.jit
         with torch.no_grad(), _evaluated(self), _without_run(self):
             made = (
@@ -474,7 +506,8 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         sample = self.example_input_array if given is None else given
         if sample is None:
             raise ConfigurationError(
-                "the export needs an example input", fix=f"pass {name} or set example_input_array"
+                "the export needs an example input",
+                fix=f"pass {name} or set example_input_array",
             )
         return sample
 
@@ -508,8 +541,15 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 def _without_run(module: TrainModule) -> Iterator[None]:
     """Remove the attributes that are not part of the model: TorchScript inspects the type of each attribute."""
     states = [part.__dict__ for part in module.own_modules()]
-    names = ("_trainer", "automatic_optimization", "example_input_array", "strict_loading")
-    kept = [{name: state.pop(name) for name in names if name in state} for state in states]
+    names = (
+        "_trainer",
+        "automatic_optimization",
+        "example_input_array",
+        "strict_loading",
+    )
+    kept = [
+        {name: state.pop(name) for name in names if name in state} for state in states
+    ]
     for state in states:
         state["_trainer"] = (
             object()

@@ -117,7 +117,8 @@ class Duration:
             )
         if not self.value >= 0 or self.value == float("inf"):
             raise DurationError(
-                "a duration is a finite number, zero or more", found=f"{self.value}{self.unit}"
+                "a duration is a finite number, zero or more",
+                found=f"{self.value}{self.unit}",
             )
         if self.unit not in ("s", "dur") and self.value != int(self.value):
             raise DurationError(
@@ -167,13 +168,22 @@ class Duration:
         if isinstance(length, (int, float)):
             if unit is None:
                 raise DurationError(
-                    "this duration needs a unit", found=repr(length), fix=f'write "{length}ep"'
+                    "this duration needs a unit",
+                    found=repr(length),
+                    fix=f'write "{length}ep"',
                 )
             return cls(_whole(length, unit), unit)
         if clock := _CLOCK.fullmatch(length):
             days, hours, minutes, seconds = map(int, clock.groups())
             return cls(
-                _seconds({"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}),
+                _seconds(
+                    {
+                        "days": days,
+                        "hours": hours,
+                        "minutes": minutes,
+                        "seconds": seconds,
+                    }
+                ),
                 "s",
             )
         match = _PATTERN.fullmatch(length.lower())

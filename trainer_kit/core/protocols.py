@@ -373,7 +373,9 @@ class TrainerLike(Protocol):
 
     def stop(self, reason: str) -> None: ...
     def withdraw_stop(self, reason: str) -> None: ...
-    def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None: ...
+    def request_checkpoint(
+        self, reason: str, request: CheckpointRequest | None = None
+    ) -> None: ...
     def request_validation(self, reason: str) -> None: ...
     @property
     def train_batch_samples(self) -> int | None:
@@ -400,5 +402,7 @@ class TrainerLike(Protocol):
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Stack tensors in ``data`` over the data ranks. Every rank must call it."""
 
-    def save_checkpoint(self, filepath: str | PathLike[str], weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self, filepath: str | PathLike[str], weights_only: bool = False
+    ) -> None:
         """Write a checkpoint directory now. Every rank must call it."""

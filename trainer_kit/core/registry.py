@@ -45,7 +45,9 @@ class Registry:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.group = f"trainer_kit.{kind[:-1] + 'ies' if kind.endswith('y') else kind + 's'}"
+        self.group = (
+            f"trainer_kit.{kind[:-1] + 'ies' if kind.endswith('y') else kind + 's'}"
+        )
         self._targets: dict[str, Any] = {}
         self._own: dict[
             str, str
@@ -59,7 +61,9 @@ class Registry:
     def register(
         self, name: str, target: Callable[..., Any] | str, *, overwrite: bool = False
     ) -> None: ...
-    def register(self, name: str, target: Any = None, *, overwrite: bool = False) -> Any:
+    def register(
+        self, name: str, target: Any = None, *, overwrite: bool = False
+    ) -> Any:
         """Register ``target`` under a name; without a target, return a decorator that does.
 
         Args:
@@ -101,10 +105,16 @@ class Registry:
 
     def names(self) -> list[str]:
         """All names, sorted: registered ones and those of installed packages, without importing them."""
-        from importlib.metadata import entry_points  # slow to import, and most processes never look
+        from importlib.metadata import (
+            entry_points,
+        )  # slow to import, and most processes never look
 
         return sorted(
-            {*self._targets, *self._own, *(entry.name for entry in entry_points(group=self.group))}
+            {
+                *self._targets,
+                *self._own,
+                *(entry.name for entry in entry_points(group=self.group)),
+            }
         )
 
     def _add(self, name: str, target: Any, overwrite: bool) -> None:
@@ -147,13 +157,17 @@ class Registry:
             known = self.names()
             raise RegistryError(
                 f"no {self.kind} is called {name!r}",
-                found=f"the names are {', '.join(known)}" if known else "no name is registered",
+                found=f"the names are {', '.join(known)}"
+                if known
+                else "no name is registered",
                 fix=did_you_mean(name, known) if known else None,
             )
         if len(entries) > 1:
             raise RegistryError(
                 f"several packages register a {self.kind} called {name!r}",
-                found=", ".join(sorted(f"{package} ({value})" for value, package in entries)),
+                found=", ".join(
+                    sorted(f"{package} ({value})" for value, package in entries)
+                ),
                 fix="uninstall all but one, or pass the object itself",
             )
         ((_, package), entry) = entries.popitem()

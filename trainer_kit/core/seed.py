@@ -27,7 +27,9 @@ __all__ = [
 _last_seed: int | None = None
 
 
-def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+def seed_everything(
+    seed: int | None = None, workers: bool = False, verbose: bool = True
+) -> int:
     """Seed Python, NumPy and torch (all devices), and the data order of later fits.
 
     A later ``torch.manual_seed`` does not change the data order; another call of this function does.
@@ -47,7 +49,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     global _last_seed
     chosen = int.from_bytes(os.urandom(4), "little") if seed is None else int(seed)
     if not 0 <= chosen < 2**32:
-        raise ConfigurationError("a seed is a whole number from 0 to 2**32 - 1", found=str(chosen))
+        raise ConfigurationError(
+            "a seed is a whole number from 0 to 2**32 - 1", found=str(chosen)
+        )
     random.seed(chosen)
     np.random.seed(chosen)
     torch.manual_seed(chosen)

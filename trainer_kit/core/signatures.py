@@ -82,10 +82,16 @@ def check_hooks(cls: type, *specifications: type) -> None:
     ]
     # A class may use the name of a removed hook for a method that its own code calls.
     methods = [
-        method for base in users for method in vars(base).values() if inspect.isfunction(method)
+        method
+        for base in users
+        for method in vars(base).values()
+        if inspect.isfunction(method)
     ]
     called = {
-        name for method in methods for name in method.__code__.co_names if name != method.__name__
+        name
+        for method in methods
+        for name in method.__code__.co_names
+        if name != method.__name__
     }
     for base in users:
         own = {
@@ -127,7 +133,9 @@ def _check_parameters(
     cls: type, name: str, method: Callable[..., Any], hook: Callable[..., Any]
 ) -> None:
     expected = list(inspect.signature(hook).parameters.values())
-    required = [parameter for parameter in expected if parameter.default is parameter.empty]
+    required = [
+        parameter for parameter in expected if parameter.default is parameter.empty
+    ]
     if not (takes(method, len(expected)) or takes(method, len(required))):
         raise HookError(
             f"{cls.__name__}.{name} has the wrong parameters",
@@ -169,9 +177,7 @@ def takes(method: Callable[..., Any], count: int) -> bool:
     return True
 
 
-_HOOKS: Final = (
-    "override a hook (on_train_batch_end, on_validation_end, ...) or a public method instead"
-)
+_HOOKS: Final = "override a hook (on_train_batch_end, on_validation_end, ...) or a public method instead"
 
 
 def check_overrides(cls: type, root: type) -> None:
@@ -186,7 +192,9 @@ def check_overrides(cls: type, root: type) -> None:
     Raises:
         ConfigurationError: the message has the override and the fix.
     """
-    bases = [base for base in cls.__mro__ if issubclass(base, root) and base is not root]
+    bases = [
+        base for base in cls.__mro__ if issubclass(base, root) and base is not root
+    ]
     shipped = [base for base in bases if base.__module__.startswith(_OURS)]
     if not shipped or bases == shipped:
         return

@@ -50,14 +50,18 @@ def uncompiled(module: _Object) -> _Object:
     """
     # A module whose constructor has not called that of nn.Module has no `_modules`.
     inner: Any = (
-        vars(module).get("_modules", {}).get(_COMPILED) if isinstance(module, nn.Module) else None
+        vars(module).get("_modules", {}).get(_COMPILED)
+        if isinstance(module, nn.Module)
+        else None
     )
     return module if inner is None else inner
 
 
 def without_wrappers(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state with the names that the model has without wrappers; the same object if no name changes."""
-    return _renamed(state, {name: state_name(name) for name in state if isinstance(name, str)})
+    return _renamed(
+        state, {name: state_name(name) for name in state if isinstance(name, str)}
+    )
 
 
 def plain_state(module: nn.Module) -> dict[str, Any]:
@@ -77,10 +81,14 @@ def names_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
     if all(name == other for name, other in names.items()):
         return state
-    renamed = OrderedDict((names.get(name, name), value) for name, value in state.items())
+    renamed = OrderedDict(
+        (names.get(name, name), value) for name, value in state.items()
+    )
     metadata = getattr(state, "_metadata", None)  # versions of modules, by their names
     if metadata is not None:
-        plain = {state_name(f"{name}.")[:-1]: version for name, version in metadata.items()}
+        plain = {
+            state_name(f"{name}.")[:-1]: version for name, version in metadata.items()
+        }
         renamed._metadata = {**metadata, **plain}  # type: ignore[attr-defined]
     return renamed
 
@@ -120,7 +128,9 @@ def report_differences(missing: Collection[str], unexpected: Collection[str]) ->
     if unexpected:
         lines.append(f"only in the checkpoint, so not loaded: {_first(unexpected)}")
     if lines:
-        rank_zero_warn(f"weights were loaded with strict=False; {'; '.join(lines)}", stacklevel=4)
+        rank_zero_warn(
+            f"weights were loaded with strict=False; {'; '.join(lines)}", stacklevel=4
+        )
 
 
 def _first(names: Collection[str]) -> str:

@@ -8,7 +8,13 @@ from typing import Final
 
 from lightning_utilities.core.enums import StrEnum
 
-__all__ = ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus", "names_validation"]
+__all__ = [
+    "RunningStage",
+    "TrainerFn",
+    "TrainerState",
+    "TrainerStatus",
+    "names_validation",
+]
 
 _VALIDATION: Final = re.compile(r"(?i)(?<![a-z])val(id|idation)?(?![a-z])")
 
@@ -58,7 +64,11 @@ class RunningStage(StrEnum):
     @property
     def evaluating(self) -> bool:
         """Whether it validates, tests or checks."""
-        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+        return self in (
+            RunningStage.VALIDATING,
+            RunningStage.TESTING,
+            RunningStage.SANITY_CHECKING,
+        )
 
     @property
     def dataloader_prefix(self) -> str:

@@ -44,7 +44,9 @@ _NO_CONTAINERS: Final = (str, bytes, bytearray, memoryview, range)
 """Sequences whose items are no values of a batch."""
 
 
-def move_to_device(batch: Any, device: torch.device | str, non_blocking: bool = True) -> Any:
+def move_to_device(
+    batch: Any, device: torch.device | str, non_blocking: bool = True
+) -> Any:
     """Move all tensors of a batch to ``device``.
 
     Args:
@@ -116,7 +118,9 @@ def map_leaves(
     if is_leaf:
         return change(node)
     if isinstance(node, Mapping):
-        items = {key: map_leaves(child, change, kinds, other) for key, child in node.items()}
+        items = {
+            key: map_leaves(child, change, kinds, other) for key, child in node.items()
+        }
         if all(items[key] is child for key, child in node.items()):
             return node
         return _mapping_like(node, items)
@@ -142,7 +146,9 @@ def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if isinstance(node, MutableMapping):
         mapping: Any = copy.copy(node)
         for key, value in items.items():
-            mapping[key] = value  # outputs of transformers have an ``update`` that raises
+            mapping[key] = (
+                value  # outputs of transformers have an ``update`` that raises
+            )
         return mapping
     try:
         return type(node)(items)  # type: ignore[call-arg]

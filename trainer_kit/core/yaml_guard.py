@@ -59,11 +59,15 @@ def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml
             size.add(event)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        problem = (error.problem or error.context or "cannot be read").replace("\n", " ")
+        problem = (error.problem or error.context or "cannot be read").replace(
+            "\n", " "
+        )
         raise YamlProblem(1 if mark is None else mark.line + 1, problem) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise YamlProblem(line, f"character {chr(error.character)!r} cannot be in YAML") from None
+        raise YamlProblem(
+            line, f"character {chr(error.character)!r} cannot be in YAML"
+        ) from None
     except (
         ValueError,
         OverflowError,
@@ -73,7 +77,10 @@ def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml
 
 
 def guarded_root(
-    text: str, most: int = 5_000, deepest: int = 16, tags: Container[str | None] | None = None
+    text: str,
+    most: int = 5_000,
+    deepest: int = 16,
+    tags: Container[str | None] | None = None,
 ) -> yaml.Node | None:
     """The root node of a YAML text, or None if it is empty; no value is constructed.
 
@@ -93,14 +100,15 @@ def guarded_root(
     import yaml
 
     for event in guarded_events(text, most, deepest):
-        if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.tag not in (
-            tags or (event.tag,)
-        ):
+        if isinstance(
+            event, (yaml.ScalarEvent, yaml.CollectionStartEvent)
+        ) and event.tag not in (tags or (event.tag,)):
             raise YamlProblem(_line(event), f"{event.tag}: tags are not read")
     roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     if len(roots) > 1:
         raise YamlProblem(
-            roots[1].start_mark.line + 1, "a second document begins here; a configuration has one"
+            roots[1].start_mark.line + 1,
+            "a second document begins here; a configuration has one",
         )
     return roots[0] if roots else None
 
@@ -119,7 +127,10 @@ class _Sizes:
         self.open: list[tuple[str | None, int]] = []
 
     def _names(self) -> set[str]:
-        return {*self.anchors, *(anchor for anchor, _ in self.open if anchor is not None)}
+        return {
+            *self.anchors,
+            *(anchor for anchor, _ in self.open if anchor is not None),
+        }
 
     def add(self, event: yaml.Event) -> None:
         import yaml
@@ -134,7 +145,9 @@ class _Sizes:
             raise YamlProblem(line, f"&{event.anchor} is given twice")
         if isinstance(event, yaml.CollectionStartEvent):
             if len(self.open) == self.deepest + 1:
-                raise YamlProblem(line, f"nested deeper than {self.deepest} levels", too_much=True)
+                raise YamlProblem(
+                    line, f"nested deeper than {self.deepest} levels", too_much=True
+                )
             self.open.append((event.anchor, 1))
             return
         if isinstance(event, yaml.AliasEvent):
@@ -155,5 +168,7 @@ class _Sizes:
             self.open[-1] = outer, size
         if size > self.most:
             raise YamlProblem(
-                line, f"more than {self.most} values, aliases written out", too_much=True
+                line,
+                f"more than {self.most} values, aliases written out",
+                too_much=True,
             )

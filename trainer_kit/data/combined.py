@@ -91,7 +91,9 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in MODES:
             fix = did_you_mean(str(mode), MODES)
-            raise DataError("unknown mode of CombinedLoader", found=f"mode={mode!r}", fix=fix)
+            raise DataError(
+                "unknown mode of CombinedLoader", found=f"mode={mode!r}", fix=fix
+            )
         self.iterables = iterables
         self.mode = mode
         self.flattened: list[Any]
@@ -100,7 +102,9 @@ class CombinedLoader:
         )
 
     def __len__(self) -> int:
-        length = combined_length(self.mode, [length_of(loader) for loader in self.flattened])
+        length = combined_length(
+            self.mode, [length_of(loader) for loader in self.flattened]
+        )
         if length is None:
             raise TypeError(
                 "the length of a CombinedLoader is unknown if the loader that decides it has none"
@@ -108,7 +112,10 @@ class CombinedLoader:
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        leaves = [Leaf(length_of(loader), partial(_reopened, loader)) for loader in self.flattened]
+        leaves = [
+            Leaf(length_of(loader), partial(_reopened, loader))
+            for loader in self.flattened
+        ]
         return combine(self.mode, leaves, self.join)
 
     def join(self, parts: Iterable[Any]) -> Any:
@@ -155,7 +162,9 @@ def _holds_loader(node: Any) -> bool:
 
 
 def _is_loader(node: Any) -> bool:
-    return isinstance(node, (DataLoader, CombinedLoader, IterableDataset, Iterator, range))
+    return isinstance(
+        node, (DataLoader, CombinedLoader, IterableDataset, Iterator, range)
+    )
 
 
 def _is_node(node: Any, root: Any) -> bool:
@@ -179,7 +188,9 @@ def combined_length(mode: Mode, lengths: list[int | None]) -> int | None:
     return sum(known) if mode == "sequential" else max(known, default=0)
 
 
-def spots_at(mode: Mode, lengths: Sequence[int | None], start: int) -> list[Spot] | None:
+def spots_at(
+    mode: Mode, lengths: Sequence[int | None], start: int
+) -> list[Spot] | None:
     """Return the position of each loader at batch ``start``; None if it is unknown before reading.
 
     Example:
@@ -225,7 +236,9 @@ def combine(
     if spots is None:
         spots = spots_at(mode, [leaf.length for leaf in leaves], start)
     if mode == "sequential":
-        parts = _sequential(leaves, start) if spots is None else map(_opened, leaves, spots)
+        parts = (
+            _sequential(leaves, start) if spots is None else map(_opened, leaves, spots)
+        )
         return chain.from_iterable(parts)
     if spots is None:
         # The position in passes of unknown length is only found by reading them.
@@ -235,7 +248,8 @@ def combine(
     iterators = [_opened(leaf, spot) for leaf, spot in zip(leaves, spots, strict=True)]
     if mode == "min_size":
         return (
-            MISSING if _has_empty(parts) else join(parts) for parts in zip(*iterators, strict=False)
+            MISSING if _has_empty(parts) else join(parts)
+            for parts in zip(*iterators, strict=False)
         )
     return (_join_ended(parts, join) for parts in zip_longest(*iterators))
 
@@ -276,12 +290,16 @@ _END = object()
 def _cycled(
     leaves: list[Leaf], join: Callable[[Any], Any], places: Sequence[Spot]
 ) -> Iterator[Any]:
-    turns, positions = [place.turn for place in places], [place.batch for place in places]
+    turns, positions = (
+        [place.turn for place in places],
+        [place.batch for place in places],
+    )
     ended = [turn > 0 for turn in turns]
     if not leaves or all(ended):
         return
     iterators = [
-        leaf.open(place.turn, place.batch) for leaf, place in zip(leaves, places, strict=True)
+        leaf.open(place.turn, place.batch)
+        for leaf, place in zip(leaves, places, strict=True)
     ]
     parts: list[Any] = [None] * len(leaves)
     while True:
@@ -300,7 +318,8 @@ def _cycled(
                     return
             positions[i] += 1
         fresh = any(
-            part is not MISSING and not over for part, over in zip(parts, ended, strict=True)
+            part is not MISSING and not over
+            for part, over in zip(parts, ended, strict=True)
         )
         for i, leaf in enumerate(leaves):
             if parts[i] is MISSING and fresh and positions[i] > 1:
@@ -308,7 +327,9 @@ def _cycled(
                 parts[i] = (
                     before[i]
                     if known
-                    else next((leaf.again or leaf.open)(turns[i], positions[i] - 2), MISSING)
+                    else next(
+                        (leaf.again or leaf.open)(turns[i], positions[i] - 2), MISSING
+                    )
                 )
         yield MISSING if _has_empty(parts) else join(parts)
 
@@ -325,19 +346,28 @@ class CombinedSource(Source):
     """
 
     def __init__(
-        self, combined: CombinedLoader, place: Place, opened: Callable[[Any, Place], Source]
+        self,
+        combined: CombinedLoader,
+        place: Place,
+        opened: Callable[[Any, Place], Source],
     ) -> None:
         self.combined = combined
         # One seed per loader: two loaders over one dataset must have different orders.
         # The position of a loader that has ended lies beyond its end.
-        places = (replace(place, seed=derive_seed(place.seed, 1 + i), turn=None) for i in count())
+        places = (
+            replace(place, seed=derive_seed(place.seed, 1 + i), turn=None)
+            for i in count()
+        )
         self.sources = [
-            opened(loader, own) for loader, own in zip(combined.flattened, places, strict=False)
+            opened(loader, own)
+            for loader, own in zip(combined.flattened, places, strict=False)
         ]
         sizes = {source.per_rank_batch_size for source in self.sources}
         self.per_rank_batch_size = sizes.pop() if len(sizes) == 1 else None
         self.rolls = any(source.rolls for source in self.sources)
-        self.generators = [generator for source in self.sources for generator in source.generators]
+        self.generators = [
+            generator for source in self.sources for generator in source.generators
+        ]
         self.indexed = all(source.indexed for source in self.sources)
         self.exact = all(source.exact for source in self.sources)
         self.stateful = not place.ordered and (bool(self.generators) or not self.exact)
@@ -351,7 +381,9 @@ class CombinedSource(Source):
         return [source.alone for source in self.sources]
 
     def leave_alone(self, alone: Any) -> None:
-        for source, value in zip(self.sources, alone or [False] * len(self.sources), strict=False):
+        for source, value in zip(
+            self.sources, alone or [False] * len(self.sources), strict=False
+        ):
             source.leave_alone(value)
 
     def close(self) -> None:
@@ -360,7 +392,9 @@ class CombinedSource(Source):
 
     @property
     def length(self) -> int | None:
-        return combined_length(self.combined.mode, [source.length for source in self.sources])
+        return combined_length(
+            self.combined.mode, [source.length for source in self.sources]
+        )
 
     @property
     def even(self) -> bool:
@@ -389,7 +423,9 @@ class CombinedSource(Source):
         return [
             {
                 "spot": list(spot),
-                "state": source.state() if _reads(spot) else generator_states(source.generators),
+                "state": source.state()
+                if _reads(spot)
+                else generator_states(source.generators),
             }
             for source, spot in zip(self.sources, self._spots, strict=True)
         ]
@@ -402,7 +438,9 @@ class CombinedSource(Source):
             fix="resume with the same number of ranks",
         )
 
-    def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
+    def epoch(
+        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
+    ) -> Iterator[Any]:
         # A length that is only a hint gives no position.
         lengths = [source.length if source.exact else None for source in self.sources]
         spots = (
@@ -412,19 +450,27 @@ class CombinedSource(Source):
         )
         none = [Spot(0, 0, False)] * len(lengths)
         self._spots = list(spots or none)
-        states = [None] * len(lengths) if state is None else [leaf["state"] for leaf in state]
+        states = (
+            [None] * len(lengths)
+            if state is None
+            else [leaf["state"] for leaf in state]
+        )
         leaves = []
         for i, (spot, leaf_state) in enumerate(zip(self._spots, states, strict=True)):
             if not _reads(spot) and leaf_state is not None:
                 restore_generators(self.sources[i].generators, leaf_state)
                 leaf_state = None
             # Each pass of a leaf within a pass of the whole has a different order.
-            opened = partial(_open, self.sources[i], epoch, _PASSES * turn, spot, leaf_state)
+            opened = partial(
+                _open, self.sources[i], epoch, _PASSES * turn, spot, leaf_state
+            )
             noted = partial(self._noted, i, opened) if self.stateful else opened
             leaf = Leaf(lengths[i], noted, opened)
             # Ranks compare the first batches at one time, also of a loader that they reach at different times.
             early = (
-                self.combined.mode == "sequential" and self.sources[i].alone is None and not start
+                self.combined.mode == "sequential"
+                and self.sources[i].alone is None
+                and not start
             )
             leaves.append(_opened_early(leaf) if early else leaf)
         return combine(self.combined.mode, leaves, self._join, start, spots)
@@ -438,13 +484,19 @@ class CombinedSource(Source):
         return self.combined.join(batches), first[1]
 
     def _noted(
-        self, leaf: int, opened: Callable[[int, int], Iterator[Any]], turn: int, batch: int
+        self,
+        leaf: int,
+        opened: Callable[[int, int], Iterator[Any]],
+        turn: int,
+        batch: int,
     ) -> Iterator[Any]:
         return self._read(
             leaf, opened(turn, batch), turn, batch
         )  # opened now: ranks may compare its first batch
 
-    def _read(self, leaf: int, parts: Iterator[Any], turn: int, batch: int) -> Iterator[Any]:
+    def _read(
+        self, leaf: int, parts: Iterator[Any], turn: int, batch: int
+    ) -> Iterator[Any]:
         for part in parts:
             batch += 1
             self._spots[leaf] = Spot(turn, batch, False)
@@ -455,7 +507,9 @@ class CombinedSource(Source):
 def _opened_early(leaf: Leaf) -> Leaf:
     """Open the first pass of a loader now."""
     first = [leaf.open(0, 0)]
-    return leaf._replace(open=lambda turn, start: first.pop() if first else leaf.open(turn, start))
+    return leaf._replace(
+        open=lambda turn, start: first.pop() if first else leaf.open(turn, start)
+    )
 
 
 def _reads(spot: Spot) -> bool:
@@ -464,7 +518,13 @@ def _reads(spot: Spot) -> bool:
 
 
 def _open(
-    source: Source, epoch: int, passes: int, first: Spot, state: Any, turn: int, start: int
+    source: Source,
+    epoch: int,
+    passes: int,
+    first: Spot,
+    state: Any,
+    turn: int,
+    start: int,
 ) -> Iterator[Any]:
     known = (turn, start) == (first.turn, first.batch)
     return source.epoch(epoch, start, passes + turn, state if known else None)

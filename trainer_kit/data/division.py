@@ -41,7 +41,14 @@ _PARTS: Final = (
 """Attributes that hold a part of a loader, in torch, torchdata, litdata, MosaicML streaming, webdataset and
 `CombinedLoader`."""
 
-_WORKER_PARTS: Final = ("dataset", "datasets", "_datasets", "collate_fn", "source", "pipeline")
+_WORKER_PARTS: Final = (
+    "dataset",
+    "datasets",
+    "_datasets",
+    "collate_fn",
+    "source",
+    "pipeline",
+)
 """The same, for what worker processes copy."""
 
 _ENVIRONMENTS: Final = ("distributed_env", "_distributed", "_parallel_rank_world")
@@ -60,7 +67,17 @@ _RANKS: Final = (
 
 _DEEPEST: Final = 6
 _MEMBERS: Final = 16
-_PLAIN: Final = (Tensor, np.ndarray, np.generic, bytes, str, int, float, complex, type(None))
+_PLAIN: Final = (
+    Tensor,
+    np.ndarray,
+    np.generic,
+    bytes,
+    str,
+    int,
+    float,
+    complex,
+    type(None),
+)
 
 
 class Division(NamedTuple):
@@ -117,7 +134,10 @@ def worker_parts(loader: Any) -> list[Any]:
 
 
 def _division_of(part: Any) -> Division | None:
-    for owner in (part, *(getattr(part, "__dict__", {}).get(name) for name in _ENVIRONMENTS)):
+    for owner in (
+        part,
+        *(getattr(part, "__dict__", {}).get(name) for name in _ENVIRONMENTS),
+    ):
         attributes = getattr(owner, "__dict__", {})
         for size_name, rank_name in _RANKS:
             size, rank = attributes.get(size_name), attributes.get(rank_name)

@@ -53,7 +53,10 @@ class LoaderState:
     """
 
     def __init__(
-        self, source: Source, size: int, warn_of_end: Callable[[int], None] | None = None
+        self,
+        source: Source,
+        size: int,
+        warn_of_end: Callable[[int], None] | None = None,
     ) -> None:
         self._source = source
         self._size = size
@@ -66,7 +69,11 @@ class LoaderState:
         self._before: dict[str, Any] | None = None
         self._rng: dict[str, Any] | None = None
         self._check: Callable[[Any], Any] | None = None
-        self._kind = [kind_of(source), len(source.workers), *(unit for unit, _ in source.stride)]
+        self._kind = [
+            kind_of(source),
+            len(source.workers),
+            *(unit for unit, _ in source.stride),
+        ]
 
     def check_first(self, check: Callable[[Any], Any]) -> None:
         """Call ``check`` with the first state, once the first batch was read.
@@ -85,7 +92,9 @@ class LoaderState:
         source = self._source
         drains = not source.indexed and not source.stateful
         if drains and not start and not (source.once and self._rng):
-            self._rng = rng_state()  # a stream must draw the same order when it is read again
+            self._rng = (
+                rng_state()
+            )  # a stream must draw the same order when it is read again
         unread = self._opened is None
         before = self.state_dict(epoch, start)
         if unread and before is not None:
@@ -103,7 +112,12 @@ class LoaderState:
         self._states = {}
         if unread and before is None and not start:
             self._states[0] = None  # a new loader needs no state
-        elif unread and before is not None and before["epoch"] == epoch and not before["divided"]:
+        elif (
+            unread
+            and before is not None
+            and before["epoch"] == epoch
+            and not before["divided"]
+        ):
             self._states[before["batch"]] = before["state"]
             if before["skip"]:
                 self._states[start] = source.state()
@@ -113,7 +127,9 @@ class LoaderState:
         state, states = self._source.state, self._states
         for batch in batches:
             at += 1
-            if batch is not MISSING:  # the loader may have ended: keep the state before its end
+            if (
+                batch is not MISSING
+            ):  # the loader may have ended: keep the state before its end
                 states[at] = state()
                 if self._check is not None:
                     check, self._check = self._check, None
@@ -162,7 +178,9 @@ class LoaderState:
             previous = max((at for at in self._states if at < last), default=last)
             record = self._record(previous, self._states.get(previous))
             # If this rank's data ended before the other ranks', a resume starts at the end.
-            record.update(skip=last - previous, ended=self._ended and (not inside or batch > last))
+            record.update(
+                skip=last - previous, ended=self._ended and (not inside or batch > last)
+            )
         if not inside:
             record["generators"] = generator_states(source.generators)
         return record
@@ -183,7 +201,9 @@ class LoaderState:
             "alone": self._source.alone,
         }
 
-    def load_state_dict(self, ranks: Sequence[Mapping[str, Any] | None], rank: int) -> None:
+    def load_state_dict(
+        self, ranks: Sequence[Mapping[str, Any] | None], rank: int
+    ) -> None:
         """Continue at the position of a checkpoint.
 
         Args:
@@ -198,7 +218,11 @@ class LoaderState:
             self._source.leave_alone(
                 last.get("alone", False)
             )  # older checkpoints: every stream was divided here
-        saved = ranks[rank] if len(ranks) == self._size else self._resharded(last, len(ranks))
+        saved = (
+            ranks[rank]
+            if len(ranks) == self._size
+            else self._resharded(last, len(ranks))
+        )
         if saved is None or list(saved["kind"]) != self._kind:
             return  # the state of another kind of loader: only the position is used
         then, now = list(saved["workers"]), list(self._source.workers)
@@ -211,7 +235,9 @@ class LoaderState:
             )
         self._before = dict(saved)
 
-    def _resharded(self, last: Mapping[str, Any] | None, ranks: int) -> dict[str, Any] | None:
+    def _resharded(
+        self, last: Mapping[str, Any] | None, ranks: int
+    ) -> dict[str, Any] | None:
         """Return the state for another number of ranks: that of the last rank, which has read the furthest."""
         if last is not None and last.get("alone") is True and last["batch"]:
             raise CheckpointError(
@@ -228,10 +254,14 @@ class LoaderState:
         ):  # the next pass starts from the beginning
             return {**saved, "state": None, "skip": 0, "ended": False}
         if saved["state"] is not None or saved["skip"]:
-            saved["state"] = self._source.resharded(saved["state"], saved["skip"] * ranks)
+            saved["state"] = self._source.resharded(
+                saved["state"], saved["skip"] * ranks
+            )
         return {**saved, "skip": 0, "divided": True}
 
-    def _resume(self, saved: Mapping[str, Any], epoch: int, start: int) -> Iterator[Any]:
+    def _resume(
+        self, saved: Mapping[str, Any], epoch: int, start: int
+    ) -> Iterator[Any]:
         source = self._source
         if saved["rng"] is not None:
             self._rng = saved["rng"]
@@ -248,7 +278,9 @@ class LoaderState:
                 self._warn_of_end(start)
             return iterator
         if saved["state"] is not None or saved["skip"]:
-            _skip(source.epoch(saved["epoch"], saved["batch"], 0, saved["state"]), saved)
+            _skip(
+                source.epoch(saved["epoch"], saved["batch"], 0, saved["state"]), saved
+            )
         restore_generators(source.generators, saved["generators"] or ())
         return source.epoch(epoch, start)
 
@@ -338,7 +370,8 @@ class Feed:
     ) -> None:
         if not 0 <= rank < size:
             raise DataError(
-                "a feed's rank is one of 0 to size - 1", found=f"rank={rank}, size={size}"
+                "a feed's rank is one of 0 to size - 1",
+                found=f"rank={rank}, size={size}",
             )
         place = Place(
             rank=rank,
@@ -418,7 +451,9 @@ class Feed:
         indices = self._source.indices(epoch, batch)
         if indices is None:
             return name
-        shown = ", ".join(map(str, indices[:_SHOWN])) + (", …" if len(indices) > _SHOWN else "")
+        shown = ", ".join(map(str, indices[:_SHOWN])) + (
+            ", …" if len(indices) > _SHOWN else ""
+        )
         return f"{name} (samples {shown} of the dataset)"
 
     def record_indices(self) -> None:
@@ -462,7 +497,11 @@ def _open(loader: Any, place: Place) -> Source:
     if isinstance(loader, CombinedLoader):
         return CombinedSource(loader, place, _open)
     if isinstance(loader, DataLoader):
-        kind = StreamSource if isinstance(loader.dataset, IterableDataset) else IndexedSource
+        kind = (
+            StreamSource
+            if isinstance(loader.dataset, IterableDataset)
+            else IndexedSource
+        )
         return kind(loader, place)
     if isinstance(loader, Sequence) and not isinstance(loader, (str, bytes)):
         return ListSource(loader, place)
@@ -476,7 +515,11 @@ def _open(loader: Any, place: Place) -> Source:
             else "pass a DataLoader or a list of batches"
         )
         if isinstance(loader, (Dataset, Tensor)):
-            data = "TensorDataset(inputs, targets)" if isinstance(loader, Tensor) else "dataset"
+            data = (
+                "TensorDataset(inputs, targets)"
+                if isinstance(loader, Tensor)
+                else "dataset"
+            )
             fix = f"pass a DataLoader: DataLoader({data}, batch_size=32), with shuffle=True for training"
         raise DataError("this is not a loader", found=type(loader).__name__, fix=fix)
     return StreamSource(loader, place)
@@ -489,7 +532,9 @@ def _pinned(batch: Any) -> Any:
         if isinstance(leaf, Tensor):
             host = leaf.device.type == "cpu" and leaf.layout == torch.strided
             return leaf.pin_memory() if host else leaf
-        return leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
+        return (
+            leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
+        )
 
     return map_leaves(batch, pin)
 
@@ -498,7 +543,11 @@ def _pinned(batch: Any) -> Any:
 def _side_stream(device: torch.device) -> torch.Stream | None:
     """Return the copy stream of a device. There is only one: torch does not reuse memory across streams."""
     drives = torch.accelerator.current_accelerator()
-    return torch.Stream(device) if drives is not None and drives.type == device.type else None
+    return (
+        torch.Stream(device)
+        if drives is not None and drives.type == device.type
+        else None
+    )
 
 
 @final
@@ -530,7 +579,9 @@ class Ahead:
         self._iterator = iter(iterator)
         self._move = move
         self._device = device
-        self._stream = None if device is None or device.type in BLOCKING else _side_stream(device)
+        self._stream = (
+            None if device is None or device.type in BLOCKING else _side_stream(device)
+        )
         self._waiting: _Ready | None = None
 
     def __iter__(self) -> Iterator[Any]:

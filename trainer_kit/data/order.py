@@ -143,7 +143,9 @@ class Split(ABC):
         shares: None, or the indices of those micro-batches, as far as `Feed` has not named them yet.
     """
 
-    def __init__(self, order: Iterable[Any], rank: int, size: int, pad: bool, chunk: int) -> None:
+    def __init__(
+        self, order: Iterable[Any], rank: int, size: int, pad: bool, chunk: int
+    ) -> None:
         self.order = order
         self.rank = rank
         self.size = size
@@ -160,7 +162,9 @@ class Split(ABC):
         self.empty = False
         self.sizes: deque[int] = deque()
         self.shares = None if self.shares is None else deque()
-        self._known: dict[int, int] = {}  # samples of global micro-batches that reading has shown
+        self._known: dict[
+            int, int
+        ] = {}  # samples of global micro-batches that reading has shown
         self._drawn = drawn(self.order, seed, self._chunk)
 
     def draw(self) -> None:
@@ -211,14 +215,19 @@ class SampleBlocks(Split):
         return count // whole if self.drop_last else -(-count // whole)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        whole, first = self.batch_size * self.size, self._start * self.batch_size * self.size
+        whole, first = (
+            self.batch_size * self.size,
+            self._start * self.batch_size * self.size,
+        )
         low, high = self.rank * self.batch_size, (self.rank + 1) * self.batch_size
         head: list[Any] = []
         order, sizes = self._from(first, head), self.sizes
         while len(block := list(islice(order, whole))) == whole:
             self.handed += 1
             sizes.append(self.batch_size)
-            yield self._marked(block if self.size == 1 else block[low:high], first + low)
+            yield self._marked(
+                block if self.size == 1 else block[low:high], first + low
+            )
             first += whole
         if not block or self.drop_last:
             return
@@ -239,7 +248,9 @@ class SampleBlocks(Split):
         if self.shares is not None:
             self.shares.append(list(share))
         return (
-            share if self._sample_seed is None else SeededIndices(share, self._sample_seed, first)
+            share
+            if self._sample_seed is None
+            else SeededIndices(share, self._sample_seed, first)
         )
 
     def _from(self, first: int, head: list[Any]) -> Iterator[Any]:
@@ -299,7 +310,9 @@ class BatchTurns(Split):
     def __iter__(self) -> Iterator[Any]:
         head = list(islice(self._drawn, self.size)) if self.pad else []
         first = self._start * self.size
-        order = chain(head[first:], islice(self._drawn, max(0, first - len(head)), None))
+        order = chain(
+            head[first:], islice(self._drawn, max(0, first - len(head)), None)
+        )
         at, sizes = self._start * self.size + self.rank, self.sizes
         after = list(islice(order, self.size))
         while turn := after:
@@ -313,7 +326,10 @@ class BatchTurns(Split):
                     else head[(self.rank - len(turn)) % len(head)]
                 )
                 if self.whole is not None and not after and len(share) < self.whole:
-                    share = [*share, *islice(cycle(chain(*head)), self.whole - len(share))]
+                    share = [
+                        *share,
+                        *islice(cycle(chain(*head)), self.whole - len(share)),
+                    ]
                 yield self._handed(share, at, sizes)
             else:
                 self.empty = True

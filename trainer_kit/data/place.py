@@ -270,7 +270,11 @@ def _hidden_from_workers(loader: DataLoader[Any]) -> Any:
 
     Such workers would read every epoch in the order of the first one. They are started again for each epoch.
     """
-    parts = [part for part in worker_parts(loader) if callable(getattr(part, "set_epoch", None))]
+    parts = [
+        part
+        for part in worker_parts(loader)
+        if callable(getattr(part, "set_epoch", None))
+    ]
     hidden = (part for part in parts if _package(part) not in _SHARED_EPOCH)
     return next(hidden, None)
 
@@ -291,7 +295,9 @@ def _end_workers_each_epoch(loader: DataLoader[Any], part: Any, warns: bool) -> 
         )
 
 
-def copied(loader: DataLoader[Any], warns: bool) -> tuple[DataLoader[Any], torch.Generator | None]:
+def copied(
+    loader: DataLoader[Any], warns: bool
+) -> tuple[DataLoader[Any], torch.Generator | None]:
     """Return a copy of a loader, and the generator for the seeds of its workers; None if the user gave one.
 
     Args:
@@ -306,7 +312,9 @@ def copied(loader: DataLoader[Any], warns: bool) -> tuple[DataLoader[Any], torch
     if hidden is not None:
         _end_workers_each_epoch(mine, hidden, warns)
     if loader.num_workers:
-        mine.__dict__["worker_init_fn"] = EndsWithParent(loader.worker_init_fn, loader.num_workers)
+        mine.__dict__["worker_init_fn"] = EndsWithParent(
+            loader.worker_init_fn, loader.num_workers
+        )
         mine.multiprocessing_context = checked_context(loader.multiprocessing_context)
     if "_initial_iter_for_state_dict" in mine.__dict__:
         mine.__dict__["_initial_iter_for_state_dict"] = (

@@ -75,14 +75,20 @@ class BatchSizes:
 
     def total(self, batches: Sequence[Any]) -> int:
         """Return the number of samples of several batches."""
-        return sum(map(itemgetter(1), map(self._reader(batches[0]), batches))) if batches else 0
+        return (
+            sum(map(itemgetter(1), map(self._reader(batches[0]), batches)))
+            if batches
+            else 0
+        )
 
     def _parts(self, batches: Iterator[Any]) -> Iterator[Iterable[tuple[Any, int]]]:
         for batch in batches:
             read = self._reader(batch)
             yield (read(batch),)
             del batch
-            yield map(read, batches)  # adds no Python frame between the loader and the reader
+            yield map(
+                read, batches
+            )  # adds no Python frame between the loader and the reader
 
     def _reader(self, batch: Any) -> Callable[[Any], tuple[Any, int]]:
         if self._read is None:
@@ -98,7 +104,11 @@ def _doubt(batch: Any) -> str | None:
     if rows or _strings(batch):
         return None
     found = next(_opaque(batch), None)
-    return None if found is None else f"a {type(found).__name__} shows no tensor; 1 is counted"
+    return (
+        None
+        if found is None
+        else f"a {type(found).__name__} shows no tensor; 1 is counted"
+    )
 
 
 def _pair(batch: Any) -> tuple[Any, int]:
@@ -130,7 +140,12 @@ def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
                     return _pair(batch)
                 inner = inner[key]
             return batch, inner.size(0)
-        except (AttributeError, IndexError, KeyError, TypeError):  # a batch of another structure
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            TypeError,
+        ):  # a batch of another structure
             return _pair(batch)
 
     return read
@@ -176,7 +191,9 @@ def _strings(node: Any) -> int:
     return 0
 
 
-def limit_batches(length: int | None, limit: int | float | None, name: str) -> int | None:
+def limit_batches(
+    length: int | None, limit: int | float | None, name: str
+) -> int | None:
     """Return the number of batches to read.
 
     Args:
@@ -219,7 +236,9 @@ def limit_batches(length: int | None, limit: int | float | None, name: str) -> i
             "pass a number of batches (an int), or 1.0 for all",
         )
         raise DataError(
-            f"{name} is a fraction, but the number of batches is unknown", found=found, fix=fix
+            f"{name} is a fraction, but the number of batches is unknown",
+            found=found,
+            fix=fix,
         )
     if length and int(length * limit) == 0:
         found, fix = (

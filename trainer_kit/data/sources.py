@@ -90,7 +90,9 @@ class ListSource(Source):
         ):  # a subclass may make each batch when it is read
             return None
         # A list holds its batches already: reading the sizes of other ranks' batches costs nothing.
-        return self._sizes.total(self.batches[index * self.size : (index + 1) * self.size])
+        return self._sizes.total(
+            self.batches[index * self.size : (index + 1) * self.size]
+        )
 
     def describe(self) -> str:
         split = f", each {self.size}th by index" if self.size > 1 else ""
@@ -102,16 +104,31 @@ class ListSource(Source):
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        return [{"size": len(self.batches), "unit": "batches", "order": kind_of(self.batches)}]
+        return [
+            {
+                "size": len(self.batches),
+                "unit": "batches",
+                "order": kind_of(self.batches),
+            }
+        ]
 
-    def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
+    def epoch(
+        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
+    ) -> Iterator[Any]:
         set_epoch(epoch, self.batches)
         if self.size == 1 and not start:
             return self._sizes.pairs(self.batches)
         count = len(self.batches)
-        mine = map(self.batches.__getitem__, range(start * self.size + self.rank, count, self.size))
+        mine = map(
+            self.batches.__getitem__,
+            range(start * self.size + self.rank, count, self.size),
+        )
         short = 0 < count % self.size <= self.rank and start < self.length
-        return chain(self._sizes.pairs(mine), (MISSING,)) if short else self._sizes.pairs(mine)
+        return (
+            chain(self._sizes.pairs(mine), (MISSING,))
+            if short
+            else self._sizes.pairs(mine)
+        )
 
 
 @final
@@ -126,21 +143,30 @@ class IndexedSource(Source):
         self.loader, self.generator = copied(loader, place.rank == 0)
         self.own_batches = _own_batches(loader)
         self.order, self.split_by_user = self._find_order()
-        self.generators = own_generators(loader, self.order, getattr(self.order, "sampler", None))
+        self.generators = own_generators(
+            loader, self.order, getattr(self.order, "sampler", None)
+        )
         rank, size = (0, 1) if self.split_by_user else place.part
         self.split: Split
         if self.own_batches:
             refuse_batch_size(loader, place)
             # Without a batch size and a batch sampler each item of the sampler is a batch.
-            sized = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
+            sized = loader.batch_sampler is not None or isinstance(
+                loader.sampler, BatchSampler
+            )
             given = getattr(loader.batch_sampler, "batch_size", None)
             whole = self.per_rank_batch_size = given if isinstance(given, int) else None
             self.split = BatchTurns(
-                self.order, rank=rank, size=size, sized=sized, pad=place.pad, whole=whole
+                self.order,
+                rank=rank,
+                size=size,
+                sized=sized,
+                pad=place.pad,
+                whole=whole,
             )
-            self.loader.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = (
-                self.split
-            )
+            self.loader.__dict__[
+                "sampler" if loader.batch_sampler is None else "batch_sampler"
+            ] = self.split
         else:
             per_rank = place.batch_size or loader.batch_size or 1
             self.split = SampleBlocks(
@@ -200,7 +226,11 @@ class IndexedSource(Source):
         if self.place.size > 1 and not (self.place.shard and self._drawn):
             return None
         count = self.split.samples(index)
-        return count * self.place.size if count is not None and self.split_by_user else count
+        return (
+            count * self.place.size
+            if count is not None and self.split_by_user
+            else count
+        )
 
     def describe(self) -> str:
         name, size = kind_of(self.order), self.place.part[1]
@@ -221,9 +251,7 @@ class IndexedSource(Source):
         elif self.own_batches:
             split = f", {size} consecutive batches to {size} ranks"
         else:
-            split = (
-                f", {size} consecutive blocks of {self.per_rank_batch_size} samples to {size} ranks"
-            )
+            split = f", {size} consecutive blocks of {self.per_rank_batch_size} samples to {size} ranks"
         return f"{kind_of(self.given)} over {kind_of(self.given.dataset)}, {how}{split}"
 
     @property
@@ -238,7 +266,11 @@ class IndexedSource(Source):
     @property
     def facts(self) -> list[dict[str, Any]]:
         return [
-            {"size": length_of(self.given.dataset), "unit": "samples", "order": kind_of(self.order)}
+            {
+                "size": length_of(self.given.dataset),
+                "unit": "samples",
+                "order": kind_of(self.order),
+            }
         ]
 
     def state(self) -> Any:
@@ -265,7 +297,9 @@ class IndexedSource(Source):
     def next_indices(self) -> list[Any] | None:
         return self.split.shares.popleft() if self.split.shares else None
 
-    def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
+    def epoch(
+        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
+    ) -> Iterator[Any]:
         given = self.given
         samplers = list(loader_parts(given.batch_sampler, _SAMPLERS))
         set_epoch(
@@ -281,19 +315,29 @@ class IndexedSource(Source):
         sample_seed = derive_seed(seed) if ours else derive_seed(seed, self.place.rank)
         seeds = self.loader.num_workers > 0 or self.place.reproducible
         self.split.begin(
-            seed, start, sample_seed if seeds and given.batch_sampler is not None else None
+            seed,
+            start,
+            sample_seed if seeds and given.batch_sampler is not None else None,
         )
-        self.draw_from(state)  # the whole order of an epoch is drawn from the states at its start
+        self.draw_from(
+            state
+        )  # the whole order of an epoch is drawn from the states at its start
         if self.generator is not None:
             # A different seed per rank, or the workers of all ranks would draw the same augmentations.
             self.generator.manual_seed(derive_seed(seed, self.place.rank))
         iterator = iter(self.loader)
         if self.generators and not self.loader.num_workers:
             self.split.draw()  # with workers the loader has drawn already, for the batches that they prefetch
-        batches = _restoring(iterator) if seeds and not self.loader.num_workers else iterator
+        batches = (
+            _restoring(iterator) if seeds and not self.loader.num_workers else iterator
+        )
         # None of these adds a Python frame per batch. A loader draws the indices before the batch.
         sizes = iter(self.split.sizes.popleft, None)
-        pairs = zip(batches, sizes, strict=False) if self._drawn else self._sizes.pairs(batches)
+        pairs = (
+            zip(batches, sizes, strict=False)
+            if self._drawn
+            else self._sizes.pairs(batches)
+        )
         return chain(pairs, self._end(iterator, start))
 
     def _end(self, iterator: Iterator[Any], start: int) -> Iterator[Any]:
@@ -374,9 +418,14 @@ def _undivided(sampler: DistributedSampler[Any]) -> Any:
 
 def _reseeded(sampler: Any, loader: DataLoader[Any]) -> Any:
     """Replace torchdata's RandomSampler without a generator: it draws its own seed, another one on every rank."""
-    ours = type(sampler).__module__.startswith("torchdata.") and kind_of(sampler) == "RandomSampler"
+    ours = (
+        type(sampler).__module__.startswith("torchdata.")
+        and kind_of(sampler) == "RandomSampler"
+    )
     if ours and loader.generator is None:
-        return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
+        return RandomSampler(
+            sampler.data_source, sampler.replacement, sampler.num_samples
+        )
     return sampler
 
 
@@ -401,11 +450,20 @@ class StreamSource(Source):
             if place.batch_size is not None:
                 if loader.batch_size is None:
                     refuse_batch_size(loader, place)
-                batches = BatchSampler(loader.sampler, place.batch_size, loader.drop_last)
-                self.loader.__dict__.update(batch_size=place.batch_size, batch_sampler=batches)
+                batches = BatchSampler(
+                    loader.sampler, place.batch_size, loader.drop_last
+                )
+                self.loader.__dict__.update(
+                    batch_size=place.batch_size, batch_sampler=batches
+                )
             self.per_rank_batch_size = self.loader.batch_size
-            own = loader.batch_size is not None and loader.collate_fn is not default_collate
-            if own and one_for_one(loader):  # batches of torch's own collate_fn show their size
+            own = (
+                loader.batch_size is not None
+                and loader.collate_fn is not default_collate
+            )
+            if own and one_for_one(
+                loader
+            ):  # batches of torch's own collate_fn show their size
                 self._counts = True
                 self.loader.collate_fn = _Counting(loader.collate_fn)
             if not place.ordered and has_state(loader.dataset):
@@ -428,7 +486,9 @@ class StreamSource(Source):
         # Workers that end with the epoch lose the batches that they have prefetched.
         self.workers_end = number > 0 and not self.loader.persistent_workers
         self.rolls = self.stateful and not self.workers_end
-        self.generators = own_generators(loader) if isinstance(loader, DataLoader) else []
+        self.generators = (
+            own_generators(loader) if isinstance(loader, DataLoader) else []
+        )
         self._began = []  # in checkpoints a list, also without generators
 
     def _find_division(self) -> bool | None:
@@ -510,12 +570,21 @@ class StreamSource(Source):
     def facts(self) -> list[dict[str, Any]]:
         if not isinstance(self.given, DataLoader):
             return [
-                {"size": length_of(self.given), "unit": "batches", "order": kind_of(self.given)}
+                {
+                    "size": length_of(self.given),
+                    "unit": "batches",
+                    "order": kind_of(self.given),
+                }
             ]
         data = self.given.dataset
         workers = self.given.num_workers
         return [
-            {"size": length_of(data), "unit": "samples", "order": kind_of(data), "workers": workers}
+            {
+                "size": length_of(data),
+                "unit": "samples",
+                "order": kind_of(data),
+                "workers": workers,
+            }
         ]
 
     def state(self) -> Any:
@@ -539,8 +608,12 @@ class StreamSource(Source):
             )
         return {"generators": self._began, **(state or {}), "further": further}
 
-    def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
-        parts = (getattr(self.given, name, None) for name in ("sampler", "batch_sampler"))
+    def epoch(
+        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
+    ) -> Iterator[Any]:
+        parts = (
+            getattr(self.given, name, None) for name in ("sampler", "batch_sampler")
+        )
         # The inner ones first: a data set that passes another epoch on to its parts has the last word.
         set_epoch(epoch, *reversed(worker_parts(self.given)), *parts, self.given)
         self.draw_from(state)
@@ -558,7 +631,9 @@ class StreamSource(Source):
         )  # the next batch of a started epoch is read under the generators of the run
         alike = self.size > 1 and not workers and not self.once and not inside
         iterator = (
-            self._seeded(derive_seed(self.place.seed, epoch, turn)) if alike else iter(self.loader)
+            self._seeded(derive_seed(self.place.seed, epoch, turn))
+            if alike
+            else iter(self.loader)
         )
         if self.alone is None and not resumes:
             iterator = self._compare(iterator)
@@ -573,7 +648,11 @@ class StreamSource(Source):
         if self.stateful and self.workers_end:
             iterator = self._released(iterator)
         pairs = iterator if self._counts else self._sizes.pairs(iterator)
-        return pairs if self.size == 1 else self._turns(pairs, state["at"] if resumes else 0)
+        return (
+            pairs
+            if self.size == 1
+            else self._turns(pairs, state["at"] if resumes else 0)
+        )
 
     def _load(self, state: Any) -> None:
         self._loaded = True
@@ -718,7 +797,11 @@ def shuffle_buffer(loader: Any) -> int:
             size = getattr(source, "buffer_size", 0)
             if type(source).__name__ == "BufferShuffledExamplesIterable" and size > 1:
                 return int(size)
-        sources = [getattr(source, "ex_iterable", None) for source in sources if source is not None]
+        sources = [
+            getattr(source, "ex_iterable", None)
+            for source in sources
+            if source is not None
+        ]
     return 0
 
 

@@ -56,7 +56,10 @@ class EndsWithParent:
 
     def __call__(self, worker_id: int) -> None:
         parent = multiprocessing.parent_process()
-        if parent is not None and getattr(get_worker_info(), "worker_method", None) != "thread":
+        if (
+            parent is not None
+            and getattr(get_worker_info(), "worker_method", None) != "thread"
+        ):
             arguments = (parent.sentinel, self._indices, worker_id)
             threading.Thread(target=_follow, args=arguments, daemon=True).start()
         if self.own is not None:
@@ -79,7 +82,9 @@ def _read_index(frame: FrameType | None) -> int:
     index: Any = -1
     while frame is not None:
         index = (
-            frame.f_locals.get("idx", index) if frame.f_code.co_filename.endswith(_FETCH) else index
+            frame.f_locals.get("idx", index)
+            if frame.f_code.co_filename.endswith(_FETCH)
+            else index
         )
         frame = frame.f_back
     return index if isinstance(index, int) else -1

@@ -38,7 +38,11 @@ def chosen_timeout(value: Any) -> float | None:
         value = os.environ.get(_VARIABLE) or None
     if value is None:
         return None
-    if value is False or value == 0 or str(value).lower() in ("off", "0", "false", "no"):
+    if (
+        value is False
+        or value == 0
+        or str(value).lower() in ("off", "0", "false", "no")
+    ):
         return math.inf
     try:
         text = (
@@ -76,16 +80,16 @@ class ProgressClock:
         self.position: Position | None = None
         self._token: Any = None
         self._step_since = now
-        self._ordinary = (
-            False  # whether the current step was seen from its start, without a long phase
-        )
+        self._ordinary = False  # whether the current step was seen from its start, without a long phase
 
     @property
     def every(self) -> float:
         """Seconds between two looks."""
         return min(5.0, max(0.1, (self.timeout or _LEAST) / 40))
 
-    def look(self, position: Position, step: int, token: Any, now: float, paused: float) -> None:
+    def look(
+        self, position: Position, step: int, token: Any, now: float, paused: float
+    ) -> None:
         """Record one observation.
 
         Args:
@@ -98,7 +102,11 @@ class ProgressClock:
         self.since += paused
         self._step_since += paused
         moved = self.position is None or position.frames != self.position.frames
-        if (step, token) != self._token or position.debugged or (position.patient and moved):
+        if (
+            (step, token) != self._token
+            or position.debugged
+            or (position.patient and moved)
+        ):
             self._token, self.since = (step, token), now
         if step != self.step:
             if self._ordinary:
@@ -111,7 +119,11 @@ class ProgressClock:
     @property
     def limit(self) -> float:
         """The seconds without progress after which this rank hangs, in its current phase."""
-        limit = max(_LEAST, _ORDINARY * self.slowest) if self.timeout is None else self.timeout
+        limit = (
+            max(_LEAST, _ORDINARY * self.slowest)
+            if self.timeout is None
+            else self.timeout
+        )
         starts = self.step - self._first < _FIRST
         compiles = self.position is not None and self.position.phase == "compilation"
         # A waiting rank asks early: its remaining time depends on the rank for which it waits.

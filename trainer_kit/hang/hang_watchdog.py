@@ -37,7 +37,13 @@ from trainer_kit.hang.stacks import (
     start_time,
     write_stacks,
 )
-from trainer_kit.hang.verdict import Finding, Report, find_culprits, name_silent, ranks_named
+from trainer_kit.hang.verdict import (
+    Finding,
+    Report,
+    find_culprits,
+    name_silent,
+    ranks_named,
+)
 from trainer_kit.launch.bootstrap import write_report
 from trainer_kit.launch.startup_timeout import patience
 
@@ -47,7 +53,9 @@ EXIT_CODE: Final = 75
 """The exit code of a run that hangs: EX_TEMPFAIL, which makes batch systems restart a job."""
 _FAST: Final = 0.25  # seconds between two checks when a hang is near
 _GUARDED: Final = 2.0  # seconds between two checks of the thread that queries the store
-_DEAD: Final = 5  # number of such checks after which a store without an answer counts as dead
+_DEAD: Final = (
+    5  # number of such checks after which a store without an answer counts as dead
+)
 _NUMBER = [0]  # the number of watchdogs made in this process
 
 
@@ -89,7 +97,12 @@ class HangWatchdog:
     ) -> None:
         self._unit, self._note = unit, note
         self.rank, self.size = rank, size
-        self._progress, self._directory, self._say, self._advice = progress, directory, say, advice
+        self._progress, self._directory, self._say, self._advice = (
+            progress,
+            directory,
+            say,
+            advice,
+        )
         self._main = threading.get_ident()
         self._clock = ProgressClock(timeout, time.monotonic(), progress()[0])
         self._looked = time.monotonic()
@@ -102,7 +115,9 @@ class HangWatchdog:
         )
         self._not_before = 0.0
         self._answered = 0
-        self._ending: threading.Thread | None = None  # the thread that will end this process
+        self._ending: threading.Thread | None = (
+            None  # the thread that will end this process
+        )
         self._stopped: dict[
             int, float
         ] = {}  # stopped ranks, each with the time at which this rank first saw that
@@ -116,7 +131,9 @@ class HangWatchdog:
             stacks=answering_file() if size > 1 else "",
         )
         self._store: Any = None
-        self._server: Report | None = None  # the report of rank 0, which may serve the store
+        self._server: Report | None = (
+            None  # the report of rank 0, which may serve the store
+        )
         self.asking: float | None = None
         """The start time of a request that the store has not answered yet."""
         self._done = threading.Event()
@@ -134,7 +151,10 @@ class HangWatchdog:
         )  # closing the pipe ends the thread
         self._wakeup = _wake_by_signals(self._writes) if signals else None
         self._thread = threading.Thread(
-            target=_run, args=(weakref.ref(self), reads), name="hang watchdog", daemon=True
+            target=_run,
+            args=(weakref.ref(self), reads),
+            name="hang watchdog",
+            daemon=True,
         )
         self._thread.start()
         if size > 1:
@@ -150,7 +170,9 @@ class HangWatchdog:
         """The seconds until the next check."""
         every = min(self._clock.every, self._patience / 4)
         near = self._question is not None or self._signal is not None
-        return min(every, _FAST) if near or 2 * self.seconds > self._clock.limit else every
+        return (
+            min(every, _FAST) if near or 2 * self.seconds > self._clock.limit else every
+        )
 
     @property
     def seconds(self) -> float:
@@ -219,17 +241,28 @@ class HangWatchdog:
         self._measure(now, gap)
         position = self._clock.position
         code = self._overdue(now)
-        if code is None or position is None or (not position.call and position.phase == OUTSIDE):
+        if (
+            code is None
+            or position is None
+            or (not position.call and position.phase == OUTSIDE)
+        ):
             return
         self._store = None
-        server = Report(rank=0) if self._server is None else self._examined(self._server, now)
+        server = (
+            Report(rank=0)
+            if self._server is None
+            else self._examined(self._server, now)
+        )
         answers = {self.rank: self._report(full=True)}
         if server.reason:
             finding = name_silent([0], answers, {0: server})
         else:
             problem = f"the store of the ranks does not answer (rank 0 or the launcher serves it); rank {self.rank} "
             finding = Finding(
-                (), problem + f"waits {self.seconds:.0f} s", tuple(answers[self.rank].stack), True
+                (),
+                problem + f"waits {self.seconds:.0f} s",
+                tuple(answers[self.rank].stack),
+                True,
             )
         self._end(finding, code, answers, {0: server})
 
@@ -238,7 +271,11 @@ class HangWatchdog:
         before = self._clock.since
         step, token = self._progress()
         self._clock.look(
-            find_position(sys._current_frames().get(self._main)), step, token, now, paused
+            find_position(sys._current_frames().get(self._main)),
+            step,
+            token,
+            now,
+            paused,
         )
         return self._clock.since > before
 
@@ -261,7 +298,8 @@ class HangWatchdog:
         me.seconds, me.left = self.seconds, min(clock.limit - self.seconds, 1e9)
         if self._signal is not None:
             me.left = min(
-                me.left, clock.grace - (time.monotonic() - max(self._signal[1], clock.since))
+                me.left,
+                clock.grace - (time.monotonic() - max(self._signal[1], clock.since)),
             )
         if full:
             frame = sys._current_frames().get(self._main)
@@ -311,13 +349,18 @@ class HangWatchdog:
     def _warn(self, answers: dict[int, Report]) -> None:
         self._warned = True
         mine = answers[self.rank].place
-        at = {rank: answers[rank].place if rank in answers else "" for rank in range(self.size)}
+        at = {
+            rank: answers[rank].place if rank in answers else ""
+            for rank in range(self.size)
+        }
         waiting = [rank for rank, place in at.items() if place == mine]
         if waiting[0] != self.rank:
             return  # one process prints the line
         silent = "silent: it has ended or does not answer"
         others = "; ".join(
-            f"process {r} is {place or silent}" for r, place in at.items() if r not in waiting
+            f"process {r} is {place or silent}"
+            for r, place in at.items()
+            if r not in waiting
         )
         who = ", ".join(map(str, waiting))
         self._say(
@@ -345,11 +388,15 @@ class HangWatchdog:
             one.phase == OUTSIDE and not one.call for one in known.values()
         ):
             left.append(PATIENT)  # the script may be in one long call
-        self._stopped = {rank: since for rank, since in self._stopped.items() if rank in last_words}
+        self._stopped = {
+            rank: since for rank, since in self._stopped.items() if rank in last_words
+        }
         if code is None or (
             code == EXIT_CODE and not finding.certain and max(left, default=0.0) > 0
         ):
-            self._not_before = now + min(10.0, self._clock.limit, max(left, default=1.0))
+            self._not_before = now + min(
+                10.0, self._clock.limit, max(left, default=1.0)
+            )
             return
         self._end(finding, code, answers, last_words)
 
@@ -401,7 +448,10 @@ class HangWatchdog:
         )
         verdict = _Verdict(
             problem=reason + finding.problem,
-            details=[*finding.details, *([f"stacks of all ranks: {place}"] if place else [])],
+            details=[
+                *finding.details,
+                *([f"stacks of all ranks: {place}"] if place else []),
+            ],
             culprits=list(finding.culprits),
             silent=sorted(set(range(self.size)) - set(answers)),
             ended=[rank for rank, one in answers.items() if one.ended],
@@ -411,7 +461,9 @@ class HangWatchdog:
         )
         if self._store is not None:
             verdict = _Verdict(
-                **json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict))))
+                **json.loads(
+                    self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))
+                )
             )
         if verdict.by == self.rank and "TRAINER_KIT_AGENT_PID" not in os.environ:
             _print_line(verdict.text)
@@ -440,7 +492,9 @@ def _run(of: weakref.ref[HangWatchdog], reads: int) -> None:
             if watchdog is None or (ready and not came):  # the other end is closed
                 return
             if b"\0" in came:
-                with suppress(RuntimeError):  # the store may have ended with its process
+                with suppress(
+                    RuntimeError
+                ):  # the store may have ended with its process
                     watchdog.leave()
                 return
             watchdog.note_signals(came)
@@ -577,7 +631,11 @@ def _issued_calls() -> tuple[dict[str, Any], list[Any] | None]:
     for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
         group = entry["process_group"][0]
         # Our own threads use separate groups, for checkpoints.
-        if entry.get("is_p2p") or entry.get("thread_id") in others or group not in ranks:
+        if (
+            entry.get("is_p2p")
+            or entry.get("thread_id") in others
+            or group not in ranks
+        ):
             continue
         calls = groups.setdefault(group, {"ranks": ranks[group], "calls": []})["calls"]
         number = int(entry["collective_seq_id"])
@@ -597,7 +655,8 @@ def _named(entry: dict[str, Any]) -> tuple[str, str]:
     )
     kinds = entry.get("input_dtypes") or []
     amount = sum(
-        math.prod(size) * _BYTES.get(kind, 4) for size, kind in zip(sizes, kinds, strict=False)
+        math.prod(size) * _BYTES.get(kind, 4)
+        for size, kind in zip(sizes, kinds, strict=False)
     )
     return (
         f"{name}[{text}]" if text else name,
@@ -704,11 +763,15 @@ def _end_rank(
     for one in here:
         if directory is not None:
             with suppress(OSError):
-                (directory / f"rank-{one.rank}.txt").write_text(read_stacks(one.pid, one.stacks))
+                (directory / f"rank-{one.rank}.txt").write_text(
+                    read_stacks(one.pid, one.stacks)
+                )
         one.at = me.at  # its own last report may be older
         _write_report(one, verdict.problem, verdict, False)
     if verdict.by == me.rank:  # the main thread may hold locks that it needs
-        noting = threading.Thread(target=note, args=(verdict.text, verdict.directory), daemon=True)
+        noting = threading.Thread(
+            target=note, args=(verdict.text, verdict.directory), daemon=True
+        )
         noting.start()
         noting.join(_NOTING)
     if store is not None:
@@ -736,7 +799,9 @@ def _meet(store: Any, count: int) -> None:
 
 
 def _is_here(one: Report, me: Report) -> bool:
-    return (one.host, one.boot) == (me.host, me.boot) and start_time(one.pid) == one.started
+    return (one.host, one.boot) == (me.host, me.boot) and start_time(
+        one.pid
+    ) == one.started
 
 
 def _write_report(one: Report, text: str, verdict: _Verdict, waited: bool) -> None:
@@ -746,7 +811,15 @@ def _write_report(one: Report, text: str, verdict: _Verdict, waited: bool) -> No
         stack = "\n".join([*verdict.details, f"fix: {_FIX}", *end])
         delay = 2 if waited else 0
         write_report(
-            one.error_file, one.rank, _KIND, text, stack, one.at, verdict.code, one.pid, delay
+            one.error_file,
+            one.rank,
+            _KIND,
+            text,
+            stack,
+            one.at,
+            verdict.code,
+            one.pid,
+            delay,
         )
 
 

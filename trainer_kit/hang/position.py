@@ -33,7 +33,10 @@ _EXCHANGES: Final = (
     os.path.join(_TORCH, "distributed", ""),
     os.path.join(_TORCH, "nn", "parallel", "distributed.py"),
 )
-COMPILERS: Final = (os.path.join(_TORCH, "_dynamo", ""), os.path.join(_TORCH, "_inductor", ""))
+COMPILERS: Final = (
+    os.path.join(_TORCH, "_dynamo", ""),
+    os.path.join(_TORCH, "_inductor", ""),
+)
 """Directories of compiler code."""
 _FILES: Final = (
     # (part of the file's path, phase, whether it may take long)
@@ -51,7 +54,11 @@ _FILES: Final = (
     (os.path.join(_TORCH, "utils", "data", ""), "data", False),
     (os.path.join(_TORCH, "nn", "modules", "module.py"), "forward", False),
 )
-_STEPS: Final = {"training_step": "forward", "forward": "forward", _BACKWARD: "backward"}
+_STEPS: Final = {
+    "training_step": "forward",
+    "forward": "forward",
+    _BACKWARD: "backward",
+}
 _DEBUGGERS: Final = ("bdb.py", "pdb.py")
 
 
@@ -101,7 +108,9 @@ def user_line(frame: FrameType | None) -> str:
     for one in _outward(frame):
         if not one.f_code.co_filename.startswith(_LIBRARIES):
             inner = f" in {does}" if does else ""
-            return f"at {os.path.basename(one.f_code.co_filename)}:{one.f_lineno}{inner}"
+            return (
+                f"at {os.path.basename(one.f_code.co_filename)}:{one.f_lineno}{inner}"
+            )
         does = one.f_code.co_name
     return f"in {does}" if does else "at its end"
 
@@ -115,7 +124,12 @@ def _phase(frames: list[FrameType]) -> tuple[str, bool]:
             found = _STEPS[name], False
         if found is None:
             found = next(
-                ((phase, long) for part, phase, long in _FILES if file.startswith(part)), None
+                (
+                    (phase, long)
+                    for part, phase, long in _FILES
+                    if file.startswith(part)
+                ),
+                None,
             )
         if found is not None and found[1]:
             return found  # a forward during validation may take long too
@@ -144,6 +158,9 @@ def _call(frames: list[FrameType]) -> str:
     for frame in frames:
         if not frame.f_code.co_filename.startswith(_TORCH):
             break
-        if frame.f_code.co_filename.startswith(_EXCHANGES) and frame.f_code.co_name != "wrapper":
+        if (
+            frame.f_code.co_filename.startswith(_EXCHANGES)
+            and frame.f_code.co_name != "wrapper"
+        ):
             call = frame.f_code.co_name
     return call

@@ -22,7 +22,9 @@ __all__ = [
 ]
 
 _SIGNAL: Final[int | None] = (
-    signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") and sys.platform == "linux" else None
+    signal.SIGRTMAX - 3
+    if hasattr(signal, "SIGRTMAX") and sys.platform == "linux"
+    else None
 )
 _FILE: dict[str, Any] = {}
 _WAIT: Final = 0.5  # seconds in which a process writes its stacks
@@ -36,8 +38,13 @@ def answering_file() -> str:
     if _SIGNAL is None or not hasattr(os, "memfd_create"):
         return ""
     if _FILE.get("pid") != os.getpid():
-        _FILE.update(pid=os.getpid(), file=os.fdopen(os.memfd_create("stacks"), "w+b", buffering=0))
-        faulthandler.register(_SIGNAL, file=_FILE["file"], all_threads=True, chain=False)
+        _FILE.update(
+            pid=os.getpid(),
+            file=os.fdopen(os.memfd_create("stacks"), "w+b", buffering=0),
+        )
+        faulthandler.register(
+            _SIGNAL, file=_FILE["file"], all_threads=True, chain=False
+        )
     return f"/proc/{os.getpid()}/fd/{_FILE['file'].fileno()}"
 
 
@@ -84,7 +91,10 @@ def _status(pid: int) -> dict[str, str]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {
+        name: value.strip()
+        for name, _, value in (line.partition(":") for line in lines)
+    }
 
 
 def start_time(pid: int) -> int:

@@ -76,7 +76,12 @@ class Report:
         if self.last is None:
             return None
         found = next(
-            (one for one in self.groups[self.last[0]]["calls"] if one[0] == self.last[1]), None
+            (
+                one
+                for one in self.groups[self.last[0]]["calls"]
+                if one[0] == self.last[1]
+            ),
+            None,
         )
         return None if found is None else (found[1], found[2])
 
@@ -138,7 +143,9 @@ def find_culprits(
     if ended and len(ended) < size:
         inside = [one for one in answers.values() if not one.ended]
         where = f"at {inside[0].at} in {inside[0].call_named}"
-        problem = f"{ranks_named(ended)} left the training loop, but {_wait(inside)} {where}"
+        problem = (
+            f"{ranks_named(ended)} left the training loop, but {_wait(inside)} {where}"
+        )
         return Finding(tuple(ended), problem, (), certain=False)
     if (found := _mismatch(answers)) is not None:
         return found
@@ -146,7 +153,9 @@ def find_culprits(
     awaited = {other for others in blocked.values() for other in others}
     behind = sorted(rank for rank in awaited if not blocked[rank])
     if not behind and awaited:  # each of them waits for another
-        lines = tuple(f"{one.who} is in {one.call_named}, {one.place}" for one in answers.values())
+        lines = tuple(
+            f"{one.who} is in {one.call_named}, {one.place}" for one in answers.values()
+        )
         return Finding(
             tuple(sorted(awaited)),
             "ranks wait for each other in different collectives",
@@ -158,11 +167,12 @@ def find_culprits(
         first = max(answers.values(), key=lambda one: one.seconds)
         if busy:
             return Finding(
-                (first.rank,), f"{first.who} hangs {_doing(first)}", _stack(first), False
+                (first.rank,),
+                f"{first.who} hangs {_doing(first)}",
+                _stack(first),
+                False,
             )
-        together = (
-            f"all ranks wait in {first.call_named} at {first.at}: a connection between them is dead"
-        )
+        together = f"all ranks wait in {first.call_named} at {first.at}: a connection between them is dead"
         return Finding((), together, _stack(first), False)
     first = answers[busy[0]]
     waiting = [one for rank, one in answers.items() if rank not in busy]
@@ -180,11 +190,17 @@ def name_silent(
     first = last_words.get(silent[0], Report(rank=silent[0]))
     host = f" ({first.host}, pid {first.pid})" if first.pid else ""
     known = f": {first.reason}" if first.reason else ""
-    last = f"; last seen at {first.at} in {first.phase}, {first.place}" if first.phase else ""
+    last = (
+        f"; last seen at {first.at} in {first.phase}, {first.place}"
+        if first.phase
+        else ""
+    )
     waiting = [one for one in answers.values() if one.call]
     entered = f" and has not entered {waiting[0].call_named}; " if waiting else "; "
     problem = (
-        f"rank {silent[0]}{host} does not answer{known}{entered}{_wait(waiting)}".removesuffix("; ")
+        f"rank {silent[0]}{host} does not answer{known}{entered}{_wait(waiting)}".removesuffix(
+            "; "
+        )
         + last
     )
     if len(silent) > 1:
@@ -220,7 +236,9 @@ def _waits_for(rank: int, answers: Mapping[int, Report]) -> list[int]:
     return [
         other
         for other in mine.groups[group]["ranks"]
-        if other in answers and other != rank and _reached(answers[other], group) < number
+        if other in answers
+        and other != rank
+        and _reached(answers[other], group) < number
     ]
 
 
@@ -240,10 +258,13 @@ def _mismatch(answers: Mapping[int, Report]) -> Finding | None:
             if theirs is None or other == rank or not theirs.groups.get(group):
                 continue
             found = next(
-                (call for call in theirs.groups[group]["calls"] if call[0] == number), None
+                (call for call in theirs.groups[group]["calls"] if call[0] == number),
+                None,
             )
             if found is not None and not _alike(mine.issued[0], found[1]):
-                now = theirs.place if theirs.last == mine.last else f"now {theirs.place}"
+                now = (
+                    theirs.place if theirs.last == mine.last else f"now {theirs.place}"
+                )
                 at = f"#{number} at {mine.at}"
                 problem = (
                     f"{theirs.who} issued {found[1]} as collective {at}, "

@@ -88,7 +88,11 @@ def make_findings(checks: dict[str, Callable[[], Iterator[Finding]]]) -> list[Fi
             found += check()
         except Exception as error:  # a check may fail on an unusual machine
             found.append(
-                Finding(about, f"the check failed: {type(error).__name__}: {error}", "warning")
+                Finding(
+                    about,
+                    f"the check failed: {type(error).__name__}: {error}",
+                    "warning",
+                )
             )
     return found
 
@@ -110,14 +114,19 @@ def _versions() -> Iterator[Finding]:
     needed = [Requirement(line) for line in required]
     unsupported = []
     for requirement in needed:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is not None and not requirement.marker.evaluate(
+            {"extra": ""}
+        ):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             unsupported.append(str(requirement))
             yield Finding(
-                "packages", f"{requirement.name} is missing", "fix", f"pip install '{requirement}'"
+                "packages",
+                f"{requirement.name} is missing",
+                "fix",
+                f"pip install '{requirement}'",
             )
             continue
         if not requirement.specifier.contains(version, prereleases=True):
@@ -147,7 +156,9 @@ def _devices() -> Iterator[Finding]:
     if device is not None:
         count = count_accelerators()
         name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
-        yield Finding("devices", f"{count} x {name}" + (f", driver {driver}" if driver else ""))
+        yield Finding(
+            "devices", f"{count} x {name}" + (f", driver {driver}" if driver else "")
+        )
     elif driver or any(Path("/dev").glob("nvidia[0-9]*")):
         why = "torch is built without CUDA" if not built else "torch does not see it"
         fix = (
@@ -156,11 +167,16 @@ def _devices() -> Iterator[Finding]:
             else "compare the driver's CUDA version with torch's"
         )
         yield Finding(
-            "devices", f"an NVIDIA device (driver {driver or 'unknown'}), and {why}", "fix", fix
+            "devices",
+            f"an NVIDIA device (driver {driver or 'unknown'}), and {why}",
+            "fix",
+            fix,
         )
     else:
         yield Finding("devices", "no accelerator; training runs on the CPU")
-    yield Finding("cores", f"{usable_cores()} for this process, {torch.get_num_threads()} threads")
+    yield Finding(
+        "cores", f"{usable_cores()} for this process, {torch.get_num_threads()} threads"
+    )
 
 
 def driver_version() -> str:
@@ -170,7 +186,9 @@ def driver_version() -> str:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
         query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=True
+        )
         return done.stdout.split("\n")[0].strip()
     return ""
 
@@ -183,7 +201,9 @@ def _processes() -> Iterator[Finding]:
     try:
         here = Environment.detect()
     except TrainerKitError as error:
-        yield Finding("ranks", f"{error.problem}: {error.found}", "fix", error.fix or "")
+        yield Finding(
+            "ranks", f"{error.problem}: {error.found}", "fix", error.fix or ""
+        )
     else:
         what = (
             f"rank {here.rank} of {here.world_size} ({here.source})"
@@ -200,7 +220,11 @@ def _processes() -> Iterator[Finding]:
         )
         return
     names = ", ".join(backends("gloo", "nccl"))
-    lacks = "; GPUs without nccl" if torch.cuda.is_available() and "nccl" not in names else ""
+    lacks = (
+        "; GPUs without nccl"
+        if torch.cuda.is_available() and "nccl" not in names
+        else ""
+    )
     yield Finding(
         "backends",
         names + lacks,
@@ -217,11 +241,17 @@ def _network() -> Iterator[Finding]:
         for name in filter(None, value.lstrip("^=").split(",")):
             if not any(interface.startswith(name) for interface in interfaces):
                 yield Finding(
-                    "network", f"{variable}={value} names no interface", "fix", f"unset {variable}"
+                    "network",
+                    f"{variable}={value} names no interface",
+                    "fix",
+                    f"unset {variable}",
                 )
     if error := _unusable(0):
         yield Finding(
-            "network", f"loopback does not work: {error}", "fix", "bring up the interface lo"
+            "network",
+            f"loopback does not work: {error}",
+            "fix",
+            "bring up the interface lo",
         )
     for name in filter(None, (socket.gethostname(), os.environ.get("MASTER_ADDR"))):
         try:
@@ -236,13 +266,19 @@ def _network() -> Iterator[Finding]:
                 else "set MASTER_ADDR to a name or address that resolves"
             )
             yield Finding(
-                "network", f"{name} does not resolve: {error}", "warning" if own else "fix", fix
+                "network",
+                f"{name} does not resolve: {error}",
+                "warning" if own else "fix",
+                fix,
             )
             continue
         text = f"{name} is {', '.join(sorted(addresses))}"
         slow = f", resolved after {took:.1f} s" if took > 1 else ""
         yield Finding(
-            "network", text + slow, "warning" if slow else "OK", f"add {name} to /etc/hosts"
+            "network",
+            text + slow,
+            "warning" if slow else "OK",
+            f"add {name} to /etc/hosts",
         )
 
 
@@ -265,7 +301,8 @@ def _ports() -> Iterator[Finding]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         here = Environment.detect()
         yield Finding(
-            "ports", f"{here.master_addr}:{here.master_port} connects the {here.world_size} ranks"
+            "ports",
+            f"{here.master_addr}:{here.master_port} connects the {here.world_size} ranks",
         )
         return
     port = os.environ.get("MASTER_PORT") or str(Environment().master_port)
@@ -278,18 +315,25 @@ def _ports() -> Iterator[Finding]:
         )
         return
     error = _unusable(int(port))
-    level = "OK" if error is None else "fix" if "MASTER_PORT" in os.environ else "warning"
+    level = (
+        "OK" if error is None else "fix" if "MASTER_PORT" in os.environ else "warning"
+    )
     cannot = (
         f", the rendezvous port of several machines, cannot be used: {error.strerror}"
         if error
         else " is free"
     )
-    yield Finding("ports", f"{port}{cannot}", level, "set MASTER_PORT to a port that is free")
+    yield Finding(
+        "ports", f"{port}{cannot}", level, "set MASTER_PORT to a port that is free"
+    )
 
 
 def check_disk(directory: Path) -> Iterator[Finding]:
     """Whether the directory, and that of temporary files, can be written to, and how much is free."""
-    for about, place in (("disk", directory.resolve()), ("temporary", Path(tempfile.gettempdir()))):
+    for about, place in (
+        ("disk", directory.resolve()),
+        ("temporary", Path(tempfile.gettempdir())),
+    ):
         try:
             with tempfile.NamedTemporaryFile(dir=place) as file:
                 file.write(b"\0" * 4096)
@@ -345,7 +389,10 @@ def _clock(directory: Path) -> Iterator[Finding]:
     now = time.time()
     if now < _RELEASED:
         yield Finding(
-            "clock", f"it shows {time.strftime('%Y-%m-%d')}", "fix", "set the clock, or start ntpd"
+            "clock",
+            f"it shows {time.strftime('%Y-%m-%d')}",
+            "fix",
+            "set the clock, or start ntpd",
         )
         return
     with tempfile.NamedTemporaryFile(dir=directory) as file:

@@ -116,7 +116,10 @@ class Survey:
 
 
 def survey(
-    group: Group, device: torch.device, directory: Path | None, beside: Sequence[Finding] = ()
+    group: Group,
+    device: torch.device,
+    directory: Path | None,
+    beside: Sequence[Finding] = (),
 ) -> Survey:
     """Measure every rank, and compare them. Every rank must call it; a sync point of some tenths of a second.
 
@@ -139,7 +142,11 @@ def survey(
             speeds["disk"] = _disk_speed(directory)
         except OSError as error:
             wrong = f"{directory} cannot be written to: {error.strerror}"
-            notes.append(Finding("disk", wrong, "fix", "make room, or use another directory", host))
+            notes.append(
+                Finding(
+                    "disk", wrong, "fix", "make room, or use another directory", host
+                )
+            )
     own = RankHealth(
         rank=group.rank,
         host=host,
@@ -151,7 +158,9 @@ def survey(
     ranks: list[RankHealth] = []
     for _ in range(_ROUNDS):
         for now, without in (_local_speeds(device), group_speeds(group, device)):
-            speeds.update({name: max(speed, speeds.get(name, 0.0)) for name, speed in now.items()})
+            speeds.update(
+                {name: max(speed, speeds.get(name, 0.0)) for name, speed in now.items()}
+            )
             missing.update(without)
         ranks = group.all_gather_object(own)
         if not slow_ranks(ranks):
@@ -212,17 +221,22 @@ def _speeds(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
     slow = slow_ranks(ranks)
     for name, values in _columns(ranks).items():
         yield Finding(
-            name, _range(values, name) + (f" on {len(values)} ranks" if len(values) > 1 else "")
+            name,
+            _range(values, name)
+            + (f" on {len(values)} ranks" if len(values) > 1 else ""),
         )
         for which, rank, part in slow:
             if which == name:
                 text = f"{rank}: {_rate(rank.speeds[name], name)}, {part:.2g} times the median of the ranks"
-                fix = _FIXES.get(name, _FIXES["cpu" if rank.device == "cpu" else "cuda"])
+                fix = _FIXES.get(
+                    name, _FIXES["cpu" if rank.device == "cpu" else "cuda"]
+                )
                 yield Finding(name, text, "warning", fix, rank.host)
     for rank in ranks:
-        if rank.speeds.get("disk", _SLOW_DISK) < _SLOW_DISK and ("disk", rank.rank) not in {
-            (which, each.rank) for which, each, _ in slow
-        }:
+        if rank.speeds.get("disk", _SLOW_DISK) < _SLOW_DISK and (
+            "disk",
+            rank.rank,
+        ) not in {(which, each.rank) for which, each, _ in slow}:
             yield Finding(
                 "disk",
                 f"{rank}: {_rate(rank.speeds['disk'], 'disk')}",
@@ -231,7 +245,9 @@ def _speeds(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
                 rank.host,
             )
         for name, why in rank.missing.items():
-            yield Finding(name, f"{rank}: {why}", "warning", "measure before training", rank.host)
+            yield Finding(
+                name, f"{rank}: {why}", "warning", "measure before training", rank.host
+            )
 
 
 def _range(values: Sequence[float], name: str) -> str:
@@ -261,7 +277,8 @@ def _clocks(
     if not wrong:
         most = max(high for _, high in offsets) - min(low for low, _ in offsets)
         yield Finding(
-            "clocks", f"of {len(ranks)} ranks are equal within {max(most, 0.001) * 1000:.0f} ms"
+            "clocks",
+            f"of {len(ranks)} ranks are equal within {max(most, 0.001) * 1000:.0f} ms",
         )
 
 
@@ -275,11 +292,16 @@ def _versions(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
             equal.append(f"{name} {usual}")
         for version, _ in others:
             where = ", ".join(
-                str(rank) for rank in ranks if rank.versions.get(name, "none") == version
+                str(rank)
+                for rank in ranks
+                if rank.versions.get(name, "none") == version
             )
             text = f"{name} {version} on {where}, and {usual} on {most} rank{'s' * (most > 1)}"
             yield Finding(
-                "versions", text, "fix" if name in _MUST_BE_EQUAL else "warning", _FIXES["versions"]
+                "versions",
+                text,
+                "fix" if name in _MUST_BE_EQUAL else "warning",
+                _FIXES["versions"],
             )
     if equal:
         yield Finding("versions", f"equal on {len(ranks)} ranks: {', '.join(equal)}")
@@ -346,7 +368,8 @@ def _gemm(device: torch.device) -> tuple[_Work, float]:
     numbers = torch.Generator(device).manual_seed(0)
     dtype = torch.float32 if on_cpu else torch.float16
     left, right = (
-        torch.rand(size, size, device=device, generator=numbers).to(dtype) for _ in range(2)
+        torch.rand(size, size, device=device, generator=numbers).to(dtype)
+        for _ in range(2)
     )
     product = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=product), 2.0 * size**3
@@ -356,9 +379,12 @@ def _copies(device: torch.device) -> tuple[_Work, float]:
     """A copy from one part of memory to another, the next one at each call, and the bytes that it reads and writes."""
     size, parts = (32 * _MIB, 8) if device.type == "cpu" else (256 * _MIB, 1)
     source, target = (
-        torch.ones(parts, size // parts, dtype=torch.uint8, device=device) for _ in range(2)
+        torch.ones(parts, size // parts, dtype=torch.uint8, device=device)
+        for _ in range(2)
     )
-    turns = cycle(range(parts))  # a part is not in the caches any more when its turn comes again
+    turns = cycle(
+        range(parts)
+    )  # a part is not in the caches any more when its turn comes again
 
     def work() -> None:
         at = next(turns)
@@ -367,7 +393,9 @@ def _copies(device: torch.device) -> tuple[_Work, float]:
     return work, 2.0 * size / parts
 
 
-def group_speeds(group: Group, device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
+def group_speeds(
+    group: Group, device: torch.device
+) -> tuple[dict[str, float], dict[str, str]]:
     """The speeds of the network as this rank sees them, in bytes a second; and why one is missing, by name.
 
     ``all-reduce`` is the bus bandwidth, as nccl-tests defines it; it is as slow as the slowest link, on all ranks.
@@ -384,7 +412,11 @@ def group_speeds(group: Group, device: torch.device) -> tuple[dict[str, float], 
         return {}, {}
     sent, received = _buffers(device)
     alone_fails = float(sent is None)
-    if any(row[0] for row in group.agree([alone_fails])) or sent is None or received is None:
+    if (
+        any(row[0] for row in group.agree([alone_fails]))
+        or sent is None
+        or received is None
+    ):
         return {}, {"all-reduce": "not enough free memory on a rank to measure it"}
     amount, size = float(sent.numel() * sent.element_size()), group.size
 
@@ -414,9 +446,14 @@ def _buffers(device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | 
     return None, None
 
 
-def _shift(group: Group, sent: torch.Tensor, received: torch.Tensor, distance: int) -> _Work:
+def _shift(
+    group: Group, sent: torch.Tensor, received: torch.Tensor, distance: int
+) -> _Work:
     """Send to the rank ``distance`` places on, and receive from the one as far back."""
-    to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+    to, source = (
+        (group.rank + distance) % group.size,
+        (group.rank - distance) % group.size,
+    )
 
     def work() -> None:
         operations = [
@@ -441,7 +478,10 @@ def _aside() -> Iterator[None]:
 
 
 def _fastest(
-    work: _Work, device: torch.device, repeats: int, before: Callable[[], None] | None = None
+    work: _Work,
+    device: torch.device,
+    repeats: int,
+    before: Callable[[], None] | None = None,
 ) -> float:
     """Seconds of the fastest of ``repeats`` calls; one more warms up.
 
@@ -468,7 +508,10 @@ def _fastest(
 
 
 def _fastest_on_cuda(
-    work: _Work, device: torch.device, repeats: int, before: Callable[[], None] | None = None
+    work: _Work,
+    device: torch.device,
+    repeats: int,
+    before: Callable[[], None] | None = None,
 ) -> float:
     pairs = []
     for _ in range(1 + repeats):
@@ -501,7 +544,10 @@ def clock_offsets(group: Group) -> list[tuple[float, float]]:
         left.append(time.time())
         entered.append([row[0] for row in rows])
     exits = group.agree(left)
-    return [(0.0, 0.0), *(_bounds(entered, exits, rank) for rank in range(1, group.size))]
+    return [
+        (0.0, 0.0),
+        *(_bounds(entered, exits, rank) for rank in range(1, group.size)),
+    ]
 
 
 def _bounds(

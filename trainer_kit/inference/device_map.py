@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer_kit.checkpoint.files import in_bytes, torch_dtype
-from trainer_kit.core.devices import count_accelerators, free_memory, present_accelerator
+from trainer_kit.core.devices import (
+    count_accelerators,
+    free_memory,
+    present_accelerator,
+)
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
 
@@ -90,7 +94,9 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
     try:
         return torch_dtype(dtype.removeprefix("torch."))
     except TypeError as error:
-        known = [name for name in vars(torch) if isinstance(vars(torch)[name], torch.dtype)]
+        known = [
+            name for name in vars(torch) if isinstance(vars(torch)[name], torch.dtype)
+        ]
         raise ConfigurationError(
             f"unknown dtype {dtype!r}", fix=did_you_mean(dtype, known)
         ) from error
@@ -105,7 +111,9 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def tensor_sizes(
-    module: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
+    module: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> dict[str, int]:
     """Return the bytes of parameters and buffers by name; a shared tensor has its size under each name.
 
@@ -122,7 +130,10 @@ def tensor_sizes(
     special = special_dtypes or {}
     sizes = {}
     for name, tensor in named_tensors(module):
-        given = special.get(name, dtype if tensor.is_floating_point() else None) or tensor.dtype
+        given = (
+            special.get(name, dtype if tensor.is_floating_point() else None)
+            or tensor.dtype
+        )
         sizes[name] = -(-tensor.numel() * _bits(given) // 8)
     return sizes
 
@@ -234,7 +245,8 @@ def _kept_buffers(module: nn.Module, buffers_stay: bool) -> set[int]:
         id(tensor)
         for part in module.modules()
         for key, tensor in part._buffers.items()
-        if tensor is not None and (buffers_stay or key in part._non_persistent_buffers_set)
+        if tensor is not None
+        and (buffers_stay or key in part._non_persistent_buffers_set)
     }
 
 
@@ -246,7 +258,9 @@ _SHARE: Final = 0.9
 _PLACES: Final = ("cpu", "disk")
 
 
-def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[int | str, int]:
+def get_max_memory(
+    max_memory: Mapping[Device, int | str] | None = None,
+) -> dict[int | str, int]:
     """Return bytes by device, accelerators first, then the host and the disk.
 
     Args:
@@ -266,7 +280,9 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
         found: dict[int | str, int] = {}
         if kind is not None:
             for index in range(count_accelerators()):
-                found[index] = int(_SHARE * (free_memory(torch.device(kind.type, index)) or 0))
+                found[index] = int(
+                    _SHARE * (free_memory(torch.device(kind.type, index)) or 0)
+                )
         found["cpu"] = int(_SHARE * (free_memory(torch.device("cpu")) or 0))
         return found
     given = {
@@ -376,14 +392,24 @@ def infer_auto_device_map(
         tensor_sizes(model, dtype, special_dtypes),
         buffers_stay=not offload_buffers,
     )
-    room = {device: size for device, size in get_max_memory(max_memory).items() if device != "disk"}
+    room = {
+        device: size
+        for device, size in get_max_memory(max_memory).items()
+        if device != "disk"
+    }
     _check_largest(units, room)
     places = _place(units, room, fallback_allocation)
-    found = {name: place for unit, place in zip(units, places, strict=True) for name in unit.names}
+    found = {
+        name: place
+        for unit, place in zip(units, places, strict=True)
+        for name in unit.names
+    }
     _warn_of_idle(units, room, set(places))
     if verbose:
         for unit, place in zip(units, places, strict=True):
-            print(f"{' + '.join(unit.names) or 'the model'}: {in_units(unit.size)} on {place}")
+            print(
+                f"{' + '.join(unit.names) or 'the model'}: {in_units(unit.size)} on {place}"
+            )
     return _in_order("", model, found, clean_result)
 
 
@@ -426,8 +452,12 @@ def get_balanced_memory(
     if low_zero:
         first = used.pop(0)
         rest = {device: room[device] for device in used}
-        room[first] = _least(room[first], lambda most: _fits(units, {first: most, **rest}))
-    before = {device: room[device] for device in accelerators(room) if device not in used}
+        room[first] = _least(
+            room[first], lambda most: _fits(units, {first: most, **rest})
+        )
+    before = {
+        device: room[device] for device in accelerators(room) if device not in used
+    }
     share = _least(
         max(room[device] for device in used),
         lambda most: _fits(
@@ -466,23 +496,38 @@ def resolve_device_map(
         )  # type: ignore[assignment]
     return dict(
         infer_auto_device_map(
-            model, max_memory, whole, dtype, special_dtypes, offload_buffers=offload_buffers
+            model,
+            max_memory,
+            whole,
+            dtype,
+            special_dtypes,
+            offload_buffers=offload_buffers,
         )
     )
 
 
-def _place(units: Sequence[Unit], room: Mapping[int | str, int], fallback: bool) -> list[int | str]:
+def _place(
+    units: Sequence[Unit], room: Mapping[int | str, int], fallback: bool
+) -> list[int | str]:
     """Return a device for each unit. The reserved room grows until each offloaded unit fits into it."""
     on_accelerator = on_host = (
         0  # bytes reserved for offloaded units on the computing accelerator, and on the host
     )
     while True:
         places = _fill(units, room, on_accelerator, on_host, fallback)
-        away = [unit for unit, place in zip(units, places, strict=True) if place in ("cpu", "disk")]
-        on_disk = [unit for unit, place in zip(units, places, strict=True) if place == "disk"]
+        away = [
+            unit
+            for unit, place in zip(units, places, strict=True)
+            if place in ("cpu", "disk")
+        ]
+        on_disk = [
+            unit for unit, place in zip(units, places, strict=True) if place == "disk"
+        ]
         computes = bool(accelerators(places))
         needed = _largest(away) + sum(unit.buffers for unit in away) if computes else 0
-        through = _largest(on_disk) + (0 if computes else sum(unit.buffers for unit in on_disk))
+        through = _largest(on_disk) + (
+            0 if computes else sum(unit.buffers for unit in on_disk)
+        )
         if needed <= on_accelerator and through <= on_host:
             return places
         on_accelerator = max(on_accelerator, needed)
@@ -503,7 +548,9 @@ def _fill(
     places: list[int | str] = ["disk"] * len(units)
     waiting, computes = list(range(len(units))), False
     for device, most in room.items():
-        left = most - (on_host if device == "cpu" else 0 if computes else on_accelerator)
+        left = most - (
+            on_host if device == "cpu" else 0 if computes else on_accelerator
+        )
         used, taken = 0, []
         for index in waiting if left > 0 else ():
             if used + units[index].size <= left:
@@ -535,7 +582,9 @@ def _check_largest(units: Sequence[Unit], room: Mapping[int | str, int]) -> None
         tied = " together with what shares its weights" if len(large.names) > 1 else ""
         raise StrategyError(
             f"{large.names[0] or 'the model'!r} takes {in_units(large.size)}{tied}, more than any device has",
-            found=", ".join(f"{device}: {in_units(size)}" for device, size in room.items()),
+            found=", ".join(
+                f"{device}: {in_units(size)}" for device, size in room.items()
+            ),
             fix="raise max_memory of a device, load the model in a narrower dtype or quantised, or allow it to"
             " be split "
             "(no_split_module_classes)",
@@ -570,4 +619,8 @@ def _in_order(
     for key, child in part._modules.items():
         if child is not None:
             found |= _in_order(f"{prefix}{key}", child, places, clean)
-    return {name: next(iter(found.values()))} if clean and len(set(found.values())) == 1 else found
+    return (
+        {name: next(iter(found.values()))}
+        if clean and len(set(found.values())) == 1
+        else found
+    )

@@ -16,7 +16,12 @@ from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, StrategyError, did_you_mean
 from trainer_kit.core.tensors import move_to_device
-from trainer_kit.inference.device_map import Device, accelerators, name_of, resolve_device
+from trainer_kit.inference.device_map import (
+    Device,
+    accelerators,
+    name_of,
+    resolve_device,
+)
 from trainer_kit.inference.lazy_weights import (
     OnDisk,
     open_weights,
@@ -89,7 +94,9 @@ class Dispatched:
     def hook(self, module: nn.Module, hooks: LayerHooks | ModelHooks) -> None:
         """Register hooks around the module's forward and around its own hooks, which use its weights too."""
         self.handles.append(
-            module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(
+                hooks.before, prepend=True, with_kwargs=True
+            )
         )
         self.handles.append(module.register_forward_hook(hooks.after, always_call=True))
         call = module.__dict__.get("_call_impl")
@@ -174,14 +181,22 @@ def _plan(tied: Tied, places: Places, source: _Source, offload_buffers: bool) ->
     origin = None
     if is_meta(tied.tensor):
         origin = next(
-            (found for slot in tied.slots if (found := source(slot.name)) is not None), None
+            (found for slot in tied.slots if (found := source(slot.name)) is not None),
+            None,
         )
     resident = _residents(tied, places, offload_buffers)
     settled = {slot.name for slots in resident.values() for slot in slots}
-    return _Move(tied, origin, resident, [slot for slot in tied.slots if slot.name not in settled])
+    return _Move(
+        tied,
+        origin,
+        resident,
+        [slot for slot in tied.slots if slot.name not in settled],
+    )
 
 
-def _move_all(model: nn.Module, moves: list[_Move], places: Places, offload_dir: Any) -> list[Any]:
+def _move_all(
+    model: nn.Module, moves: list[_Move], places: Places, offload_dir: Any
+) -> list[Any]:
     """Move all tensors to their places, and return the offloaded tensors with their slots.
 
     If a check fails, no tensor has moved.
@@ -209,7 +224,9 @@ def _move_all(model: nn.Module, moves: list[_Move], places: Places, offload_dir:
     return offloaded
 
 
-def _residents(tied: Tied, places: Places, offload_buffers: bool) -> dict[torch.device, list[Slot]]:
+def _residents(
+    tied: Tied, places: Places, offload_buffers: bool
+) -> dict[torch.device, list[Slot]]:
     """Return the slots whose tensor stays on a device, by device; all slots that run on a device share one copy."""
     stays = tied.is_buffer and not (offload_buffers and tied.persistent)
     found: dict[torch.device, list[Slot]] = {}
@@ -288,14 +305,20 @@ def _offload(move: _Move, places: Places, written: OnDisk | None) -> OffloadedTe
     if not _belongs_on_disk(move.tied, places):
         if move.origin is not None:
             weights, name = move.origin
-            tensor = parameter_like(tensor, weights[name].to(device="cpu", dtype=tensor.dtype))
+            tensor = parameter_like(
+                tensor, weights[name].to(device="cpu", dtype=tensor.dtype)
+            )
         elif tensor.device.type != "cpu":
             tensor = parameter_like(tensor, tensor.detach().to("cpu"))
         return OffloadedTensor(tensor, None, name, tensor.requires_grad)
     files: Any = written
     if move.origin is not None:
         files, name = move.origin
-    rest = tensor if is_meta(tensor) else parameter_like(tensor, tensor.detach().to("meta"))
+    rest = (
+        tensor
+        if is_meta(tensor)
+        else parameter_like(tensor, tensor.detach().to("meta"))
+    )
     return OffloadedTensor(rest, files, name, tensor.requires_grad)
 
 
@@ -322,7 +345,11 @@ def _attach(
                 (slot.module, slot.key, tensor)
             )
     modules = dict(model.named_modules(remove_duplicate=False))
-    hooked = {"", *by_module, *(name for name in device_map if several and name in modules)}
+    hooked = {
+        "",
+        *by_module,
+        *(name for name in device_map if several and name in modules),
+    }
     for name in sorted(hooked, key=lambda name: name.count(".")):
         device = _device_of(name, modules[name], places)
         dispatched.hook(
@@ -438,7 +465,9 @@ def first_names(names: Collection[str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, int | str]:
+def check_device_map(
+    model: nn.Module, device_map: Mapping[str, Device]
+) -> dict[str, int | str]:
     """Return the device map with normalised devices (see `name_of`).
 
     Raises:
@@ -456,7 +485,11 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict
         if not places.covers(slot.name)
     ]
     unknown = [name for name in found if name not in known]
-    hint = f"; {unknown[0]!r} is not a module: {did_you_mean(unknown[0], known)}" if unknown else ""
+    hint = (
+        f"; {unknown[0]!r} is not a module: {did_you_mean(unknown[0], known)}"
+        if unknown
+        else ""
+    )
     if missing or not found:
         raise StrategyError(
             f"the device map has no device for {first_names(missing) or 'anything'}",
@@ -480,10 +513,14 @@ class Places:
         main: the device that runs offloaded layers; None: the first accelerator of the map, or the CPU.
     """
 
-    def __init__(self, device_map: Mapping[str, int | str], main: Device | None) -> None:
+    def __init__(
+        self, device_map: Mapping[str, int | str], main: Device | None
+    ) -> None:
         self._map = dict(device_map)
         first: Sequence[int | str] = accelerators(self._map.values())
-        self.main: int | str = name_of(main) if main is not None else first[0] if first else "cpu"
+        self.main: int | str = (
+            name_of(main) if main is not None else first[0] if first else "cpu"
+        )
 
     def covers(self, name: str) -> bool:
         """Whether the map has a device for a module or tensor."""
@@ -491,7 +528,9 @@ class Places:
 
     def of(self, name: str) -> int | str:
         """Return the device of a module or tensor: that of the innermost module in the map that contains it."""
-        return next((self._map[key] for key in _above(name) if key in self._map), self.main)
+        return next(
+            (self._map[key] for key in _above(name) if key in self._map), self.main
+        )
 
     def is_away(self, name: str) -> bool:
         """Whether a module or tensor is offloaded: on disk, or in host memory while an accelerator computes."""
@@ -565,12 +604,23 @@ def dispatch_model(
     places = Places(devices, main_device)
     source = _sources(model, state_dict, offload_index, offload_dir)
     moves = [_plan(tied, places, source, offload_buffers) for tied in find_tied(model)]
-    computing = {resolve_device(places.main), *(places.runs_on(name) for name in devices)}
+    computing = {
+        resolve_device(places.main),
+        *(places.runs_on(name) for name in devices),
+    }
     offloaded = _move_all(model, moves, places, offload_dir)
     if several or force_hooks or places.is_away(next(iter(devices))):
         skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
         preloaded = {*(preload_module_classes or ()), *_PRELOADED}
-        _attach(model, places, offloaded, skip, preloaded, devices, several=len(computing) > 1)
+        _attach(
+            model,
+            places,
+            offloaded,
+            skip,
+            preloaded,
+            devices,
+            several=len(computing) > 1,
+        )
     model.__dict__["hf_device_map"] = dict(device_map)
     return model
 
@@ -659,14 +709,20 @@ def _sources(
     given = dict(state_dict or {})
     files: dict[str, OnDisk | dict[str, Tensor]] = {}
     empty = any(
-        noted(slot.name) is None for t in find_tied(model) if is_meta(t.tensor) for slot in t.slots
+        noted(slot.name) is None
+        for t in find_tied(model)
+        if is_meta(t.tensor)
+        for slot in t.slots
     )
     folder: Mapping[str, Tensor] = {}
     if empty and offload_dir is not None and os.path.isdir(offload_dir):
         try:
             folder = open_weights(offload_dir)
         except CheckpointError:
-            if any(name.endswith((".safetensors", ".json")) for name in os.listdir(offload_dir)):
+            if any(
+                name.endswith((".safetensors", ".json"))
+                for name in os.listdir(offload_dir)
+            ):
                 raise  # a damaged checkpoint
 
     def find(name: str) -> _Origin | None:
@@ -681,7 +737,9 @@ def _sources(
                     fix="offload to safetensors files, or name the checkpoint as offload_dir",
                 )
             file = entry["safetensors_file"]
-            return files.setdefault(file, open_weights(file)), entry.get("weight_name", name)
+            return files.setdefault(file, open_weights(file)), entry.get(
+                "weight_name", name
+            )
         return noted(name) or ((folder, name) if name in folder else None)
 
     return find
@@ -698,12 +756,17 @@ class UserCpuOffloadHook:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, previous: UserCpuOffloadHook | None
+        self,
+        model: nn.Module,
+        device: torch.device,
+        previous: UserCpuOffloadHook | None,
     ) -> None:
         self.model = model
         self.device = device
         self.previous = previous
-        self._handle: Any = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._handle: Any = model.register_forward_pre_hook(
+            self._before, with_kwargs=True
+        )
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.previous is not None:

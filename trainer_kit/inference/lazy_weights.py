@@ -55,7 +55,9 @@ class Lazy(Mapping[str, Tensor], ABC):
         """Whether there is a tensor of this name; Mapping's default would read the tensor."""
 
     @abstractmethod
-    def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def read(
+        self, names: Iterable[str], device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
         """Return several tensors that share no memory."""
 
     @abstractmethod
@@ -82,7 +84,9 @@ class OnDisk(Lazy):
         self.root = root.absolute()
         self._layout = dict(layout)
         self._versions = {
-            chunk.file: self._version(chunk.file) for one in layout.values() for chunk in one.chunks
+            chunk.file: self._version(chunk.file)
+            for one in layout.values()
+            for chunk in one.chunks
         }
 
     def __getitem__(self, name: str) -> Tensor:
@@ -100,7 +104,9 @@ class OnDisk(Lazy):
     def __deepcopy__(self, memo: object) -> OnDisk:
         return self  # a copy of a model reads the same file, which exists as long as this object
 
-    def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def read(
+        self, names: Iterable[str], device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
         """Return several tensors that share no memory; each file is opened once, and closed at the end.
 
         Raises:
@@ -147,9 +153,15 @@ def tensor_like(weights: Mapping[str, Tensor], name: str) -> Tensor:
     return weights.like(name) if isinstance(weights, Lazy) else weights[name]
 
 
-def read_one(weights: Mapping[str, Tensor], name: str, device: torch.device | str) -> Tensor:
+def read_one(
+    weights: Mapping[str, Tensor], name: str, device: torch.device | str
+) -> Tensor:
     """Return a weight; lazy weights are read onto ``device``, others stay where they are."""
-    return weights.read([name], device)[name] if isinstance(weights, Lazy) else weights[name]
+    return (
+        weights.read([name], device)[name]
+        if isinstance(weights, Lazy)
+        else weights[name]
+    )
 
 
 def have_equal_content(weights: Mapping[str, Tensor], one: str, other: str) -> bool:
@@ -176,7 +188,11 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> OnDisk | dict[str, Tenso
         return read_weights(checkpoint)
     if path.is_file() and path.suffix == ".json":
         return _indexed(path)
-    if path.is_dir() and not (path / MANIFEST).exists() and not holds_weight_files(path):
+    if (
+        path.is_dir()
+        and not (path / MANIFEST).exists()
+        and not holds_weight_files(path)
+    ):
         return _directory(path)
     if path.is_dir() or weight_format(path) == "safetensors":
         return OnDisk(*weight_layout(path, verify=True))
@@ -208,12 +224,16 @@ def _indexed(index: Path) -> OnDisk | dict[str, Tensor]:
         weights |= map_weights(index.parent / name)
     for name, file in places.items():
         if name not in weights:
-            reason = f"{index.name} lists this weight here, but the file does not hold it"
+            reason = (
+                f"{index.name} lists this weight here, but the file does not hold it"
+            )
             raise CheckpointError(index.parent / file, name, reason)
     return weights
 
 
-def write_weights(folder: str | os.PathLike[str], weights: Mapping[str, Tensor]) -> OnDisk:
+def write_weights(
+    folder: str | os.PathLike[str], weights: Mapping[str, Tensor]
+) -> OnDisk:
     """Write weights to a new file, which is deleted with the returned object, or at exit.
 
     Args:
@@ -225,9 +245,12 @@ def write_weights(folder: str | os.PathLike[str], weights: Mapping[str, Tensor])
     """
     for name, tensor in weights.items():
         if tensor.dtype not in TENSOR_DTYPES:
-            raise CheckpointError(folder, name, f"safetensors files do not hold {tensor.dtype}")
+            raise CheckpointError(
+                folder, name, f"safetensors files do not hold {tensor.dtype}"
+            )
     file = (
-        Path(os.path.expanduser(folder)).absolute() / f"offloaded-{uuid.uuid4().hex}{_SAFETENSORS}"
+        Path(os.path.expanduser(folder)).absolute()
+        / f"offloaded-{uuid.uuid4().hex}{_SAFETENSORS}"
     )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

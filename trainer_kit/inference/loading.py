@@ -172,7 +172,9 @@ def load_weights(
     places = None if devices is None else Places(devices, None)
     entries = match_weights(model, weights, checkpoint, strict)
     later = [
-        entry for entry in entries if places and _stays_on_disk(entry.tied, places, offload_buffers)
+        entry
+        for entry in entries
+        if places and _stays_on_disk(entry.tied, places, offload_buffers)
     ]
     kept = [entry for entry in entries if entry not in later]
     if later and not isinstance(weights, OnDisk) and offload_folder is None:
@@ -188,7 +190,8 @@ def load_weights(
         source = weights
         if not isinstance(source, OnDisk):
             source = write_weights(
-                str(offload_folder), {entry.name: weights[entry.name] for entry in group}
+                str(offload_folder),
+                {entry.name: weights[entry.name] for entry in group},
             )
         for entry in group:
             noted |= _leave(entry, source, dtype_of)
@@ -255,7 +258,12 @@ def load_checkpoint_and_dispatch(
     devices: dict[str, Device] | None = None
     if device_map is not None:
         devices = resolve_device_map(
-            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+            model,
+            device_map,
+            max_memory,
+            no_split_module_classes,
+            dtype,
+            offload_buffers,
         )
     load_checkpoint_in_model(
         model,
@@ -281,7 +289,9 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _refuse(full_state_dict: bool, broadcast_from_rank0: bool, offload_8bit_bnb: bool) -> None:
+def _refuse(
+    full_state_dict: bool, broadcast_from_rank0: bool, offload_8bit_bnb: bool
+) -> None:
     for name, given, fix in (
         (
             "full_state_dict=False",
@@ -334,7 +344,9 @@ def match_weights(
     """
     found = find_tied(model)
     entries, missing = [], []
-    stored = {state_name(name): name for name in weights}  # of a compiled model, or of a plain one
+    stored = {
+        state_name(name): name for name in weights
+    }  # of a compiled model, or of a plain one
     for tied in found:
         plain_names = [state_name(slot.name) for slot in tied.slots]
         names = [stored[name] for name in plain_names if name in stored]
@@ -349,7 +361,10 @@ def match_weights(
         if state_name(name) not in used and not name.endswith("_extra_state")
     ]
     for entry in entries:
-        held, wanted = list(tensor_like(weights, entry.name).shape), list(entry.tied.tensor.shape)
+        held, wanted = (
+            list(tensor_like(weights, entry.name).shape),
+            list(entry.tied.tensor.shape),
+        )
         if held != wanted:
             reason = f"{held} in the checkpoint, and the model has {wanted}"
             raise CheckpointError(
@@ -359,16 +374,24 @@ def match_weights(
                 fix="build the model as it was when the checkpoint was saved",
             )
     _refuse_two(entries, weights, checkpoint)
-    lost = missing if strict or not entries else [tied for tied in missing if is_meta(tied.tensor)]
+    lost = (
+        missing
+        if strict or not entries
+        else [tied for tied in missing if is_meta(tied.tensor)]
+    )
     refused = bool(lost or (strict and unexpected))
     names = [tied.slots[0].name for tied in (lost if refused else missing)]
     differences = [f"lacks {first_names(names)}"] if names else []
     differences += (
-        [f"has {first_names(unexpected)}, which the model does not have"] if unexpected else []
+        [f"has {first_names(unexpected)}, which the model does not have"]
+        if unexpected
+        else []
     )
     if refused:
         near = (
-            f" ({names[0]!r}: {did_you_mean(names[0], unexpected)})" if names and unexpected else ""
+            f" ({names[0]!r}: {did_you_mean(names[0], unexpected)})"
+            if names and unexpected
+            else ""
         )
         raise CheckpointError(
             checkpoint,
@@ -408,7 +431,10 @@ def _stays_on_disk(tied: Tied, places: Places, offload_buffers: bool) -> bool:
 
 
 def _load(
-    entry: Entry, weights: Mapping[str, Tensor], places: Places | None, dtype_of: DtypeOf
+    entry: Entry,
+    weights: Mapping[str, Tensor],
+    places: Places | None,
+    dtype_of: DtypeOf,
 ) -> None:
     tied = entry.tied
     dtype = dtype_of(tied.slots[0].name, tied.tensor)
@@ -416,7 +442,14 @@ def _load(
     if places is not None:
         # Load to the first device that is not the disk; a later dispatch copies the tensor to the other devices.
         device = resolve_device(
-            next((d for d in map(places.of, (s.name for s in tied.slots)) if d != "disk"), "cpu")
+            next(
+                (
+                    d
+                    for d in map(places.of, (s.name for s in tied.slots))
+                    if d != "disk"
+                ),
+                "cpu",
+            )
         )
     # A tensor of a mapped file must not outlive the file: always copy it.
     content = read_one(weights, entry.name, device).to(
@@ -430,11 +463,15 @@ def _load(
         put(slot.module, slot.key, made)
 
 
-def _leave(entry: Entry, source: OnDisk, dtype_of: DtypeOf) -> dict[str, tuple[OnDisk, str]]:
+def _leave(
+    entry: Entry, source: OnDisk, dtype_of: DtypeOf
+) -> dict[str, tuple[OnDisk, str]]:
     """Leave a tensor on disk: put a meta tensor into the model, and return its origin by its names."""
     tied = entry.tied
     dtype = dtype_of(tied.slots[0].name, tied.tensor)
-    made = parameter_like(tied.tensor, torch.empty(tied.tensor.shape, dtype=dtype, device="meta"))
+    made = parameter_like(
+        tied.tensor, torch.empty(tied.tensor.shape, dtype=dtype, device="meta")
+    )
     for slot in tied.slots:
         put(slot.module, slot.key, made)
     return {slot.name: (source, entry.name) for slot in tied.slots}

@@ -61,7 +61,9 @@ class OffloadedTensor:
         if lent is not None and lent[1] > 1:
             self._lent[device] = lent[0], lent[1] - 1
 
-    def content(self, device: torch.device, read: dict[str, Tensor] | None = None) -> Tensor:
+    def content(
+        self, device: torch.device, read: dict[str, Tensor] | None = None
+    ) -> Tensor:
         """Return the tensor's values on a device, in the dtype of the forward."""
         if self.source is None:
             return self.rest.detach().to(device)
@@ -71,8 +73,12 @@ class OffloadedTensor:
 
     def rests_in(self, module: nn.Module, key: str) -> bool:
         """Whether a module holds this tensor, offloaded or borrowed, and not a replacement."""
-        held = (module._buffers if key in module._buffers else module._parameters).get(key)
-        return held is self.rest or any(held is tensor for tensor, _ in self._lent.values())
+        held = (module._buffers if key in module._buffers else module._parameters).get(
+            key
+        )
+        return held is self.rest or any(
+            held is tensor for tensor, _ in self._lent.values()
+        )
 
     def is_lent(self, device: torch.device) -> bool:
         """Whether the tensor is borrowed on this device."""
@@ -84,7 +90,9 @@ def put(module: nn.Module, key: str, tensor: Tensor) -> None:
     if key in module._buffers:
         module._buffers[key] = tensor
     else:
-        setattr(module, key, tensor)  # recurrent layers update their list of weights in __setattr__
+        setattr(
+            module, key, tensor
+        )  # recurrent layers update their list of weights in __setattr__
 
 
 def is_meta(tensor: Tensor) -> bool:
@@ -120,7 +128,9 @@ class LayerHooks:
         self._depth = 0
         self._taken: list[tuple[nn.Module, str, OffloadedTensor]] = []
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Move inputs and weights before the forward."""
         if self.slots:
             with self.lock:
@@ -128,7 +138,8 @@ class LayerHooks:
                 if self._depth == 1:
                     self._bring()
         moved = {
-            key: value if key in self.skip else self._move(value) for key, value in kwargs.items()
+            key: value if key in self.skip else self._move(value)
+            for key, value in kwargs.items()
         }
         return tuple(self._move(value) for value in args), moved
 
@@ -163,8 +174,13 @@ class LayerHooks:
         missing: dict[int, tuple[OnDisk, list[str]]] = {}
         for _, _, tensor in self.slots:
             if tensor.source is not None and not tensor.is_lent(self.device):
-                missing.setdefault(id(tensor.source), (tensor.source, []))[1].append(tensor.name)
-        read = {key: source.read(names, self.device) for key, (source, names) in missing.items()}
+                missing.setdefault(id(tensor.source), (tensor.source, []))[1].append(
+                    tensor.name
+                )
+        read = {
+            key: source.read(names, self.device)
+            for key, (source, names) in missing.items()
+        }
         for module, key, tensor in self.slots:
             borrowed = tensor.borrow(self.device, read.get(id(tensor.source), {}))
             self._taken.append((module, key, tensor))
@@ -221,7 +237,9 @@ class ModelHooks:
         self.trains = any(tensor.needs_gradient for tensor in offloaded)
         self._came_from: list[torch.device | None] = []
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Record the device of the inputs."""
         self._came_from.append(_first_device((args, kwargs)))
 
@@ -246,7 +264,9 @@ class ModelHooks:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
         refused: Any = _Refuse.apply
-        return refused(leaf if leaf.requires_grad else leaf.detach().requires_grad_(), self)
+        return refused(
+            leaf if leaf.requires_grad else leaf.detach().requires_grad_(), self
+        )
 
     def refuse_training(self) -> StrategyError:
         """Return the error of a backward."""

@@ -66,13 +66,17 @@ def prepare_pippy(
     device = pick_device("cpu" if on_cpu else "auto", here.local_rank)
     chunks = here.world_size if num_chunks is None else num_chunks
     if chunks < 1:
-        raise StrategyError("num_chunks must be at least 1", found=f"num_chunks={num_chunks}")
+        raise StrategyError(
+            "num_chunks must be at least 1", found=f"num_chunks={num_chunks}"
+        )
     if here.world_size == 1:
         return model.to(device)
     _untie(model)
     plan = PipelinePlan(model="", split_points=split_points)
     blocks = lay_out(model, plan, here.world_size).blocks
-    _refuse_inside(model, blocks[0][0].rpartition(".")[0], no_split_module_classes or ())
+    _refuse_inside(
+        model, blocks[0][0].rpartition(".")[0], no_split_module_classes or ()
+    )
     world = join_world(device)
     pipeline = Pipeline(world, world, device, "GPipe")
     pipeline.has(model)  # raises an error if another pipeline has split the model
@@ -106,7 +110,9 @@ class _Chunked:
 
 def _sizes(inputs: Any, chunks: int) -> list[int]:
     """Return the sizes of the micro-batches, none of them empty; the batch is as long as its first tensor."""
-    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    tensors = [
+        leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim
+    ]
     if not tensors:
         if chunks > 1:
             raise StrategyError(
@@ -116,11 +122,15 @@ def _sizes(inputs: Any, chunks: int) -> list[int]:
             )
         return [0]
     return [
-        len(part) for part in torch.arange(len(tensors[0])).tensor_split(chunks) if len(part)
+        len(part)
+        for part in torch.arange(len(tensors[0])).tensor_split(chunks)
+        if len(part)
     ] or [0]
 
 
-def _divided(inputs: tuple[tuple[Any, ...], dict[str, Any]], sizes: Sequence[int]) -> list[Any]:
+def _divided(
+    inputs: tuple[tuple[Any, ...], dict[str, Any]], sizes: Sequence[int]
+) -> list[Any]:
     """Return the inputs of each micro-batch; tensors that are not as long as the batch go to all of them."""
     if len(sizes) == 1:
         return [inputs]
@@ -128,7 +138,11 @@ def _divided(inputs: tuple[tuple[Any, ...], dict[str, Any]], sizes: Sequence[int
     for size in sizes:
 
         def part(tensor: Tensor, start: int = start, size: int = size) -> Tensor:
-            return tensor.narrow(0, start, size) if tensor.ndim and len(tensor) == whole else tensor
+            return (
+                tensor.narrow(0, start, size)
+                if tensor.ndim and len(tensor) == whole
+                else tensor
+            )
 
         made.append(map_tensors(inputs, part))
         start += size
@@ -146,7 +160,9 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             for leaf, n in zip(leaves, sizes, strict=True)
         ):
             made.append(torch.cat(leaves))
-        elif all(_same(leaf, leaves[0]) for leaf in leaves):  # for example tables and flags
+        elif all(
+            _same(leaf, leaves[0]) for leaf in leaves
+        ):  # for example tables and flags
             made.append(leaves[0])
         else:
             shapes = [
@@ -175,7 +191,9 @@ def _untie(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in seen:
-                module._parameters[name] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    parameter.detach(), parameter.requires_grad
+                )
             elif parameter is not None:
                 seen.add(id(parameter))
 
@@ -183,7 +201,9 @@ def _untie(model: nn.Module) -> None:
 def _refuse_inside(model: nn.Module, container: str, classes: Sequence[str]) -> None:
     """Refuse to divide the blocks of a module that must stay whole."""
     for name, part in model.named_modules():
-        if type(part).__name__ in classes and (f"{container}.".startswith(f"{name}.") or not name):
+        if type(part).__name__ in classes and (
+            f"{container}.".startswith(f"{name}.") or not name
+        ):
             raise StrategyError(
                 f"{type(part).__name__} must stay on one process, but contains the blocks to split",
                 found=f"{container or type(model).__name__}, no_split_module_classes={list(classes)}",

@@ -12,8 +12,18 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.inference.device_map import Device, resolve_device_map
-from trainer_kit.inference.dispatch import check_device_map, dispatch_model, find_tied, first_names
-from trainer_kit.inference.lazy_weights import Lazy, have_equal_content, open_weights, tensor_like
+from trainer_kit.inference.dispatch import (
+    check_device_map,
+    dispatch_model,
+    find_tied,
+    first_names,
+)
+from trainer_kit.inference.lazy_weights import (
+    Lazy,
+    have_equal_content,
+    open_weights,
+    tensor_like,
+)
 from trainer_kit.inference.loading import load_weights, pick_dtype
 from trainer_kit.inference.offload_hooks import is_meta
 from trainer_kit.precision.bitsandbytes import BitsandbytesPrecision
@@ -75,10 +85,14 @@ class BnbQuantizationConfig:
                 "llm_int8_threshold applies to 8-bit quantisation only",
                 fix="leave it out, or pass load_in_8bit=True",
             )
-        self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        self.bnb_4bit_compute_dtype = _dtype(
+            "bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype
+        )
         rest = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
         self.torch_dtype = (
-            rest if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)
+            rest
+            if self.torch_dtype is None
+            else _dtype("torch_dtype", self.torch_dtype)
         )
 
     @property
@@ -97,7 +111,8 @@ def _dtype(name: str, given: torch.dtype | str) -> torch.dtype:
     found = _DTYPES.get(given) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
         raise PrecisionError(
-            f"{name}={given!r} is not a dtype", fix='use "fp32", "fp16", "bf16" or a torch.dtype'
+            f"{name}={given!r} is not a dtype",
+            fix='use "fp32", "fp16", "bf16" or a torch.dtype',
         )
     return found
 
@@ -142,7 +157,9 @@ def load_and_quantize_model(
     """
     config = bnb_quantization_config
     empty = [
-        tied.slots[0].name for tied in find_tied(model) if tied.persistent and is_meta(tied.tensor)
+        tied.slots[0].name
+        for tied in find_tied(model)
+        if tied.persistent and is_meta(tied.tensor)
     ]
     if weights_location is None and empty:
         raise PrecisionError(
@@ -166,7 +183,12 @@ def load_and_quantize_model(
     if device_map is None:
         device_map = {"": 0 if torch.accelerator.is_available() else "cpu"}
     given = resolve_device_map(
-        model, device_map, max_memory, no_split_module_classes, rest, special_dtypes=exact
+        model,
+        device_map,
+        max_memory,
+        no_split_module_classes,
+        rest,
+        special_dtypes=exact,
     )
     devices = check_device_map(model, given)
 
@@ -175,7 +197,9 @@ def load_and_quantize_model(
 
     if weights is None:
         for tied in find_tied(model):
-            tied.tensor.data = tied.tensor.data.to(dtype_of(tied.slots[0].name, tied.tensor))
+            tied.tensor.data = tied.tensor.data.to(
+                dtype_of(tied.slots[0].name, tied.tensor)
+            )
     else:
         quantised = _Quantised(weights, layers, rest)
         load_weights(
@@ -189,10 +213,14 @@ def load_and_quantize_model(
     return dispatch_model(model, given, offload_dir=offload_folder)
 
 
-def _exchange(model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype) -> dict[str, Any]:
+def _exchange(
+    model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype
+) -> dict[str, Any]:
     kept = [*(_head(model) if config.skip_modules is None else config.skip_modules)]
     kept += config.keep_in_fp32_modules or []
-    linear = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    linear = {
+        name: part for name, part in model.named_modules() if type(part) is nn.Linear
+    }
     stays = [name for name in linear if any(f".{key}." in f".{name}." for key in kept)]
     wanted = {name: part for name, part in linear.items() if name and name not in stays}
     if not wanted:
@@ -201,13 +229,19 @@ def _exchange(model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype
             found=f"{len(linear)} linear layers, of which {len(stays)} are kept by name ({first_names(kept)})",
             fix="name fewer layers in skip_modules; only nn.Linear is quantised, not for example Conv1D of GPT-2",
         )
-    precision = BitsandbytesPrecision(config.mode, config.bnb_4bit_compute_dtype, base="32-true")  # type: ignore[arg-type]
+    precision = BitsandbytesPrecision(
+        config.mode,  # type: ignore[arg-type]
+        config.bnb_4bit_compute_dtype,  # type: ignore[arg-type]
+        base="32-true",
+    )
     for part in wanted.values():
         part.weight.requires_grad_(False)
         part.weight.data = part.weight.data.to(rest)
     precision.exchange(model, stays)
     found: dict[str, Any] = {
-        name: part for name, part in model.named_modules() if isinstance(part, QuantizedLayer)
+        name: part
+        for name, part in model.named_modules()
+        if isinstance(part, QuantizedLayer)
     }
     for layer in found.values() if config.load_in_8bit else ():
         layer.threshold = config.llm_int8_threshold
@@ -216,11 +250,18 @@ def _exchange(model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype
 
 def _head(model: nn.Module) -> list[str]:
     """Return the modules to skip: the last one, which needs the highest accuracy, and those with tied weights."""
-    shared = [slot.path for tied in find_tied(model) if len(tied.slots) > 1 for slot in tied.slots]
+    shared = [
+        slot.path
+        for tied in find_tied(model)
+        if len(tied.slots) > 1
+        for slot in tied.slots
+    ]
     prefix = getattr(model, "base_model_prefix", None)
     headless = isinstance(prefix, str) and not hasattr(model, prefix)
     children = [name for name, _ in model.named_children()]
-    return shared if (headless and not shared) or not children else [*shared, children[-1]]
+    return (
+        shared if (headless and not shared) or not children else [*shared, children[-1]]
+    )
 
 
 def _parts(layer: nn.Module) -> dict[str, nn.Parameter]:
@@ -232,7 +273,10 @@ class _Quantised(Lazy):
     """A checkpoint's weights in the format of quantised layers; each access quantises the stored floats."""
 
     def __init__(
-        self, weights: Mapping[str, Tensor], layers: Mapping[str, Any], dtype: torch.dtype
+        self,
+        weights: Mapping[str, Tensor],
+        layers: Mapping[str, Any],
+        dtype: torch.dtype,
     ) -> None:
         self._weights = weights
         self._dtype = dtype
@@ -241,12 +285,18 @@ class _Quantised(Lazy):
             for name in (f"{layer}.weight" for layer in layers)
             if name in weights
         }
-        self._layers = {n: layer for n, layer in layers.items() if f"{n}.weight" in like}
         self._layers = {
-            n: one for n, one in self._layers.items() if like[f"{n}.weight"].is_floating_point()
+            n: layer for n, layer in layers.items() if f"{n}.weight" in like
+        }
+        self._layers = {
+            n: one
+            for n, one in self._layers.items()
+            if like[f"{n}.weight"].is_floating_point()
         }
         self._made = {
-            f"{n}.{key}": (n, key) for n, one in self._layers.items() for key in _parts(one)
+            f"{n}.{key}": (n, key)
+            for n, one in self._layers.items()
+            for key in _parts(one)
         }
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
@@ -275,11 +325,16 @@ class _Quantised(Lazy):
             held: Tensor = getattr(self._layers[layer], key)
             wanted = [self._layers[layer].out_features, self._layers[layer].in_features]
             # A weight of another shape belongs to another model: return it, so that loading reports the shapes.
-            if key != "weight" or list(tensor_like(self._weights, name).shape) == wanted:
+            if (
+                key != "weight"
+                or list(tensor_like(self._weights, name).shape) == wanted
+            ):
                 return held
         return tensor_like(self._weights, name)
 
-    def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    def read(
+        self, names: Iterable[str], device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
         """Return several tensors."""
         return {name: self[name].to(device) for name in names}
 

@@ -199,14 +199,24 @@ def run_ranks(
     os.environ.update(_environment(nproc, machines, extra_env or {}))
     sys.stdout.flush()
     machines.meet(
-        {"num_machines": machines.count, "processes": nproc, "max_restarts": max_restarts}
+        {
+            "num_machines": machines.count,
+            "processes": nproc,
+            "max_restarts": max_restarts,
+        }
     )
     arguments = (*options, str(_BOOTSTRAP), *words)
     status = 1
     for attempt in range(max_restarts + 1):
         os.environ["TRAINER_KIT_RESTART_COUNT"] = str(attempt)
         start = _Attempt(
-            nproc, arguments, machines, attempt, peer_grace, signal_grace, monitor_interval
+            nproc,
+            arguments,
+            machines,
+            attempt,
+            peer_grace,
+            signal_grace,
+            monitor_interval,
         )
         status, message = start.run(output or Output())
         if message:
@@ -218,7 +228,9 @@ def run_ranks(
     raise SystemExit(status)
 
 
-def _environment(nproc: int, machines: Machines, extra: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    nproc: int, machines: Machines, extra: Mapping[str, str]
+) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc))}
     # The ranks listen only on the interface of machine 0's address: a single machine is not reachable from outside.
     interface = interface_of(machines.address)
@@ -265,16 +277,22 @@ class _Attempt:
                     result = agent.run()
                 failed = result.is_failed()
             except SignalException:
-                return self._stopped(monitor, reports, monitor.stop_signal or signal.SIGTERM)
+                return self._stopped(
+                    monitor, reports, monitor.stop_signal or signal.SIGTERM
+                )
             except PeerFailed as error:
                 return self._ended(self._stopped_by_peer(monitor.pids()), 1, str(error))
             finally:
                 monitor.stop(sweep=failed)
             failures = (
-                self._failures(result.failures, monitor, read_reports(reports)) if failed else []
+                self._failures(result.failures, monitor, read_reports(reports))
+                if failed
+                else []
             )
             status = root_first(failures)[0].exit_status if failures else 0
-            if status - 128 in monitor.forwarded:  # the ranks ended because of a forwarded signal
+            if (
+                status - 128 in monitor.forwarded
+            ):  # the ranks ended because of a forwarded signal
                 return self._stopped(monitor, reports, status - 128)
             return self._ended(failures, status, "")
 
@@ -304,18 +322,27 @@ class _Attempt:
             for rank, pid in pids.items()
         ]
 
-    def _ended(self, own: list[RankFailure], status: int, reason: str) -> tuple[int, str]:
+    def _ended(
+        self, own: list[RankFailure], status: int, reason: str
+    ) -> tuple[int, str]:
         """Return the same status and headline on every machine; only the failed rank's machine gets the traceback."""
         failures, worst = self.machines.outcome(self.number, own, status, _REPLY_TIME)
         causes = [failure for failure in failures if not failure.stopped]
         if self.machines.gone:
             reason = f"machine {', '.join(map(str, self.machines.gone))} is gone"
         if not causes or (reason and all(failure.followed for failure in causes)):
-            return worst, reason or ("" if worst == 0 else "another machine received a stop signal")
-        message, root = describe(failures, self.nproc * self.machines.count), root_first(causes)[0]
+            return worst, reason or (
+                "" if worst == 0 else "another machine received a stop signal"
+            )
+        message, root = (
+            describe(failures, self.nproc * self.machines.count),
+            root_first(causes)[0],
+        )
         return root.exit_status, message if root in own else message.splitlines()[0]
 
-    def _stopped(self, monitor: _ProcessMonitor, reports: Path, number: int) -> tuple[int, str]:
+    def _stopped(
+        self, monitor: _ProcessMonitor, reports: Path, number: int
+    ) -> tuple[int, str]:
         """Return status and message after a signal; ranks that ended regularly are not listed."""
         found = [
             one
@@ -351,7 +378,9 @@ class _Attempt:
             else:
                 host = socket.gethostname()
                 found.append(
-                    RankFailure(rank, code, death, host=host, pid=failure.pid, stopped=stopped)
+                    RankFailure(
+                        rank, code, death, host=host, pid=failure.pid, stopped=stopped
+                    )
                 )
         return with_early_ends(found, monitor.ends.values())
 
@@ -434,11 +463,17 @@ class _ProcessMonitor(threading.Thread):
     def pids(self) -> dict[int, int]:
         """Process IDs by rank; empty while the agent is still starting the ranks."""
         workers = self._agent.get_worker_group().workers
-        found = {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
+        found = {
+            worker.global_rank: worker.id
+            for worker in workers
+            if isinstance(worker.id, int)
+        }
         return found if len(found) == self._nproc else {}
 
     def _living(self) -> dict[int, int]:
-        return {rank: pid for rank, pid in self.pids().items() if rank not in self.deaths}
+        return {
+            rank: pid for rank, pid in self.pids().items() if rank not in self.deaths
+        }
 
     def run(self) -> None:
         next_look = 0.0
@@ -490,9 +525,7 @@ class _ProcessMonitor(threading.Thread):
         """The exit code of a rank that has ended (negative for a signal); torch's agent still collects the process."""
         try:
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except (
-            ChildProcessError
-        ):  # rare: torch's agent was faster; a reported exception still shows the failure
+        except ChildProcessError:  # rare: torch's agent was faster; a reported exception still shows the failure
             return 1 if rank in read_reports(self._reports) else 0
         if end is None:
             return None
@@ -500,7 +533,9 @@ class _ProcessMonitor(threading.Thread):
 
     def _set_deadline(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        if self.stop_signal is None and (self._deadline is None or deadline < self._deadline):
+        if self.stop_signal is None and (
+            self._deadline is None or deadline < self._deadline
+        ):
             self._deadline = deadline
 
     def note_signal(self, number: int) -> None:
@@ -564,7 +599,10 @@ class _Rendezvous(RendezvousHandler):
         store, port = self._machines.store(self._attempt)
         info = RendezvousStoreInfo(self._machines.address, port)
         return RendezvousInfo(
-            PrefixStore(self._run_id, store), self._machines.rank, self._machines.count, info
+            PrefixStore(self._run_id, store),
+            self._machines.rank,
+            self._machines.count,
+            info,
         )
 
     def is_closed(self) -> bool:

@@ -41,10 +41,17 @@ class _Reporter:
     def install(self) -> None:
         # A forked child inherits the hook, but must not report in the name of the rank.
         if self.pid != os.getpid():
-            self.pid, self.next_hook, sys.excepthook = os.getpid(), sys.excepthook, self.hook
+            self.pid, self.next_hook, sys.excepthook = (
+                os.getpid(),
+                sys.excepthook,
+                self.hook,
+            )
 
     def hook(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
     ) -> None:
         reported = self.pid == os.getpid() and (
             isinstance(error, KeyboardInterrupt) or self.write(error)
@@ -69,7 +76,9 @@ class _Reporter:
             else 1
         )
         rank, stack = int(os.environ.get("RANK", "0")), "".join(_format(error))
-        if not write_report(path, rank, qualified_name(error), text, stack, where, code, self.pid):
+        if not write_report(
+            path, rank, qualified_name(error), text, stack, where, code, self.pid
+        ):
             return False
         self.reported = error
         return True
@@ -113,7 +122,9 @@ def write_report(
         "pid": pid,
     }
     try:
-        report = json.dumps({"message": {"message": f"{kind}: {text}", "extraInfo": fields}})
+        report = json.dumps(
+            {"message": {"message": f"{kind}: {text}", "extraInfo": fields}}
+        )
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             file.write(report)
         os.replace(f"{path}.part", path)
@@ -138,7 +149,11 @@ def _format(error: BaseException) -> list[str]:
     An error of this library says in its text what to do: of its traceback only the frames of the user's code stay.
     """
     trace = error.__traceback__
-    launcher = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
+    launcher = (
+        __file__,
+        "<frozen runpy>",
+        os.path.join(os.path.dirname(os.__file__), "runpy.py"),
+    )
     while (
         trace is not None
         and trace.tb_next is not None
@@ -146,7 +161,9 @@ def _format(error: BaseException) -> list[str]:
     ):
         trace = trace.tb_next
     if _explains_itself(error):
-        frames = [frame for frame in traceback.extract_tb(trace) if _is_users(frame.filename)]
+        frames = [
+            frame for frame in traceback.extract_tb(trace) if _is_users(frame.filename)
+        ]
         lines = [
             *traceback.format_list(frames),
             *traceback.format_exception_only(type(error), error),
@@ -174,7 +191,9 @@ def _explains_itself(error: BaseException) -> bool:
     errors = sys.modules.get("trainer_kit.core.errors")
     if errors is None or not isinstance(error, errors.TrainerKitError):
         return False
-    return error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
+    return error.__cause__ is None and (
+        error.__context__ is None or error.__suppress_context__
+    )
 
 
 _REPORTER = _Reporter()

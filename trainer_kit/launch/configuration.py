@@ -30,7 +30,12 @@ __all__ = [
 _MOST_BYTES: Final = 64 * 1024
 _KINDS: Final = ("str", "int", "float", "bool", "null", "seq", "map")
 _TAGS: Final = (None, "!", *(f"tag:yaml.org,2002:{kind}" for kind in _KINDS))
-_WITH_TPUS: Final = ("downcast_bf16", "commands", "command_file", "main_training_function")
+_WITH_TPUS: Final = (
+    "downcast_bf16",
+    "commands",
+    "command_file",
+    "main_training_function",
+)
 _OLD_DYNAMO: Final = "dynamo_backend"
 _DEFAULTS: Final[Mapping[str, Any]] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -115,9 +120,13 @@ def read_configuration(path: Path) -> ConfigurationFile:
     ):
         name = key.value
         if name in SECTIONS:
-            for inner, content in _pairs(reading, value, f"{name}: is a mapping of keys to values"):
+            for inner, content in _pairs(
+                reading, value, f"{name}: is a mapping of keys to values"
+            ):
                 _take(reading, SECTIONS[name], inner, content, f"{name}.")
-        elif name == _OLD_DYNAMO:  # written by versions of Accelerate without this section
+        elif (
+            name == _OLD_DYNAMO
+        ):  # written by versions of Accelerate without this section
             _take(reading, SECTIONS["dynamo_config"], key, value, "")
         else:
             _take(reading, TOP, key, value, "")
@@ -140,7 +149,8 @@ def _take_tpu_file(reading: _Reading) -> None:
     for option, value in other.values.items():
         if not option.startswith("tpu_") and option not in _WITH_TPUS:
             raise reading.wrong(
-                line, f"tpu_config_file: {other.where(option)}: {option} is not a TPU key"
+                line,
+                f"tpu_config_file: {other.where(option)}: {option} is not a TPU key",
             )
         reading.add(option, value, line)
     reading.add("tpu", True, line)
@@ -156,13 +166,17 @@ def _text(reading: _Reading) -> str:
             fix="write one with: trainer-kit config",
         ) from None
     except OSError as error:
-        raise ConfigurationError(f"{reading.path}: cannot be read: {error.strerror}") from None
+        raise ConfigurationError(
+            f"{reading.path}: cannot be read: {error.strerror}"
+        ) from None
     if len(data) > _MOST_BYTES:
         raise reading.wrong(1, f"a configuration has at most {_MOST_BYTES // 1024} KiB")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise reading.wrong(data.count(b"\n", 0, error.start) + 1, "this is not UTF-8") from None
+        raise reading.wrong(
+            data.count(b"\n", 0, error.start) + 1, "this is not UTF-8"
+        ) from None
     # JSON is YAML except for tabs, which its strings cannot contain.
     return text.replace("\t", " ") if reading.path.suffix == ".json" else text
 
@@ -180,7 +194,9 @@ def _line(node: Any) -> int:
 
 def _content(node: Any) -> Any:
     """The text of a scalar, None for a null, the nodes of a list, or the pairs of nodes of a mapping."""
-    null = node.tag.endswith(":null") or str(node.value).lower() == "none"  # Accelerate writes none
+    null = (
+        node.tag.endswith(":null") or str(node.value).lower() == "none"
+    )  # Accelerate writes none
     return None if node.id == "scalar" and node.style is None and null else node.value
 
 
@@ -194,9 +210,12 @@ def _pairs(reading: _Reading, node: Any, otherwise: str) -> list[tuple[Any, Any]
         if not isinstance(_content(key), str):
             raise reading.wrong(_line(key), "a key is a word")
         before = seen.setdefault(key.value, value)
-        if before is not value and (before.id != "scalar" or _content(before) != _content(value)):
+        if before is not value and (
+            before.id != "scalar" or _content(before) != _content(value)
+        ):
             raise reading.wrong(
-                _line(key), f"{key.value}: is given twice, first in line {_line(before)}"
+                _line(key),
+                f"{key.value}: is given twice, first in line {_line(before)}",
             )
     return list(node.value)
 
@@ -206,7 +225,9 @@ def _take(
 ) -> None:
     """Store one value under the name of its option."""
     by_name = {
-        alias: option for option in known.values() for alias in (option.name, *option.aliases)
+        alias: option
+        for option in known.values()
+        for alias in (option.name, *option.aliases)
     }
     name = key.value
     option = by_name.get(name)
@@ -224,13 +245,16 @@ def _take(
     except ValueError as error:
         kinds = {"sequence": "a list", "mapping": "a mapping"}
         found = kinds.get(node.id) or repr(str(_content(node))[:60])
-        raise reading.wrong(_line(node), f"{section}{name}: {error}, not {found}") from None
+        raise reading.wrong(
+            _line(node), f"{section}{name}: {error}, not {found}"
+        ) from None
     if value is None:
         return
     if reading.values.setdefault(option.name, value) != value:
         first = reading.lines[option.name]
         raise reading.wrong(
-            _line(key), f"{section}{name}: contradicts line {first}, which sets the same option"
+            _line(key),
+            f"{section}{name}: contradicts line {first}, which sets the same option",
         )
     reading.lines[option.name] = _line(key)
 
@@ -253,7 +277,11 @@ def _value(option: Option, node: Any) -> Any:
 def _plain(node: Any) -> Any:
     if node.id == "mapping":
         return {str(_content(key)): _plain(value) for key, value in node.value}
-    return [_plain(item) for item in node.value] if node.id == "sequence" else _content(node)
+    return (
+        [_plain(item) for item in node.value]
+        if node.id == "sequence"
+        else _content(node)
+    )
 
 
 def our_default() -> Path:
@@ -268,7 +296,10 @@ def our_default() -> Path:
 def accelerates_default() -> Path:
     """The file that ``accelerate config`` writes."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
+    folder = (
+        Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+        / "accelerate"
+    )
     old = folder / "default_config.json"
     return (
         old
@@ -279,7 +310,10 @@ def accelerates_default() -> Path:
 
 def default_file() -> Path | None:
     """The file that is read by default: ours, else Accelerate's, else none."""
-    return next((path for path in (our_default(), accelerates_default()) if path.is_file()), None)
+    return next(
+        (path for path in (our_default(), accelerates_default()) if path.is_file()),
+        None,
+    )
 
 
 @final
@@ -311,15 +345,21 @@ class Resolved:
 
     def before_file(self) -> list[str]:
         """The options whose value in the environment has priority over a default in the file."""
-        return [name for name, chosen in self.chosen.items() if _BEFORE in chosen.origin]
+        return [
+            name for name, chosen in self.chosen.items() if _BEFORE in chosen.origin
+        ]
 
     def describe(self, name: str) -> str:
         """``name=value (origin)``, for messages."""
         return f"{name}={self[name]} ({self.origin(name)})"
 
-    def wrong(self, problem: str, *names: str, fix: str | None = None) -> ConfigurationError:
+    def wrong(
+        self, problem: str, *names: str, fix: str | None = None
+    ) -> ConfigurationError:
         """Make the error for options that cannot be launched; it shows their values and origins."""
-        return ConfigurationError(problem, found=", ".join(map(self.describe, names)), fix=fix)
+        return ConfigurationError(
+            problem, found=", ".join(map(self.describe, names)), fix=fix
+        )
 
 
 def resolve(
@@ -351,27 +391,39 @@ def resolve(
             environment[name] = _read(option, found)
     return Resolved(
         with_kind(
-            defaults, environment, {} if file is None else _with_priority(file, environment), flags
+            defaults,
+            environment,
+            {} if file is None else _with_priority(file, environment),
+            flags,
         ),
         file,
     )
 
 
-def _with_priority(file: ConfigurationFile, environment: dict[str, Chosen]) -> dict[str, Chosen]:
+def _with_priority(
+    file: ConfigurationFile, environment: dict[str, Chosen]
+) -> dict[str, Chosen]:
     """Return the file values that override the environment; the origin of any other variable names the file's line."""
     found = {}
     for name, value in file.values.items():
-        explicit = name in environment and environment[name].origin.startswith("environment ")
+        explicit = name in environment and environment[name].origin.startswith(
+            "environment "
+        )
         if explicit and value == _UNASKED.get(name):
             chosen = environment[name]
-            environment[name] = Chosen(chosen.value, f"{chosen.origin}{_BEFORE}{file.where(name)}")
+            environment[name] = Chosen(
+                chosen.value, f"{chosen.origin}{_BEFORE}{file.where(name)}"
+            )
         else:
             found[name] = Chosen(value, file.where(name))
     return found
 
 
 def _is_for_cpu(file: ConfigurationFile) -> bool:
-    return bool(file.values.get("use_cpu")) or file.values.get("distributed_type") == "MULTI_CPU"
+    return (
+        bool(file.values.get("use_cpu"))
+        or file.values.get("distributed_type") == "MULTI_CPU"
+    )
 
 
 def _read(option: Option, found: Chosen) -> Chosen:

@@ -106,15 +106,17 @@ class RankFailure:
         if (
             self.exit_code is not None and self.exit_code - 128 in _GRACEFUL
         ):  # after its own teardown
-            return (
-                f"ended by {signal.Signals(self.exit_code - 128).name} (exit code {self.exit_code})"
-            )
+            return f"ended by {signal.Signals(self.exit_code - 128).name} (exit code {self.exit_code})"
         if self.exit_code is not None and self.exit_code < 0:
             try:
                 name = signal.Signals(-self.exit_code).name
             except ValueError:
                 name = f"signal {-self.exit_code}"
-            hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
+            hint = (
+                " (the kernel does this when memory runs out)"
+                if name == "SIGKILL"
+                else ""
+            )
             return f"killed by {name}{hint}"
         text = f" ({self.message})" if self.type and not self.message.isdigit() else ""
         return f"exited with code {self.exit_code}{text}"
@@ -142,7 +144,8 @@ def root_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
         [1, 0]
     """
     return sorted(
-        failures, key=lambda f: (2 if f.stopped else 1 if f.followed else 0, f.time_ns, f.rank)
+        failures,
+        key=lambda f: (2 if f.stopped else 1 if f.followed else 0, f.time_ns, f.rank),
     )
 
 
@@ -172,7 +175,8 @@ def note_end(directory: Path, end: RankFailure) -> None:
     path = directory / f"{_ENDED}{end.rank}"
     with suppress(OSError):
         path.write_text(
-            json.dumps({"time_ns": end.time_ns, "host": end.host, "pid": end.pid}), encoding="utf-8"
+            json.dumps({"time_ns": end.time_ns, "host": end.host, "pid": end.pid}),
+            encoding="utf-8",
         )
 
 
@@ -183,7 +187,9 @@ def _read_ends(directory: Path) -> list[RankFailure]:
             fields = json.loads(path.read_text(encoding="utf-8"))
             rank = int(path.name.removeprefix(_ENDED))
             ends.append(
-                RankFailure(rank, 0, fields["time_ns"], host=fields["host"], pid=fields["pid"])
+                RankFailure(
+                    rank, 0, fields["time_ns"], host=fields["host"], pid=fields["pid"]
+                )
             )
         except (OSError, ValueError, KeyError):
             continue  # it is being written
@@ -207,11 +213,20 @@ def find_cause(error: BaseException, error_type: str, where: str) -> RankFailure
         return None
     attempt = Path(report).parent.parent  # one directory for each rank of this machine
     agent = next(
-        (parent for parent in attempt.parents if parent.name.startswith(AGENT_DIRECTORY)), attempt
+        (
+            parent
+            for parent in attempt.parents
+            if parent.name.startswith(AGENT_DIRECTORY)
+        ),
+        attempt,
     )
     deadline = time.monotonic() + _CAUSE_TIME
     while time.monotonic() < deadline:
-        reports = [failure for failure in read_reports(attempt).values() if failure.rank != rank]
+        reports = [
+            failure
+            for failure in read_reports(attempt).values()
+            if failure.rank != rank
+        ]
         first = root_first(with_early_ends([*reports, lost], _read_ends(agent)))[0]
         if not first.followed:
             return first
@@ -230,13 +245,19 @@ def describe(failures: Sequence[RankFailure], world_size: int) -> str:
     at = f" at {root.where}" if root.where else ""
     host = f"{root.host}, " if root.host else ""
     verb = "ended" if root.exit_code == 0 else "failed"
-    lines = [f"rank {root.rank} of {world_size} {verb}{at} ({host}pid {root.pid}): {root.cause}"]
+    lines = [
+        f"rank {root.rank} of {world_size} {verb}{at} ({host}pid {root.pid}): {root.cause}"
+    ]
     if root.traceback and root.type != "SystemExit":
         lines.append(textwrap.indent(root.traceback.rstrip(), "  "))
     groups: dict[str, list[int]] = {}
     for other in others:
         ending = (
-            "stopped" if other.stopped else "lost the connection" if other.followed else other.cause
+            "stopped"
+            if other.stopped
+            else "lost the connection"
+            if other.followed
+            else other.cause
         )
         groups.setdefault(ending, []).append(other.rank)
     if groups:

@@ -104,11 +104,14 @@ class Machines:
         if self.rank == 0:
             control = SignedStore(serve_store(self.address, self.port))
         else:
-            self._wait_until(self._can_connect, f"machine 0 at {self.address}:{self.port}")
+            self._wait_until(
+                self._can_connect, f"machine 0 at {self.address}:{self.port}"
+            )
             control = SignedStore(join_store(self.address, self.port))
         if not control.first(f"places/{self.rank}"):
             raise LaunchError(
-                "two machines have the same rank", found=f"machine_rank={self.rank} twice"
+                "two machines have the same rank",
+                found=f"machine_rank={self.rank} twice",
             )
         control.set(f"here/{self.rank}", json.dumps(dict(about)))
         self._control = control
@@ -133,7 +136,9 @@ class Machines:
         """The store of the ranks of one attempt, and its port; every attempt has a new store."""
         control, key = self._control, f"port/{attempt}"
         if self.rank == 0 or control is None:
-            self._served = serve_store(self.address, self.port if control is None else 0)
+            self._served = serve_store(
+                self.address, self.port if control is None else 0
+            )
             if control is not None:
                 control.set(key, str(self._served.port))
             return self._served, self._served.port
@@ -176,7 +181,10 @@ class Machines:
         if control is None:
             return found, status
         try:
-            report = {"status": status, "failures": [asdict(failure) for failure in found]}
+            report = {
+                "status": status,
+                "failures": [asdict(failure) for failure in found],
+            }
             control.set(f"outcome/{attempt}/{self.rank}", json.dumps(report))
             if status:
                 control.set(f"failed/{attempt}", str(self.rank))
@@ -194,7 +202,9 @@ class Machines:
             self.gone.append(0)  # machine 0 served the store
         return found, max(statuses)
 
-    def _reported(self, control: SignedStore, attempt: int, other: int, grace: float) -> bool:
+    def _reported(
+        self, control: SignedStore, attempt: int, other: int, grace: float
+    ) -> bool:
         failed: float | None = None
         while not control.holds(f"outcome/{attempt}/{other}"):
             if failed is None and control.holds(f"failed/{attempt}"):
@@ -212,7 +222,9 @@ class Machines:
         deadline = time.monotonic() + grace
         if self._control is not None and self.rank == 0:
             keys = [f"received/{attempt}/{other}" for other in range(1, self.count)]
-            while not all(map(self._control.holds, keys)) and time.monotonic() < deadline:
+            while (
+                not all(map(self._control.holds, keys)) and time.monotonic() < deadline
+            ):
                 time.sleep(_PERIOD)
         self._control = self._served = None
 
@@ -306,11 +318,15 @@ class SignedStore:
         raw = self._store.get(key).decode(errors="replace")
         proof, text = raw[:64], raw[64:]
         return (
-            text if hmac.compare_digest(proof.encode(), self._proof(key, text).encode()) else None
+            text
+            if hmac.compare_digest(proof.encode(), self._proof(key, text).encode())
+            else None
         )
 
     def _proof(self, key: str, text: str) -> str:
-        return hmac.new(self._token, f"{key}\0{text}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(
+            self._token, f"{key}\0{text}".encode(), hashlib.sha256
+        ).hexdigest()
 
 
 def serve_store(address: str, port: int) -> Any:
@@ -322,7 +338,9 @@ def serve_store(address: str, port: int) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, where = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM
+        )[0]
     except OSError as error:
         raise LaunchError(
             "the address of machine 0 is unknown", found=f"{address}: {error.strerror}"
@@ -344,7 +362,13 @@ def serve_store(address: str, port: int) -> Any:
         listener.listen()
         bound = listener.getsockname()[1]
         return TCPStore(
-            address, bound, None, True, _STORE_TIME, False, master_listen_fd=listener.detach()
+            address,
+            bound,
+            None,
+            True,
+            _STORE_TIME,
+            False,
+            master_listen_fd=listener.detach(),
         )
 
 
@@ -358,7 +382,9 @@ def join_store(address: str, port: int, timeout: timedelta = _STORE_TIME) -> Any
 def own_address_towards(address: str) -> str | None:
     """This machine's own address on the route to another one; None without a route."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, where = socket.getaddrinfo(
+            address, 9, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, kind) as probe:
             probe.connect(where)  # sends nothing, but selects the route
             return str(probe.getsockname()[0])
@@ -388,10 +414,14 @@ def interface_of(address: str) -> str | None:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", os.fsencode(name)[:15])
                 try:
-                    found = fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]  # SIOCGIFADDR
+                    found = fcntl.ioctl(probe.fileno(), 0x8915, request)[
+                        20:24
+                    ]  # SIOCGIFADDR
                 except OSError:
                     continue  # has no IPv4 address
-                if socket.inet_ntoa(found) == own or (own.startswith("127.") and name == "lo"):
+                if socket.inet_ntoa(found) == own or (
+                    own.startswith("127.") and name == "lo"
+                ):
                     return name
     except OSError:
         return None

@@ -58,7 +58,9 @@ _port: Final = _whole("a port, 0 to 65535", 0, 65535)
 
 
 def _number(text: str) -> float:
-    if len(text) > 30 or not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", text):
+    if len(text) > 30 or not re.fullmatch(
+        r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", text
+    ):
         raise ValueError("is a number")
     return float(text)
 
@@ -187,7 +189,9 @@ def several_on(device: str) -> str:
     return kind if kind in _KINDS else "MULTI_GPU"
 
 
-def _each(read: Callable[[str], Any], *names: str, ignored: str = "") -> tuple[Option, ...]:
+def _each(
+    read: Callable[[str], Any], *names: str, ignored: str = ""
+) -> tuple[Option, ...]:
     return tuple(Option(name, read, ignored=ignored) for name in names)
 
 
@@ -196,9 +200,16 @@ def _section(section: str, prefix: str, *options: Option) -> dict[str, Option]:
     made = {}
     for option in options:
         name = f"{prefix}{option.name}"
-        aliases = (option.name, *(f"{prefix}{alias}" for alias in option.aliases), *option.aliases)
+        aliases = (
+            option.name,
+            *(f"{prefix}{alias}" for alias in option.aliases),
+            *option.aliases,
+        )
         made[name] = replace(
-            option, name=name, section=section, aliases=tuple(a for a in aliases if a != name)
+            option,
+            name=name,
+            section=section,
+            aliases=tuple(a for a in aliases if a != name),
         )
     return made
 
@@ -383,10 +394,13 @@ def with_kind(*levels: Mapping[str, Chosen]) -> dict[str, Chosen]:
     return chosen
 
 
-def _derived(level: Mapping[str, Chosen], chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
+def _derived(
+    level: Mapping[str, Chosen], chosen: Mapping[str, Chosen]
+) -> dict[str, Chosen]:
     """``distributed_type`` and ``use_cpu`` as the options of one level set them, else their earlier values."""
     devices, engines = (
-        [word for word in words if _is_on(level, word)] for words in (_DEVICES, ENGINE_WORDS)
+        [word for word in words if _is_on(level, word)]
+        for words in (_DEVICES, ENGINE_WORDS)
     )
     given, on_cpu = chosen["distributed_type"], chosen["use_cpu"]
     kind = given
@@ -398,7 +412,11 @@ def _derived(level: Mapping[str, Chosen], chosen: Mapping[str, Chosen]) -> dict[
         on_cpu = Chosen(devices[0] == "cpu", level[devices[0]].origin)
     if engines:
         engine, origin = ENGINE_WORDS[engines[0]], level[engines[0]].origin
-        if "distributed_type" in level and given.value in _ENGINES and given.value != engine:
+        if (
+            "distributed_type" in level
+            and given.value in _ENGINES
+            and given.value != engine
+        ):
             _only_one(level, ["distributed_type", engines[0]])
         if engine is not None or not _on_several(given):
             kind = Chosen(engine, origin)

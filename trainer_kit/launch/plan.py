@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from trainer_kit.core.configuration_sources import ORIGINS
-from trainer_kit.core.environment import Environment, available_devices, preserved_variables
+from trainer_kit.core.environment import (
+    Environment,
+    available_devices,
+    preserved_variables,
+)
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.configuration import Resolved
 from trainer_kit.launch.machines import Machines
@@ -89,9 +93,9 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
     cpu = bool(options["use_cpu"]) or options["distributed_type"] == "MULTI_CPU"
     accelerated = not cpu and _accelerator() is not None
     several = "multi_gpu" if options["multi_gpu"] else "distributed_type"
-    on_devices = bool(options["multi_gpu"]) or (options["distributed_type"] or "").startswith(
-        "MULTI_"
-    )
+    on_devices = bool(options["multi_gpu"]) or (
+        options["distributed_type"] or ""
+    ).startswith("MULTI_")
     if on_devices and not cpu and not accelerated:
         raise options.wrong(
             "this machine has no accelerator",
@@ -140,7 +144,9 @@ def _ignored(options: Resolved, more: Mapping[str, str]) -> dict[str, str]:
     """The configured options without an effect: those that the option table marks, and ``more`` of this plan."""
     found = dict(more)
     for table in (TOP, *SECTIONS.values()):
-        found |= {option.name: option.ignored for option in table.values() if option.ignored}
+        found |= {
+            option.name: option.ignored for option in table.values() if option.ignored
+        }
     return {name: reason for name, reason in found.items() if options[name]}
 
 
@@ -149,8 +155,12 @@ def _on_xla(options: Resolved) -> Plan:
     if options["num_machines"] > 1:
         raise _pod(options, "num_machines")
     several = (options["num_processes"] or 1) > 1
-    environ = {"TRAINER_KIT_NUM_PROCESSES": str(options["num_processes"])} if several else {}
-    ignored = dict.fromkeys(_OF_THE_AGENT if several else (), "torch_xla starts the processes")
+    environ = (
+        {"TRAINER_KIT_NUM_PROCESSES": str(options["num_processes"])} if several else {}
+    )
+    ignored = dict.fromkeys(
+        _OF_THE_AGENT if several else (), "torch_xla starts the processes"
+    )
     ignored["rdzv_conf"] = "a single machine has no rendezvous"
     if (
         options["main_training_function"] != "main"
@@ -228,7 +238,9 @@ def _patience(options: Resolved) -> float:
     return float(list(pairs.values())[-1]) if pairs else Machines.PATIENCE
 
 
-def _total(options: Resolved, launched: int | None, devices: int, num_machines: int) -> int:
+def _total(
+    options: Resolved, launched: int | None, devices: int, num_machines: int
+) -> int:
     """The number of processes of the whole run."""
     total = options["num_processes"]
     if total == -1 and options.file is not None:
@@ -241,8 +253,14 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
     if total is None:
         each = 1 if single else devices
         # If an outer launcher has started several tasks on a machine, they are the processes.
-        total = each * num_machines if launched is None else max(launched, each * num_machines)
-    elif single and total > 1 and not options.origin("num_processes").startswith("flag"):
+        total = (
+            each * num_machines
+            if launched is None
+            else max(launched, each * num_machines)
+        )
+    elif (
+        single and total > 1 and not options.origin("num_processes").startswith("flag")
+    ):
         raise options.wrong(
             "one process cannot be distributed",
             "distributed_type",
@@ -255,9 +273,15 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
             found=f"{options.describe('num_processes')}, num_machines={num_machines}",
             fix="pass a multiple of num_machines: num_processes counts the processes of all machines",
         )
-    if total == 1 and options["multi_gpu"] and options.origin("multi_gpu").startswith("flag"):
+    if (
+        total == 1
+        and options["multi_gpu"]
+        and options.origin("multi_gpu").startswith("flag")
+    ):
         raise ConfigurationError(
-            "--multi_gpu is for several processes", found="1 process", fix="leave it out"
+            "--multi_gpu is for several processes",
+            found="1 process",
+            fix="leave it out",
         )
     return int(total)
 
@@ -291,7 +315,11 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
     elif options["distributed_type"] in _XLA:
         passed.append("distributed_type")
     if options["mixed_precision"] == "fp8":
-        passed += [name for name, option in SECTIONS["fp8_config"].items() if not option.ignored]
+        passed += [
+            name
+            for name, option in SECTIONS["fp8_config"].items()
+            if not option.ignored
+        ]
     found = _variables(options)
     origins: dict[str, str] = {}
     for name in passed:
@@ -324,14 +352,18 @@ def _variables(options: Resolved) -> dict[str, str]:
     """
     given, found = options["environment"] or {}, {}
     if not isinstance(given, Mapping):
-        raise options.wrong("environment: is a mapping of variables to texts", "environment")
+        raise options.wrong(
+            "environment: is a mapping of variables to texts", "environment"
+        )
     pairs = [("environment", name, value) for name, value in given.items()]
     for pair in options["tpu_env"] or ():
         name, equals, value = pair.partition("=")
         pairs.append(("tpu_env", name, value if equals else None))
     for option, name, value in pairs:
         found_at = f"{name} ({options.origin(option)})"
-        if not isinstance(value, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        if not isinstance(value, str) or not re.fullmatch(
+            "[A-Za-z_][A-Za-z0-9_]*", name
+        ):
             raise ConfigurationError(
                 "a variable is written as NAME=TEXT",
                 found=found_at,
@@ -369,7 +401,9 @@ def _refuse(options: Resolved) -> None:
     ]
     wanted = {
         "distributed_type": ENGINES.get(options["distributed_type"] or ""),
-        _SEQUENCES: "dividing sequences by DeepSpeed" if _SEQUENCES in parallel else None,
+        _SEQUENCES: "dividing sequences by DeepSpeed"
+        if _SEQUENCES in parallel
+        else None,
     }
     for name, feature in wanted.items():
         if feature is not None:
@@ -385,12 +419,14 @@ def _refuse(options: Resolved) -> None:
             parallel[0],
             fix="leave parallelism_config out, or set FSDP, MULTI_GPU or MULTI_CPU",
         )
-    on_tpu = options["distributed_type"] in _XLA or options.origin("tpu_use_cluster").startswith(
-        "flag"
-    )
+    on_tpu = options["distributed_type"] in _XLA or options.origin(
+        "tpu_use_cluster"
+    ).startswith("flag")
     if options["tpu_use_cluster"] and on_tpu:
         raise _pod(options, "tpu_use_cluster")
-    divided = [name for name in parallel if name != "parallelism_config_dp_replicate_size"]
+    divided = [
+        name for name in parallel if name != "parallelism_config_dp_replicate_size"
+    ]
     if options["use_ddp"] and divided:
         raise options.wrong("only one kind of run can be chosen", "use_ddp", divided[0])
     wants_mesh = options["use_parallelism_config"]

@@ -24,9 +24,20 @@ import torch.distributed as dist
 from trainer_kit.core.environment import Environment, usable_cores
 from trainer_kit.core.errors import LaunchError, RankError, add_note
 from trainer_kit.launch.bootstrap import die_with_parent, qualified_name
-from trainer_kit.launch.failure import RankFailure, describe, root_first, with_early_ends
+from trainer_kit.launch.failure import (
+    RankFailure,
+    describe,
+    root_first,
+    with_early_ends,
+)
 
-__all__ = ["Ranks", "local_environment", "no_garbage_in_forks", "run_beside", "run_forked"]
+__all__ = [
+    "Ranks",
+    "local_environment",
+    "no_garbage_in_forks",
+    "run_beside",
+    "run_forked",
+]
 
 _EXIT_TIME: Final = 5.0
 """Seconds that a process has to end after it has sent its result."""
@@ -56,7 +67,8 @@ def run_forked(
     nproc: int,
     start_method: _StartMethod = "auto",
     *,
-    failed: Callable[[BaseException, Sequence[RankFailure]], BaseException] | None = None,
+    failed: Callable[[BaseException, Sequence[RankFailure]], BaseException]
+    | None = None,
 ) -> _Result:
     """Run ``fn(rank)`` on ``nproc`` processes of this machine, with the rank environment set, and wait for them.
 
@@ -103,9 +115,13 @@ def run_forked(
         _check_picklable(fn, method)
     with warnings.catch_warnings():
         # Python 3.12 and later warn of a fork in a process with threads; one thread per rank avoids that problem.
-        warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*fork.*", category=DeprecationWarning
+        )
         target = _Target(fn, method == "fork")
-        ranks = Ranks(multiprocessing.get_context(method), nproc, target, local_environment(nproc))
+        ranks = Ranks(
+            multiprocessing.get_context(method), nproc, target, local_environment(nproc)
+        )
     try:
         ranks.wait()
         return ranks.results()[0]  # type: ignore[no-any-return]
@@ -140,7 +156,9 @@ def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
     )
     if possible and usable_cores() > 1 and _device_in_use() is None:
         with no_garbage_in_forks(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+            warnings.filterwarnings(
+                "ignore", message=".*fork.*", category=DeprecationWarning
+            )
             context = multiprocessing.get_context("fork")
             for function in functions[1 : usable_cores()]:
                 reader, writer = context.Pipe(duplex=False)
@@ -286,7 +304,11 @@ class Ranks:
             raise
 
     def _start(
-        self, context: Any, rank: int, target: Callable[[int], Any], environ: Mapping[str, str]
+        self,
+        context: Any,
+        rank: int,
+        target: Callable[[int], Any],
+        environ: Mapping[str, str],
     ) -> None:
         reader, writer = context.Pipe(duplex=False)
         self._readers.append(reader)
@@ -304,13 +326,17 @@ class Ranks:
         """The processes of the ranks that are neither done nor failed."""
         ended = self._results.keys() | self._failures.keys()
         return {
-            rank: process.pid for rank, process in enumerate(self._processes) if rank not in ended
+            rank: process.pid
+            for rank, process in enumerate(self._processes)
+            if rank not in ended
         }
 
     @property
     def failures(self) -> list[RankFailure]:
         """How each rank that failed has ended, the cause first."""
-        return root_first(with_early_ends(list(self._failures.values()), self._ends.values()))
+        return root_first(
+            with_early_ends(list(self._failures.values()), self._ends.values())
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all ranks are done, or one has failed and the others have ended or were killed.
@@ -355,13 +381,17 @@ class Ranks:
                     rank, 0, time.time_ns(), pid=self._processes[rank].pid
                 )
             else:
-                self._errors[rank] = pickle.loads(message["error"]) if message["error"] else None
+                self._errors[rank] = (
+                    pickle.loads(message["error"]) if message["error"] else None
+                )
                 self._failures[rank] = message["failure"]
 
     def _stop_peers(self) -> None:
         for rank, pid in self.running.items():
             self._processes[rank].kill()
-            self._failures[rank] = RankFailure(rank, None, time.time_ns(), pid=pid, stopped=True)
+            self._failures[rank] = RankFailure(
+                rank, None, time.time_ns(), pid=pid, stopped=True
+            )
 
     def results(self) -> list[Any]:
         """The result of each rank.
@@ -445,5 +475,11 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
         trace = trace.tb_next
     lines = "".join(traceback.format_exception(type(error), error, trace))
     return RankFailure(
-        rank, 1, time.time_ns(), qualified_name(error), str(error), lines, pid=os.getpid()
+        rank,
+        1,
+        time.time_ns(),
+        qualified_name(error),
+        str(error),
+        lines,
+        pid=os.getpid(),
     )

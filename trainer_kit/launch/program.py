@@ -58,7 +58,9 @@ def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
         if word.startswith("--"):
-            options += [word, rest.pop(0)] if word == "--check-hash-based-pycs" else [word]
+            options += (
+                [word, rest.pop(0)] if word == "--check-hash-based-pycs" else [word]
+            )
             continue
         letters = ""
         for at, letter in enumerate(word[1:], start=1):
@@ -67,7 +69,10 @@ def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
                 options += [f"-{letters}"] if letters else []
                 return options, [f"-{letter}", *([value] if value else []), *rest]
             if letter in "WX":
-                options += [f"-{letters}{letter}{value}", *([] if value else [rest.pop(0)])]
+                options += [
+                    f"-{letters}{letter}{value}",
+                    *([] if value else [rest.pop(0)]),
+                ]
                 letters = ""
                 break
             letters += letter if letter != "i" else ""
@@ -146,7 +151,9 @@ def arguments(words: list[str] | None = None) -> list[str]:
     for word in sys.argv[1:] if words is None else words:
         option = _OPTION.fullmatch(word)
         if option is not None:
-            masked.append(f"{option[1]}={mask_secrets(option[2], option[1].lstrip('-'))}")
+            masked.append(
+                f"{option[1]}={mask_secrets(option[2], option[1].lstrip('-'))}"
+            )
         else:
             masked.append(mask_secrets(word, name))
         name = word.lstrip("-") if word.startswith("-") and option is None else ""
@@ -199,7 +206,10 @@ def requeue() -> str:
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
         return ""
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    array, task = (
+        os.environ.get("SLURM_ARRAY_JOB_ID"),
+        os.environ.get("SLURM_ARRAY_TASK_ID"),
+    )
     name = f"{array}_{task}" if array and task else job
     try:
         subprocess.run(
@@ -212,7 +222,9 @@ def requeue() -> str:
     except FileNotFoundError:
         return f"job {name} is not requeued: this machine has no scontrol"
     except subprocess.CalledProcessError as error:
-        reason = " ".join((error.stderr or error.stdout or f"exit code {error.returncode}").split())
+        reason = " ".join(
+            (error.stderr or error.stdout or f"exit code {error.returncode}").split()
+        )
         return f"job {name} is not requeued: {reason}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"job {name} is not requeued: {error}"

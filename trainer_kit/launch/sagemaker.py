@@ -46,7 +46,9 @@ def refusal(options: Resolved) -> ConfigurationError:
     )
 
 
-def sagemaker_lines(options: Resolved, script: str, arguments: Sequence[str]) -> list[str]:
+def sagemaker_lines(
+    options: Resolved, script: str, arguments: Sequence[str]
+) -> list[str]:
     """The job as lines of text: the region and profile, the estimator's arguments, and the inputs of ``fit``.
 
     Secrets are masked.
@@ -81,7 +83,9 @@ def estimator_arguments(
     """
     if not script.endswith(".py"):
         raise ConfigurationError(
-            "SageMaker runs a Python file", found=script, fix="pass a script that ends in .py"
+            "SageMaker runs a Python file",
+            found=script,
+            fix="pass a script that ends in .py",
         )
     for name in ("ec2_instance_type", "iam_role_name"):
         if not options[name]:
@@ -110,15 +114,16 @@ def estimator_arguments(
         else [{"Name": name, "Regex": text} for name, text in metrics],
     }
     inputs = _table(options, "sagemaker_inputs_file")
-    return _merged(options["additional_args"] or {}, estimator), None if inputs is None else dict(
-        inputs
-    )
+    return _merged(
+        options["additional_args"] or {}, estimator
+    ), None if inputs is None else dict(inputs)
 
 
 def _environment(options: Resolved) -> dict[str, str]:
     """Variables for the script in Accelerate's names, which this library reads too."""
     switches = {
-        name: str(bool(options[f"dynamo_{name}"])) for name in ("use_fullgraph", "use_dynamic")
+        name: str(bool(options[f"dynamo_{name}"]))
+        for name in ("use_fullgraph", "use_dynamic")
     }
     return {
         "ACCELERATE_USE_SAGEMAKER": "true",
@@ -130,7 +135,9 @@ def _environment(options: Resolved) -> dict[str, str]:
         "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(
             bool(options["dynamo_use_regional_compilation"])
         ),
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": str(options["distributed_type"] or "NO"),
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": str(
+            options["distributed_type"] or "NO"
+        ),
     }
 
 
@@ -140,7 +147,11 @@ def _hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     words = list(arguments)
     while words:
         name, equals, value = words.pop(0).partition("=")
-        if not equals and words and (not words[0].startswith("-") or _NUMBER.fullmatch(words[0])):
+        if (
+            not equals
+            and words
+            and (not words[0].startswith("-") or _NUMBER.fullmatch(words[0]))
+        ):
             value = words.pop(0)
         elif not equals:
             value = ""
@@ -169,9 +180,14 @@ def _table(options: Resolved, name: str) -> list[tuple[str, str]] | None:
         return None
     try:
         lines = Path(options[name]).expanduser().read_text("utf-8").splitlines()[1:]
-        return [(cells[0], cells[1].strip()) for cells in (line.split("\t") for line in lines)]
+        return [
+            (cells[0], cells[1].strip())
+            for cells in (line.split("\t") for line in lines)
+        ]
     except (OSError, UnicodeDecodeError, IndexError) as error:
-        raise options.wrong(f"this is not a table of names and values: {error}", name) from error
+        raise options.wrong(
+            f"this is not a table of names and values: {error}", name
+        ) from error
 
 
 def _constructed(value: Any) -> Any:

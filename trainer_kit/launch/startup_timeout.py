@@ -82,14 +82,20 @@ def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
         SignedStore(store).set("rank 0", "")
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    return PrefixStore(hashlib.sha256(run_token()).hexdigest(), store) if run_token() else store
+    return (
+        PrefixStore(hashlib.sha256(run_token()).hexdigest(), store)
+        if run_token()
+        else store
+    )
 
 
 def _serve_as_master(here: Environment) -> Any:
     try:
         return serve_store(here.master_addr, here.master_port)
     except LaunchError as error:
-        own = None if _is_own(here.master_addr) else own_address_towards(here.master_addr)
+        own = (
+            None if _is_own(here.master_addr) else own_address_towards(here.master_addr)
+        )
         if own is None:
             raise LaunchError(
                 error.problem,
@@ -106,7 +112,9 @@ def _serve_as_master(here: Environment) -> Any:
 
 def _is_own(address: str) -> bool:
     try:
-        family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, where = socket.getaddrinfo(
+            address, 0, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind(where)
     except OSError:
@@ -139,7 +147,10 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
             pause = min(2 * pause, 0.25)
 
     def missing() -> str:
-        return _named([rank for rank in range(size) if not store.check([f"{_COUNT}/{rank}"])], size)
+        return _named(
+            [rank for rank in range(size) if not store.check([f"{_COUNT}/{rank}"])],
+            size,
+        )
 
     def first() -> bool:
         return not any(store.check([f"{_COUNT}/{rank}"]) for rank in range(here.rank))
@@ -167,14 +178,22 @@ def named_while_connecting(store: Any, here: Environment) -> Iterator[None]:
         thread.join()
 
 
-def _name_gone(store: Any, here: Environment, over: threading.Event, interval: float) -> None:
+def _name_gone(
+    store: Any, here: Environment, over: threading.Event, interval: float
+) -> None:
     began = time.monotonic()
     while not over.wait(interval):
         try:
             store.set(f"{_ALIVE}/{here.rank}", "")
-            if over.wait(min(1.0, interval)):  # the other ranks reach this point at the same moment
+            if over.wait(
+                min(1.0, interval)
+            ):  # the other ranks reach this point at the same moment
                 return
-            alive = [rank for rank in range(here.world_size) if store.check([f"{_ALIVE}/{rank}"])]
+            alive = [
+                rank
+                for rank in range(here.world_size)
+                if store.check([f"{_ALIVE}/{rank}"])
+            ]
         except RuntimeError:  # the process that served the store is gone
             return
         gone = sorted({*range(here.world_size)} - {*alive})
@@ -182,7 +201,9 @@ def _name_gone(store: Any, here: Environment, over: threading.Event, interval: f
             waited = time.monotonic() - began
             missing = _named(gone, here.world_size)
             print(
-                f"waiting for {missing} to connect for {waited:.0f} s", file=sys.stderr, flush=True
+                f"waiting for {missing} to connect for {waited:.0f} s",
+                file=sys.stderr,
+                flush=True,
             )
 
 
@@ -190,7 +211,9 @@ def _named(ranks: list[int], size: int) -> str:
     listed = ", ".join(map(str, ranks[:16])) + (
         f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
     )
-    return f"rank {listed} of {size}" if len(ranks) == 1 else f"ranks {listed} of {size}"
+    return (
+        f"rank {listed} of {size}" if len(ranks) == 1 else f"ranks {listed} of {size}"
+    )
 
 
 def _await(
@@ -207,7 +230,10 @@ def _await(
         last = ends - now <= interval
         try:
             return wait(timedelta(seconds=max(0.01, ends - now) if last else interval))
-        except (TimeoutError, RuntimeError) as error:  # torch's DistStoreError and DistNetworkError
+        except (
+            TimeoutError,
+            RuntimeError,
+        ) as error:  # torch's DistStoreError and DistNetworkError
             waited = time.monotonic() - began
             if time.monotonic() - now < 0.5 * min(interval, ends - now):
                 raise  # not a timeout

@@ -54,10 +54,19 @@ class AimLogger(RunLogger):
     ) -> None:
         id = run_hash if run is None else run.hash
         super().__init__(
-            name=experiment, save_dir=save_dir, id=id, prefix=prefix, log_model=log_model, run=run
+            name=experiment,
+            save_dir=save_dir,
+            id=id,
+            prefix=prefix,
+            log_model=log_model,
+            run=run,
         )
         self._repo, self._run_name = repo, run_name
-        given = {"train": train_metric_prefix, "val": val_metric_prefix, "test": test_metric_prefix}
+        given = {
+            "train": train_metric_prefix,
+            "val": val_metric_prefix,
+            "test": test_metric_prefix,
+        }
         self._subsets = {subset: start for subset, start in given.items() if start}
         self._options = {
             "system_tracking_interval": None,
@@ -71,7 +80,10 @@ class AimLogger(RunLogger):
 
         if self._repo is None:
             os.makedirs(self._save_dir, exist_ok=True)
-        where = {"repo": self._save_dir if self._repo is None else self._repo, **self._options}
+        where = {
+            "repo": self._save_dir if self._repo is None else self._repo,
+            **self._options,
+        }
         run = (
             Run(experiment=self._name, **where)
             if id is None
@@ -88,11 +100,17 @@ class AimLogger(RunLogger):
     def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             subset, start = next(
-                ((s, start) for s, start in self._subsets.items() if name.startswith(start)),
+                (
+                    (s, start)
+                    for s, start in self._subsets.items()
+                    if name.startswith(start)
+                ),
                 ("", ""),
             )
             context = {"subset": subset} if subset else {}
-            run.track(value, name=name[len(start) :] or name, step=step, context=context)
+            run.track(
+                value, name=name[len(start) :] or name, step=step, context=context
+            )
 
     def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
         for name, value in params.items():
@@ -104,7 +122,9 @@ class AimLogger(RunLogger):
         from aim import Image
 
         run.track(
-            Image(image, caption=caption or ""), name=f"{key}/{index}" if index else key, step=step
+            Image(image, caption=caption or ""),
+            name=f"{key}/{index}" if index else key,
+            step=step,
         )
 
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
@@ -112,7 +132,9 @@ class AimLogger(RunLogger):
 
         run.track(Text(text), name=key, step=step)
 
-    def _write_histogram(self, run: Any, key: str, values: Any, bins: int, step: int) -> None:
+    def _write_histogram(
+        self, run: Any, key: str, values: Any, bins: int, step: int
+    ) -> None:
         from aim import Distribution
 
         run.track(Distribution(values, bin_count=bins), name=key, step=step)

@@ -105,7 +105,9 @@ class ClearMLLogger(RunLogger):
             logger.report_scalar(plot or series, series, value, step)
 
     def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
-        run.update_parameters({f"General/{name}": value for name, value in flatten(params).items()})
+        run.update_parameters(
+            {f"General/{name}": value for name, value in flatten(params).items()}
+        )
 
     def _write_file(self, run: Any, path: Path, name: str) -> None:
         run.upload_artifact(name, artifact_object=str(path))
@@ -118,9 +120,13 @@ class ClearMLLogger(RunLogger):
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
         run.get_logger().report_text(f"{key}, step {step}: {text}", print_console=False)
 
-    def _write_histogram(self, run: Any, key: str, values: Any, bins: int, step: int) -> None:
+    def _write_histogram(
+        self, run: Any, key: str, values: Any, bins: int, step: int
+    ) -> None:
         counts, edges = histogram(values, bins)
-        run.get_logger().report_histogram(key, key, counts, step, xlabels=centers(edges))
+        run.get_logger().report_histogram(
+            key, key, counts, step, xlabels=centers(edges)
+        )
 
     def _write_table(
         self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int

@@ -90,7 +90,12 @@ class CometLogger(RunLogger):
         from comet_ml import ExperimentConfig, start
 
         config = ExperimentConfig(**self._config)
-        run = start(experiment_key=id, mode=self._mode, experiment_config=config, **self._options)
+        run = start(
+            experiment_key=id,
+            mode=self._mode,
+            experiment_config=config,
+            **self._options,
+        )
         return run, str(run.get_key())
 
     def _end(self, run: Any, status: str) -> None:
@@ -112,16 +117,26 @@ class CometLogger(RunLogger):
             return
         for file in sorted(path.rglob("*")):
             if file.is_file():
-                run.log_asset(str(file), file_name=f"{name}/{file.relative_to(path).as_posix()}")
+                run.log_asset(
+                    str(file), file_name=f"{name}/{file.relative_to(path).as_posix()}"
+                )
 
     def _write_image(
         self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
     ) -> None:
-        metadata = {"index": index} if caption is None else {"index": index, "caption": caption}
-        run.log_image(image, name=f"{key}-{index}" if index else key, step=step, metadata=metadata)
+        metadata = (
+            {"index": index}
+            if caption is None
+            else {"index": index, "caption": caption}
+        )
+        run.log_image(
+            image, name=f"{key}-{index}" if index else key, step=step, metadata=metadata
+        )
 
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
         run.log_text(text, step=step, metadata={"key": key})
 
-    def _write_histogram(self, run: Any, key: str, values: Any, bins: int, step: int) -> None:
+    def _write_histogram(
+        self, run: Any, key: str, values: Any, bins: int, step: int
+    ) -> None:
         run.log_histogram_3d(values, name=key, step=step)

@@ -11,7 +11,12 @@ from typing import Any, final
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.errors import ConfigurationError, LogError
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers, one_at_a_time
+from trainer_kit.loggers.layout import (
+    DEFAULT_NAME,
+    DirectoryLogger,
+    numbers,
+    one_at_a_time,
+)
 
 __all__ = ["CSVLogger"]
 
@@ -106,7 +111,9 @@ class CSVLogger(DirectoryLogger):
         return 0 if self._step is None else self._step + 1
 
     @one_at_a_time
-    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         """Write the hyperparameters to ``hparams.json``, and log ``metrics`` at step 0.
 
         Args:
@@ -128,7 +135,9 @@ class CSVLogger(DirectoryLogger):
             None,
         )  # after a failed write, the file is read again
         own_row = (
-            self._ended[1] if self._ended is not None and self._ended[0] == self.path else None
+            self._ended[1]
+            if self._ended is not None and self._ended[0] == self.path
+            else None
         )
         table.merge(self._waiting, own_row)
         self._table, self._waiting, self._ended = table, {}, None
@@ -137,7 +146,11 @@ class CSVLogger(DirectoryLogger):
     def finalize(self, status: str) -> None:
         """Write the buffered values. Later values do not overwrite those of the last row."""
         self.save()
-        if self._table is not None and self._table.last_step is not None and status == "success":
+        if (
+            self._table is not None
+            and self._table.last_step is not None
+            and status == "success"
+        ):
             self._ended = self.path, self._table.last_step
         self._table = None
         if self._version is not None:
@@ -178,7 +191,10 @@ class _Table:
             for name, value in rows.get(-1 if own_row is None else own_row, {}).items()
         ):
             own_row = None
-        columns = [*self._columns, *dict.fromkeys(name for row in rows.values() for name in row)]
+        columns = [
+            *self._columns,
+            *dict.fromkeys(name for row in rows.values() for name in row),
+        ]
         columns = list(dict.fromkeys(columns))
         if last is None or columns != self._columns or min(rows) < last:
             self._rewrite(rows, columns, own_row)
@@ -189,11 +205,16 @@ class _Table:
             rows[last] = {**_cells(self._last), **rows[last]}
         lines = [self._line({"step": step, **rows[step]}) for step in sorted(rows)]
         with open(self._path, "r+b") as file:
-            file.seek(self._start if merges else 0, os.SEEK_SET if merges else os.SEEK_END)
+            file.seek(
+                self._start if merges else 0, os.SEEK_SET if merges else os.SEEK_END
+            )
             file.write(b"".join(lines))
             end = file.tell()
             file.truncate()
-        self._last, self._start = {"step": max(rows), **rows[max(rows)]}, end - len(lines[-1])
+        self._last, self._start = (
+            {"step": max(rows), **rows[max(rows)]},
+            end - len(lines[-1]),
+        )
 
     def _rewrite(
         self, rows: dict[int, dict[str, Any]], columns: list[str], own_row: int | None

@@ -107,7 +107,9 @@ class JournalIndex:
         """
         with self._written:
             if not self._written.wait_for(lambda: len(self._offsets) > first, _SHORT):
-                raise TimeoutError(f"{self.journal.path} does not have these values yet")
+                raise TimeoutError(
+                    f"{self.journal.path} does not have these values yet"
+                )
             offsets = list(enumerate(self._offsets[first:end], first))
         written = [(number, offset) for number, offset in offsets if offset >= 0]
         calls = [
@@ -151,12 +153,16 @@ class Delivery:
         self._first = -1  # the ticket of a call whose refusal `started` raises
         self._refusal: TrainerKitError | None = None
         self._kept = 10 * _KEPT if journals or index is None else _KEPT
-        self._many = max(1, self._kept // 10)  # calls that wake the thread, whatever they are
+        self._many = max(
+            1, self._kept // 10
+        )  # calls that wake the thread, whatever they are
         self._queue: deque[_Call | _Gap] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._put = self._done = self._lost = 0
-        self._busy: tuple[str, float] | None = None  # the current call, and when it began
+        self._busy: tuple[str, float] | None = (
+            None  # the current call, and when it began
+        )
         self._failing: float | None = None  # when the logger began to fail
         self._attempts = 0
         self._closing: float | None = (
@@ -167,7 +173,10 @@ class Delivery:
             None  # when the first call began; None once a call has succeeded
         )
         self._starting = not journals
-        self._seen = 0.0, 0.0  # when the thread's CPU time was read last, and the CPU time
+        self._seen = (
+            0.0,
+            0.0,
+        )  # when the thread's CPU time was read last, and the CPU time
         self._warned = -_QUIET
         self._refused: set[type[BaseException]] = set()
 
@@ -183,7 +192,9 @@ class Delivery:
             for item in self._queue
         )
 
-    def put(self, method: str, *arguments: Any, number: int = -1, first: bool = False) -> int:
+    def put(
+        self, method: str, *arguments: Any, number: int = -1, first: bool = False
+    ) -> int:
         """Queue a call; returns the ticket for `wait`. Never waits for the logger.
 
         Args:
@@ -263,7 +274,9 @@ class Delivery:
     def _wait_for(self, ticket: int, deadline: float) -> bool:
         left = max(0.0, deadline - time.monotonic())
         self._changed.notify_all()
-        self._changed.wait_for(lambda: self._done >= ticket or self._failing is not None, left)
+        self._changed.wait_for(
+            lambda: self._done >= ticket or self._failing is not None, left
+        )
         return self._done >= ticket
 
     def close(self, status: str | None) -> None:
@@ -290,7 +303,11 @@ class Delivery:
         if starts:
             self._wait_for_start()
         with self._changed:
-            left, busy, done = self._pending(), self._busy, not self._queue and self._thread is None
+            left, busy, done = (
+                self._pending(),
+                self._busy,
+                not self._queue and self._thread is None,
+            )
         if done and self._lost:
             self._say(f"{self.name}: it did not receive every call{self._where()}")
             self._lost = 0
@@ -300,22 +317,31 @@ class Delivery:
                 if busy
                 else "it fails"
             )
-            self._say(f"{self.name}: {state}; {_counted(left)} not logged there{self._where()}")
+            self._say(
+                f"{self.name}: {state}; {_counted(left)} not logged there{self._where()}"
+            )
         return done
 
     def _is_starting(self) -> bool:
         """Whether the first call is under way, has time left, and has computed since the last look at it."""
         begun = self._begun
-        return begun is not None and time.monotonic() < begun + _GRACE and self._computes()
+        return (
+            begun is not None and time.monotonic() < begun + _GRACE and self._computes()
+        )
 
     def _computes(self) -> bool:
         """Whether the thread has used CPU time since the last call of this method."""
-        (before, spent), self._seen = self._seen, (time.monotonic(), _cpu_seconds(self._thread))
+        (before, spent), self._seen = (
+            self._seen,
+            (time.monotonic(), _cpu_seconds(self._thread)),
+        )
         return self._seen[1] - spent > _WORKING * (self._seen[0] - before)
 
     def _wait_for_start(self) -> None:
         """Wait for the first call while it computes, then as long as any close does for the calls after it."""
-        self._warn("its first call has not returned yet, but is computing; waiting for it")
+        self._warn(
+            "its first call has not returned yet, but is computing; waiting for it"
+        )
         starting = True
         with self._changed:
             while starting and self._begun is not None:
@@ -427,7 +453,9 @@ class Delivery:
         if isinstance(item, _Call) and self._is_refusal(error, now - self._failing):
             self._leave_out(item, error)
             return True
-        self._warn(f"{_text(error)}; training continues, {_counted(self.pending)} not logged there")
+        self._warn(
+            f"{_text(error)}; training continues, {_counted(self.pending)} not logged there"
+        )
         with self._changed:
             self._changed.notify_all()
             if self._closing is None:
@@ -444,12 +472,16 @@ class Delivery:
         """Drop a refused call: the start of an entry point raises its error; any other is reported in one line."""
         with self._changed:
             self._failing = None
-            if raised := call.ticket == self._first and isinstance(error, TrainerKitError):
+            if raised := call.ticket == self._first and isinstance(
+                error, TrainerKitError
+            ):
                 self._refusal = error
         self._leave()
         if not raised:
             at = f" of step {call.arguments[1]}" if call.number >= 0 else ""
-            self._warn(f"it refused {call.method}{at}: {_text(error)}; training continues")
+            self._warn(
+                f"it refused {call.method}{at}: {_text(error)}; training continues"
+            )
 
     def _is_refusal(self, error: BaseException, failing: float) -> bool:
         """Whether the logger responds but refuses this call; may find out by making the next call."""
@@ -458,7 +490,8 @@ class Delivery:
         mistake = isinstance(error, _MISTAKES) and not isinstance(error, OSError)
         if (
             not (
-                failing > _QUIET or (mistake and (self._attempts > 3 or self._closing is not None))
+                failing > _QUIET
+                or (mistake and (self._attempts > 3 or self._closing is not None))
             )
             or len(self._queue) < 2
         ):
@@ -487,7 +520,9 @@ class Delivery:
     def _watch(self) -> None:
         busy = self._busy
         if busy is not None and (spent := time.monotonic() - busy[1]) > _PATIENCE:
-            self._warn(f"{busy[0]} has not returned for {spent:.0f} s; training continues")
+            self._warn(
+                f"{busy[0]} has not returned for {spent:.0f} s; training continues"
+            )
 
     def _warn(self, problem: str) -> None:
         """Print a warning, unless one was printed in the last minute."""
@@ -558,7 +593,9 @@ class Deliveries:
                 self._each[id(one)] = Delivery(one, self.say, index, journals, name)
         return [self._each[id(one)] for one in self._loggers]
 
-    def log(self, values: Mapping[str, Any], step: int, counts: Mapping[str, int]) -> None:
+    def log(
+        self, values: Mapping[str, Any], step: int, counts: Mapping[str, int]
+    ) -> None:
         """Queue the values of a step for every logger; a journal also gets the time, the samples and the tokens."""
         now = time.time()
         with _PUBLISHING:  # the same order in every queue

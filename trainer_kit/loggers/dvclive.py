@@ -52,8 +52,14 @@ class DVCLiveLogger(RunLogger):
             log_model=log_model,
             run=experiment,
         )
-        directory = os.path.join(self._save_dir, "dvclive") if save_dir != "." else "dvclive"
-        self._live = {"dir": directory, **({"exp_name": run_name} if run_name else {}), **kwargs}
+        directory = (
+            os.path.join(self._save_dir, "dvclive") if save_dir != "." else "dvclive"
+        )
+        self._live = {
+            "dir": directory,
+            **({"exp_name": run_name} if run_name else {}),
+            **kwargs,
+        }
 
     def _begin(self, id: str | None) -> tuple[Any, str]:
         from dvclive import Live

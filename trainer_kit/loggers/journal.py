@@ -22,7 +22,11 @@ from trainer_kit.loggers.layout import (
 __all__ = ["JSONLLogger", "journal_record", "read_journal"]
 
 _FIELDS: Final = ("counts", "hparams", "step", "time")
-_SPECIAL: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+_SPECIAL: Final = {
+    "NaN": float("nan"),
+    "Infinity": float("inf"),
+    "-Infinity": float("-inf"),
+}
 
 
 @final
@@ -95,7 +99,8 @@ class JSONLLogger(DirectoryLogger):
         """
         found = numbers(metrics, self._prefix)
         values = {
-            f"metric/{name}" if name in _FIELDS else name: value for name, value in found.items()
+            f"metric/{name}" if name in _FIELDS else name: value
+            for name, value in found.items()
         }
         self._step = self._step if step is None else step
         if values:
@@ -105,7 +110,9 @@ class JSONLLogger(DirectoryLogger):
             self._append({**fields, **values})
 
     @one_at_a_time
-    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         """Append the hyperparameters unless all of them are already written, then log ``metrics`` at step 0.
 
         Args:
@@ -114,7 +121,8 @@ class JSONLLogger(DirectoryLogger):
         """
         new = plain(params_dict(params))
         if any(
-            name not in self.hparams or self.hparams[name] != value for name, value in new.items()
+            name not in self.hparams or self.hparams[name] != value
+            for name, value in new.items()
         ):
             self._append({"time": time.time(), "hparams": new})
             self.hparams.update(new)
@@ -162,7 +170,9 @@ class JSONLLogger(DirectoryLogger):
             record = journal_record(text)
             step, start = record.pop("step"), f"{self._prefix}-" if self._prefix else ""
         except (ValueError, KeyError, TypeError) as error:
-            raise LogError(f"{self.path} has no values at byte {line}", found=str(error)) from error
+            raise LogError(
+                f"{self.path} has no values at byte {line}", found=str(error)
+            ) from error
         del record["time"]
         record.pop("counts", None)
         return {
@@ -239,7 +249,8 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             records.append(journal_record(line))
         except ValueError as error:
             raise LogError(
-                f"{path}:{number}: this line of the journal cannot be read", found=str(error)
+                f"{path}:{number}: this line of the journal cannot be read",
+                found=str(error),
             ) from error
     return records
 
@@ -254,7 +265,12 @@ def journal_record(line: bytes) -> dict[str, Any]:
         >>> journal_record(b'{"step": 3, "loss": "NaN"}')
         {'step': 3, 'loss': nan}
     """
-    record = json.loads(line.decode())  # given bytes, json would detect the encoding first
+    record = json.loads(
+        line.decode()
+    )  # given bytes, json would detect the encoding first
     if not isinstance(record, dict):
         raise ValueError("not an object")
-    return {name: _SPECIAL.get(v, v) if isinstance(v, str) else v for name, v in record.items()}
+    return {
+        name: _SPECIAL.get(v, v) if isinstance(v, str) else v
+        for name, v in record.items()
+    }

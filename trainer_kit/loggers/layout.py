@@ -99,7 +99,10 @@ def _nested(value: Any) -> Any:
     if isinstance(value, Namespace):
         value = vars(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         return {str(key): _nested(item) for key, item in value.items()}
     return value
@@ -152,7 +155,9 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=repr)
-    if _shape(value):  # tensors and arrays: the value of a single element, else a description
+    if _shape(
+        value
+    ):  # tensors and arrays: the value of a single element, else a description
         return (
             plain(value.item())
             if math.prod(value.shape) == 1
@@ -165,7 +170,9 @@ def plain(value: Any) -> Any:
 
 def _shape(value: Any) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    return "" if shape is None or dtype is None else f" of shape {tuple(shape)}, {dtype}"
+    return (
+        "" if shape is None or dtype is None else f" of shape {tuple(shape)}, {dtype}"
+    )
 
 
 DEFAULT_NAME: Final = "trainer_kit_logs"
@@ -242,8 +249,14 @@ class DirectoryLogger(ABC):
                 found=f"save_dir={self._save_dir!r}",
                 fix="give a local path, and copy the files afterwards",
             )
-        self._name, self._version, self._given = name or "", version, version is not None
-        self._opened = False  # whether there are files or buffered values of this version
+        self._name, self._version, self._given = (
+            name or "",
+            version,
+            version is not None,
+        )
+        self._opened = (
+            False  # whether there are files or buffered values of this version
+        )
         self._sub_dir = "" if sub_dir is None else os.fspath(sub_dir)
         self.hparams: dict[str, Any] = {}
         self.lock = Lock()
@@ -261,7 +274,9 @@ class DirectoryLogger(ABC):
     @property
     def root_dir(self) -> str:
         """``save_dir/name``: all versions of the experiment."""
-        return os.fspath(Path(os.path.expandvars(os.path.expanduser(self._save_dir))) / self._name)
+        return os.fspath(
+            Path(os.path.expandvars(os.path.expanduser(self._save_dir))) / self._name
+        )
 
     @property
     def version(self) -> int | str:
@@ -269,7 +284,9 @@ class DirectoryLogger(ABC):
         if self._version is None:
             root = Path(self.root_dir)
             names = (
-                [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+                [entry.name for entry in root.iterdir() if entry.is_dir()]
+                if root.is_dir()
+                else []
             )
             taken = [
                 int(match[1])
@@ -282,7 +299,9 @@ class DirectoryLogger(ABC):
     @property
     def log_dir(self) -> str:
         """The directory of this run; it may not exist yet."""
-        version = f"version_{self.version}" if isinstance(self.version, int) else self.version
+        version = (
+            f"version_{self.version}" if isinstance(self.version, int) else self.version
+        )
         return os.fspath(Path(self.root_dir) / version / self._sub_dir)
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,7 +329,9 @@ class DirectoryLogger(ABC):
                 found=f"version {version!r} in run.json or in the checkpoint",
                 fix=f"pass version= to {type(self).__name__} to log there deliberately",
             )
-        if self._opened:  # on other ranks than 0, which write nothing, there is nothing to close
+        if (
+            self._opened
+        ):  # on other ranks than 0, which write nothing, there is nothing to close
             self._opened = False
             self.finalize("interrupted")
         self._version = version
@@ -334,14 +355,22 @@ class DirectoryLogger(ABC):
         new = params_dict(params)
         self.hparams.update(new)
         if new:
-            text = json.dumps(plain(self.hparams), indent=2, ensure_ascii=False, allow_nan=False)
+            text = json.dumps(
+                plain(self.hparams), indent=2, ensure_ascii=False, allow_nan=False
+            )
             path = self._directory() / "hparams.json"
             discard_torn(path)
             replace_file(path, f"{text}\n".encode(), mode=0o600)
         return new
 
 
-_FACTS: Final = {"name": "", "version": "", "log_dir": None, "save_dir": None, "root_dir": None}
+_FACTS: Final = {
+    "name": "",
+    "version": "",
+    "log_dir": None,
+    "save_dir": None,
+    "root_dir": None,
+}
 """Attributes of a logger, with their defaults."""
 
 
@@ -368,7 +397,9 @@ class DummyLogger:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Nothing is kept."""
 
-    def log_hyperparams(self, params: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing is kept."""
 
     def __getattr__(self, name: str) -> Any:

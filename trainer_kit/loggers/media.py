@@ -88,7 +88,9 @@ def rendered(figure: Any) -> Image:
 
 
 def as_table(
-    columns: Sequence[Any] | None, data: Sequence[Sequence[Any]] | None, dataframe: Any = None
+    columns: Sequence[Any] | None,
+    data: Sequence[Sequence[Any]] | None,
+    dataframe: Any = None,
 ) -> tuple[list[str], list[list[Any]]]:
     """The columns and rows of a table.
 
@@ -106,7 +108,9 @@ def as_table(
     rows = [list(row) for row in data or ()]
     names = [
         str(name)
-        for name in (columns if columns is not None else range(len(rows[0]) if rows else 0))
+        for name in (
+            columns if columns is not None else range(len(rows[0]) if rows else 0)
+        )
     ]
     for row in rows:
         if len(row) != len(names):
@@ -162,6 +166,9 @@ def path_part(name: str) -> str:
     """
     parts = [part for part in Path(name).parts if part not in ("..", "/", ".")]
     return (
-        "/".join("".join(c if c.isalnum() or c in " _-." else "_" for c in part) for part in parts)
+        "/".join(
+            "".join(c if c.isalnum() or c in " _-." else "_" for c in part)
+            for part in parts
+        )
         or "_"
     )

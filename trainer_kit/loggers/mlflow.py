@@ -72,10 +72,18 @@ class MLFlowLogger(RunLogger):
         synchronous: bool | None = None,
     ) -> None:
         super().__init__(
-            name=experiment_name, save_dir=save_dir, id=run_id, prefix=prefix, log_model=log_model
+            name=experiment_name,
+            save_dir=save_dir,
+            id=run_id,
+            prefix=prefix,
+            log_model=log_model,
         )
         self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        self._run_name, self._tags, self._artifacts = run_name, dict(tags or {}), artifact_location
+        self._run_name, self._tags, self._artifacts = (
+            run_name,
+            dict(tags or {}),
+            artifact_location,
+        )
         self._checkpoint_prefix = checkpoint_path_prefix
         self._options = {} if synchronous is None else {"synchronous": synchronous}
         self._renamed: set[str] = set()
@@ -110,7 +118,9 @@ class MLFlowLogger(RunLogger):
             if found is None
             else found.experiment_id
         )
-        run = client.create_run(experiment, tags=resolve_tags(self._tags), run_name=self._run_name)
+        run = client.create_run(
+            experiment, tags=resolve_tags(self._tags), run_name=self._run_name
+        )
         return client, str(run.info.run_id)
 
     def _end(self, run: Any, status: str) -> None:
@@ -120,16 +130,26 @@ class MLFlowLogger(RunLogger):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        rows = [Metric(self._allowed(name), value, now, step) for name, value in values.items()]
+        rows = [
+            Metric(self._allowed(name), value, now, step)
+            for name, value in values.items()
+        ]
         for start in range(0, len(rows), _METRICS):
-            run.log_batch(self._id, metrics=rows[start : start + _METRICS], **self._options)
+            run.log_batch(
+                self._id, metrics=rows[start : start + _METRICS], **self._options
+            )
 
     def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
         old = run.get_run(self._id).data.params
-        new = {self._allowed(name): str(value)[:_LENGTH] for name, value in flatten(params).items()}
-        changed = sorted(name for name, value in new.items() if old.get(name, value) != value)
+        new = {
+            self._allowed(name): str(value)[:_LENGTH]
+            for name, value in flatten(params).items()
+        }
+        changed = sorted(
+            name for name, value in new.items() if old.get(name, value) != value
+        )
         if changed:
             warnings.warn(
                 f"MLflow keeps the first value of a hyperparameter: {', '.join(changed)} changed in run {self._id}",

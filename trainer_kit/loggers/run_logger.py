@@ -18,7 +18,13 @@ from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
-from trainer_kit.loggers.layout import DEFAULT_NAME, numbers, one_at_a_time, params_dict, plain
+from trainer_kit.loggers.layout import (
+    DEFAULT_NAME,
+    numbers,
+    one_at_a_time,
+    params_dict,
+    plain,
+)
 from trainer_kit.loggers.media import (
     as_table,
     csv_text,
@@ -93,11 +99,20 @@ class RunLogger(ABC):
                 found=str(requirement),
                 fix=f"pip install 'trainer-kit[{self.extra}]'",
             )
-        self._name, self._save_dir = name or DEFAULT_NAME, os.path.expanduser(os.fspath(save_dir))
-        self._id, self._prefix, self._uploads = id, prefix or "", CheckpointUploads(log_model)
+        self._name, self._save_dir = (
+            name or DEFAULT_NAME,
+            os.path.expanduser(os.fspath(save_dir)),
+        )
+        self._id, self._prefix, self._uploads = (
+            id,
+            prefix or "",
+            CheckpointUploads(log_model),
+        )
         self._run, self._owned = run, run is None
         self._step = 0
-        self.lock = Lock()  # metrics and pictures may come from two threads; both begin the run
+        self.lock = (
+            Lock()
+        )  # metrics and pictures may come from two threads; both begin the run
         self.hparams: dict[str, Any] = {}
 
     # -- what a tracker does -----------------------------------------------------------------------------------------
@@ -141,7 +156,9 @@ class RunLogger(ABC):
         """Write text."""
         self._write_as_file(run, f"text/{path_part(key)}/{step:08d}.txt", text)
 
-    def _write_histogram(self, run: Any, key: str, values: Any, bins: int, step: int) -> None:
+    def _write_histogram(
+        self, run: Any, key: str, values: Any, bins: int, step: int
+    ) -> None:
         """Write the distribution of finite ``values``, an array of one dimension."""
         counts, edges = histogram(values, bins)
         text = json.dumps({"step": step, "counts": counts, "edges": edges})
@@ -151,7 +168,9 @@ class RunLogger(ABC):
         self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int
     ) -> None:
         """Write a table."""
-        self._write_as_file(run, f"tables/{path_part(key)}/{step:08d}.csv", csv_text(columns, rows))
+        self._write_as_file(
+            run, f"tables/{path_part(key)}/{step:08d}.csv", csv_text(columns, rows)
+        )
 
     def _write_as_file(self, run: Any, name: str, text: str) -> None:
         with tempfile.TemporaryDirectory() as directory:
@@ -235,7 +254,11 @@ class RunLogger(ABC):
             if not self._owned:
                 return
             # multiprocessing ends its processes without running the exit handlers that would end the run.
-            if self.stays_open and status == "success" and multiprocessing.parent_process() is None:
+            if (
+                self.stays_open
+                and status == "success"
+                and multiprocessing.parent_process() is None
+            ):
                 RunLogger._idle[type(self)] = self
             else:
                 self._close(status)
@@ -251,7 +274,9 @@ class RunLogger(ABC):
 
     def _leave(self) -> None:
         """End the run when the process exits."""
-        self._close("success" if RunLogger._idle.get(type(self)) is self else "interrupted")
+        self._close(
+            "success" if RunLogger._idle.get(type(self)) is self else "interrupted"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_run": None if self._owned else self._run}
@@ -272,7 +297,9 @@ class RunLogger(ABC):
         if values:
             self._write_metrics(self.experiment, values, self._at(step))
 
-    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         """Log hyperparameters, and ``metrics`` at step 0.
 
         Args:
@@ -281,7 +308,9 @@ class RunLogger(ABC):
         """
         given = plain(params_dict(params))
         new = {
-            name: value for name, value in given.items() if self.hparams.get(name, self) != value
+            name: value
+            for name, value in given.items()
+            if self.hparams.get(name, self) != value
         }
         if new:
             self._write_params(self.experiment, new)
@@ -290,7 +319,11 @@ class RunLogger(ABC):
             self.log_metrics(metrics, 0)
 
     def log_image(
-        self, key: str, images: Any, step: int | None = None, caption: Sequence[str] | None = None
+        self,
+        key: str,
+        images: Any,
+        step: int | None = None,
+        caption: Sequence[str] | None = None,
     ) -> None:
         """Log pictures.
 
@@ -312,7 +345,9 @@ class RunLogger(ABC):
                 f"caption needs one value for each of the {len(many)} pictures",
                 found=f"{len(captions)} values",
             )
-        for index, (image, words) in enumerate(zip(map(picture, many), captions, strict=True)):
+        for index, (image, words) in enumerate(
+            zip(map(picture, many), captions, strict=True)
+        ):
             self._write_image(self.experiment, key, image, self._at(step), index, words)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
@@ -323,13 +358,17 @@ class RunLogger(ABC):
             figure: a ``matplotlib.figure.Figure``, or anything else with its ``savefig``.
             step: None for that of the previous call.
         """
-        self._write_image(self.experiment, key, rendered(figure), self._at(step), 0, None)
+        self._write_image(
+            self.experiment, key, rendered(figure), self._at(step), 0, None
+        )
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
         """Log text under ``key``."""
         self._write_text(self.experiment, key, str(text), self._at(step))
 
-    def log_histogram(self, key: str, values: Any, step: int | None = None, bins: int = 64) -> None:
+    def log_histogram(
+        self, key: str, values: Any, step: int | None = None, bins: int = 64
+    ) -> None:
         """Log the distribution of numbers; NaN and infinities are left out.
 
         Args:
@@ -338,7 +377,9 @@ class RunLogger(ABC):
             step: None for that of the previous call.
             bins: number of intervals.
         """
-        self._write_histogram(self.experiment, key, flat_values(values), bins, self._at(step))
+        self._write_histogram(
+            self.experiment, key, flat_values(values), bins, self._at(step)
+        )
 
     def log_table(
         self,
@@ -356,7 +397,9 @@ class RunLogger(ABC):
         names, rows = as_table(columns, data, dataframe)
         self._write_table(self.experiment, key, names, rows, self._at(step))
 
-    def log_artifact(self, path: str | os.PathLike[str], name: str | None = None) -> None:
+    def log_artifact(
+        self, path: str | os.PathLike[str], name: str | None = None
+    ) -> None:
         """Keep a copy of a file or directory with the run.
 
         Args:
@@ -369,7 +412,9 @@ class RunLogger(ABC):
         found = Path(os.path.expanduser(path))
         if not found.exists():
             raise FileNotFoundError(f"{found}: this file or directory does not exist")
-        self._write_file(self.experiment, found, path_part(found.name if name is None else name))
+        self._write_file(
+            self.experiment, found, path_part(found.name if name is None else name)
+        )
 
     def after_save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Upload a checkpoint now, at the end, or not at all, depending on ``log_model``.
@@ -384,7 +429,9 @@ class RunLogger(ABC):
 
     def _upload(self, path: Location) -> None:
         if isinstance(path, RemotePath):  # the files stay in remote storage
-            self._write_text(self.experiment, f"checkpoints/{path.name}", str(path), self._step)
+            self._write_text(
+                self.experiment, f"checkpoints/{path.name}", str(path), self._step
+            )
         else:
             self._write_file(self.experiment, path, f"checkpoints/{path.name}")
 

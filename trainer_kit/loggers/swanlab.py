@@ -68,7 +68,9 @@ class SwanLabLogger(RunLogger):
             "name": experiment_name,
             "mode": mode,
         }
-        self._init = {name: value for name, value in given.items() if value is not None} | kwargs
+        self._init = {
+            name: value for name, value in given.items() if value is not None
+        } | kwargs
         self._directory = (
             os.path.join(self._save_dir, "swanlog")
             if log_dir is None
@@ -84,7 +86,9 @@ class SwanLabLogger(RunLogger):
             if id is not None and self._init.get("mode", "online") == "online"
             else {}
         )
-        run = swanlab.init(project=self._name, log_dir=self._directory, **{**self._init, **again})
+        run = swanlab.init(
+            project=self._name, log_dir=self._directory, **{**self._init, **again}
+        )
         if id is not None and not again:
             run.config.update({"continues": id})
         return run, str(run.id)
@@ -93,7 +97,9 @@ class SwanLabLogger(RunLogger):
         if status == "success":
             run.finish()
         else:
-            run.finish(state="aborted" if status == "interrupted" else "crashed", error=status)
+            run.finish(
+                state="aborted" if status == "interrupted" else "crashed", error=status
+            )
 
     def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
         run.log(dict(values), step=step)
@@ -105,19 +111,28 @@ class SwanLabLogger(RunLogger):
         super()._write_file(run, path, name)
         root = Path(self._save_dir) / self._name / str(self._id)
         kept = root / name
-        run.save(str(kept / "**" if kept.is_dir() else kept), base_path=str(root), policy="now")
+        run.save(
+            str(kept / "**" if kept.is_dir() else kept),
+            base_path=str(root),
+            policy="now",
+        )
 
     def _write_image(
         self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
     ) -> None:
         run.log_image(
-            key=f"{key}/{index}" if index else key, data=image, caption=caption, step=step
+            key=f"{key}/{index}" if index else key,
+            data=image,
+            caption=caption,
+            step=step,
         )
 
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
         run.log_text(key=key, data=text, step=step)
 
-    def _write_histogram(self, run: Any, key: str, values: Any, bins: int, step: int) -> None:
+    def _write_histogram(
+        self, run: Any, key: str, values: Any, bins: int, step: int
+    ) -> None:
         import swanlab
 
         counts, edges = histogram(values, bins)

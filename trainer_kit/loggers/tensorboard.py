@@ -137,7 +137,9 @@ class TensorBoardLogger(DirectoryLogger):
         with self._written():
             for name, value in scalars.items():
                 self.experiment.add_scalar(name, value, 0)
-            for file in Path(self.log_dir).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+            for file in Path(self.log_dir).glob(
+                f"events.out.tfevents.*.{os.getpid()}.*"
+            ):
                 with suppress(OSError):  # a file system without permissions
                     file.chmod(0o600)
             writer = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
@@ -160,7 +162,9 @@ class TensorBoardLogger(DirectoryLogger):
         if not self._log_graph:
             return
         example = (
-            getattr(model, "example_input_array", None) if input_array is None else input_array
+            getattr(model, "example_input_array", None)
+            if input_array is None
+            else input_array
         )
         if example is None:
             raise LogError(
@@ -174,12 +178,16 @@ class TensorBoardLogger(DirectoryLogger):
                 found="its weights are divided over ranks, so a forward on this rank alone would wait for the others",
                 fix="pass log_graph=False",
             )
-        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        device = next(
+            (tensor.device for tensor in model.parameters()), torch.device("cpu")
+        )
         example = map_tensors(example, lambda tensor: tensor.to(device))
         modes = {module: module.training for module in model.modules()}
         devices = [] if device.type == "cpu" else [device]
         with (
-            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+            torch.random.fork_rng(
+                devices, device_type=device.type if devices else "cuda"
+            ),
             warnings.catch_warnings(),
         ):
             # The tracer is deprecated, and has no successor that writes TensorBoard's format.

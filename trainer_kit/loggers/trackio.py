@@ -49,7 +49,12 @@ class TrackioLogger(RunLogger):
     ) -> None:
         id = run.name if run is not None else name if resume else None
         super().__init__(
-            name=project, save_dir=save_dir, id=id, prefix=prefix, log_model=log_model, run=run
+            name=project,
+            save_dir=save_dir,
+            id=id,
+            prefix=prefix,
+            log_model=log_model,
+            run=run,
         )
         self._run_name, self._init = name, kwargs
         self._config: dict[str, Any] = {}
@@ -61,7 +66,11 @@ class TrackioLogger(RunLogger):
         self._wrote = False
         name, resume = (self._run_name, "never") if id is None else (id, "allow")
         run = trackio.init(
-            project=self._name, name=name, config=dict(self._config), resume=resume, **self._init
+            project=self._name,
+            name=name,
+            config=dict(self._config),
+            resume=resume,
+            **self._init,
         )
         return run, str(run.name)
 
@@ -73,7 +82,9 @@ class TrackioLogger(RunLogger):
 
     def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
         # Trackio reserves names with a leading underscore.
-        self._config.update({name.lstrip("_") or "_": value for name, value in params.items()})
+        self._config.update(
+            {name.lstrip("_") or "_": value for name, value in params.items()}
+        )
         if self._wrote and self._owned:
             self._close(
                 "success"
@@ -90,7 +101,9 @@ class TrackioLogger(RunLogger):
         import trackio
 
         self._log(
-            run, {f"{key}/{index}" if index else key: trackio.Image(image, caption=caption)}, step
+            run,
+            {f"{key}/{index}" if index else key: trackio.Image(image, caption=caption)},
+            step,
         )
 
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
@@ -98,7 +111,9 @@ class TrackioLogger(RunLogger):
 
         self._log(run, {key: trackio.Markdown(text)}, step)
 
-    def _write_histogram(self, run: Any, key: str, values: Any, bins: int, step: int) -> None:
+    def _write_histogram(
+        self, run: Any, key: str, values: Any, bins: int, step: int
+    ) -> None:
         import trackio
 
         self._log(run, {key: trackio.Histogram(values, num_bins=bins)}, step)

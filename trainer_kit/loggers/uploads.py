@@ -12,9 +12,7 @@ from trainer_kit.core.location import Location, RemotePath, locate
 
 __all__ = ["CheckpointUploads"]
 
-_FIX: Final = (
-    "keep more of them (save_top_k=), or log_model=True, which uploads those that exist at the end"
-)
+_FIX: Final = "keep more of them (save_top_k=), or log_model=True, which uploads those that exist at the end"
 
 
 @final
@@ -29,7 +27,9 @@ class CheckpointUploads:
         self._log_model = log_model
         self._kept: dict[Location, None] = {}
 
-    def saved(self, path: str | os.PathLike[str], upload: Callable[[Location], None]) -> None:
+    def saved(
+        self, path: str | os.PathLike[str], upload: Callable[[Location], None]
+    ) -> None:
         """Upload a checkpoint, or record it for the end.
 
         Raises:

@@ -115,7 +115,9 @@ class WandbLogger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the run of ``state``, unless a run has begun here or was given."""
         if self.version is None:
-            if not re.fullmatch(r"[\w.\-]+", str(state["id"])):  # it becomes part of a file's name
+            if not re.fullmatch(
+                r"[\w.\-]+", str(state["id"])
+            ):  # it becomes part of a file's name
                 raise ConfigurationError(
                     "the run to continue has an id that is not valid in W&B",
                     found=repr(state["id"]),
@@ -138,7 +140,11 @@ class WandbLogger:
         """The ``wandb.Run``; the first access begins it."""
         import wandb
 
-        if self._owned and wandb.run is not self._run and self._init.get("reinit") != "create_new":
+        if (
+            self._owned
+            and wandb.run is not self._run
+            and self._init.get("reinit") != "create_new"
+        ):
             self._run = None  # the user has finished it
         if self._run is None:
             if WandbLogger._idle is not None:
@@ -178,7 +184,9 @@ class WandbLogger:
         if values:
             self._logging().log(values if step is None else {**values, _STEP: step})
 
-    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | None = None
+    ) -> None:
         """Add the hyperparameters to the run's config, and ``metrics`` to its summary.
 
         Args:
@@ -228,7 +236,9 @@ class WandbLogger:
         """Log a table, from ``columns`` and ``data`` or from a data frame."""
         import wandb
 
-        self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
+        self.log_metrics(
+            {key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step
+        )
 
     def log_text(
         self,
@@ -242,19 +252,31 @@ class WandbLogger:
         self.log_table(key, columns, data, dataframe, step)
 
     def log_image(
-        self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
+        self,
+        key: str,
+        images: Sequence[Any],
+        step: int | None = None,
+        **kwargs: Sequence[Any],
     ) -> None:
         """Log images: tensors, arrays, PIL images or paths; ``kwargs`` hold one value per image, e.g. ``caption``."""
         self._log_media("Image", key, images, step, kwargs)
 
     def log_audio(
-        self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
+        self,
+        key: str,
+        audios: Sequence[Any],
+        step: int | None = None,
+        **kwargs: Sequence[Any],
     ) -> None:
         """Log sounds: arrays or paths; ``kwargs`` hold one value per sound, e.g. ``sample_rate``."""
         self._log_media("Audio", key, audios, step, kwargs)
 
     def log_video(
-        self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
+        self,
+        key: str,
+        videos: Sequence[Any],
+        step: int | None = None,
+        **kwargs: Sequence[Any],
     ) -> None:
         """Log videos: arrays or paths; ``kwargs`` hold one value per video, e.g. ``fps``."""
         self._log_media("Video", key, videos, step, kwargs)

@@ -61,8 +61,12 @@ CLOSED_HOOKS: Final = frozenset(
 class Entry:
     """One logged name in one hook: its options, and what was recorded since the last flush."""
 
-    def __init__(self, hook: str, name: str, loader: int | None, options: tuple[Any, ...]) -> None:
-        prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add_loader, rank_zero = options
+    def __init__(
+        self, hook: str, name: str, loader: int | None, options: tuple[Any, ...]
+    ) -> None:
+        prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add_loader, rank_zero = (
+            options
+        )
         self.hook, self.loader = hook, loader
         self.options = options
         self.restored = False  # sums of an interrupted epoch, from a checkpoint
@@ -96,7 +100,9 @@ class Entry:
         self.sync, self.rank_zero = sync, rank_zero
         self.values: list[Any] = []
         self.weights: list[float] = []
-        self.sums: Tensor | None = None  # (reduced value, weight), float64 where the device has it
+        self.sums: Tensor | None = (
+            None  # (reduced value, weight), float64 where the device has it
+        )
         self.metric: Any = None
         self.borrowed = False  # the metric belongs to a rank without a batch
         self.last: Any = None
@@ -117,13 +123,19 @@ class Entry:
 
     def forked(self, kind: str) -> str:
         """The logged name of the value per ``"step"`` or per ``"epoch"``."""
-        return f"{self.base}_{kind}{self.place}" if self.on_step and self.on_epoch else self.name
+        return (
+            f"{self.base}_{kind}{self.place}"
+            if self.on_step and self.on_epoch
+            else self.name
+        )
 
     def now(self) -> dict[str, Tensor]:
         """The value between two flushes: the latest one, or the reduction so far."""
         if self.on_step:
             last = (
-                self.last if self.metric is None else getattr(self.metric, "_forward_cache", None)
+                self.last
+                if self.metric is None
+                else getattr(self.metric, "_forward_cache", None)
             )
             if last is None:
                 return {}
@@ -171,7 +183,9 @@ class Entry:
             place: the name of the logged metric object in the module.
         """
         self.fold()
-        values = [float(v) for v in self.values]  # sync point: a checkpoint is being taken
+        values = [
+            float(v) for v in self.values
+        ]  # sync point: a checkpoint is being taken
         options = list(self.options)
         options[4] = self.reduce if isinstance(self.reduce, str) else "function"
         latest = {
@@ -195,7 +209,11 @@ class Entry:
     def of_state(state: Sequence[Any], modules: Mapping[str, Any]) -> Entry:
         """Make an entry from a `state`; a metric object is looked up in ``modules`` by its place."""
         hook, name, loader, sums, values, weights, *rest = state
-        options = list(rest[0]) if rest else [False, None, False, True, "mean", True, True, False]
+        options = (
+            list(rest[0])
+            if rest
+            else [False, None, False, True, "mean", True, True, False]
+        )
         if options[4] == "function":
             options[4] = partial(_unknown, name)
         entry = Entry(hook, name, loader, tuple(options))
@@ -210,8 +228,16 @@ class Entry:
 
     def adopt(self, restored: Entry) -> None:
         """Take over the values of a checkpoint."""
-        self.sums, self.values, self.weights = restored.sums, restored.values, restored.weights
-        self.last, self.last_weight, self.turn = restored.last, restored.last_weight, restored.turn
+        self.sums, self.values, self.weights = (
+            restored.sums,
+            restored.values,
+            restored.weights,
+        )
+        self.last, self.last_weight, self.turn = (
+            restored.last,
+            restored.last_weight,
+            restored.turn,
+        )
         self.metric = restored.metric
 
     def clear(self) -> None:
@@ -255,7 +281,9 @@ def _reduction(name: str, given: Any) -> Any:
     found = _NAMED.get(known, known)
     if isinstance(found, str) and found not in ("mean", "sum", "min", "max"):
         raise LogError(
-            f"unknown reduce_fx for {name!r}", found=repr(given), fix="use mean, sum, min or max"
+            f"unknown reduce_fx for {name!r}",
+            found=repr(given),
+            fix="use mean, sum, min or max",
         )
     return found
 
@@ -279,20 +307,28 @@ class Reduced(dict[str, float]):
 
 
 def _stacked(values: Sequence[Any]) -> Tensor:
-    if all(map(isinstance, values, repeat((int, float)))):  # no Python call for each value
+    if all(
+        map(isinstance, values, repeat((int, float)))
+    ):  # no Python call for each value
         return torch.tensor(values, dtype=torch.float64)
     device = next(v.device for v in values if isinstance(v, Tensor))
     wide = torch.float32 if device.type == "mps" else torch.float64
-    away = [v if isinstance(v, Tensor) else torch.as_tensor(v, dtype=wide) for v in values]
+    away = [
+        v if isinstance(v, Tensor) else torch.as_tensor(v, dtype=wide) for v in values
+    ]
     # A copy that waits would be a sync in a step.
-    tensors: list[Tensor] = [v if v.device == device else move_to_device(v, device) for v in away]
+    tensors: list[Tensor] = [
+        v if v.device == device else move_to_device(v, device) for v in away
+    ]
     if len({t.dtype for t in tensors}) == 1:
         return torch.stack(tensors).to(wide)
     return torch.stack([t.to(wide) for t in tensors])
 
 
 def _pair(kind: str, values: Tensor, weights: Iterable[float]) -> Tensor:
-    weight = move_to_device(torch.tensor(list(weights), dtype=values.dtype), values.device)
+    weight = move_to_device(
+        torch.tensor(list(weights), dtype=values.dtype), values.device
+    )
     if kind == "mean":
         return torch.stack([(values * weight).sum(), weight.sum()])
     count = torch.ones((), dtype=values.dtype, device=values.device) * len(values)
@@ -325,7 +361,9 @@ def agreed(
     rows = group.agree([ran, len(names), digest])
     if all(row == rows[0] for row in rows):
         return entries
-    here = [(e.hook, e.base, e.loader, e.options, _place(e.metric, module)) for e in entries]
+    here = [
+        (e.hook, e.base, e.loader, e.options, _place(e.metric, module)) for e in entries
+    ]
     everyone: list[_Logged] = group.all_gather_object((ran, list(absent), here))
     whole: list[_Name] = []
     for loader in sorted(
@@ -405,28 +443,37 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
         if entry.metric is not None:
             values[index] = _computed(entry, step)
         elif callable(entry.reduce) and not step:
-            lists = [[float(v) for v in entry.values]]  # sync point: a function of all values
+            lists = [
+                [float(v) for v in entry.values]
+            ]  # sync point: a function of all values
             if not alone and group is not None:
                 lists = group.all_gather_object(lists[0])
             everyone = torch.tensor([v for part in lists for v in part])
-            values[index] = float(entry.reduce(everyone))  # no sync point: on the host already
+            values[index] = float(
+                entry.reduce(everyone)
+            )  # no sync point: on the host already
         else:
             packed.append((index, entry))
     if packed:
         rows = _rows([e for _, e in packed], step, group)
         for column, (index, entry) in enumerate(packed):
             pairs = [(row[2 * column], row[2 * column + 1]) for row in rows]
-            values[index] = _over_ranks(entry.reduce, [pair for pair in pairs if pair[1]])
+            values[index] = _over_ranks(
+                entry.reduce, [pair for pair in pairs if pair[1]]
+            )
     return [values[index] for index in range(len(entries))]
 
 
 def _latest(entries: list[Entry]) -> list[float]:
     """The last recorded value of each entry, for one rank."""
     found = [
-        _computed(entry, True) if entry.metric is not None else entry.last for entry in entries
+        _computed(entry, True) if entry.metric is not None else entry.last
+        for entry in entries
     ]
     away = [
-        value for value in found if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+        value
+        for value in found
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
     ]
     if away:  # one read for all of them
         wide = torch.float32 if away[0].device.type == "mps" else torch.float64
@@ -447,7 +494,11 @@ def _rows(entries: list[Entry], step: bool, group: Group | None) -> list[list[fl
             pairs.append(entry.step_pair())
         else:
             entry.fold()
-            pairs.append(torch.zeros(2, dtype=torch.float64) if entry.sums is None else entry.sums)
+            pairs.append(
+                torch.zeros(2, dtype=torch.float64)
+                if entry.sums is None
+                else entry.sums
+            )
     device = next((p.device for p in pairs if p.device.type != "cpu"), pairs[0].device)
     flat = torch.cat([p.to(device) for p in pairs])
     if group is None or group.size == 1:
@@ -463,7 +514,9 @@ def _over_ranks(kind: Any, pairs: list[tuple[float, float]]) -> float:
         return math.fsum(value for value, _ in pairs)
     if kind in ("min", "max"):
         return (min if kind == "min" else max)(value for value, _ in pairs)
-    return math.fsum(value for value, _ in pairs) / math.fsum(weight for _, weight in pairs)
+    return math.fsum(value for value, _ in pairs) / math.fsum(
+        weight for _, weight in pairs
+    )
 
 
 def _computed(entry: Entry, step: bool) -> float:

@@ -15,7 +15,14 @@ from trainer_kit.core.errors import LogError, printable
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.data import Feed
-from trainer_kit.metrics.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced, agreed, reduced
+from trainer_kit.metrics.entry import (
+    BATCH_HOOKS,
+    CLOSED_HOOKS,
+    Entry,
+    Reduced,
+    agreed,
+    reduced,
+)
 from trainer_kit.metrics.objects import (
     on_host,
     place_of,
@@ -63,7 +70,9 @@ class Metrics:
         self.group: Group | None = None
         self.counts, self.shares_all, self._staged = True, False, False
         self.module: Any = None
-        self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
+        self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {
+            "train": {}
+        }
         self.table = self._tables["train"]
         self._shown: dict[str, Tensor] = {}
         self._homeless: set[int] = set()
@@ -84,7 +93,8 @@ class Metrics:
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the values; what is under way belongs to the run.
         return {
-            name: getattr(self, name) for name in ("progress", "callback", "logged", "progress_bar")
+            name: getattr(self, name)
+            for name in ("progress", "callback", "logged", "progress_bar")
         }
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -122,14 +132,18 @@ class Metrics:
         elif entry.options != options:
             entry = self._adopt(entry, name, options)
         if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
-            value = value.full_tensor()  # of a loss that is divided over ranks, all of which log it
+            value = (
+                value.full_tensor()
+            )  # of a loss that is divided over ranks, all of which log it
         if (
             value.__class__ is Tensor
             and value.is_cpu
             and value.dtype is torch.float32
             and not value.dim()
         ):
-            value = value.item()  # no sync point: on the CPU, where a copy takes ten times as long
+            value = (
+                value.item()
+            )  # no sync point: on the CPU, where a copy takes ten times as long
         elif isinstance(value, Tensor):
             value = value.detach().clone()  # it may change in place before the flush
             if value.dim():
@@ -263,7 +277,9 @@ class Metrics:
     def discarding_logs(self) -> Iterator[None]:
         """Drop the training values that are logged inside this context."""
         before = self.table
-        self._tables["train"] = self.table = {key: entry.copied() for key, entry in before.items()}
+        self._tables["train"] = self.table = {
+            key: entry.copied() for key, entry in before.items()
+        }
         try:
             yield
         finally:
@@ -278,7 +294,9 @@ class Metrics:
         if suspended:
             self._suspended = None
         logged = [
-            entry.metric for entry in self._tables["train"].values() if entry.metric is not None
+            entry.metric
+            for entry in self._tables["train"].values()
+            if entry.metric is not None
         ]
         self._reduced += logged  # of a run that was interrupted
         self.reset_objects()
@@ -293,7 +311,10 @@ class Metrics:
 
     def undo(self) -> Callable[[], None]:
         """Return a function that drops all values logged in steps after this call; `remember_metrics` has objects."""
-        table, kept = self.table, {key: entry.copied() for key, entry in self.table.items()}
+        table, kept = (
+            self.table,
+            {key: entry.copied() for key, entry in self.table.items()},
+        )
 
         def forget() -> None:
             table.clear()
@@ -329,7 +350,9 @@ class Metrics:
         entries = [e for e in self.table.values() if e.recorded]
         if not self.evaluating and self._flushed != self.progress.step:
             # Values of steps between two flushes: callbacks that monitor them read them now.
-            self._publish([e for e in entries if e.on_step], step=True, ran=ran, log=False)
+            self._publish(
+                [e for e in entries if e.on_step], step=True, ran=ran, log=False
+            )
         result = self._publish([e for e in entries if e.on_epoch], step=False, ran=ran)
         self._reduced += [entry.metric for entry in entries if entry.metric is not None]
         for entry in entries:
@@ -364,18 +387,30 @@ class Metrics:
         if completed:
             self._suspended = None
 
-    def _publish(self, entries: list[Entry], step: bool, ran: bool, log: bool = True) -> Reduced:
+    def _publish(
+        self, entries: list[Entry], step: bool, ran: bool, log: bool = True
+    ) -> Reduced:
         group = self.group
         alone = group is None or group.size == 1
-        shared = [e for e in entries if self.shares_all or (not e.rank_zero and (e.sync or alone))]
+        shared = [
+            e
+            for e in entries
+            if self.shares_all or (not e.rank_zero and (e.sync or alone))
+        ]
         if not alone and group is not None:
             shared = sorted(shared, key=_by_name) if self.counts else []
-            shared = agreed(shared, group, ran and self.counts, self.absent, self.module)
+            shared = agreed(
+                shared, group, ran and self.counts, self.absent, self.module
+            )
             self._reduced += [entry.metric for entry in shared if entry.borrowed]
         result = Reduced()
         for entry, value in zip(shared, reduced(shared, step, group), strict=True):
             self._deliver(result, entry, value, step)
-        own = [] if alone or self.shares_all else [e for e in entries if e.rank_zero or not e.sync]
+        own = (
+            []
+            if alone or self.shares_all
+            else [e for e in entries if e.rank_zero or not e.sync]
+        )
         for entry, value in zip(own, reduced(own, step, None), strict=True):
             self._deliver(result, entry, value, step)
         self._keep(result, step, log)
@@ -407,16 +442,18 @@ class Metrics:
         It is the same dict during a run: a callback may add values to it without logging them.
         """
         values = self._shown
-        values.update((name, torch.tensor(value)) for name, value in self.callback.items())
+        values.update(
+            (name, torch.tensor(value)) for name, value in self.callback.items()
+        )
         values.update(self._running())
         return values
 
     def _running(self) -> dict[str, Tensor]:
         """The values logged since the last flush that cleared them."""
-        tables = [self._tables["train"], self.table] if self.evaluating else [self.table]
-        if (
-            self._staged
-        ):  # a value that only one pipeline stage knows would let the ranks decide differently
+        tables = (
+            [self._tables["train"], self.table] if self.evaluating else [self.table]
+        )
+        if self._staged:  # a value that only one pipeline stage knows would let the ranks decide differently
             tables = []
         found: dict[str, Tensor] = {}
         for entry in chain.from_iterable(table.values() for table in tables):
@@ -435,7 +472,9 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Partial sums of the running epoch, the latest values, and the values of the last reduction."""
-        state = self._present_state() if self._suspended is None else dict(self._suspended)
+        state = (
+            self._present_state() if self._suspended is None else dict(self._suspended)
+        )
         entries: list[Entry] = state["running"]
         state["running"] = [entry.state(self._place(entry)) for entry in entries]
         state["objects"] = on_host(state["objects"])
@@ -443,8 +482,13 @@ class Metrics:
 
     def _present_state(self) -> dict[str, Any]:
         """What `state_dict` returns, on the device and with entries."""
-        recorded = [entry.copied() for entry in self._tables["train"].values() if entry.recorded]
-        names = {*self.callback, *chain.from_iterable(entry.now() for entry in recorded)}
+        recorded = [
+            entry.copied() for entry in self._tables["train"].values() if entry.recorded
+        ]
+        names = {
+            *self.callback,
+            *chain.from_iterable(entry.now() for entry in recorded),
+        }
         return {
             "running": recorded,
             "objects": self._running_objects(),
@@ -466,9 +510,13 @@ class Metrics:
             return {}
         evaluated = self.table.values() if self.evaluating else ()
         left_out = {*map(id, self._reduced), *(id(entry.metric) for entry in evaluated)}
-        places = {name for name, part in self.module.named_modules() if id(part) in left_out}
+        places = {
+            name for name, part in self.module.named_modules() if id(part) in left_out
+        }
         return {
-            name: state for name, state in running_states(self.module).items() if name not in places
+            name: state
+            for name, state in running_states(self.module).items()
+            if name not in places
         }
 
     def _place(self, entry: Entry) -> str | None:

@@ -25,7 +25,9 @@ def count_once(module: nn.Module, strategy: Strategy) -> None:
     """Reduce the metrics of ``module`` over the report group, so that ranks with the same batch count once."""
     if strategy.reports.size < strategy.world.size:
         for part in module.modules():
-            if is_metric(part) and part.process_group is None:  # torchmetrics' own default
+            if (
+                is_metric(part) and part.process_group is None
+            ):  # torchmetrics' own default
                 part.process_group = strategy.reports.group
 
 
@@ -72,7 +74,9 @@ def remember_metrics(owners: Iterable[Any]) -> Callable[[], None]:
     Args:
         owners: modules, and callbacks whose attributes are metrics, or lists and dicts of metrics.
     """
-    parts = list({id(part): part for owner in owners for part in _modules_of(owner)}.values())
+    parts = list(
+        {id(part): part for owner in owners for part in _modules_of(owner)}.values()
+    )
     _share_groups(parts)
     states = [(part, _copied_values(vars(part))) for part in parts if is_metric(part)]
 
@@ -158,7 +162,9 @@ def _restore_state(metric: Any, saved: Mapping[str, Any]) -> None:
 def _reset(metric: Any) -> None:
     """Reset a metric, but for the states that the module's ``state_dict`` has, which is restored on its own."""
     persistent = {
-        name: getattr(metric, name) for name, persists in metric._persistent.items() if persists
+        name: getattr(metric, name)
+        for name, persists in metric._persistent.items()
+        if persists
     }
     copied = {
         name: list(value) if isinstance(value, list) else value

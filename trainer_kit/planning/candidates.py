@@ -59,7 +59,9 @@ def strategy_for(candidate: Candidate) -> Strategy:
                 found=f"{word}, {candidate.world} ranks",
             )
         made = STRATEGIES.get("hsdp")(
-            "cpu", sharding_strategy="HYBRID_SHARD", device_mesh=(candidate.world // shards, shards)
+            "cpu",
+            sharding_strategy="HYBRID_SHARD",
+            device_mesh=(candidate.world // shards, shards),
         )
     elif sized is not None:
         made = STRATEGIES.get("mesh")("cpu", dp_shard=-1, **{sized[1]: int(sized[2])})
@@ -97,4 +99,6 @@ def axes_of(strategy: Strategy) -> dict[tuple[int, ...], str]:
 
 def model_parallel(strategy: Strategy, world: int) -> int:
     """Among how many ranks a strategy divides each layer or the layers of a model."""
-    return math.prod(size for axis, size in strategy.places(world).items() if axis in ("tp", "pp"))
+    return math.prod(
+        size for axis, size in strategy.places(world).items() if axis in ("tp", "pp")
+    )

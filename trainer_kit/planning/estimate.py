@@ -17,7 +17,12 @@ _INNER: Final = re.compile(r"(?:tp|pp|cp)(\d+)")
 _HYBRID: Final = re.compile(r"hsdp(\d+)")
 _HIDDEN: Final = ("data", "world")
 """Axes whose collectives overlap with computation; others wait for what they exchange."""
-_PASSES: Final = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+_PASSES: Final = {
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_to_all": 1.0,
+}
 """How often the bytes of a collective cross a link of a ring, times (n - 1) / n; of others: once."""
 
 
@@ -51,7 +56,11 @@ class Assumptions:
                 found=f"efficiency={self.efficiency}, bandwidth={self.bandwidth}",
                 fix="pass numbers above 0 and at most 1",
             )
-        if not (self.latency >= 0 and self.launch >= 0 and (self.price is None or self.price >= 0)):
+        if not (
+            self.latency >= 0
+            and self.launch >= 0
+            and (self.price is None or self.price >= 0)
+        ):
             raise ConfigurationError(
                 "latency, launch and price must not be negative",
                 found=f"latency={self.latency}, launch={self.launch}, price={self.price}",
@@ -200,7 +209,9 @@ def _seconds(traffic: Traffic, candidate: Candidate, device: Device) -> float:
     bandwidth = (device.link if span <= device.group else device.network) * 1e9
     passes = _PASSES.get(traffic.kind)
     crossed = (
-        traffic.bytes if passes is None else traffic.bytes * passes * (ranks - 1) / max(1, ranks)
+        traffic.bytes
+        if passes is None
+        else traffic.bytes * passes * (ranks - 1) / max(1, ranks)
     )
     return crossed / bandwidth
 

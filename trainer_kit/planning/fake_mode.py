@@ -11,7 +11,11 @@ from typing import Any, ClassVar, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["FastFakeMode"]
@@ -68,7 +72,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a new fake tensor
+        self._attributes: dict[
+            torch.device, dict[str, Any]
+        ] = {}  # of a new fake tensor
 
     def dispatch(
         self,
@@ -82,7 +88,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         key = self._key(func, args, kwargs)
         if key is None:
             if (
-                func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None
+                func is _ITEM
+                and type(args[0]) is FakeTensor
+                and args[0].constant is not None
             ):  # a step of an optimizer
                 return args[0].constant.item()
             return super().dispatch(func, types, args, kwargs)
@@ -95,7 +103,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         out = super().dispatch(func, types, args, kwargs)
         repeats = _repeated() > repeated and _computed() == computed
         if repeats or key in self._tried:
-            self._known[key] = self._results(func, args, kwargs, out) if repeats else None
+            self._known[key] = (
+                self._results(func, args, kwargs, out) if repeats else None
+            )
         self._tried.add(key)
         return out
 
@@ -113,7 +123,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _repeat(self, known: _Results, args: Sequence[Any]) -> Any:
         several, results = known
         if several:
-            return tuple([None if one is None else self._made(one, args) for one in results])
+            return tuple(
+                [None if one is None else self._made(one, args) for one in results]
+            )
         return None if results[0] is None else self._made(results[0], args)
 
     def _key(
@@ -174,7 +186,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> _Results | None:
         """Describe what an operator returned; None if it cannot be made again from that alone."""
-        inside = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is FakeTensor]
+        inside = [
+            leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is FakeTensor
+        ]
         results: list[_Result | None] = []
         for one in out if type(out) is tuple else (out,):
             if one is None:
@@ -182,8 +196,12 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 continue
             if type(one) is not FakeTensor or one.layout is not torch.strided:
                 return None
-            same = next((place for place, value in enumerate(args) if value is one), None)
-            view_of = next((place for place, value in enumerate(args) if _share(value, one)), None)
+            same = next(
+                (place for place, value in enumerate(args) if value is one), None
+            )
+            view_of = next(
+                (place for place, value in enumerate(args) if _share(value, one)), None
+            )
             facts: Any = (
                 one.shape,
                 one.stride(),
@@ -209,10 +227,16 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         shape, stride, device = result.shape, result.stride, result.device
         with in_kernel_invocation_manager(self):
             made = torch.empty_strided(
-                shape, stride, dtype=result.dtype, device="meta", requires_grad=result.requires_grad
+                shape,
+                stride,
+                dtype=result.dtype,
+                device="meta",
+                requires_grad=result.requires_grad,
             )
             if result.view_of is not None:
-                made.set_(args[result.view_of].untyped_storage(), result.offset, shape, stride)
+                made.set_(
+                    args[result.view_of].untyped_storage(), result.offset, shape, stride
+                )
         if device not in self._attributes:
             first = FakeTensor(self, made, device)
             self._attributes[device] = dict(vars(first))

@@ -32,7 +32,11 @@ from trainer_kit.core.tensors import map_leaves, tensors_of
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.ddp import DDPStrategy
-from trainer_kit.strategies.process_group import ProcessGroup, broadcast_buffers, join_world
+from trainer_kit.strategies.process_group import (
+    ProcessGroup,
+    broadcast_buffers,
+    join_world,
+)
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
@@ -141,23 +145,34 @@ def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], 
     """
 
     def propagated(schema: Any) -> Any:
-        numbers = all(isinstance(value, (int, float)) for value in schema.kwargs_schema.values())
+        numbers = all(
+            isinstance(value, (int, float)) for value in schema.kwargs_schema.values()
+        )
         if not schema.op.name().startswith("aten::_foreach_") or not numbers:
             return propagate(schema)
-        lists = [at for at, one in enumerate(schema.args_schema) if isinstance(one, (list, tuple))]
+        lists = [
+            at
+            for at, one in enumerate(schema.args_schema)
+            if isinstance(one, (list, tuple))
+        ]
         columns = list(zip(*(schema.args_schema[at] for at in lists), strict=True))
         kinds = {column: number for number, column in enumerate(dict.fromkeys(columns))}
         arguments = list(schema.args_schema)
         for place, at in enumerate(lists):
             arguments[at] = type(arguments[at])(kind[place] for kind in kinds)
         found = propagate(
-            type(schema)(schema.op, tuple(arguments), schema.kwargs_schema, schema.schema_info)
+            type(schema)(
+                schema.op, tuple(arguments), schema.kwargs_schema, schema.schema_info
+            )
         )
         if found.needs_redistribute:
             return propagate(schema)
         if found.output_spec is not None:
             found = replace(
-                found, output_spec=tuple(found.output_spec[kinds[column]] for column in columns)
+                found,
+                output_spec=tuple(
+                    found.output_spec[kinds[column]] for column in columns
+                ),
             )
         return found
 
@@ -234,7 +249,9 @@ def adapted() -> Iterator[None]:
         (
             scalers,
             "_maybe_opt_step",
-            lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
+            lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(
+                *args, **kwargs
+            ),
         ),
         (torch.utils, "swap_tensors", swap),
         (divides, "_chunk_with_empty", _Parts),
@@ -251,7 +268,9 @@ def adapted() -> Iterator[None]:
         with replaced:
             yield
     finally:
-        del propagator.propagate_op_sharding_non_cached  # the method of its class is found again
+        del (
+            propagator.propagate_op_sharding_non_cached
+        )  # the method of its class is found again
         log.disabled = False
         torch._C._set_mkldnn_enabled(recurrent)
 
@@ -259,7 +278,11 @@ def adapted() -> Iterator[None]:
 @contextmanager
 def _replaced(*parts: tuple[Any, str, Any]) -> Iterator[None]:
     """Inside, attributes have other values; those that this release of torch does not have are left out."""
-    before = [(owner, name, vars(owner)[name]) for owner, name, _ in parts if name in vars(owner)]
+    before = [
+        (owner, name, vars(owner)[name])
+        for owner, name, _ in parts
+        if name in vars(owner)
+    ]
     for owner, name, value in parts:
         if name in vars(owner):
             setattr(owner, name, value)
@@ -320,7 +343,11 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
                 else empty
             )
         vars(memo[id(tensor)]).update(
-            {key: value for key, value in vars(tensor).items() if not key.startswith("_")}
+            {
+                key: value
+                for key, value in vars(tensor).items()
+                if not key.startswith("_")
+            }
         )
     own = vars(module).get("trainer")
     if own is not None:  # copying it would copy a whole run
@@ -336,7 +363,9 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
         ) from error
 
 
-def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None = None) -> Any:
+def fake_batch(
+    batch: Any, samples: int, mode: FakeTensorMode, size: int | None = None
+) -> Any:
     """A batch of another size without storage: the dimension of its tensors that counts samples becomes ``samples``.
 
     That is the first dimension if the batch has tensors whose first size is the number of samples. Otherwise it is the
@@ -364,8 +393,12 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None 
             with mode:
                 return torch.empty(shape, dtype=value.dtype, device="cpu")
         if not isinstance(value, MutableMapping):
-            raise TypeError(f"a batch with a {type(value).__name__} cannot be made in another size")
-        own: Any = copy.copy(value)  # a batch of transformers, which has its own method ``to``
+            raise TypeError(
+                f"a batch with a {type(value).__name__} cannot be made in another size"
+            )
+        own: Any = copy.copy(
+            value
+        )  # a batch of transformers, which has its own method ``to``
         for key, part in value.items():
             own[key] = map_leaves(part, resized)
         return own
@@ -373,7 +406,9 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None 
     return map_leaves(lists, resized)
 
 
-def _resized_shape(shape: Sequence[int], size: int, samples: int, samples_first: bool) -> list[int]:
+def _resized_shape(
+    shape: Sequence[int], size: int, samples: int, samples_first: bool
+) -> list[int]:
     """The shape of a tensor for another number of samples; see `fake_batch`."""
     resized = list(shape)
     if not resized:
@@ -395,9 +430,17 @@ def _resized_lists(value: Any, size: int, samples: int) -> Any:
     old = list(value.values()) if type(value) is dict else value
     new = [_resized_lists(one, size, samples) for one in old]
     if any(one is not other for one, other in zip(new, old, strict=True)):
-        return dict(zip(value, new, strict=True)) if type(value) is dict else type(value)(new)
+        return (
+            dict(zip(value, new, strict=True))
+            if type(value) is dict
+            else type(value)(new)
+        )
     rows = [tensor.shape[:1] for tensor in tensors_of(value)]
-    if type(value) is dict or len(value) != size or (rows and all(one == (size,) for one in rows)):
+    if (
+        type(value) is dict
+        or len(value) != size
+        or (rows and all(one == (size,) for one in rows))
+    ):
         return value
     return type(value)(value[index % size] for index in range(samples))
 
@@ -458,11 +501,15 @@ class FakeReplicas(Strategy):
         """As the real strategy."""
         return self._real.describe()
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """Make the buckets, and watch gradients."""
         module.to(self.device)
         self._module = module
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trained = [
+            parameter for parameter in module.parameters() if parameter.requires_grad
+        ]
         self._fill(list(reversed(trained)), sys.maxsize)
         for parameter in trained:
             hook = parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]

@@ -157,7 +157,9 @@ class _Turns:
                 self._fail(rank, error)
             self._pass_on()
 
-    def together(self, what: str, over: Callable[[], bool], call: Callable[[], Any]) -> Any:
+    def together(
+        self, what: str, over: Callable[[], bool], call: Callable[[], Any]
+    ) -> Any:
         """Give the turn away until other ranks have done their part; then call, without the turn, and take it again.
 
         Args:
@@ -196,14 +198,14 @@ class _Turns:
         try:
             while not self._lock.wait_for(over, timeout=1.0):
                 pass  # a signal that comes just before a wait is handled after it
-        except (
-            BaseException
-        ) as error:  # a second Ctrl-C reaches the main thread, also where another rank runs
+        except BaseException as error:  # a second Ctrl-C reaches the main thread, also where another rank runs
             self._inside.discard(rank)
             self._fail(rank, error)
             if self._turn not in (None, rank):
                 self._ready.add(rank)
-                thread = next(ident for ident, one in self._ranks.items() if one == self._turn)
+                thread = next(
+                    ident for ident, one in self._ranks.items() if one == self._turn
+                )
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread), ctypes.py_object(_PeerFailed)
                 )
@@ -250,7 +252,12 @@ class _Turns:
         )
 
     def meet(
-        self, key: Any, members: int, what: str, call: Callable[[], Any], detail: str = ""
+        self,
+        key: Any,
+        members: int,
+        what: str,
+        call: Callable[[], Any],
+        detail: str = "",
     ) -> Any:
         """A collective: call together with all members.
 
@@ -268,7 +275,9 @@ class _Turns:
         others[self.rank] = mine = what + detail
         if len(others) == members:
             del self.arrived[key]
-            different = next((rank for rank, found in others.items() if found != mine), None)
+            different = next(
+                (rank for rank, found in others.items() if found != mine), None
+            )
             if different is not None:
                 raise RankError(
                     "the ranks do not call the same collective",
@@ -326,7 +335,8 @@ class _Group(_Plain):  # type: ignore[misc]
     def recv_anysource(self, *arguments: Any) -> Any:
         """Refused: whose turn it is would decide who sends."""
         raise RankError(
-            "threads as ranks cannot receive from any rank", fix="dist.recv(tensor, src=rank)"
+            "threads as ranks cannot receive from any rank",
+            fix="dist.recv(tensor, src=rank)",
         )
 
 
@@ -339,9 +349,14 @@ def _collective(name: str) -> Callable[..., Any]:
             return work
 
         self._calls += 1
-        shapes = [f"{str(one.dtype)[6:]}{list(one.shape)}" for one in tensors_of(arguments[:2])]
+        shapes = [
+            f"{str(one.dtype)[6:]}{list(one.shape)}"
+            for one in tensors_of(arguments[:2])
+        ]
         detail = f"({', '.join(shapes)})" if name in _ALIKE else ""
-        return _turns().meet((self.group_name, self._calls), self.size(), name, run, detail)
+        return _turns().meet(
+            (self.group_name, self._calls), self.size(), name, run, detail
+        )
 
     return call
 
@@ -408,7 +423,13 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
     ) -> Any:
         def call() -> Any:
             return helper(
-                size, rank, members, backend, store, group_name, **{**more, "timeout": _GLOO_TIME}
+                size,
+                rank,
+                members,
+                backend,
+                store,
+                group_name,
+                **{**more, "timeout": _GLOO_TIME},
             )
 
         if members and turns.rank not in members:
@@ -417,7 +438,9 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
             ("new", group_name, tuple(members)), len(members) or size, "new_group", call
         )
 
-    def arrive(rank: int, store: Any, name: Any, count: int, *others: Any, **options: Any) -> None:
+    def arrive(
+        rank: int, store: Any, name: Any, count: int, *others: Any, **options: Any
+    ) -> None:
         turns.meet(("made", name), count, "new_group", lambda: None)
 
     threaded: Any = torch._C._distributed_c10d
@@ -426,7 +449,9 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
     _C10D._new_process_group_helper, _C10D._store_based_barrier = make, arrive
     _C10D._world, _C10D.ProcessGroup = Worlds(), _Group
     # meshes of different threads then differ, and no cache gives a rank the part of another one
-    meshes.get_backend = lambda group=None: "threaded" if group is None else backend_of(group)
+    meshes.get_backend = lambda group=None: (
+        "threaded" if group is None else backend_of(group)
+    )
     try:
         yield
     finally:
@@ -462,7 +487,9 @@ def run_local(fn: Callable[[int], Any], ranks: int) -> None:
         [(0, 2, '0'), (1, 2, '1')]
     """
     if _now is not None:
-        raise LaunchError("a rank cannot start ranks", found=f"rank {_turns().rank} of threads")
+        raise LaunchError(
+            "a rank cannot start ranks", found=f"rank {_turns().rank} of threads"
+        )
     before, threads = _State(), torch.get_num_threads()
     before.put()
     try:
@@ -495,7 +522,9 @@ def _run(fn: Callable[[int], Any], ranks: int, turns: _Turns) -> None:
                 dist.destroy_process_group()
         except SystemExit as exit_:
             if exit_.code:
-                error = RankError("a rank has ended the program", found=f"sys.exit({exit_.code!r})")
+                error = RankError(
+                    "a rank has ended the program", found=f"sys.exit({exit_.code!r})"
+                )
                 error.__cause__ = exit_
         except BaseException as caught:
             error = caught
@@ -514,6 +543,7 @@ def _run(fn: Callable[[int], Any], ranks: int, turns: _Turns) -> None:
     if turns.error is not None:
         if turns.failed >= 0:
             add_note(
-                turns.error, f"raised on rank {turns.failed} of {ranks}, a thread of this process"
+                turns.error,
+                f"raised on rank {turns.failed} of {ranks}, a thread of this process",
             )
         raise turns.error

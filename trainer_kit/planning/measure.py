@@ -14,7 +14,11 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.distributed._tools.fake_collectives import (
+    CollectiveOp,
+    collective_ops,
+    sync_ops,
+)
 from torch.optim import Optimizer
 
 from trainer_kit.build import choose_precision
@@ -37,7 +41,13 @@ from trainer_kit.planning.fake_world import (
     unpacked,
 )
 from trainer_kit.planning.memory_tracker import Mark, StepTracker
-from trainer_kit.planning.records import CALCULATED, CATEGORIES, Candidate, Measured, Traffic
+from trainer_kit.planning.records import (
+    CALCULATED,
+    CATEGORIES,
+    Candidate,
+    Measured,
+    Traffic,
+)
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
@@ -54,7 +64,11 @@ _WARM_UP: Final = 1
 """Steps before the measured one: the first makes the optimizer's state."""
 _HOST: Final = ("parameters", "gradients", "optimizer")
 """What a strategy that offloads keeps in host memory."""
-_PACKAGES: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parents[1]), "<")
+_PACKAGES: Final = (
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parents[1]),
+    "<",
+)
 _RUN: Final = frozenset({"single", "ddp", "fsdp", "mesh"})
 """The engines whose step can be run without data."""
 AUTOCAST_COPIES: Final = (
@@ -114,16 +128,24 @@ def measure(
     with preserved_rng(strategy.device):
         if strategy.engine not in _RUN:
             return _calculated(
-                module, candidate, strategy, precision, f"{strategy.name} cannot run without data"
+                module,
+                candidate,
+                strategy,
+                precision,
+                f"{strategy.name} cannot run without data",
             )
         try:
             return _Trial(module, batch, candidate, trainer, accelerator, size).run()
         except TrainerKitError:
             raise
-        except Exception as error:  # of any class: user code, and parts of torch that need data
+        except (
+            Exception
+        ) as error:  # of any class: user code, and parts of torch that need data
             text, place = str(error).partition("\n")[0], _line_of(error)
             reason = f"the step cannot run without data ({type(error).__name__}{place}: {text})"
-            return _calculated(module, candidate, strategy_for(candidate), precision, reason)
+            return _calculated(
+                module, candidate, strategy_for(candidate), precision, reason
+            )
 
 
 def _line_of(error: Exception) -> str:
@@ -133,7 +155,11 @@ def _line_of(error: Exception) -> str:
         for one in traceback.extract_tb(error.__traceback__)
         if not one.filename.startswith(_PACKAGES)
     ]
-    return f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    return (
+        f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+        if frames
+        else ""
+    )
 
 
 @final
@@ -170,16 +196,22 @@ class _Trial:
         candidate = self.candidate
         stages = strategy_for(candidate).places(candidate.world).get("pp", 1)
         box: dict[int, list[Any]] = {}
-        roles = [self._role(stage * candidate.world // stages, box) for stage in range(stages)]
+        roles = [
+            self._role(stage * candidate.world // stages, box)
+            for stage in range(stages)
+        ]
         notes = _notes(self.module, self.batch, candidate, self.accelerator)
         if stages > 1:
-            notes += ("of the stages, traffic and operations are those of the one that has most",)
+            notes += (
+                "of the stages, traffic and operations are those of the one that has most",
+            )
         return Measured(
             candidate=candidate,
             memory=tuple(role.memory for role in roles),
             host=max(role.host for role in roles),
             traffic=max(
-                (role.traffic for role in roles), key=lambda sent: sum(one.bytes for one in sent)
+                (role.traffic for role in roles),
+                key=lambda sent: sum(one.bytes for one in sent),
             ),
             flops=max(role.flops for role in roles),
             operators=max(role.operators for role in roles),
@@ -207,7 +239,11 @@ class _Trial:
         host = (
             _HOST if candidate.offload and self.accelerator != "cpu" else ()
         )  # on a CPU it is the same memory
-        on_host = tracker.peak(since.events, left_out=set(CATEGORIES) - set(host)) if host else {}
+        on_host = (
+            tracker.peak(since.events, left_out=set(CATEGORIES) - set(host))
+            if host
+            else {}
+        )
         return _Role(
             memory=tracker.peak(since.events, left_out=host),
             host=sum(on_host.values()),
@@ -283,10 +319,17 @@ class _Trial:
                 processes=candidate.world,
                 resume=None,
             )
-            session.arguments, session.origins = {"reload_dataloaders_every_n_epochs": 0}, {}
+            session.arguments, session.origins = (
+                {"reload_dataloaders_every_n_epochs": 0},
+                {},
+            )
             session.switches = {}
             session.async_save = session.barebones = session.fast_dev_run = False
-        session.sharded_alternative, session.compile_options, session.compile_regional = (
+        (
+            session.sharded_alternative,
+            session.compile_options,
+            session.compile_regional,
+        ) = (
             None,
             None,
             False,
@@ -338,7 +381,9 @@ def _without_data(settings: Settings) -> Settings:
 
 def _step_together(optimizers: Sequence[Optimizer]) -> None:
     """Choose what torch chooses on an accelerator: one operator for all tensors."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+    for group in (
+        group for optimizer in optimizers for group in optimizer.param_groups
+    ):
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
 
@@ -346,21 +391,33 @@ def _step_together(optimizers: Sequence[Optimizer]) -> None:
 def _notes(
     module: nn.Module, batch: Any, candidate: Candidate, accelerator: str
 ) -> tuple[str, ...]:
-    notes = ["fragmentation, the workspace of kernels and the memory of libraries are not in it"]
+    notes = [
+        "fragmentation, the workspace of kernels and the memory of libraries are not in it"
+    ]
     if accelerator != "cpu":
         notes.append(
             f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward"
         )
     strategy = strategy_for(candidate)
     sizes = strategy.places(candidate.world)
-    gathers = strategy.engine == "fsdp" or sizes.get("dp_shard", 1) * sizes.get("cp", 1) > 1
-    if gathers and choose_precision(candidate.precision, None, strategy).param_dtype is not None:
+    gathers = (
+        strategy.engine == "fsdp" or sizes.get("dp_shard", 1) * sizes.get("cp", 1) > 1
+    )
+    if (
+        gathers
+        and choose_precision(candidate.precision, None, strategy).param_dtype
+        is not None
+    ):
         notes.append(AUTOCAST_COPIES)
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
         notes.append(
             "recurrent layers are measured as plain operators; a fused kernel has its own workspace"
         )
-    if "transformers" in sys.modules and isinstance(batch, Mapping) and not _READ.isdisjoint(batch):
+    if (
+        "transformers" in sys.modules
+        and isinstance(batch, Mapping)
+        and not _READ.isdisjoint(batch)
+    ):
         found = ", ".join(sorted(_READ & batch.keys()))
         notes.append(
             f"models of transformers read {found}: measured as padded or packed, even a mask of ones"
@@ -368,7 +425,9 @@ def _notes(
     if candidate.offload and accelerator == "cpu":
         notes.append("host memory is the device's on a CPU: offload saves nothing")
     elif candidate.offload:
-        notes.append("copies between host and device memory, of one unit at a time, are not in it")
+        notes.append(
+            "copies between host and device memory, of one unit at a time, are not in it"
+        )
     return tuple(notes)
 
 
@@ -406,10 +465,14 @@ class TrafficCounter:
         """Count an operator, if it is a collective."""
         if func not in collective_ops or func in sync_ops:
             return
-        ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
+        ranks = tuple(
+            dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args))
+        )
         if len(ranks) > 1:
             self.add(
-                _kind(str(func)), ranks, CollectiveOp.get_comm_tensor_size(func, out, args, {})
+                _kind(str(func)),
+                ranks,
+                CollectiveOp.get_comm_tensor_size(func, out, args, {}),
             )
 
     def add(self, kind: str, ranks: tuple[int, ...], size: int, count: int = 1) -> None:
@@ -445,7 +508,11 @@ _ADAM: Final = 2
 
 
 def _calculated(
-    module: nn.Module, candidate: Candidate, strategy: Strategy, precision: Precision, reason: str
+    module: nn.Module,
+    candidate: Candidate,
+    strategy: Strategy,
+    precision: Precision,
+    reason: str,
 ) -> Measured:
     """Calculate what a rank holds between two steps, for a step that cannot run without data.
 
@@ -464,10 +531,15 @@ def _calculated(
         build_once(copied)
         precision.convert_module(copied)
     notes = [f"{CALCULATED}{reason}"]
-    trained = [parameter for parameter in copied.parameters() if parameter.requires_grad]
+    trained = [
+        parameter for parameter in copied.parameters() if parameter.requires_grad
+    ]
     parts = model_parallel(strategy, candidate.world)
     costs = strategy.costs(copied, precision, candidate.world)
-    weights, gradients = part_bytes(copied.parameters()) // parts, part_bytes(trained) // parts
+    weights, gradients = (
+        part_bytes(copied.parameters()) // parts,
+        part_bytes(trained) // parts,
+    )
     state: int | None = None
     if costs is None:
         notes.append(
@@ -480,23 +552,36 @@ def _calculated(
             optimizers = configure_optimizers(copied).optimizers
         state = optimizer_bytes(optimizers, costs) if optimizers else None
     else:
-        notes.append(f"each of {parts} ranks is taken to hold an equal part of the model")
+        notes.append(
+            f"each of {parts} ranks is taken to hold an equal part of the model"
+        )
     if state is None:
         state = _ADAM * gradients
         notes.append("the optimizer is taken to be Adam")
     masters = 0 if costs is None else costs.masters
     buffers = part_bytes(copied.buffers())
-    held = {"parameters": weights + buffers, "gradients": gradients, "optimizer": state + masters}
+    held = {
+        "parameters": weights + buffers,
+        "gradients": gradients,
+        "optimizer": state + masters,
+    }
     on_host = (
         {"optimizer", "parameters"}
         if candidate.strategy.endswith("stage_3_offload")
         else {"optimizer"}
     )
-    away = on_host if candidate.offload or candidate.strategy.endswith("offload") else set()
+    away = (
+        on_host
+        if candidate.offload or candidate.strategy.endswith("offload")
+        else set()
+    )
     return Measured(
         candidate=candidate,
         memory=(
-            {category: 0 if category in away else held.get(category, 0) for category in CATEGORIES},
+            {
+                category: 0 if category in away else held.get(category, 0)
+                for category in CATEGORIES
+            },
         ),
         host=sum(held[category] for category in away),
         traffic=(),

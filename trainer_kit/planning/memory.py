@@ -13,7 +13,14 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
 __all__ = ["DTYPES", "MemoryEstimate", "Shapes", "describe_module", "estimate_memory"]
 
-_BITS: Final = {"float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4}
+_BITS: Final = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "float8": 8,
+    "int8": 8,
+    "int4": 4,
+}
 DTYPES: Final = tuple(_BITS)
 """The dtypes with an estimate."""
 _TRAINABLE: Final = ("float32", "bfloat16", "float16")
@@ -80,7 +87,9 @@ def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
         trained = {id(tensor) for tensor in module.parameters() if tensor.requires_grad}
         named = dict([*module.named_parameters(), *module.named_buffers()])
     else:
-        trained = {id(tensor) for tensor in module.values() if tensor.is_floating_point()}
+        trained = {
+            id(tensor) for tensor in module.values() if tensor.is_floating_point()
+        }
         named = dict(module)
     blocks = _blocks(module) if isinstance(module, nn.Module) else {}
     layers: Counter[str] = Counter()
@@ -112,7 +121,9 @@ def _blocks(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def estimate_memory(shapes: Shapes, dtypes: Iterable[str] | None = None) -> list[MemoryEstimate]:
+def estimate_memory(
+    shapes: Shapes, dtypes: Iterable[str] | None = None
+) -> list[MemoryEstimate]:
     """Return the memory of ``shapes`` in each dtype, by default in all known ones, from wide to narrow.
 
     Raises:
@@ -141,6 +152,7 @@ def estimate_memory(shapes: Shapes, dtypes: Iterable[str] | None = None) -> list
     for dtype in chosen:
         if dtype not in _BITS:
             raise ConfigurationError(
-                f"the memory of {dtype!r} cannot be estimated", fix=did_you_mean(dtype, _BITS)
+                f"the memory of {dtype!r} cannot be estimated",
+                fix=did_you_mean(dtype, _BITS),
             )
     return [one(dtype) for dtype in chosen]

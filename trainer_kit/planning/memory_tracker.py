@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils import flop_counter
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves
 
 from trainer_kit.planning.fake_mode import FastFakeMode
@@ -37,7 +40,9 @@ _FLOPS: Final[Mapping[Any, Callable[..., int]]] = {
         _counter.sdpa_flop_count(query.shape, key.shape, value.shape)
     ),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
-        _counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+        _counter.sdpa_backward_flop_count(
+            grad.shape, query.shape, key.shape, value.shape
+        )
     ),
 }
 _STATE: Final = ("parameters", "gradients", "optimizer")
@@ -75,10 +80,14 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         watch: called with every operator, its arguments and its result.
     """
 
-    def __init__(self, mode: FastFakeMode, watch: Callable[[Any, Any, Any], None]) -> None:
+    def __init__(
+        self, mode: FastFakeMode, watch: Callable[[Any, Any, Any], None]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode, self._watch = mode, watch
-        self._numbers: dict[int, int] = {}  # the number of a storage that exists, by its address
+        self._numbers: dict[
+            int, int
+        ] = {}  # the number of a storage that exists, by its address
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
         self._category: dict[int, str] = {}
@@ -103,13 +112,18 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._category.get(number) not in _STATE:
                 self._category[number] = category
 
-    def note_state(self, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> None:
+    def note_state(
+        self, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]
+    ) -> None:
         """Note parameters, their gradients and the state of optimizers."""
         parameters = list(parameters)
         self.note(parameters, "parameters")
         self.note([parameter.grad for parameter in parameters], "gradients")
         for optimizer in optimizers:
-            self.note([list(state.values()) for state in optimizer.state.values()], "optimizer")
+            self.note(
+                [list(state.values()) for state in optimizer.state.values()],
+                "optimizer",
+            )
 
     def _number(self, storage: torch.UntypedStorage) -> int:
         address = storage._cdata
@@ -117,7 +131,9 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is None:
             self._count += 1
             number = self._numbers[address] = self._count
-            self._references[address] = weakref.ref(storage, lambda _: self._freed(address))
+            self._references[address] = weakref.ref(
+                storage, lambda _: self._freed(address)
+            )
             self._sizes[number] = size = storage.nbytes()
             self._events.append((number, size))
         return number

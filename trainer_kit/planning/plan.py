@@ -99,7 +99,8 @@ class Plan:
     def trainer_line(self, row: Row) -> str:
         """The ``Trainer(...)`` of a row; other arguments stay as they are."""
         arguments = ", ".join(
-            f"{name}={value}" for name, value in _arguments(row.candidate, self.question).items()
+            f"{name}={value}"
+            for name, value in _arguments(row.candidate, self.question).items()
         )
         return f"Trainer({arguments})"
 
@@ -183,7 +184,10 @@ def _arguments(candidate: Candidate, question: Question) -> dict[str, str]:
         word = repr("hsdp")
     elif inner_ranks(candidate) > 1:
         word = f"MeshStrategy(dp_shard=-1, {axis}={size})"
-    found = {"strategy": word.replace("'", '"'), "devices": str(candidate.world // machines)}
+    found = {
+        "strategy": word.replace("'", '"'),
+        "devices": str(candidate.world // machines),
+    }
     if machines > 1:
         found["num_nodes"] = str(machines)
     found["precision"] = f'"{candidate.precision}"'
@@ -207,7 +211,10 @@ def _text(plan: Plan) -> str:
         fitting = [row for row in rows if row.estimate is not None]
         if fitting:
             lines += _aligned(
-                [_heads(plan), *(_cells(place, row, plan) for place, row in enumerate(fitting, 1))]
+                [
+                    _heads(plan),
+                    *(_cells(place, row, plan) for place, row in enumerate(fitting, 1)),
+                ]
             )
         reasons: dict[tuple[str, str], list[str]] = {}
         for row in rows:
@@ -216,7 +223,9 @@ def _text(plan: Plan) -> str:
                     row.candidate.precision
                 )
         for (words, reason), precisions in reasons.items():
-            lines += _wrapped(f"{words}, {' and '.join(precisions)}: {reason}", "  -  ", "     ")
+            lines += _wrapped(
+                f"{words}, {' and '.join(precisions)}: {reason}", "  -  ", "     "
+            )
         best = plan.best(world)
         if best is None:
             lines.append("  no configuration is known to fit")
@@ -248,8 +257,12 @@ def _wrapped(text: str, first: str, rest: str) -> list[str]:
 
 def _without_precision(row: Row) -> str:
     candidate = row.candidate
-    words = ["checkpointing"] * candidate.activation_checkpointing + ["offload"] * candidate.offload
-    return " with ".join([candidate.strategy, *([" and ".join(words)] if words else [])])
+    words = ["checkpointing"] * candidate.activation_checkpointing + [
+        "offload"
+    ] * candidate.offload
+    return " with ".join(
+        [candidate.strategy, *([" and ".join(words)] if words else [])]
+    )
 
 
 def _short(row: Row) -> str:
@@ -344,11 +357,15 @@ def _section(plan: Plan, world: int) -> str:
     scale = max([plan.question.limit * 1.05, *peaks]) if peaks else 1.0
     # One row far beyond the limit would leave no room for the others.
     scale = min(scale, plan.question.limit * 3)
-    bars = "".join(bar for row in rows for bar in _bars(row, plan.question.limit, scale))
+    bars = "".join(
+        bar for row in rows for bar in _bars(row, plan.question.limit, scale)
+    )
     heads = "".join(f"<th>{escape(head)}</th>" for head in _heads(plan))
     fitting = [row for row in rows if row.estimate is not None]
     cells = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(place, row, plan)) + "</tr>"
+        "<tr>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(place, row, plan))
+        + "</tr>"
         for place, row in enumerate(fitting, 1)
     )
     others = "".join(

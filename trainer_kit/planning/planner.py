@@ -16,7 +16,12 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainer_kit.core.arguments import check_type
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.device_table import Device, device_peak, find_device, known_devices
+from trainer_kit.core.device_table import (
+    Device,
+    device_peak,
+    find_device,
+    known_devices,
+)
 from trainer_kit.core.devices import device_memory
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError, add_note
@@ -97,10 +102,16 @@ def plan_fit(
     batch, size = _prepared(trainer, module, loaders, datamodule)
     built = _built(module, trainer)
     notes: list[str] = []
-    samples = _global_batch(trainer, given, size, notes) if global_batch is None else global_batch
+    samples = (
+        _global_batch(trainer, given, size, notes)
+        if global_batch is None
+        else global_batch
+    )
     row, name = _device(device, worlds, notes)
     limit = int(row.memory * 1e9 * (1 - _RESERVE)) if max_memory is None else max_memory
-    kept = f"{1 - _RESERVE:.0%} of {row.memory:.4g} GB" if max_memory is None else "given"
+    kept = (
+        f"{1 - _RESERVE:.0%} of {row.memory:.4g} GB" if max_memory is None else "given"
+    )
     notes.insert(0, f"memory limit of a rank: {in_units(limit)} ({kept})")
     chosen = precisions or _precisions(given, row, notes)
     with _named("loss_weight counted the tokens of the first batch"):
@@ -123,7 +134,9 @@ def plan_fit(
     def measured(candidate: Candidate) -> Measured:
         kind = "cpu" if name == "cpu" else "cuda"
         return _noted(
-            measure(module, batch, candidate, trainer=trainer, accelerator=kind, size=size),
+            measure(
+                module, batch, candidate, trainer=trainer, accelerator=kind, size=size
+            ),
             trainer,
             given,
         )
@@ -156,11 +169,14 @@ def _worlds(
     worlds = tuple(sorted({world} if isinstance(world, int) else set(world)))
     if not worlds or worlds[0] < 1:
         raise ConfigurationError(
-            "a plan needs at least 1 rank", found=f"world={world!r}", fix="pass world=[8, 64]"
+            "a plan needs at least 1 rank",
+            found=f"world={world!r}",
+            fix="pass world=[8, 64]",
         )
     if global_batch is not None and global_batch < 1:
         raise ConfigurationError(
-            "the global batch has at least one sample", found=f"global_batch={global_batch}"
+            "the global batch has at least one sample",
+            found=f"global_batch={global_batch}",
         )
     return worlds
 
@@ -203,7 +219,9 @@ def _built(module: nn.Module, trainer: Session) -> nn.Module:
     return copied
 
 
-def _words(name: str, words: Sequence[str], check: Callable[[str], object]) -> tuple[str, ...]:
+def _words(
+    name: str, words: Sequence[str], check: Callable[[str], object]
+) -> tuple[str, ...]:
     """Each word once; ``check`` refuses unknown ones."""
     check_type("Trainer.plan", name, words, Sequence[str])
     for word in words:
@@ -230,7 +248,9 @@ def _uncounted(own: Strategy | None) -> tuple[str, ...]:
         return ()
     hook = "the communication hook of DDPStrategy is not in it: its buffers and state, and the bytes that it saves"
     local = "local SGD is not in it: the step that is measured exchanges gradients"
-    return (hook,) * (own.comm_hook is not None) + (local,) * (own.local_sgd is not None)
+    return (hook,) * (own.comm_hook is not None) + (local,) * (
+        own.local_sgd is not None
+    )
 
 
 def _prepared(
@@ -248,11 +268,14 @@ def _first_batch(loaders: Any) -> tuple[Any, int]:
     """The first batch, and the size of the loader's batches."""
     if loaders is None:
         raise ConfigurationError(
-            "the plan needs training data", fix="pass a loader, or define train_dataloader()"
+            "the plan needs training data",
+            fix="pass a loader, or define train_dataloader()",
         )
     if isinstance(loaders, Dataset) and not isinstance(loaders, IterableDataset):
         fix = "pass a DataLoader: DataLoader(dataset, batch_size=32)"
-        raise ConfigurationError("this is not a loader", found=type(loaders).__name__, fix=fix)
+        raise ConfigurationError(
+            "this is not a loader", found=type(loaders).__name__, fix=fix
+        )
     whole = CombinedLoader(loaders, "max_size_cycle") if is_tree(loaders) else loaders
     parts = whole.flattened if isinstance(whole, CombinedLoader) else [whole]
     generators = own_generators(*(owner for part in parts for owner in _owners(part)))
@@ -262,7 +285,9 @@ def _first_batch(loaders: Any) -> tuple[Any, int]:
     feed.close()
     restore_generators(generators, states)
     if batch is None:
-        raise ConfigurationError("the training loader has no batch", found=type(loaders).__name__)
+        raise ConfigurationError(
+            "the training loader has no batch", found=type(loaders).__name__
+        )
     return batch, size
 
 
@@ -273,19 +298,27 @@ def _owners(loader: Any) -> list[Any]:
     return [loader, order, getattr(order, "sampler", None), *parts]
 
 
-def _global_batch(trainer: Session, given: Mapping[str, Any], size: int, notes: list[str]) -> int:
+def _global_batch(
+    trainer: Session, given: Mapping[str, Any], size: int, notes: list[str]
+) -> int:
     """Samples of a step in the script's own configuration."""
     whole = trainer.settings.global_batch_size
     if whole is not None:
-        notes.append(f"{whole} samples a step, as global_batch_size says; accumulation follows")
+        notes.append(
+            f"{whole} samples a step, as global_batch_size says; accumulation follows"
+        )
         return whole
     devices, nodes = given.get("devices", "auto"), given.get("num_nodes", 1)
     devices = len(devices) if isinstance(devices, (list, tuple)) else devices
     ranks = int(devices) * int(nodes) if str(devices).isdigit() else 1
     window = (
-        trainer.accumulate_grad_batches if isinstance(trainer.accumulate_grad_batches, int) else 1
+        trainer.accumulate_grad_batches
+        if isinstance(trainer.accumulate_grad_batches, int)
+        else 1
     )
-    unknown = "" if str(devices).isdigit() else f", as devices={devices!r} gives no number"
+    unknown = (
+        "" if str(devices).isdigit() else f", as devices={devices!r} gives no number"
+    )
     notes.append(
         f"{size * ranks * window} samples a step, as in the script: {size} of the loader x {ranks} rank"
         f"{'s' * (ranks > 1)}{unknown} x {window} accumulated; accumulation follows"
@@ -298,9 +331,14 @@ def _notes(rows: Sequence[Row], samples: int, own: Strategy | None) -> list[str]
     options = f"strategies are planned with their defaults, without the options of this {type(own).__name__}"
     unknown = "a step that cannot run without data may also have a mistake: try it with Trainer(fast_dev_run=True)"
     inexact = any(row.measured is not None and not row.measured.exact for row in rows)
-    copies = any(row.measured is not None and AUTOCAST_COPIES in row.measured.notes for row in rows)
+    copies = any(
+        row.measured is not None and AUTOCAST_COPIES in row.measured.notes
+        for row in rows
+    )
     found = {
-        row.candidate.world: step_samples(row.candidate) for row in rows if row.measured is not None
+        row.candidate.world: step_samples(row.candidate)
+        for row in rows
+        if row.measured is not None
     }
     return [
         *([] if own is None else [options]),
@@ -315,7 +353,9 @@ def _notes(rows: Sequence[Row], samples: int, own: Strategy | None) -> list[str]
     ]
 
 
-def _device(word: str | None, worlds: Sequence[int], notes: list[str]) -> tuple[Device, str]:
+def _device(
+    word: str | None, worlds: Sequence[int], notes: list[str]
+) -> tuple[Device, str]:
     if word is None and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         rates = [
@@ -331,7 +371,9 @@ def _device(word: str | None, worlds: Sequence[int], notes: list[str]) -> tuple[
             )
         word = rates[0].name
     if word is None or word.lower() == "cpu":
-        notes.append("cpu: rates were measured here, and links are assumed to have 5 GB/s")
+        notes.append(
+            "cpu: rates were measured here, and links are assumed to have 5 GB/s"
+        )
         return _this_machine(max(worlds)), "cpu"
     row = find_device(word)
     notes.append(f"{row.name}: {row.source}; {row.system}")
@@ -371,7 +413,9 @@ def _fastest(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def _precisions(given: Mapping[str, Any], device: Device, notes: list[str]) -> tuple[str, ...]:
+def _precisions(
+    given: Mapping[str, Any], device: Device, notes: list[str]
+) -> tuple[str, ...]:
     own = given.get("precision")
     own = str(own) if isinstance(own, (str, int)) else "32-true"
     own = {
@@ -391,28 +435,40 @@ def _precisions(given: Mapping[str, Any], device: Device, notes: list[str]) -> t
     return (own,)
 
 
-def _with_tokens(assumptions: Assumptions, module: nn.Module, batch: Any, size: int) -> Assumptions:
+def _with_tokens(
+    assumptions: Assumptions, module: nn.Module, batch: Any, size: int
+) -> Assumptions:
     """Tokens of a sample, where the module's ``loss_weight`` counts them."""
-    if assumptions.tokens is not None or not is_overridden("loss_weight", module, TrainModule):
+    if assumptions.tokens is not None or not is_overridden(
+        "loss_weight", module, TrainModule
+    ):
         return assumptions
     weight = module.loss_weight(batch)  # type: ignore[operator]
     return replace(assumptions, tokens=float(weight) / size)
 
 
-def _auto(module: nn.Module, precision: str, device: Device, rows: Sequence[Row]) -> str:
+def _auto(
+    module: nn.Module, precision: str, device: Device, rows: Sequence[Row]
+) -> str:
     """What ``strategy="auto"`` chooses on this device, and why the table shows another choice, where it does."""
     needed, memory = training_bytes(module, precision, True), int(device.memory * 1e9)
     word = "ddp" if whole_copies_fit(needed, memory) else "fsdp"
     text = f'strategy="auto" takes {word}: {in_units(needed)} of training state (as with Adam) in {in_units(memory)}'
     tried = [
-        row for row in rows if row.candidate.precision == precision and row.candidate.world > 1
+        row
+        for row in rows
+        if row.candidate.precision == precision and row.candidate.world > 1
     ]
     fits = {
-        (row.candidate.strategy, row.candidate.world) for row in tried if row.estimate is not None
+        (row.candidate.strategy, row.candidate.world)
+        for row in tried
+        if row.estimate is not None
     }
     for world in dict.fromkeys(row.candidate.world for row in tried):
         own = [
-            row for row in tried if row.candidate.strategy == word and row.candidate.world == world
+            row
+            for row in tried
+            if row.candidate.strategy == word and row.candidate.world == world
         ]
         others = [name for name, size in fits if size == world]
         if own and others and word not in others:
@@ -422,7 +478,9 @@ def _auto(module: nn.Module, precision: str, device: Device, rows: Sequence[Row]
     return text
 
 
-def _estimate_notes(device: Device, taken: Assumptions, precisions: Sequence[str]) -> list[str]:
+def _estimate_notes(
+    device: Device, taken: Assumptions, precisions: Sequence[str]
+) -> list[str]:
     notes = [
         f"step: products at {taken.efficiency:.0%} of the peak, memory and links at {taken.bandwidth:.0%} of theirs, "
         f"{1e6 * taken.latency:g} us for each collective; launches take at least {1e6 * taken.launch:g} us an operator",

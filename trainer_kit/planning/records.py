@@ -8,7 +8,14 @@ from typing import Final, final
 
 __all__ = ["CALCULATED", "CATEGORIES", "Candidate", "Measured", "Traffic"]
 
-CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "gathered", "temporary")
+CATEGORIES: Final = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "gathered",
+    "temporary",
+)
 """What memory is used for, in the order of tables and pictures."""
 CALCULATED: Final = "only weights, gradients and optimizer state, calculated: "
 """The first words of the first note of a step that cannot run without data."""

@@ -99,7 +99,9 @@ def captured_fit(
     """
     if not Path(script).is_file():
         raise ConfigurationError(
-            "the script does not exist", found=script, fix="give the path of a Python file"
+            "the script does not exist",
+            found=script,
+            fix="give the path of a Python file",
         )
     found: list[CapturedFit] = []
     mains: list[Any] = []
@@ -115,9 +117,7 @@ def captured_fit(
         except SystemExit as error:
             ended = f"it exited with {error.code!r}"
         except Exception as error:
-            if (
-                not found
-            ):  # else the script caught the end of its fit, and failed without the results
+            if not found:  # else the script caught the end of its fit, and failed without the results
                 fix = "it reads weights before the fit: call trainer.plan(...) there instead of fit(...)"
                 raise failed_script(
                     script, error, "before its Trainer.fit", fix * empty_weights
@@ -133,7 +133,9 @@ def captured_fit(
 
 
 @contextmanager
-def _capturing(trainer_class: Any, found: list[CapturedFit], mains: list[Any]) -> Iterator[None]:
+def _capturing(
+    trainer_class: Any, found: list[CapturedFit], mains: list[Any]
+) -> Iterator[None]:
     """Replace the constructor and ``fit`` of a Trainer: the first adapts its arguments, the second ends the script."""
     construct, fit = trainer_class.__init__, trainer_class.fit
     given: dict[int, dict[str, Any]] = {}
@@ -171,7 +173,9 @@ def _capturing(trainer_class: Any, found: list[CapturedFit], mains: list[Any]) -
         trainer_class.__init__, trainer_class.fit = construct, fit
 
 
-def failed_script(script: str, error: Exception, when: str, fix: str = "") -> ConfigurationError:
+def failed_script(
+    script: str, error: Exception, when: str, fix: str = ""
+) -> ConfigurationError:
     """The error of a script that raised one, with the line of the script that was running.
 
     Args:
@@ -188,7 +192,9 @@ def failed_script(script: str, error: Exception, when: str, fix: str = "") -> Co
     where = f" (line {frames[-1].lineno})" if frames else ""
     if isinstance(error, TrainerKitError):
         return ConfigurationError(
-            f"{script} failed {when}{where}: {error.problem}", found=error.found, fix=error.fix
+            f"{script} failed {when}{where}: {error.problem}",
+            found=error.found,
+            fix=error.fix,
         )
     lacking = isinstance(error, (ImportError, OSError, SyntaxError))
     run = f"run it first: {Path(sys.executable).name} {script}"

@@ -16,7 +16,12 @@ from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.launch.processes import no_garbage_in_forks, run_beside
-from trainer_kit.planning.estimate import Assumptions, Estimate, estimate_step, inner_ranks
+from trainer_kit.planning.estimate import (
+    Assumptions,
+    Estimate,
+    estimate_step,
+    inner_ranks,
+)
 from trainer_kit.planning.records import CALCULATED, Candidate, Measured, Traffic
 from trainer_kit.training.session import nothing
 
@@ -101,7 +106,9 @@ def search(
     }
 
     def table(precision: str) -> dict[tuple[int, str], list[Row]]:
-        found = _Search(question, measure, say)  # no precision uses what another one has measured
+        found = _Search(
+            question, measure, say
+        )  # no precision uses what another one has measured
         return {
             (world, strategy): list(found.rows(strategy, precision, world))
             for world, strategies in words.items()
@@ -110,15 +117,18 @@ def search(
 
     searches = [partial(table, precision) for precision in question.precisions]
     if several:
-        with (
-            no_garbage_in_forks()
-        ):  # a pipeline collects garbage at each stage, and would look at all of the imports
+        with no_garbage_in_forks():  # a pipeline collects garbage at each stage, and would look at all of the imports
             tables = run_beside(searches)
     else:
         tables = [one() for one in searches]
     rows: list[Row] = []
     for world, strategies in words.items():
-        own = [row for strategy in strategies for each in tables for row in each[world, strategy]]
+        own = [
+            row
+            for strategy in strategies
+            for each in tables
+            for row in each[world, strategy]
+        ]
         own.sort(key=partial(_rank, question.precisions))
         rows += own
     return rows
@@ -142,13 +152,17 @@ def _strategies(module: nn.Module, world: int, device: Device) -> Iterator[str]:
     if is_overridden("configure_parallel", module, TrainModule):
         for axis in ("tp", "pp"):
             yield from (
-                f"{axis}{size}" for size in (2, 4, 8) if size <= device.group and world % size == 0
+                f"{axis}{size}"
+                for size in (2, 4, 8)
+                if size <= device.group and world % size == 0
             )
 
 
 @final
 class _Search:
-    def __init__(self, question: Question, measure: _Measure, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, question: Question, measure: _Measure, say: Callable[[str], None]
+    ) -> None:
         self.question, self._measure, self._say = question, measure, say
         self._known: dict[Candidate, Measured] = {}
         self._flops: dict[tuple[str, str, int], float] = {}
@@ -157,9 +171,15 @@ class _Search:
     def rows(self, strategy: str, precision: str, world: int) -> Iterator[Row]:
         """The configurations of a strategy and a precision on these ranks."""
         offload = strategy in _OFFLOADS.values()
-        strategy = next((word for word, other in _OFFLOADS.items() if other == strategy), strategy)
+        strategy = next(
+            (word for word, other in _OFFLOADS.items() if other == strategy), strategy
+        )
         first = Candidate(
-            strategy=strategy, precision=precision, world=world, micro_batch=1, offload=offload
+            strategy=strategy,
+            precision=precision,
+            world=world,
+            micro_batch=1,
+            offload=offload,
         )
         if self._peak(first) is None:
             reason = f"no rate of {precision} products is known for this device"
@@ -185,7 +205,9 @@ class _Search:
     def _row(self, first: Candidate) -> Row:
         try:
             found = self._largest(first, self._sizes(first))
-            measured = self._scaled(found) if found.peak <= self.question.limit else found
+            measured = (
+                self._scaled(found) if found.peak <= self.question.limit else found
+            )
         except Exception as error:  # of the user's module too, which may raise anything
             return Row(
                 candidate=first,
@@ -206,21 +228,27 @@ class _Search:
                 in_units(measured.peak),
                 "; ".join(measured.notes).removeprefix(CALCULATED),
             )
-            reason = (
-                f"weights, gradients and optimizer state need {state}; the rest is unknown: {notes}"
+            reason = f"weights, gradients and optimizer state need {state}; the rest is unknown: {notes}"
+            return Row(
+                candidate=candidate, measured=measured, estimate=None, reason=reason
             )
-            return Row(candidate=candidate, measured=measured, estimate=None, reason=reason)
         if not candidate.activation_checkpointing:
             key = (candidate.strategy, candidate.precision, candidate.world)
-            self._flops[key] = measured.flops / (candidate.micro_batch * candidate.accumulate)
+            self._flops[key] = measured.flops / (
+                candidate.micro_batch * candidate.accumulate
+            )
         return Row(
-            candidate=candidate, measured=measured, estimate=self._estimate(candidate, measured)
+            candidate=candidate,
+            measured=measured,
+            estimate=self._estimate(candidate, measured),
         )
 
     def _estimate(self, candidate: Candidate, measured: Measured) -> Estimate:
         peak = self._peak(candidate)
         assert peak is not None  # or `rows` has left it out
-        per_sample = self._flops.get((candidate.strategy, candidate.precision, candidate.world))
+        per_sample = self._flops.get(
+            (candidate.strategy, candidate.precision, candidate.world)
+        )
         model = (
             None
             if per_sample is None
@@ -228,7 +256,11 @@ class _Search:
         )
         question = self.question
         return estimate_step(
-            measured, question.device, question.assumptions, peak=peak, model_flops=model
+            measured,
+            question.device,
+            question.assumptions,
+            peak=peak,
+            model_flops=model,
         )
 
     def _peak(self, candidate: Candidate) -> float | None:
@@ -256,7 +288,9 @@ class _Search:
         at, least = 0, self._run(first, sizes[0], sizes)
         while not least.exact:  # a batch norm refuses a single sample
             at += 1
-            least = whole if sizes[at] == sizes[-1] else self._run(first, sizes[at], sizes)
+            least = (
+                whole if sizes[at] == sizes[-1] else self._run(first, sizes[at], sizes)
+            )
         slope = (whole.peak - least.peak) / max(1, sizes[-1] - sizes[at])
         self._slopes.setdefault(_like(first), slope)
         if least.peak > limit:
@@ -268,24 +302,36 @@ class _Search:
                     return found
         return least
 
-    def _guessed(self, first: Candidate, sizes: Sequence[int], whole: Measured) -> Measured | None:
+    def _guessed(
+        self, first: Candidate, sizes: Sequence[int], whole: Measured
+    ) -> Measured | None:
         """The largest size that fits by what a sample needs under another strategy, if that is true of this one."""
         limit, slope = self.question.limit, self._slopes.get(_like(first))
         if slope is None:
             return None
-        fitting = [size for size in sizes[1:-1] if whole.peak - slope * (sizes[-1] - size) <= limit]
+        fitting = [
+            size
+            for size in sizes[1:-1]
+            if whole.peak - slope * (sizes[-1] - size) <= limit
+        ]
         if not fitting:
             return None
         found = self._run(first, fitting[-1], sizes)
         own = (whole.peak - found.peak) / (sizes[-1] - fitting[-1])
         larger = sizes[sizes.index(fitting[-1]) + 1]
         fits = found.exact and found.peak <= limit
-        return found if fits and found.peak + own * (larger - fitting[-1]) > limit else None
+        return (
+            found
+            if fits and found.peak + own * (larger - fitting[-1]) > limit
+            else None
+        )
 
     def _run(self, first: Candidate, size: int, sizes: Sequence[int]) -> Measured:
         """Measure a micro-batch, with at most two of its window."""
         window = sizes[-1] // size
-        candidate = replace(first, micro_batch=size, accumulate=min(window, _MEASURED_WINDOW))
+        candidate = replace(
+            first, micro_batch=size, accumulate=min(window, _MEASURED_WINDOW)
+        )
         found = self._once(candidate)
         return replace(found, candidate=replace(candidate, accumulate=window))
 
@@ -324,7 +370,10 @@ class _Search:
         flops = measured.flops + more * (measured.flops - one.flops)
         operators = measured.operators + more * (measured.operators - one.operators)
         return replace(
-            measured, flops=flops, operators=operators, traffic=tuple(map(longer, measured.traffic))
+            measured,
+            flops=flops,
+            operators=operators,
+            traffic=tuple(map(longer, measured.traffic)),
         )
 
     def _one_of(self, measured: Measured) -> Measured:
@@ -335,7 +384,9 @@ class _Search:
         """
         candidate = measured.candidate
         size = candidate.micro_batch * candidate.accumulate
-        whole = self._known.get(self._key(replace(candidate, micro_batch=size, accumulate=1)))
+        whole = self._known.get(
+            self._key(replace(candidate, micro_batch=size, accumulate=1))
+        )
         if (
             whole is None
             or not whole.exact
@@ -343,18 +394,25 @@ class _Search:
         ):
             return self._once(replace(candidate, accumulate=1))
         sent = {(one.kind, one.axis): one for one in whole.traffic}
-        alike = sent.keys() == {(one.kind, one.axis) for one in measured.traffic} and all(
-            two.bytes * sent[two.kind, two.axis].count == sent[two.kind, two.axis].bytes * two.count
+        alike = sent.keys() == {
+            (one.kind, one.axis) for one in measured.traffic
+        } and all(
+            two.bytes * sent[two.kind, two.axis].count
+            == sent[two.kind, two.axis].bytes * two.count
             for two in measured.traffic
         )
         if not alike:
             return self._once(replace(candidate, accumulate=1))
-        return replace(whole, candidate=replace(candidate, accumulate=1), flops=measured.flops // 2)
+        return replace(
+            whole, candidate=replace(candidate, accumulate=1), flops=measured.flops // 2
+        )
 
     @staticmethod
     def _state(measured: Measured) -> int:
         """Of the rank with the most: what checkpointing cannot save."""
-        return max(sum(role.get(each, 0) for each in _STATE) for role in measured.memory)
+        return max(
+            sum(role.get(each, 0) for each in _STATE) for role in measured.memory
+        )
 
     def _why_not(self, measured: Measured) -> str:
         role = max(measured.memory, key=lambda one: sum(one.values()))
@@ -369,7 +427,11 @@ class _Search:
 
 def _like(candidate: Candidate) -> tuple[str, bool, int]:
     """Candidates of which one sample needs about the same memory."""
-    return candidate.precision, candidate.activation_checkpointing, inner_ranks(candidate)
+    return (
+        candidate.precision,
+        candidate.activation_checkpointing,
+        inner_ranks(candidate),
+    )
 
 
 def _text(error: Exception) -> str:

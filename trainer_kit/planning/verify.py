@@ -118,7 +118,9 @@ class Verification:
     def first(self) -> Finding | None:
         """The difference that explains the others, and, of several, the first one in training: step and module."""
         return min(
-            self.findings, key=lambda finding: _RANK_OF_KIND.get(finding.kind, 2), default=None
+            self.findings,
+            key=lambda finding: _RANK_OF_KIND.get(finding.kind, 2),
+            default=None,
         )
 
     @property
@@ -152,13 +154,17 @@ class Verification:
     def __str__(self) -> str:
         width = max((len(check.name) for check in self.checks), default=0)
         head = f"verify: {self.configuration}, {self.steps} steps against a plain loop"
-        lines = [f"{check.status:12}{check.name:{width}}  {check.text}" for check in self.checks]
+        lines = [
+            f"{check.status:12}{check.name:{width}}  {check.text}"
+            for check in self.checks
+        ]
         end = f"first difference: {self.first}"
         if self.ok:
             end = "all equal, as far as checked"
             skipped = [check for check in self.checks if check.name == "callbacks"]
             end += "".join(
-                f"; not checked: callbacks ({check.text.partition(':')[0]})" for check in skipped
+                f"; not checked: callbacks ({check.text.partition(':')[0]})"
+                for check in skipped
             )
         return "\n".join([head, *lines, end])
 
@@ -184,13 +190,13 @@ def verify(
     if local:
         _refuse_threads(trainer)
     ranks = f"{trainer.processes} process" + ("es" if trainer.processes > 1 else "")
-    configuration = (
-        f"strategy {trainer.strategy.name}, precision {trainer.precision_plugin.name}, {ranks}"
-    )
+    configuration = f"strategy {trainer.strategy.name}, precision {trainer.precision_plugin.name}, {ranks}"
     result = Verification(configuration, steps)
     frozen = nullcontext() if local else no_garbage_in_forks()  # it forks many times
     with frozen, locked_directory() as directory:
-        runs = Runs(trainer, module, loaders, val_loaders, datamodule, steps, directory, local)
+        runs = Runs(
+            trainer, module, loaders, val_loaders, datamodule, steps, directory, local
+        )
         runs.start()
         _Verifier(trainer, runs, result).run(runs.validates)
     return result
@@ -218,7 +224,8 @@ def _refuse_threads(trainer: Session) -> None:
     if why is not None or device != "cpu":
         raise ConfigurationError(
             "runs in this process take turns on the CPU, with a strategy of torch",
-            found=f"strategy {trainer.strategy.name} on {device}" + (f": {why}" if why else ""),
+            found=f"strategy {trainer.strategy.name} on {device}"
+            + (f": {why}" if why else ""),
             fix='let ranks be processes: verify without local; accelerator="cpu" needs no other device',
         )
 
@@ -240,7 +247,9 @@ class _Verifier:
             if found is None
             else f"step {found.step}" + (f", {found.where}" if found.where else "")
         )
-        self.result.checks.append(Check(name, "ok" if found is None else "differs", at or text))
+        self.result.checks.append(
+            Check(name, "ok" if found is None else "differs", at or text)
+        )
         return found is None
 
     def skip(self, name: str, why: str) -> None:
@@ -282,22 +291,32 @@ class _Verifier:
         """Compare the rounding of the plain loop with what the dtype explains."""
         name = self.trainer.precision_plugin.name
         if gradients_cancel(judge.exact):
-            self.skip("rounding", "the gradients of step 0 cancel: no dtype has a correct digit")
+            self.skip(
+                "rounding",
+                "the gradients of step 0 cancel: no dtype has a correct digit",
+            )
             return
-        finding = excessive_rounding(judge.exact, judge.rounded, single, _eps(name), name)
+        finding = excessive_rounding(
+            judge.exact, judge.rounded, single, _eps(name), name
+        )
         if finding is not None and judge.rounded is single and judge.exact.draws:
             self.skip("rounding", "random layers may draw different numbers in float64")
             return
         self.note(
-            "rounding", finding, f"{name}: the errors of the gradients are those of its dtype"
+            "rounding",
+            finding,
+            f"{name}: the errors of the gradients are those of its dtype",
         )
 
-    def buffers(self, chosen: list[Record], judge: Judge, whole_batch: Record | None) -> None:
+    def buffers(
+        self, chosen: list[Record], judge: Judge, whole_batch: Record | None
+    ) -> None:
         """Compare buffers and frozen parameters."""
         if not any(values for values in judge.exact.untrained.get(0, [])):
             return
         if any(
-            finding.kind not in ("loop", "layout", "precision") for finding in self.result.findings
+            finding.kind not in ("loop", "layout", "precision")
+            for finding in self.result.findings
         ):
             self.skip("buffers", "the training differs")
             return
@@ -324,11 +343,15 @@ class _Verifier:
             }
         )
         if names:
-            self.skip("callbacks", f"{', '.join(names)}: the compared runs have no callbacks")
+            self.skip(
+                "callbacks", f"{', '.join(names)}: the compared runs have no callbacks"
+            )
 
     def order(self, chosen: list[Record], division: Division) -> bool:
         """Compare the samples; returns whether the values that are computed from them can be compared."""
-        for sampler in sorted({line for record in chosen for line in record.retargeted}):
+        for sampler in sorted(
+            {line for record in chosen for line in record.retargeted}
+        ):
             text = f"the script made {sampler}; each rank gets its own, as under a launcher"
             self.result.checks.append(Check("samples", "note", text))
         plan = self.runs.order(division)
@@ -358,11 +381,15 @@ class _Verifier:
         if why is not None:
             self.skip("training", why)
             return False
-        if not any(micro.batch for record in chosen for micro in record.micros.values()):
+        if not any(
+            micro.batch for record in chosen for micro in record.micros.values()
+        ):
             self.skip("data", "the batches are objects that show no tensors")
             return True
         return self.note(
-            "data", compare_samples(chosen, exact), "the tensors of each batch are equal"
+            "data",
+            compare_samples(chosen, exact),
+            "the tensors of each batch are equal",
         )
 
     def _same_ids(self, chosen: list[Record], exact: Record) -> bool:
@@ -374,7 +401,9 @@ class _Verifier:
             if (at, index * record.places + record.place) in exact.micros
         ]
         unknown = not self.trainer.settings.shard and exact.places > 1
-        return all(ids == others and (ids is not None or not unknown) for ids, others in pairs)
+        return all(
+            ids == others and (ids is not None or not unknown) for ids, others in pairs
+        )
 
     def epochs(self, division: Division) -> None:
         """Compare the order of two epochs: a sampler that shuffles must know the epoch."""
@@ -390,10 +419,16 @@ class _Verifier:
         text = "the second epoch reads the samples in the order of the first"
         hint = "call set_epoch of the sampler in on_train_epoch_start, or let the Trainer divide the data"
         if record.divides:
-            self.note("epochs", Finding(kind="samples", step=0, where="", text=text, hint=hint), "")
+            self.note(
+                "epochs",
+                Finding(kind="samples", step=0, where="", text=text, hint=hint),
+                "",
+            )
         else:
             self.result.checks.append(
-                Check("epochs", "note", f"{text}: a sampler that shuffles needs set_epoch")
+                Check(
+                    "epochs", "note", f"{text}: a sampler that shuffles needs set_epoch"
+                )
             )
 
     def _exact(self, division: Division) -> Record:
@@ -438,7 +473,8 @@ class _Verifier:
             single = self.runs.plain(make_precision("32-true"), alone)
         if not single.even:
             self.skip(
-                name, "an accumulation window is incomplete, or an epoch ends within these steps"
+                name,
+                "an accumulation window is incomplete, or an epoch ends within these steps",
             )
             return
         run = self._alone(name, {"alone": 0})
@@ -455,11 +491,15 @@ class _Verifier:
         if equal:
             self.note(name, None, text)
             return
-        judge = Judge(self.runs.plain(make_precision("64-true"), alone), single, _eps("32-true"))
+        judge = Judge(
+            self.runs.plain(make_precision("64-true"), alone), single, _eps("32-true")
+        )
         finding = self._first(judge, run)
         if finding is not None:
             options = {"alone": 0, "precision": make_precision("32-true")}
-            finding = self._locate(judge, alone, finding, make_precision("32-true"), **options)
+            finding = self._locate(
+                judge, alone, finding, make_precision("32-true"), **options
+            )
             finding = replace(finding, kind="loop", text=f"one device: {finding.text}")
         self.note(name, finding, text)
 
@@ -482,15 +522,22 @@ class _Verifier:
     def training(self, judge: Judge, chosen: list[Record], division: Division) -> None:
         """Compare the chosen configuration with the plain loop."""
         found = self._first(judge, chosen)
-        if found is not None and found.kind not in ("tied", "buffers", "logged", "ranks"):
+        if found is not None and found.kind not in (
+            "tied",
+            "buffers",
+            "logged",
+            "ranks",
+        ):
             found = self._locate(judge, division, found, self.trainer.precision_plugin)
-        text = (
-            f"losses, gradients, weights, logs: at most {judge.largest:.0%} of the allowed rounding"
-        )
+        text = f"losses, gradients, weights, logs: at most {judge.largest:.0%} of the allowed rounding"
         self.note("training", found, text)
         for waits in chosen[0].waiting:
             self.result.checks.append(
-                Check("schedulers", "note", f"{waits}: without validation it does not advance")
+                Check(
+                    "schedulers",
+                    "note",
+                    f"{waits}: without validation it does not advance",
+                )
             )
         norms = chosen[0].norms
         if norms and division.places > 1:
@@ -509,14 +556,23 @@ class _Verifier:
                 judge.ranks,
                 judge.logged,
             ]
-            found = [each for compare in comparisons if (each := compare(run, step)) is not None]
+            found = [
+                each
+                for compare in comparisons
+                if (each := compare(run, step)) is not None
+            ]
             tied = [each for each in found if each.kind == "tied"]
             if found:
                 return (tied or found)[0]
         return None
 
     def _locate(
-        self, judge: Judge, division: Division, found: Finding, precision: Precision, **options: Any
+        self,
+        judge: Judge,
+        division: Division,
+        found: Finding,
+        precision: Precision,
+        **options: Any,
     ) -> Finding:
         """Run again with hooks on every module at the step of a difference, and name the first module that differs."""
         watched = frozenset({found.step})
@@ -538,8 +594,12 @@ class _Verifier:
                 _operations(mine[0], found.step), _operations(other, found.step)
             )
             text += f"; {operation}" if operation else ""
-        hint = f"then {found.kind}: {found.text}" + (f"; {found.hint}" if found.hint else "")
-        return Finding(kind=module.kind, step=found.step, where=module.where, text=text, hint=hint)
+        hint = f"then {found.kind}: {found.text}" + (
+            f"; {found.hint}" if found.hint else ""
+        )
+        return Finding(
+            kind=module.kind, step=found.step, where=module.where, text=text, hint=hint
+        )
 
     def window(self, chosen: list[Record], division: Division, exact: Record) -> None:
         """Compare the gradient of the first accumulation window with that of one batch of all its samples."""
@@ -562,7 +622,11 @@ class _Verifier:
         steps = self._comparable_windows(chosen[0], judge.exact)
         by_batch = shares_of(chosen)
         shares = {
-            (step, 0): [share for index in sorted(micro_batches) for share in by_batch[step, index]]
+            (step, 0): [
+                share
+                for index in sorted(micro_batches)
+                for share in by_batch[step, index]
+            ]
             for step in steps
         }
         samples = sum(map(len, shares[0, 0]))
@@ -581,15 +645,26 @@ class _Verifier:
             )
             return
         finding = next(
-            (each for step in steps if (each := judge.gradients(run, step)) is not None), None
+            (
+                each
+                for step in steps
+                if (each := judge.gradients(run, step)) is not None
+            ),
+            None,
         )
         if finding is not None:
-            finding = self._of_window(finding, first, options, shares, len(micro_batches))
+            finding = self._of_window(
+                finding, first, options, shares, len(micro_batches)
+            )
             if finding is None:
-                self.skip(name, "layers change with each forward, which one batch calls once")
+                self.skip(
+                    name, "layers change with each forward, which one batch calls once"
+                )
                 return
         self.note(
-            name, finding, f"one batch of the {samples} samples of a window: the same gradient"
+            name,
+            finding,
+            f"one batch of the {samples} samples of a window: the same gradient",
         )
 
     def _comparable_windows(self, run: Record, exact: Record) -> range:
@@ -627,7 +702,8 @@ class _Verifier:
         if cause.where:
             return None if changes_untrained(exact, step, cause.where) else cause
         far = max(
-            relative_difference(run[0].gradients[step], exact.gradients[step]).values(), default=0.0
+            relative_difference(run[0].gradients[step], exact.gradients[step]).values(),
+            default=0.0,
         )
         if far < _SLIGHT and changes_untrained(exact, step, without=run[0].norms):
             return None
@@ -642,7 +718,12 @@ class _Verifier:
 
     def _why_not_whole(self, chosen: list[Record], exact: Record) -> str | None:
         """Why one process cannot have the samples of a step as one batch; None: it can."""
-        read = [micro.ids for record in chosen for at, micro in record.micros.items() if at[0] == 0]
+        read = [
+            micro.ids
+            for record in chosen
+            for at, micro in record.micros.items()
+            if at[0] == 0
+        ]
         reasons = (
             (exact.draws, "random layers draw different numbers on each rank"),
             (
@@ -677,17 +758,26 @@ class _Verifier:
             self.skip(name, why)
             return None
         shares = shares_of(chosen)
-        samples = sum(len(share) for at, each in shares.items() if at[0] == 0 for share in each)
-        options: dict[str, Any] = {"alone": samples, "shares": shares if chosen[0].norms else None}
+        samples = sum(
+            len(share) for at, each in shares.items() if at[0] == 0 for share in each
+        )
+        options: dict[str, Any] = {
+            "alone": samples,
+            "shares": shares if chosen[0].norms else None,
+        }
         run = self._alone(name, options)
         if run is None:
             return None
         if whole := sorted(run[0].whole):
             self.skip(
-                name, f"the input of {named(whole)} does not have the batch as its first dimension"
+                name,
+                f"the input of {named(whole)} does not have the batch as its first dimension",
             )
             return None
-        if not all(same_samples(run[0], exact, shares, step) for step in range(self.result.steps)):
+        if not all(
+            same_samples(run[0], exact, shares, step)
+            for step in range(self.result.steps)
+        ):
             self.skip(
                 name,
                 "a sample has other contents in a larger batch: a random collate_fn, or padding",
@@ -700,7 +790,12 @@ class _Verifier:
             self.note(
                 name,
                 None,
-                text + (", with batch norms divided as on the ranks" if chosen[0].norms else ""),
+                text
+                + (
+                    ", with batch norms divided as on the ranks"
+                    if chosen[0].norms
+                    else ""
+                ),
             )
             return run[0]
         if finding.kind == "weights":
@@ -719,7 +814,9 @@ class _Verifier:
         ]
         self.note(
             name,
-            depends(again[0], Judge(plain[0], plain[1], judge.eps), shares, finding.step),
+            depends(
+                again[0], Judge(plain[0], plain[1], judge.eps), shares, finding.step
+            ),
             text,
         )
         return run[0]
@@ -739,7 +836,11 @@ class _Verifier:
         resumes = steps > 1
         whole = self.runs.chosen(saves=saved if resumes else None)
         again = self.runs.chosen()
-        self.note("twice", self._bits(whole, again, "repeat", 0), "a second run is equal in bits")
+        self.note(
+            "twice",
+            self._bits(whole, again, "repeat", 0),
+            "a second run is equal in bits",
+        )
         if resumes:
             resumed = self.runs.chosen(resumes=saved[1])
             found = self._bits(whole, resumed, "resume", steps // 2)
@@ -793,7 +894,9 @@ class _Verifier:
             "validation": "validation changes state that training uses",
         }
         hint = f"{hints[kind]}; it differs in {named(state)}" if state else hints[kind]
-        return Finding(kind=kind, step=step, where=where, text=f"{texts[kind]}{what}", hint=hint)
+        return Finding(
+            kind=kind, step=step, where=where, text=f"{texts[kind]}{what}", hint=hint
+        )
 
 
 def _division(run: list[Record]) -> Division:
@@ -804,13 +907,22 @@ def _division(run: list[Record]) -> Division:
         for place in range(first.places)
     )
     return Division(
-        first.places, first.seed, _RESEEDS, first.own_buffers, len(run), tuple(first.synced), ranks
+        first.places,
+        first.seed,
+        _RESEEDS,
+        first.own_buffers,
+        len(run),
+        tuple(first.synced),
+        ranks,
     )
 
 
 def _is_sequential(order: list[int]) -> bool:
     """Whether the indices ascend, but for samples that fill the last batch."""
-    return len(order) < _FEW or sum(after < before for before, after in pairwise(order)) <= 1
+    return (
+        len(order) < _FEW
+        or sum(after < before for before, after in pairwise(order)) <= 1
+    )
 
 
 def _may_change(callback: Callback) -> bool:
@@ -828,7 +940,9 @@ def _eps(precision: str) -> float:
     return torch.finfo(_EPS[word]).eps
 
 
-def _first_bit(one: list[Record], other: list[Record], start: int, steps: int) -> int | None:
+def _first_bit(
+    one: list[Record], other: list[Record], start: int, steps: int
+) -> int | None:
     for step in range(start, steps):
         for mine, theirs in zip(one, other, strict=True):
             for at, micro in mine.micros.items():
@@ -862,11 +976,15 @@ def _first_output(one: list[Record], other: list[Record], step: int) -> tuple[st
                 continue
             if pair.ids != micro.ids:
                 return "", ": they read different samples"
-            if not all(same_bits(a, b) for a, b in zip(micro.batch, pair.batch, strict=True)):
+            if not all(
+                same_bits(a, b) for a, b in zip(micro.batch, pair.batch, strict=True)
+            ):
                 return "", ": the same samples have different contents"
             if micro.watched is None or pair.watched is None:
                 continue
             for key, value in micro.watched.outputs.items():
-                if key in pair.watched.outputs and not same_bits(value, pair.watched.outputs[key]):
+                if key in pair.watched.outputs and not same_bits(
+                    value, pair.watched.outputs[key]
+                ):
                     return key[0], ", first in the output of this module"
     return "", ""

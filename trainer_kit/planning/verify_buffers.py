@@ -55,21 +55,27 @@ def compare_buffers(
             compared.add(name)
             if _equal(value, exact, rounded, judge) or name in exchanged:
                 continue
-            others = None if whole_batch is None else whole_batch.weights.get(step, {}).get(name)
+            others = (
+                None
+                if whole_batch is None
+                else whole_batch.weights.get(step, {}).get(name)
+            )
             if others is None:
                 exchanged.append(name)
                 continue
             if _near(value, others, exact, rounded):
                 continue
-            return BufferCheck(_changed(name, value, exact, step, len(run)), len(compared))
+            return BufferCheck(
+                _changed(name, value, exact, step, len(run)), len(compared)
+            )
         for record in run[1:]:
             still = _unmoved(run[0], record, judge, step)
             if still is not None:
                 text = f"rank {record.rank} does not change it, and rank 0 does"
-                hint = (
-                    "every rank must update it, or none reads it; checkpoints hold that of rank 0"
+                hint = "every rank must update it, or none reads it; checkpoints hold that of rank 0"
+                finding = Finding(
+                    kind="buffers", step=step, where=still, text=text, hint=hint
                 )
-                finding = Finding(kind="buffers", step=step, where=still, text=text, hint=hint)
                 return BufferCheck(finding, len(compared))
     return BufferCheck(None, len(compared), tuple(exchanged))
 
@@ -78,7 +84,10 @@ def _values(
     record: Record, judge: Judge, step: int
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """The name of each untrained tensor of a rank, its value, and those of the plain loop."""
-    exact, rounded = judge.exact.untrained.get(step, []), judge.rounded.untrained.get(step, [])
+    exact, rounded = (
+        judge.exact.untrained.get(step, []),
+        judge.rounded.untrained.get(step, []),
+    )
     if record.place >= min(len(exact), len(rounded)):
         return
     for name, value in exact[record.place].items():
@@ -113,9 +122,7 @@ def _changed(name: str, value: Tensor, exact: Tensor, step: int, ranks: int) -> 
     hint = ""
     if ranks > 1:
         text += ", and from that of one process with the samples of all ranks"
-        hint = (
-            "a statistic that ranks sum and should average, or an update that depends on the rank"
-        )
+        hint = "a statistic that ranks sum and should average, or an update that depends on the rank"
     return Finding(kind="buffers", step=step, where=name, text=text, hint=hint)
 
 
@@ -124,7 +131,11 @@ def _unmoved(first: Record, record: Record, judge: Judge, step: int) -> str | No
     before, after = first.local.get(step - 1, {}), first.local.get(step, {})
     plain = judge.exact.untrained
     for name, value in record.local.get(step, {}).items():
-        if name not in before or name not in after or name not in plain.get(step, [{}])[0]:
+        if (
+            name not in before
+            or name not in after
+            or name not in plain.get(step, [{}])[0]
+        ):
             continue
         moved = not same_bits(before[name], after[name])
         if not moved or same_bits(value, after[name]):
@@ -134,12 +145,18 @@ def _unmoved(first: Record, record: Record, judge: Judge, step: int) -> str | No
             earlier is not None and same_bits(value, earlier)
         )
         places = plain.get(step, [])
-        if still and record.place < len(places) and _moves(plain, record.place, name, step):
+        if (
+            still
+            and record.place < len(places)
+            and _moves(plain, record.place, name, step)
+        ):
             return name
     return None
 
 
-def _moves(plain: dict[int, list[dict[str, Tensor]]], place: int, name: str, step: int) -> bool:
+def _moves(
+    plain: dict[int, list[dict[str, Tensor]]], place: int, name: str, step: int
+) -> bool:
     """Whether the plain loop changes the value of a place in this step."""
     earlier = plain.get(step - 1)
     if earlier is None:

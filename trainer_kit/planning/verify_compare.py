@@ -69,7 +69,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return (
-        bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+        bool(
+            torch.equal(
+                a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+            )
+        )
         if a.ndim
         else (bool(a == b) or bool(a != a and b != b))
     )
@@ -103,7 +107,9 @@ class Judge:
         self.exact, self.rounded, self.eps = exact, rounded, eps
         self.largest = 0.0
 
-    def allowed(self, exact: Tensor, rounded: Tensor, eps: float | None = None) -> float:
+    def allowed(
+        self, exact: Tensor, rounded: Tensor, eps: float | None = None
+    ) -> float:
         """How far a tensor may be from the exact one."""
         own = _norm(rounded.double() - exact.double())
         floor = _FLOOR * (self.eps if eps is None else eps) * _norm(exact)
@@ -130,13 +136,17 @@ class Judge:
     ) -> list[tuple[float, str]]:
         """The tensors that differ by more than rounding, the largest first; ``stored``: they keep their own dtype."""
         shared = [
-            name for name in exact if name in found and found[name].shape == exact[name].shape
+            name
+            for name in exact
+            if name in found and found[name].shape == exact[name].shape
         ]
         shared = [name for name in shared if exact[name].is_floating_point()]
         judged = []
         for name in shared:
             eps = torch.finfo(found[name].dtype).eps if stored else None
-            judged.append((self.excess(found[name], exact[name], rounded[name], eps), name))
+            judged.append(
+                (self.excess(found[name], exact[name], rounded[name], eps), name)
+            )
         return sorted((pair for pair in judged if pair[0] > 1), reverse=True)
 
     # -- one kind of value each --------------------------------------------------------------------------------------
@@ -155,7 +165,9 @@ class Judge:
                     wrong.append(
                         (
                             self.excess(
-                                found.reshape(()), value.reshape(()), rounded.loss[name].reshape(())
+                                found.reshape(()),
+                                value.reshape(()),
+                                rounded.loss[name].reshape(()),
                             ),
                             text,
                         )
@@ -184,7 +196,9 @@ class Judge:
         name = self._first(exact, {name for _, name in wrong})
         several = len({name for _, name in wrong})
         hint = self._of_gradients(run, step, merged, exact)
-        text = f"the gradient differs by {percent(_relative(merged[name], exact[name]))}"
+        text = (
+            f"the gradient differs by {percent(_relative(merged[name], exact[name]))}"
+        )
         text += f", and those of {several - 1} more parameters" if several > 1 else ""
         return Finding(kind="gradients", step=step, where=name, text=text, hint=hint)
 
@@ -192,7 +206,9 @@ class Judge:
         self, merged: Mapping[str, Tensor], exact: Mapping[str, Tensor], step: int
     ) -> Finding | None:
         missing = [
-            name for name in exact if name not in merged and float(exact[name].abs().max()) > 0
+            name
+            for name in exact
+            if name not in merged and float(exact[name].abs().max()) > 0
         ]
         if not merged or not missing:
             return None
@@ -233,10 +249,14 @@ class Judge:
         merged: dict[str, Tensor] = {}
         for record in run:
             merged = {**record.weights.get(step, {}), **merged}
-        trained = {name for found in self.exact.gradients.values() for name in found} | {
-            name for group in self.exact.tied for name in group
+        trained = {
+            name for found in self.exact.gradients.values() for name in found
+        } | {name for group in self.exact.tied for name in group}
+        chosen = {
+            name: value
+            for name, value in exact.items()
+            if name in trained or len(run) == 1
         }
-        chosen = {name: value for name, value in exact.items() if name in trained or len(run) == 1}
         for group in self.exact.tied:
             held = [merged[name] for name in group if name in merged]
             if any(not same_bits(held[0], other) for other in held[1:]):
@@ -263,9 +283,7 @@ class Judge:
         if not wrong:
             return None
         name = self._first(exact, {name for _, name in wrong})
-        text = (
-            f"the weights differ by {percent(_relative(merged[name], exact[name]))} after the step"
-        )
+        text = f"the weights differ by {percent(_relative(merged[name], exact[name]))} after the step"
         hint = "the gradients agree: look at clipping, the optimizer and its schedule"
         return Finding(kind="weights", step=step, where=name, text=text, hint=hint)
 
@@ -281,7 +299,9 @@ class Judge:
                 ):
                     continue
                 buffer = name in record.buffers
-                if buffer and (not record.own_buffers or name.rpartition(".")[0] in record.norms):
+                if buffer and (
+                    not record.own_buffers or name.rpartition(".")[0] in record.norms
+                ):
                     continue  # the next forward sends those of rank 0; for batch norms there is a note
                 if not buffer and not self._far(value, first[name]):
                     continue
@@ -298,14 +318,19 @@ class Judge:
 
     def logged(self, run: Sequence[Record], step: int) -> Finding | None:
         """Compare the values that the loggers get."""
-        exact, rounded = self.exact.logged.get(step, {}), self.rounded.logged.get(step, {})
+        exact, rounded = (
+            self.exact.logged.get(step, {}),
+            self.rounded.logged.get(step, {}),
+        )
         for name, value in exact.items():
             found = run[0].logged.get(step, {}).get(name)
             if found is None or name not in rounded:
                 continue
             if (
                 self.excess(
-                    torch.tensor(found), torch.tensor(value).double(), torch.tensor(rounded[name])
+                    torch.tensor(found),
+                    torch.tensor(value).double(),
+                    torch.tensor(rounded[name]),
                 )
                 > 1
             ):
@@ -319,14 +344,20 @@ class Judge:
             (mine, self.exact.micros[at], self.rounded.micros[at])
             for at, mine in sorted(self._pairs(run, step), key=lambda pair: pair[0])
         ]
-        for kind, what in (("forward", "output"), ("backward", "gradient of the output")):
+        for kind, what in (
+            ("forward", "output"),
+            ("backward", "gradient of the output"),
+        ):
             for mine, exact, rounded in pairs:
                 found = self._module(mine, exact, rounded, kind, run[0].divisor)
                 if found is not None:
                     (name, call, _), text = found
                     again = f", call {call + 1}" if call else ""
                     return Finding(
-                        kind=kind, step=step, where=name, text=f"the {what} differs{again}: {text}"
+                        kind=kind,
+                        step=step,
+                        where=name,
+                        text=f"the {what} differs{again}: {text}",
                     )
         return None
 
@@ -367,16 +398,20 @@ class Judge:
             rounded = self.rounded.weights[step]
             norms = {name: _norm(exact[name]) or 1.0 for name in names}
             far = [
-                _norm(found[name].double() - exact[name].double()) / norms[name] for name in names
+                _norm(found[name].double() - exact[name].double()) / norms[name]
+                for name in names
             ]
             eps = {name: torch.finfo(found[name].dtype).eps for name in names}
             allowed = [
-                self.allowed(exact[name], rounded[name], eps[name]) / norms[name] for name in names
+                self.allowed(exact[name], rounded[name], eps[name]) / norms[name]
+                for name in names
             ]
             points.append(Point(step, max(far, default=0.0), max(allowed, default=0.0)))
         return points
 
-    def _pairs(self, run: Sequence[Record], step: int) -> list[tuple[tuple[int, int], Micro]]:
+    def _pairs(
+        self, run: Sequence[Record], step: int
+    ) -> list[tuple[tuple[int, int], Micro]]:
         """The micro-batches of a run, each with its key in the reference."""
         found: dict[tuple[int, int], Micro] = {}
         for record in run:
@@ -398,14 +433,25 @@ class Judge:
             causes.append(f"averaged over the {places} ranks twice")
         if places > 1 and abs(factor / places - 1) < 0.02:
             causes.append(f"summed over the {places} ranks instead of averaged")
-        if window > 1 and (abs(factor * window - 1) < 0.02 or abs(factor / window - 1) < 0.02):
-            causes.append(f"divided wrongly by the {window} micro-batches of accumulation")
-        return ", or ".join(causes) or "a wrong scaling factor, for example of accumulation"
+        if window > 1 and (
+            abs(factor * window - 1) < 0.02 or abs(factor / window - 1) < 0.02
+        ):
+            causes.append(
+                f"divided wrongly by the {window} micro-batches of accumulation"
+            )
+        return (
+            ", or ".join(causes)
+            or "a wrong scaling factor, for example of accumulation"
+        )
 
 
 def _constant(ratios: Iterable[float], eps: float) -> float | None:
     found = list(ratios)
-    if not found or max(found) - min(found) > 100 * eps * abs(found[0]) or abs(found[0] - 1) < 1e-3:
+    if (
+        not found
+        or max(found) - min(found) > 100 * eps * abs(found[0])
+        or abs(found[0] - 1) < 1e-3
+    ):
         return None
     return found[0]
 
@@ -418,10 +464,16 @@ def relative_difference(
     found: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> dict[str, float]:
     """The relative difference of each tensor that both have."""
-    return {name: _relative(found[name], value) for name, value in exact.items() if name in found}
+    return {
+        name: _relative(found[name], value)
+        for name, value in exact.items()
+        if name in found
+    }
 
 
-def compare_order(run: Sequence[Record], plan: list[int] | None, steps: int) -> Finding | None:
+def compare_order(
+    run: Sequence[Record], plan: list[int] | None, steps: int
+) -> Finding | None:
     """Compare the samples of each step with those that one process reads; each step may have them in any order.
 
     Args:
@@ -442,18 +494,28 @@ def compare_order(run: Sequence[Record], plan: list[int] | None, steps: int) -> 
         if expected is None or not ids or Counter(expected) == Counter(ids):
             continue
         twice = [
-            one for one, count in Counter(ids).items() if count > 1 and Counter(expected)[one] <= 1
+            one
+            for one, count in Counter(ids).items()
+            if count > 1 and Counter(expected)[one] <= 1
         ]
         if twice:
-            places = sorted({place for (_, place), values in found.items() if twice[0] in values})
+            places = sorted(
+                {place for (_, place), values in found.items() if twice[0] in values}
+            )
             where = (
-                f"ranks {', '.join(map(str, places))}" if len(places) > 1 else f"rank {places[0]}"
+                f"ranks {', '.join(map(str, places))}"
+                if len(places) > 1
+                else f"rank {places[0]}"
             )
             text = f"read {Counter(ids)[twice[0]]} times in this step, by {where}"
             more = f", and {len(twice) - 1} other samples" if len(twice) > 1 else ""
             hint = "the sampler does not divide the data among the ranks, or repeats samples"
             return Finding(
-                kind="samples", step=step, where=f"sample {twice[0]}", text=text + more, hint=hint
+                kind="samples",
+                step=step,
+                where=f"sample {twice[0]}",
+                text=text + more,
+                hint=hint,
             )
         other = next(iter((Counter(ids) - Counter(expected)).elements()), None)
         return Finding(
@@ -478,9 +540,18 @@ def compare_samples(run: Sequence[Record], exact: Record) -> Finding | None:
             if mine.shape != other.shape or same_bits(mine, other.to(mine.dtype)):
                 continue
             rows = range(len(mine)) if mine.ndim else ()
-            row = next((i for i in rows if not same_bits(mine[i], other[i].to(mine.dtype))), 0)
-            ids = micro.ids if micro.ids is not None and len(rows) == len(micro.ids) else None
-            if any(each.changed for each in (*record.micros.values(), *exact.micros.values())):
+            row = next(
+                (i for i in rows if not same_bits(mine[i], other[i].to(mine.dtype))), 0
+            )
+            ids = (
+                micro.ids
+                if micro.ids is not None and len(rows) == len(micro.ids)
+                else None
+            )
+            if any(
+                each.changed
+                for each in (*record.micros.values(), *exact.micros.values())
+            ):
                 return Finding(
                     kind="data",
                     step=step,

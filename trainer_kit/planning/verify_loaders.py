@@ -9,7 +9,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+)
 
 from trainer_kit.data import EMPTY, CombinedLoader, EpochLength, Feed, read_together
 from trainer_kit.planning.fake_world import fake_world
@@ -136,7 +142,10 @@ def feeds_of(
 
 
 def place_loaders(
-    loaders: Any, division: Division, shard: bool, make: Callable[[int], Any] | None = None
+    loaders: Any,
+    division: Division,
+    shard: bool,
+    make: Callable[[int], Any] | None = None,
 ) -> list[Any]:
     """The loaders of each place.
 
@@ -189,7 +198,9 @@ def _samplers(loaders: Any) -> Iterator[Any]:
 def _nested(sampler: Any, depth: int = 3) -> Iterator[Any]:
     """A sampler, and those that it reads."""
     yield sampler
-    for inner in vars(sampler).values() if isinstance(sampler, Sampler) and depth else ():
+    for inner in (
+        vars(sampler).values() if isinstance(sampler, Sampler) and depth else ()
+    ):
         if isinstance(inner, Sampler):
             yield from _nested(inner, depth - 1)
 
@@ -215,7 +226,10 @@ def retarget_samplers(loaders: Any, rank: int, size: int, world: int) -> list[st
     """
     changed = []
     for sampler in _samplers(loaders):
-        if not isinstance(sampler, DistributedSampler) or (sampler.num_replicas, sampler.rank) == (
+        if not isinstance(sampler, DistributedSampler) or (
+            sampler.num_replicas,
+            sampler.rank,
+        ) == (
             size,
             rank,
         ):
@@ -268,7 +282,11 @@ def _share(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
         memo[id(held.pop("_iterator", None))] = (
             None  # it may have processes, and belongs to the user's loader
         )
-        for name in ("collate_fn", "worker_init_fn", "_DataLoader__multiprocessing_context"):
+        for name in (
+            "collate_fn",
+            "worker_init_fn",
+            "_DataLoader__multiprocessing_context",
+        ):
             memo[id(held.get(name))] = held.pop(name, None)
         for one in held.values():
             _share(one, memo, seen)

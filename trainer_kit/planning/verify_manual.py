@@ -97,7 +97,9 @@ class Turns:
 
     def _wait(self, rank: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._turn == rank or self._error is not None)
+            self._changed.wait_for(
+                lambda: self._turn == rank or self._error is not None
+            )
         if self._error is not None:
             raise _StoppedError
         restore_rng(self._random[rank])
@@ -117,17 +119,25 @@ def _uneven(what: str) -> ConfigurationError:
     )
 
 
-def add_gradients(modules: Sequence[nn.Module], before: Sequence[Sequence[Tensor | None]]) -> None:
+def add_gradients(
+    modules: Sequence[nn.Module], before: Sequence[Sequence[Tensor | None]]
+) -> None:
     """Add the gradients of all ranks to those that each had before.
 
     Args:
         modules: one for each rank, with the new gradients.
         before: the earlier gradients of each rank, in the order of its parameters.
     """
-    for at, parameters in enumerate(zip(*(module.parameters() for module in modules), strict=True)):
-        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for at, parameters in enumerate(
+        zip(*(module.parameters() for module in modules), strict=True)
+    ):
+        found = [
+            parameter.grad for parameter in parameters if parameter.grad is not None
+        ]
         total = torch.stack(found).sum(0) if found else None
-        for parameter, earlier in zip(parameters, (one[at] for one in before), strict=True):
+        for parameter, earlier in zip(
+            parameters, (one[at] for one in before), strict=True
+        ):
             if total is None:
                 parameter.grad = earlier
             else:
@@ -166,7 +176,10 @@ class PlainOptimizer(OptimizerProxy):
     """
 
     def __init__(
-        self, optimizer: Optimizer, before: Callable[[Optimizer], None], module: TrainModule
+        self,
+        optimizer: Optimizer,
+        before: Callable[[Optimizer], None],
+        module: TrainModule,
     ) -> None:
         super().__init__(optimizer)
         self._before, self._module = before, module

@@ -22,7 +22,9 @@ __all__ = [
     "synced_norms",
 ]
 
-_WRAPPERS: Final = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+_WRAPPERS: Final = frozenset(
+    {"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"}
+)
 
 Shares = dict[tuple[int, int], list[list[int]]]
 """The dataset's indices that each rank read, by (step, micro-batch)."""
@@ -45,7 +47,9 @@ def batch_norms(module: nn.Module) -> list[str]:
         >>> batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()))
         ['1']
     """
-    return [name for name, part in _norms(module) if not isinstance(part, nn.SyncBatchNorm)]
+    return [
+        name for name, part in _norms(module) if not isinstance(part, nn.SyncBatchNorm)
+    ]
 
 
 def synced_norms(module: nn.Module) -> list[str]:
@@ -68,14 +72,20 @@ def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
         for name, part in module.named_modules()
         if isinstance(part, _BatchNorm)
     ]
-    return [(name, part) for name, part in found if part.training or not part.track_running_stats]
+    return [
+        (name, part)
+        for name, part in found
+        if part.training or not part.track_running_stats
+    ]
 
 
 _Forward = Callable[[Tensor], Tensor]
 
 
 def join_norms(
-    module: nn.Module, names: Collection[str], meet: Callable[[Tensor, _Forward], Tensor]
+    module: nn.Module,
+    names: Collection[str],
+    meet: Callable[[Tensor, _Forward], Tensor],
 ) -> None:
     """Let batch norms call ``meet`` with their input and their forward; ``meet`` returns their output."""
     for name, part in module.named_modules():
@@ -83,7 +93,9 @@ def join_norms(
             vars(part)["forward"] = partial(_met, meet, part.forward)
 
 
-def _met(meet: Callable[[Tensor, _Forward], Tensor], forward: _Forward, value: Tensor) -> Tensor:
+def _met(
+    meet: Callable[[Tensor, _Forward], Tensor], forward: _Forward, value: Tensor
+) -> Tensor:
     return meet(value, forward)
 
 
@@ -100,11 +112,14 @@ def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
     outputs = forward(rows.reshape(*rows.shape, *[1] * (values[0].ndim - 2))).flatten(1)
     parts = torch.split(outputs, [value.shape[:-1].numel() for value in last])
     return [
-        part.reshape(value.shape).movedim(-1, 1) for part, value in zip(parts, last, strict=True)
+        part.reshape(value.shape).movedim(-1, 1)
+        for part, value in zip(parts, last, strict=True)
     ]
 
 
-def rows_of_shares(ids: Sequence[int], shares: Sequence[Sequence[int]]) -> list[Tensor] | None:
+def rows_of_shares(
+    ids: Sequence[int], shares: Sequence[Sequence[int]]
+) -> list[Tensor] | None:
     """The rows of a batch that each share has; None where they are not the same samples.
 
     Example:
@@ -131,7 +146,9 @@ class DividedNorms:
         whole: the names of those whose input does not have the batch as its first dimension: they stay as they are.
     """
 
-    def __init__(self, module: nn.Module, rows: Callable[[], list[Tensor] | None]) -> None:
+    def __init__(
+        self, module: nn.Module, rows: Callable[[], list[Tensor] | None]
+    ) -> None:
         self.rows, self.whole = rows, set[str]()
         for name, part in module.named_modules():
             if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
@@ -147,6 +164,8 @@ class DividedNorms:
                 self.whole.add(name)
                 return forward(value)
             order = torch.cat(rows).argsort().to(value.device)
-            return torch.cat([forward(value[share.to(value.device)]) for share in rows])[order]
+            return torch.cat(
+                [forward(value[share.to(value.device)]) for share in rows]
+            )[order]
 
         return run

@@ -38,7 +38,8 @@ def trace(part: nn.Module, sink: Callable[[], list[str] | None]) -> list[Any]:
         lines = sink()
         if lines is not None:
             lines += [
-                line.partition("  ->")[0].strip() for line in mode.debug_string().splitlines()
+                line.partition("  ->")[0].strip()
+                for line in mode.debug_string().splitlines()
             ]
 
     return [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]

@@ -69,7 +69,9 @@ def _page(verification: Verification) -> str:
         f"<b>{escape(check.name)}</b><span>{escape(check.text)}</span></div>"
         for check in verification.checks
     )
-    found = "".join(f"<p>{escape(str(finding))}</p>" for finding in verification.findings)
+    found = "".join(
+        f"<p>{escape(str(finding))}</p>" for finding in verification.findings
+    )
     differences = (
         f'<div class="failure"><b>Differences, in the order of training</b>{found}</div>'
         if found
@@ -98,7 +100,11 @@ def _figure(curve: Sequence[Point]) -> str:
     wide, tall = _WIDTH - _LEFT - 16, _HEIGHT - _BOTTOM - _TOP
 
     def place(at: int, value: float) -> tuple[float, float]:
-        exponent = math.log10(min(max(value, _SMALLEST), 10.0**high)) if value == value else high
+        exponent = (
+            math.log10(min(max(value, _SMALLEST), 10.0**high))
+            if value == value
+            else high
+        )
         x = _LEFT + wide * (at / (len(curve) - 1) if len(curve) > 1 else 0.5)
         return x, _TOP + tall * (high - exponent) / (high - low)
 
@@ -108,7 +114,9 @@ def _figure(curve: Sequence[Point]) -> str:
         lines.append(
             f'<line class="grid-line" x1="{_LEFT}" x2="{_WIDTH - 16}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )
-        lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{exponent}</text>')
+        lines.append(
+            f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{exponent}</text>'
+        )
     for at in range(0, len(curve), max(1, math.ceil(len(curve) / 10))):
         x = place(at, 1.0)[0]
         lines.append(
@@ -120,7 +128,9 @@ def _figure(curve: Sequence[Point]) -> str:
         lines.append(
             f'<polyline class="{name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
         )
-    lines += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in found]
+    lines += [
+        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in found
+    ]
     return (
         '<div class="panel plain"><div class="runs"><span class="k0"><i class="swatch"></i> largest relative difference'
         '</span><span class="k1"><i class="swatch"></i> allowed by rounding</span>'

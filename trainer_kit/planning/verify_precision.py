@@ -55,7 +55,10 @@ def measure_rounding(
     eps: float,
 ) -> list[Rounding]:
     """The error of each gradient that is not small, in the order of the parameters."""
-    norms = {name: float(torch.linalg.vector_norm(value.double())) for name, value in exact.items()}
+    norms = {
+        name: float(torch.linalg.vector_norm(value.double()))
+        for name, value in exact.items()
+    }
     longest = max(norms.values(), default=0.0)
     errors = []
     for name, value in exact.items():
@@ -72,7 +75,9 @@ def measure_rounding(
         scale = float(low @ true) / norms[name] ** 2
         error = float(torch.linalg.vector_norm(low - true)) / norms[name]
         residual = float(torch.linalg.vector_norm(low - scale * true)) / norms[name]
-        condition = float(torch.linalg.vector_norm(plain - true)) / norms[name] / _SINGLE_EPS
+        condition = (
+            float(torch.linalg.vector_norm(plain - true)) / norms[name] / _SINGLE_EPS
+        )
         errors.append(Rounding(name, error, scale, residual, eps * max(1.0, condition)))
     return errors
 
@@ -116,12 +121,16 @@ def excessive_rounding(
     predictor = single
     if rounded is single:  # nothing predicts the error of float32
         predictor, eps = exact, _FLOAT32
-    errors = measure_rounding(exact.gradients[0], rounded.gradients[0], predictor.gradients[0], eps)
+    errors = measure_rounding(
+        exact.gradients[0], rounded.gradients[0], predictor.gradients[0], eps
+    )
     wrong = [one for one in errors if _is_excessive(one, eps)]
     if not wrong:
         return None
     last = wrong[-1]  # backward reaches it first
-    others = f", and those of {len(wrong) - 1} more parameters" if len(wrong) > 1 else ""
+    others = (
+        f", and those of {len(wrong) - 1} more parameters" if len(wrong) > 1 else ""
+    )
     text = (
         f"in {precision} the gradient is {last.scale:.3g} times that of float64 and differs by {percent(last.error)}"
         f"{others}; rounding explains {percent(last.predicted)}"
@@ -134,4 +143,6 @@ def _is_excessive(rounding: Rounding, eps: float) -> bool:
     if rounding.error > _FACTOR * rounding.predicted:
         return True
     bias = abs(rounding.scale - 1)
-    return bias > max(_SCALE * eps, _SCALE * rounding.predicted / 2, 2 * rounding.residual)
+    return bias > max(
+        _SCALE * eps, _SCALE * rounding.predicted / 2, 2 * rounding.residual
+    )

@@ -180,7 +180,9 @@ def makes_batches(feed: Feed) -> bool:
 
 def names_of(module: nn.Module) -> dict[int, str]:
     """The canonical name of each parameter, by its id."""
-    return {id(parameter): canonical(name) for name, parameter in module.named_parameters()}
+    return {
+        id(parameter): canonical(name) for name, parameter in module.named_parameters()
+    }
 
 
 def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
@@ -191,7 +193,9 @@ def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def watch(module: nn.Module, now: Callable[[], Micro | None], traced: str = "") -> Iterator[Any]:
+def watch(
+    module: nn.Module, now: Callable[[], Micro | None], traced: str = ""
+) -> Iterator[Any]:
     """Register hooks that record outputs and their gradients; yields the handles.
 
     Args:
@@ -264,7 +268,12 @@ class Recorder(Callback):
     ) -> None:
         self._describe = describe
         self.record, self.threads, self.loaders = Record(), threads, loaders
-        self.steps, self.reseeds, self.watched, self.traced = steps, reseeds, watched, traced
+        self.steps, self.reseeds, self.watched, self.traced = (
+            steps,
+            reseeds,
+            watched,
+            traced,
+        )
         self.saves, self.shares = saves, shares
         self._at = (-1, -1)
         self._now: Micro | None = None
@@ -284,7 +293,10 @@ class Recorder(Callback):
         """Set the end of the fit, note how it divides its data, and register the hooks on modules."""
         strategy, record = trainer.strategy, self.record
         record.place, record.places = strategy.data.rank, strategy.data.size
-        record.divisor, record.own_buffers = strategy.gradient_divisor, strategy.own_buffers
+        record.divisor, record.own_buffers = (
+            strategy.gradient_divisor,
+            strategy.own_buffers,
+        )
         record.seed, record.rank = trainer.data_seed, trainer.strategy.world.rank
         assert trainer.run is not None
         schedule = trainer.run.schedule
@@ -366,14 +378,21 @@ class Recorder(Callback):
             canonical(name): value
             for name, value in trainer.strategy.module_state(pl_module).items()
         }
-        found = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
+        found = {
+            name: whole(value)
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
         self.record.weights[step] = found
         self.record.local[step] = self._local(pl_module)
         if self.saves is not None and self.saves[0] == step:
             trainer.save_checkpoint(self.saves[1])
 
     def _local(self, module: TrainModule) -> dict[str, Tensor]:
-        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+        tensors = [
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(),
+        ]
         return {
             canonical(name): whole(value)
             for name, value in tensors
@@ -411,14 +430,19 @@ def without_validation(schedulers: Iterable[LRSchedulerConfig]) -> list[str]:
     The compared runs have no validation, and the one that has must not differ from them.
     """
     monitors = [
-        config for config in schedulers if config.reduce_on_plateau and config.monitor is not None
+        config
+        for config in schedulers
+        if config.reduce_on_plateau and config.monitor is not None
     ]
     found = [config for config in monitors if names_validation(str(config.monitor))]
     for config in monitors:
         config.strict = False
     for config in found:
         config.interval, config.frequency = "epoch", sys.maxsize
-    return [f"{type(config.scheduler).__name__} monitors {config.monitor!r}" for config in found]
+    return [
+        f"{type(config.scheduler).__name__} monitors {config.monitor!r}"
+        for config in found
+    ]
 
 
 def losses_of(outputs: object) -> dict[str, Tensor]:

@@ -27,7 +27,12 @@ from trainer_kit.core.tensors import map_tensors, tensors_of
 from trainer_kit.data import EMPTY, Feed
 from trainer_kit.planning.verify_compare import same_bits
 from trainer_kit.planning.verify_loaders import Division, Row, feeds_of, rows_of
-from trainer_kit.planning.verify_manual import PlainOptimizer, Turns, add_gradients, copied
+from trainer_kit.planning.verify_manual import (
+    PlainOptimizer,
+    Turns,
+    add_gradients,
+    copied,
+)
 from trainer_kit.planning.verify_norms import canonical, join_norms, joined
 from trainer_kit.planning.verify_recorder import (
     Micro,
@@ -80,7 +85,10 @@ class _Rank:
         self.made: Optimizers = configure_optimizers(module)
         _check(self.made)
         made = [] if module.automatic_optimization else self.made.optimizers
-        loop.take(self.made, [PlainOptimizer(one, partial(before, self), module) for one in made])
+        loop.take(
+            self.made,
+            [PlainOptimizer(one, partial(before, self), module) for one in made],
+        )
         without_validation(self.made.schedulers)
         self._numbered = takes(module.training_step, 2)
         self.now: Micro | None = None
@@ -144,7 +152,11 @@ class _Plain:
         strategy.start()
         precision.convert_module(module)
         module.to(strategy.device)
-        copies = [] if self.automatic else [copied(module) for _ in range(division.places - 1)]
+        copies = (
+            []
+            if self.automatic
+            else [copied(module) for _ in range(division.places - 1)]
+        )
         self.ranks = [
             _Rank(
                 PlainTrainer(trainer, self.progress, division.world),
@@ -169,7 +181,9 @@ class _Plain:
         self.place, self.inputs, self.outputs = 0, list[Any](), list[Any]()
         self.scaled: list[list[tuple[list[nn.Parameter] | None, Tensor]]] = []
         self.joins = (
-            division.places > 1 and self.automatic and (bool(division.synced) or division.joined)
+            division.places > 1
+            and self.automatic
+            and (bool(division.synced) or division.joined)
         )
         if division.synced and division.places > 1:
             self.join()
@@ -211,15 +225,20 @@ class _Plain:
             self.hook("on_train_epoch_end")
             progress.epoch += 1
             sums = self.first.loop.metrics.epoch
-            means = {name: total / weight for name, (total, weight) in sums.items() if weight}
+            means = {
+                name: total / weight for name, (total, weight) in sums.items() if weight
+            }
             self.schedule(
-                "epoch", progress.epoch, {**self.record.logged.get(progress.step - 1, {}), **means}
+                "epoch",
+                progress.epoch,
+                {**self.record.logged.get(progress.step - 1, {}), **means},
             )
             sums.clear()
             progress.epoch_batch = 0
             if progress.step == before:
                 raise DataError(
-                    "the training loader has no batches", fix="pass a loader with samples"
+                    "the training loader has no batches",
+                    fix="pass a loader with samples",
                 )
         return self.record
 
@@ -228,7 +247,9 @@ class _Plain:
         progress, step = self.progress, self.progress.step
         weights = [[self.weight(batch, size) for batch, size, _ in row] for row in rows]
         total = self.total = sum(map(sum, weights)) or 1.0
-        if len(rows) < self.window or any(batch is EMPTY for row in rows for batch, _, _ in row):
+        if len(rows) < self.window or any(
+            batch is EMPTY for row in rows for batch, _, _ in row
+        ):
             self.record.even = False
         if self.automatic:
             self.zero()
@@ -243,7 +264,9 @@ class _Plain:
                 if self.joins
                 else self.automatically
             )
-            ended, found = run(row, (step, index), [weight / total for weight in shares])
+            ended, found = run(
+                row, (step, index), [weight / total for weight in shares]
+            )
             logs = {}
             for name, value, weight in found:
                 one, other = logs.get(name, (0.0, 0.0))
@@ -254,7 +277,9 @@ class _Plain:
             progress.batch += 1
             progress.epoch_batch += 1
             with self.equal_buffers():
-                if index + 1 < len(rows):  # that of the last micro-batch follows the optimizer step
+                if index + 1 < len(
+                    rows
+                ):  # that of the last micro-batch follows the optimizer step
                     self.end(ended)
                     continue
                 self.optimize(step, now)
@@ -288,7 +313,9 @@ class _Plain:
         if not self.automatic:
             return
         found |= {
-            self.names[id(p)]: whole(p.grad) for p in self.module.parameters() if p.grad is not None
+            self.names[id(p)]: whole(p.grad)
+            for p in self.module.parameters()
+            if p.grad is not None
         }
         module, clip = self.module, self.settings.clip
         for optimizer in self.made.optimizers:
@@ -333,14 +360,21 @@ class _Plain:
             if batch is EMPTY:
                 continue
             self.load_buffers(self.buffers[place])
-            ended.append(self.micro(self.first, batch, ids, (*at, place), shares[place]))
+            ended.append(
+                self.micro(self.first, batch, ids, (*at, place), shares[place])
+            )
             self.buffers[place] = self.read_buffers()
-            logged += [(name, *found[-1]) for name, found in self.first.loop.metrics.found.items()]
+            logged += [
+                (name, *found[-1])
+                for name, found in self.first.loop.metrics.found.items()
+            ]
         return ended, logged
 
     def jointly(self, row: Row, at: tuple[int, int], shares: list[float]) -> _Ran:
         """As `automatically`, but ranks wait for each other in batch norms, and one backward follows for all."""
-        places = [place for place, (batch, _, _) in enumerate(row) if batch is not EMPTY]
+        places = [
+            place for place, (batch, _, _) in enumerate(row) if batch is not EMPTY
+        ]
         layers = "its SyncBatchNorm layers" if self.division.synced else "all_gather"
         self.turns, self.scaled = Turns(len(places), layers), []
         ended: list[_Ended] = []
@@ -350,10 +384,13 @@ class _Plain:
             self.place = place = places[turn]
             batch, _, ids = row[place]
             self.load_buffers(self.buffers[place])
-            ended.append(self.micro(self.first, batch, ids, (*at, place), shares[place]))
+            ended.append(
+                self.micro(self.first, batch, ids, (*at, place), shares[place])
+            )
             self.buffers[place] = self.read_buffers()
             logged.extend(
-                (name, *found[-1]) for name, found in self.first.loop.metrics.found.items()
+                (name, *found[-1])
+                for name, found in self.first.loop.metrics.found.items()
             )
 
         self.turns.run(work)
@@ -396,7 +433,9 @@ class _Plain:
     def gather(self, data: Any, sync_grads: bool) -> Any:
         """Stack the tensors of all ranks, as `TrainModule.all_gather` does in the run."""
         if self.turns is None:
-            raise NeedsJoinError("training_step gathers values of all ranks", found="all_gather")
+            raise NeedsJoinError(
+                "training_step gathers values of all ranks", found="all_gather"
+            )
         if sync_grads and not self.automatic:
             raise ConfigurationError(
                 "verify cannot compare manual optimization whose gradients cross ranks",
@@ -415,7 +454,9 @@ class _Plain:
             )
 
         self.wait(turn, act)
-        stacked = iter(self.outputs if sync_grads else [output.detach() for output in self.outputs])
+        stacked = iter(
+            self.outputs if sync_grads else [output.detach() for output in self.outputs]
+        )
         return map_tensors(data, lambda tensor: next(stacked))
 
     def manually(self, row: Row, at: tuple[int, int], shares: list[float]) -> _Ran:
@@ -427,8 +468,12 @@ class _Plain:
 
         def work(place: int) -> None:
             rank, (batch, _, ids) = self.ranks[place], row[place]
-            rank.loop.backward = partial(self.backward_by_hand, turns, place, shares[place])
-            if batch is EMPTY:  # it has no part in the step, which it makes all the same
+            rank.loop.backward = partial(
+                self.backward_by_hand, turns, place, shares[place]
+            )
+            if (
+                batch is EMPTY
+            ):  # it has no part in the step, which it makes all the same
                 rank.step(batch_of_others, self.progress.epoch_batch)
             else:
                 ended[place] = self.micro(rank, batch, ids, (*at, place), shares[place])
@@ -483,7 +528,11 @@ class _Plain:
     def parts(self, output: Any) -> list[tuple[list[nn.Parameter] | None, Tensor]]:
         """Each loss, with the parameters that it trains; None: all."""
         names = self.made.names
-        if names is not None and isinstance(output, dict) and set(names) <= output.keys():
+        if (
+            names is not None
+            and isinstance(output, dict)
+            and set(names) <= output.keys()
+        ):
             return [
                 (parameters_of(optimizer), output[name])
                 for name, optimizer in zip(names, self.made.optimizers, strict=True)
@@ -499,7 +548,13 @@ class _Plain:
             loss.backward(inputs=parameters, retain_graph=True)  # type: ignore[no-untyped-call]
 
     def backward_by_hand(
-        self, turns: Turns, place: int, share: float, loss: Tensor, *rest: Any, **options: Any
+        self,
+        turns: Turns,
+        place: int,
+        share: float,
+        loss: Tensor,
+        *rest: Any,
+        **options: Any,
     ) -> None:
         """Manual optimization: add the gradients that all ranks get from this backward to those from before."""
         rank, several = self.ranks[place], len(self.ranks) > 1
@@ -515,7 +570,9 @@ class _Plain:
             modules = [each.module for each in self.ranks]
             turns.meet(
                 place,
-                lambda: add_gradients(modules, [self.earlier[one] for one in range(len(modules))]),
+                lambda: add_gradients(
+                    modules, [self.earlier[one] for one in range(len(modules))]
+                ),
             )
         rank.hook("on_after_backward")
 
@@ -530,9 +587,13 @@ class _Plain:
         if rank is self.first:
             found = self.record.gradients.setdefault(self.progress.step, {})
             held = [
-                parameter for parameter in parameters_of(optimizer) if parameter.grad is not None
+                parameter
+                for parameter in parameters_of(optimizer)
+                if parameter.grad is not None
             ]
-            found |= {self.names[id(parameter)]: whole(parameter.grad) for parameter in held}
+            found |= {
+                self.names[id(parameter)]: whole(parameter.grad) for parameter in held
+            }
 
     def read_buffers(self) -> dict[str, Tensor]:
         """What a module that several ranks share has of each: buffers, and parameters that no optimizer trains."""
@@ -555,20 +616,28 @@ class _Plain:
         if not self.buffers:
             self.buffers = [values] * self.division.places
         elif not self.division.own_buffers:
-            sent = {name: values[name] for name, _ in self.module.named_buffers() if name in values}
+            sent = {
+                name: values[name]
+                for name, _ in self.module.named_buffers()
+                if name in values
+            }
             self.buffers = [{**held, **sent} for held in self.buffers]
 
     def untrained_values(self) -> list[dict[str, Tensor]]:
         """The untrained values of each place, by canonical name."""
         if not self.automatic:
             return [
-                {canonical(name): whole(value) for name, value in rank.module.named_buffers()}
+                {
+                    canonical(name): whole(value)
+                    for name, value in rank.module.named_buffers()
+                }
                 for rank in self.ranks
             ]
         if self.division.places == 1:
             return [{canonical(name): whole(value) for name, value in self.untrained()}]
         return [
-            {canonical(name): value for name, value in values.items()} for values in self.buffers
+            {canonical(name): value for name, value in values.items()}
+            for values in self.buffers
         ]
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
@@ -585,7 +654,9 @@ class _Plain:
         self.load_buffers(self.buffers[0])
         yield
         for name, value in self.read_buffers().items():
-            if name not in self.buffers[0] or not same_bits(value, self.buffers[0][name]):
+            if name not in self.buffers[0] or not same_bits(
+                value, self.buffers[0][name]
+            ):
                 self.buffers = [{**held, name: value} for held in self.buffers]
 
     def weight(self, batch: Any, size: int) -> float:
@@ -613,7 +684,9 @@ def _identity(loss: object) -> object:
 
 
 def _check(made: Optimizers) -> None:
-    repeats = [optimizer for optimizer in made.optimizers if requires_closure(optimizer)]
+    repeats = [
+        optimizer for optimizer in made.optimizers if requires_closure(optimizer)
+    ]
     if repeats:
         raise ConfigurationError(
             "verify cannot train this module with a plain loop",
@@ -654,6 +727,10 @@ def plain_loop(
     """
     window = trainer.accumulation
     feeds, length = feeds_of(trainer, loaders, division)
-    trainer.num_training_batches = math.inf if length.expected is None else length.expected
-    plain = _Plain(trainer, module, datamodule, precision, steps, division, watched, traced)
+    trainer.num_training_batches = (
+        math.inf if length.expected is None else length.expected
+    )
+    plain = _Plain(
+        trainer, module, datamodule, precision, steps, division, watched, traced
+    )
     return plain.run(feeds, length.limit, window)

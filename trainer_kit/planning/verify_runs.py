@@ -76,7 +76,9 @@ def locked_directory() -> Iterator[Path]:
     try:
         import fcntl
     except ImportError:  # Windows, where a directory that is in use cannot be removed
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as only:
+        with tempfile.TemporaryDirectory(
+            prefix=_PREFIX, ignore_cleanup_errors=True
+        ) as only:
             yield Path(only)
         return
     parent = Path(tempfile.gettempdir())
@@ -134,7 +136,12 @@ class Runs:
         directory: Path,
         local: bool = False,
     ) -> None:
-        self.trainer, self.module, self.datamodule, self.local = trainer, module, datamodule, local
+        self.trainer, self.module, self.datamodule, self.local = (
+            trainer,
+            module,
+            datamodule,
+            local,
+        )
         self.loaders, self.val_loaders, self.steps, self.directory = (
             loaders,
             val_loaders,
@@ -148,7 +155,9 @@ class Runs:
     @property
     def validates(self) -> bool:
         """Whether there is a loader of validation."""
-        owners = [owner for owner in (self.datamodule, self.module) if owner is not None]
+        owners = [
+            owner for owner in (self.datamodule, self.module) if owner is not None
+        ]
         return self.val_loaders is not None or any(
             is_overridden("val_dataloader", one, DataHooks) for one in owners
         )
@@ -227,7 +236,9 @@ class Runs:
                 describe=plain_attributes,
             )
             compiled = not (watched or self._eager)
-            trainer = own._trial(validates, reseeds is not None, alone, alone is not None, compiled)
+            trainer = own._trial(
+                validates, reseeds is not None, alone, alone is not None, compiled
+            )
             counting: list[Any] = [] if one_batch else own._counting()
             trainer.set_callbacks([*counting, recorder])
             if precision is not None:
@@ -245,7 +256,9 @@ class Runs:
                 )
             torch.save(recorder.record, directory / str(rank))
 
-        return self._records(rank, 1 if alone is not None else self.trainer.processes, directory)
+        return self._records(
+            rank, 1 if alone is not None else self.trainer.processes, directory
+        )
 
     def _trial(
         self,
@@ -306,7 +319,9 @@ class Runs:
             if self._built:
                 from trainer_kit.checkpoint.read import read_checkpoint
 
-                own.module.load_state_dict(read_checkpoint(self.directory / _START)["model"])
+                own.module.load_state_dict(
+                    read_checkpoint(self.directory / _START)["model"]
+                )
             with _without_compiler() if self._eager else nullcontext():
                 record = plain_loop(
                     own.trainer,
@@ -332,7 +347,9 @@ class Runs:
             feeds, length = feeds_of(trainer, loaders, division)
             size, many = feeds[0].per_rank_batch_size, 1
             record = Record()
-            if divides_itself(loaders[0]):  # together the places read what one process would
+            if divides_itself(
+                loaders[0]
+            ):  # together the places read what one process would
                 record.plan = _read_places(feeds, self.steps * window, length.limit)
                 torch.save(record, directory / "0")
                 return
@@ -343,7 +360,9 @@ class Runs:
                 trainer.settings = replace(trainer.settings, global_batch_size=whole)
             alone, _ = feeds_of(trainer, loaders[:1], replace(division, places=1))
             record.plan = _read(
-                alone[0], self.steps * window * many, length.limit and length.limit * many
+                alone[0],
+                self.steps * window * many,
+                length.limit and length.limit * many,
             )
             torch.save(record, directory / "0")
 
@@ -356,13 +375,17 @@ class Runs:
             loaders = own._place_loaders(division)
             feeds, length = feeds_of(own.trainer, loaders, division)
             record = Record()
-            record.orders = [_read_epoch(feeds[0], epoch, length.limit) for epoch in range(2)]
+            record.orders = [
+                _read_epoch(feeds[0], epoch, length.limit) for epoch in range(2)
+            ]
             record.divides = divides_itself(loaders[0])
             torch.save(record, directory / "0")
 
         return self._single(read, division)
 
-    def _single(self, run: Callable[[Runs, Division, Path], None], division: Division) -> Record:
+    def _single(
+        self, run: Callable[[Runs, Division, Path], None], division: Division
+    ) -> Record:
         """Call ``run`` in one process, again where the module turns out to need other ranks."""
         directory = self._next()
         division = replace(division, grouped=self._grouped, joined=self._joined)
@@ -397,7 +420,9 @@ class Runs:
         memo = {id(vars(self.module).get("_trainer")): None}
         other = copy(self)
         with suppress(Exception):  # of any class: user code decides how a copy is made
-            other.module, other.datamodule = deepcopy((self.module, self.datamodule), memo)
+            other.module, other.datamodule = deepcopy(
+                (self.module, self.datamodule), memo
+            )
         with preserved_rng(), division.as_rank(place) as rank:
             other._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
             if other.module is not self.module:
@@ -412,7 +437,9 @@ class Runs:
             self.datamodule.trainer = trainer
 
     def _counting(self) -> list[Any]:
-        return [one for one in self.trainer.callbacks if isinstance(one, SetsAccumulation)]
+        return [
+            one for one in self.trainer.callbacks if isinstance(one, SetsAccumulation)
+        ]
 
     def _prepare_data(self) -> None:
         for owner in (self.datamodule, self.module):
@@ -435,9 +462,14 @@ class Runs:
             self._run(fn, ranks)
         else:
             self._run_watched(fn, ranks, directory)
-        return [torch.load(directory / str(rank), weights_only=False) for rank in range(ranks)]
+        return [
+            torch.load(directory / str(rank), weights_only=False)
+            for rank in range(ranks)
+        ]
 
-    def _run_watched(self, fn: Callable[[Runs, int], None], ranks: int, directory: Path) -> None:
+    def _run_watched(
+        self, fn: Callable[[Runs, int], None], ranks: int, directory: Path
+    ) -> None:
         """Run processes, and name what they wait for where they do not meet."""
 
         def watched(own: Runs, rank: int) -> None:
@@ -475,20 +507,28 @@ class Runs:
         given = self.trainer
         own.trainer = given.for_trial(given.settings)
         counting = self._counting()
-        memo: dict[int, Any] = {id(vars(self.module).get("_trainer")): None, id(given): own.trainer}
+        memo: dict[int, Any] = {
+            id(vars(self.module).get("_trainer")): None,
+            id(given): own.trainer,
+        }
         try:
-            own.module, own.loaders, own.val_loaders, own.datamodule, strategies, callbacks = (
-                deepcopy(
-                    (
-                        self.module,
-                        self.loaders,
-                        self.val_loaders,
-                        self.datamodule,
-                        (given.strategy, given.sharded_alternative),
-                        counting,
-                    ),
-                    memo,
-                )
+            (
+                own.module,
+                own.loaders,
+                own.val_loaders,
+                own.datamodule,
+                strategies,
+                callbacks,
+            ) = deepcopy(
+                (
+                    self.module,
+                    self.loaders,
+                    self.val_loaders,
+                    self.datamodule,
+                    (given.strategy, given.sharded_alternative),
+                    counting,
+                ),
+                memo,
             )
         except Exception as error:  # of any class: user code decides how a copy is made
             raise ConfigurationError(
@@ -507,7 +547,9 @@ def _read(feed: Feed, batches: int, limit: int | None) -> list[int] | None:
     while batches > 0:
         feed.record_indices()
         before = batches
-        for _ in islice(feed.epoch(epoch), batches if limit is None else min(batches, limit)):
+        for _ in islice(
+            feed.epoch(epoch), batches if limit is None else min(batches, limit)
+        ):
             ids = feed.next_indices()
             if ids is None:
                 return None
@@ -519,14 +561,17 @@ def _read(feed: Feed, batches: int, limit: int | None) -> list[int] | None:
     return found
 
 
-def _read_places(feeds: Sequence[Feed], batches: int, limit: int | None) -> list[int] | None:
+def _read_places(
+    feeds: Sequence[Feed], batches: int, limit: int | None
+) -> list[int] | None:
     """The indices that all places read, a batch of each in turn."""
     order: list[int] = []
     epoch = 0
     while batches > 0:
         before = batches
         for row in islice(
-            rows_of(list(feeds), epoch), batches if limit is None else min(batches, limit)
+            rows_of(list(feeds), epoch),
+            batches if limit is None else min(batches, limit),
         ):
             for _, _, ids in row:
                 if ids is None:
@@ -544,7 +589,8 @@ def _read_epoch(feed: Feed, epoch: int, limit: int | None) -> list[int] | None:
     feed.record_indices()
     order: list[int] = []
     for _ in islice(
-        feed.epoch(epoch), _EPOCH_BATCHES if limit is None else min(limit, _EPOCH_BATCHES)
+        feed.epoch(epoch),
+        _EPOCH_BATCHES if limit is None else min(limit, _EPOCH_BATCHES),
     ):
         ids = feed.next_indices()
         if ids is None:

@@ -42,22 +42,33 @@ def _text(value: Any, depth: int = 3) -> str | None:
     if isinstance(value, torch.Generator):
         return f"a generator in state {hash(value.get_state().numpy().tobytes())}"
     if isinstance(value, Tensor):
-        readable = type(value) is Tensor and not value.is_meta and value.numel() <= _MOST
+        readable = (
+            type(value) is Tensor and not value.is_meta and value.numel() <= _MOST
+        )
         return repr(value.tolist()) if readable else None
     if isinstance(value, dict):
         value = list(value.items())
     if isinstance(value, (list, tuple, deque)) and len(value) <= _MOST and depth:
         texts = [_text(element, depth - 1) for element in value]
-        return None if any(text is None for text in texts) else f"[{', '.join(map(str, texts))}]"
+        return (
+            None
+            if any(text is None for text in texts)
+            else f"[{', '.join(map(str, texts))}]"
+        )
     return None
 
 
 def differing_state(run: list[Record], other: list[Record], step: int) -> list[str]:
     """The names of attributes, then of buffers and weights, that two runs have differently after a step."""
     for record, second in zip(run, other, strict=True):
-        attributes, others = record.attributes.get(step, {}), second.attributes.get(step, {})
+        attributes, others = (
+            record.attributes.get(step, {}),
+            second.attributes.get(step, {}),
+        )
         names = [
-            name for name in {**attributes, **others} if attributes.get(name) != others.get(name)
+            name
+            for name in {**attributes, **others}
+            if attributes.get(name) != others.get(name)
         ]
         tensors, second_tensors = record.local.get(step, {}), second.local.get(step, {})
         differing = [
@@ -67,5 +78,9 @@ def differing_state(run: list[Record], other: list[Record], step: int) -> list[s
         ]
         buffers = [name for name in differing if name in record.buffers]
         if names or differing:
-            return [*names, *buffers, *(name for name in differing if name not in record.buffers)]
+            return [
+                *names,
+                *buffers,
+                *(name for name in differing if name not in record.buffers),
+            ]
     return []

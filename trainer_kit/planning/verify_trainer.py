@@ -34,7 +34,9 @@ class Logs:
 
     def log(self, name: str, value: Any, *options: Any) -> None:
         """See `TrainModule.log`: (prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add, batch_size, rank_zero)."""
-        _, logger, on_step, on_epoch, reduce_fx, sync, _, batch_size, rank_zero = options
+        _, logger, on_step, on_epoch, reduce_fx, sync, _, batch_size, rank_zero = (
+            options
+        )
         if (
             reduce_fx != "mean"
             or not sync
@@ -57,7 +59,9 @@ class Logs:
 class PlainTrainer:
     """The module's Trainer in the plain loop: attributes of the real one, and the position of this loop."""
 
-    def __init__(self, trainer: Session, progress: Progress, world: int, rank: int = 0) -> None:
+    def __init__(
+        self, trainer: Session, progress: Progress, world: int, rank: int = 0
+    ) -> None:
         self._trainer, self.world_size = trainer, world
         self.global_rank = self.local_rank = rank
         self.progress, self.metrics = progress, Logs()
@@ -67,7 +71,10 @@ class PlainTrainer:
 
     def take(self, made: Optimizers, manual: list[PlainOptimizer]) -> None:
         """Answer the module's ``optimizers()`` and ``lr_schedulers()``."""
-        self.optimizers, self.manual_optimizers = made.optimizers, manual or made.optimizers
+        self.optimizers, self.manual_optimizers = (
+            made.optimizers,
+            manual or made.optimizers,
+        )
         self.lr_scheduler_configs = made.schedulers
 
     @property
@@ -87,7 +94,9 @@ class PlainTrainer:
         else:
             self.backward(loss, *arguments, **options)
 
-    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+    def clip_gradients(
+        self, optimizer: Any, value: float | None, algorithm: str | None
+    ) -> None:
         """Clip the gradients of one optimizer; None: by the Trainer's value or algorithm."""
         own_value, own_algorithm = self._trainer.settings.clip or (None, "norm")
         value = own_value if value is None else value

@@ -53,7 +53,9 @@ class WaitWatch:
 
     def _look(self) -> None:
         now = time.time()
-        position = find_position(sys._current_frames().get(threading.main_thread().ident or 0))
+        position = find_position(
+            sys._current_frames().get(threading.main_thread().ident or 0)
+        )
         if position.frames != self._frames or not position.call or position.debugged:
             self._frames, self._since = position.frames, now
         waits = {
@@ -65,7 +67,9 @@ class WaitWatch:
         replace_file(self._file(self.rank), json.dumps(waits).encode())
         if now - self._since < _PATIENCE:
             return
-        others = [json.loads(self._file(rank).read_text()) for rank in range(self.ranks)]
+        others = [
+            json.loads(self._file(rank).read_text()) for rank in range(self.ranks)
+        ]
         stuck = all(
             each["seconds"] >= _PATIENCE - _INTERVAL and now - each["at"] < _PATIENCE
             for each in others
@@ -93,7 +97,8 @@ def raise_verdict(directory: Path, error: BaseException) -> None:
         return
     waits: list[dict[str, Any]] = json.loads(file.read_text())
     lines = [
-        f"rank {rank} waits in {each['call']} {each['place']}" for rank, each in enumerate(waits)
+        f"rank {rank} waits in {each['call']} {each['place']}"
+        for rank, each in enumerate(waits)
     ]
     raise RankError(
         "the ranks do not call the same collectives",

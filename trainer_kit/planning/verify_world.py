@@ -23,7 +23,9 @@ def shares_of(run: Sequence[Record]) -> Shares:
         for at, micro in record.micros.items():
             if micro.ids is not None:
                 found[at].setdefault(record.place, micro.ids)
-    return {at: [places[place] for place in sorted(places)] for at, places in found.items()}
+    return {
+        at: [places[place] for place in sorted(places)] for at, places in found.items()
+    }
 
 
 def same_samples(alone: Record, exact: Record, shares: Shares, step: int) -> bool:
@@ -36,7 +38,11 @@ def same_samples(alone: Record, exact: Record, shares: Shares, step: int) -> boo
         step: that is compared.
     """
     for (at, index), micro in alone.micros.items():
-        rows = None if micro.ids is None else rows_of_shares(micro.ids, shares.get((at, index), []))
+        rows = (
+            None
+            if micro.ids is None
+            else rows_of_shares(micro.ids, shares.get((at, index), []))
+        )
         if at != step or rows is None:
             continue
         for place, share in enumerate(rows):
@@ -63,14 +69,22 @@ def depends(alone: Record, judge: Judge, shares: Shares, step: int) -> Finding:
         step: the first that differs.
     """
     for (at, index), mine in sorted(alone.micros.items()):
-        rows = None if mine.ids is None else rows_of_shares(mine.ids, shares.get((at, index), []))
+        rows = (
+            None
+            if mine.ids is None
+            else rows_of_shares(mine.ids, shares.get((at, index), []))
+        )
         if at != step or rows is None or mine.watched is None:
             continue
         for key, found in mine.watched.outputs.items():
             for place, share in enumerate(rows):
                 one = judge.exact.micros.get((step, index * len(rows) + place))
                 other = judge.rounded.micros.get((step, index * len(rows) + place))
-                exact = None if one is None or one.watched is None else one.watched.outputs.get(key)
+                exact = (
+                    None
+                    if one is None or one.watched is None
+                    else one.watched.outputs.get(key)
+                )
                 rounded = (
                     None
                     if other is None or other.watched is None
@@ -104,7 +118,9 @@ def depends(alone: Record, judge: Judge, shares: Shares, step: int) -> Finding:
 
 
 def _losses(alone: Record, exact: Record, step: int) -> str:
-    one = next((micro.loss for at, micro in alone.micros.items() if at == (step, 0)), {})
+    one = next(
+        (micro.loss for at, micro in alone.micros.items() if at == (step, 0)), {}
+    )
     ranks = [
         micro.loss
         for (at, index), micro in exact.micros.items()
@@ -120,7 +136,9 @@ def _hint(alone: Record) -> str:
     tokens = "a mean over tokens needs loss_weight, which returns their number"
     pairs = "a loss over pairs of samples needs those of all ranks: torch.distributed.nn.functional.all_gather"
     masked = any(
-        bool((value == _IGNORED).any()) for micro in alone.micros.values() for value in micro.batch
+        bool((value == _IGNORED).any())
+        for micro in alone.micros.values()
+        for value in micro.batch
     )
     return tokens if masked else f"{pairs}; {tokens}"
 

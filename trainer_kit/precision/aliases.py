@@ -22,7 +22,9 @@ def _float8(word: str) -> Precision:
 def _transformer_engine(word: str) -> Precision:
     from trainer_kit.precision.transformer_engine import TransformerEnginePrecision
 
-    return TransformerEnginePrecision("16-true" if word.endswith("float16") else "bf16-true")
+    return TransformerEnginePrecision(
+        "16-true" if word.endswith("float16") else "bf16-true"
+    )
 
 
 def _bitsandbytes(word: str) -> Precision:
@@ -35,7 +37,9 @@ _VENDORS: Final[dict[str, Callable[[str], Precision]]] = {
     "fp8": _float8,
     "transformer-engine": _transformer_engine,
     "transformer-engine-float16": _transformer_engine,
-    **dict.fromkeys(("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"), _bitsandbytes),
+    **dict.fromkeys(
+        ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"), _bitsandbytes
+    ),
 }
 WORDS: Final = (*NAMES, *_VENDORS)
 """Lightning's words and Accelerate's."""
@@ -61,8 +65,12 @@ def make_precision(name: str | int, device_type: str | None = None) -> Precision
     if word not in _VENDORS:
         # Lightning's words have no letters before 16 and 32; by spelling alone "fp16-mixed" is closest to "bf16-mixed".
         meant = re.sub(
-            r"^(fp|float|f)(?=16|32|64)", "", word.replace("bfloat", "bf").replace("_", "-")
+            r"^(fp|float|f)(?=16|32|64)",
+            "",
+            word.replace("bfloat", "bf").replace("_", "-"),
         )
-        fix = f"did you mean {meant!r}?" if meant in NAMES else did_you_mean(word, WORDS)
+        fix = (
+            f"did you mean {meant!r}?" if meant in NAMES else did_you_mean(word, WORDS)
+        )
         raise PrecisionError(f"unknown precision {str(name)!r}", fix=fix)
     return _VENDORS[word](word)

@@ -20,9 +20,7 @@ _BLOCK, _NESTED_BLOCK = (
     64,
     256,
 )  # weights that share a maximum, and maxima that share one; bitsandbytes' defaults
-_OUTLIER: Final = (
-    6.0  # inputs beyond this are multiplied in float16; Dettmers et al., LLM.int8(), 2022
-)
+_OUTLIER: Final = 6.0  # inputs beyond this are multiplied in float16; Dettmers et al., LLM.int8(), 2022
 
 
 @final
@@ -55,7 +53,9 @@ class BitsandbytesPrecision(ConvertedPrecision):
 
     def __init__(
         self,
-        mode: Literal["nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"] = "nf4",
+        mode: Literal[
+            "nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"
+        ] = "nf4",
         dtype: torch.dtype | None = None,
         ignore_modules: Exceptions = (),
         *,
@@ -64,7 +64,8 @@ class BitsandbytesPrecision(ConvertedPrecision):
     ) -> None:
         if mode not in _MODES:
             raise PrecisionError(
-                f"bitsandbytes has no mode {mode!r}", fix=f"use one of: {', '.join(_MODES)}"
+                f"bitsandbytes has no mode {mode!r}",
+                fix=f"use one of: {', '.join(_MODES)}",
             )
         super().__init__(mode, base, exceptions)
         self.exceptions = {**except_modules(ignore_modules), **self.exceptions}
@@ -90,7 +91,9 @@ class BitsandbytesPrecision(ConvertedPrecision):
             if type(p) is nn.Linear and n and not is_excepted(n, exempt)
         }
         wanted = {
-            name: part for name, part in linear.items() if part.weight.requires_grad == trains
+            name: part
+            for name, part in linear.items()
+            if part.weight.requires_grad == trains
         }
         if not wanted and not any(
             isinstance(part, (_Frozen, _OnTheFly)) for part in module.modules()
@@ -116,7 +119,9 @@ class _Frozen(nn.Linear, ABC):
     """
 
     def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        super().__init__(
+            layer.in_features, layer.out_features, bias=False, device="meta"
+        )
         self.bias = layer.bias
         self.train(layer.training)
         weight = layer.weight.detach()
@@ -159,7 +164,9 @@ class _Frozen(nn.Linear, ABC):
             parts = self.parts(whole.to(self.weight.device))
             state.update({f"{prefix}{name}": part for name, part in parts.items()})
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
         self.take_floats(state_dict, prefix)
         saved = _saved_mode(state_dict, prefix)
         if saved not in (None, self.mode):
@@ -210,7 +217,9 @@ class _Linear4bit(_Frozen):
         made = {"weight": packed, f"{self.kind}_absmax": state.absmax}
         if self.nested:
             self.__dict__.update(code2=state.state2.code)
-            made.update(nested_absmax=state.state2.absmax, nested_offset=state.offset.reshape(1))
+            made.update(
+                nested_absmax=state.state2.absmax, nested_offset=state.offset.reshape(1)
+            )
         return made
 
     def forward(self, input: Tensor) -> Tensor:
@@ -224,7 +233,10 @@ class _Linear4bit(_Frozen):
         second = offset = None
         if self.nested:
             second = bnb.functional.QuantState(
-                self.nested_absmax, code=self.code2, blocksize=_NESTED_BLOCK, dtype=torch.float32
+                self.nested_absmax,
+                code=self.code2,
+                blocksize=_NESTED_BLOCK,
+                dtype=torch.float32,
             )
             offset = self.nested_offset.reshape(())
         state = bnb.functional.QuantState(
@@ -239,7 +251,9 @@ class _Linear4bit(_Frozen):
         )
         dtype = self.compute or input.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        output: Tensor = bnb.matmul_4bit(input.to(dtype), self.weight, bias=bias, quant_state=state)
+        output: Tensor = bnb.matmul_4bit(
+            input.to(dtype), self.weight, bias=bias, quant_state=state
+        )
         return output.to(input.dtype)
 
 
@@ -276,7 +290,9 @@ class _OnTheFly(nn.Linear):
     """A trained linear layer that multiplies in 8 bits."""
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype | None) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        super().__init__(
+            layer.in_features, layer.out_features, bias=False, device="meta"
+        )
         self.weight, self.bias = layer.weight, layer.bias
         self.train(layer.training)
 
@@ -318,11 +334,17 @@ def _saved_mode(state: Mapping[str, Any], prefix: str) -> str | None:
     """The mode of a layer's weight in a state; None: it is missing, or of floats."""
     if f"{prefix}scales" in state:
         return "int8"
-    kind = next((kind for kind in ("nf4", "fp4") if f"{prefix}{kind}_absmax" in state), None)
-    return f"{kind}-dq" if kind is not None and f"{prefix}nested_absmax" in state else kind
+    kind = next(
+        (kind for kind in ("nf4", "fp4") if f"{prefix}{kind}_absmax" in state), None
+    )
+    return (
+        f"{kind}-dq" if kind is not None and f"{prefix}nested_absmax" in state else kind
+    )
 
 
-def _four(kind: str, nested: bool) -> Callable[[nn.Linear, torch.dtype | None], nn.Module]:
+def _four(
+    kind: str, nested: bool
+) -> Callable[[nn.Linear, torch.dtype | None], nn.Module]:
     return lambda layer, dtype: _Linear4bit(layer, dtype, kind, nested)
 
 

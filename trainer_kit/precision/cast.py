@@ -50,10 +50,16 @@ def cast_module(
 
 
 def _is_metric(module: nn.Module) -> bool:
-    return hasattr(type(module), "update_count")  # of torchmetrics, which need not be installed
+    return hasattr(
+        type(module), "update_count"
+    )  # of torchmetrics, which need not be installed
 
 
 def _tensors_in(module: nn.Module) -> list[Tensor]:
     """The tensors that ``Module._apply`` visits."""
     parameters = list(module.parameters())
-    return [*parameters, *(p.grad for p in parameters if p.grad is not None), *module.buffers()]
+    return [
+        *parameters,
+        *(p.grad for p in parameters if p.grad is not None),
+        *module.buffers(),
+    ]

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.precision.exceptions import Exceptions, call_layers, except_modules, excepted
+from trainer_kit.precision.exceptions import (
+    Exceptions,
+    call_layers,
+    except_modules,
+    excepted,
+)
 from trainer_kit.precision.native import (
     NativePrecision,
     native_precision,
@@ -34,7 +39,9 @@ class ConvertedPrecision(Precision):
         exceptions: modules whose layers are not exchanged; see `Exceptions`.
     """
 
-    def __init__(self, name: str, base: str | NativePrecision, exceptions: Exceptions) -> None:
+    def __init__(
+        self, name: str, base: str | NativePrecision, exceptions: Exceptions
+    ) -> None:
         self.name = name
         self.exceptions = except_modules(exceptions)
         self.base = native_precision(base) if isinstance(base, str) else base
@@ -43,7 +50,9 @@ class ConvertedPrecision(Precision):
         self.skips = self.base.skips
         self.param_dtype = self.base.param_dtype
         self.reduce_dtype = self.base.reduce_dtype
-        self._unchecked: torch.device | None = None  # the accelerator that `convert_module` checks
+        self._unchecked: torch.device | None = (
+            None  # the accelerator that `convert_module` checks
+        )
 
     def check_vendor(self, device: torch.device) -> None:
         """Raise a PrecisionError where the vendor's kernels do not run on this device. Default: they do."""
@@ -82,8 +91,14 @@ class ConvertedPrecision(Precision):
 
     def kept_modules(self, module: nn.Module) -> list[nn.Module]:
         """Exceptions with another dtype, and layers that store quantised weights."""
-        own = [part for _, part, given in excepted(module, self.exceptions) if given is not None]
-        return own + [part for part in module.modules() if isinstance(part, QuantizedLayer)]
+        own = [
+            part
+            for _, part, given in excepted(module, self.exceptions)
+            if given is not None
+        ]
+        return own + [
+            part for part in module.modules() if isinstance(part, QuantizedLayer)
+        ]
 
     def convert_batch(self, batch: Any) -> Any:
         """As the native precision does."""
@@ -146,7 +161,9 @@ def vendor_module(name: str, problem: str, fix: str) -> Any:
         raise PrecisionError(problem, found=str(error), fix=fix) from error
 
 
-def refuse_shared(module: nn.Module, layers: Mapping[str, nn.Module], name: str) -> None:
+def refuse_shared(
+    module: nn.Module, layers: Mapping[str, nn.Module], name: str
+) -> None:
     """Refuse to exchange layers whose weights another module shares: the two would be separated.
 
     Raises:
@@ -154,8 +171,12 @@ def refuse_shared(module: nn.Module, layers: Mapping[str, nn.Module], name: str)
     """
     owners: dict[int, list[str]] = {}
     for path, part in module.named_modules(remove_duplicate=False):
-        for key, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
+        for key, parameter in part.named_parameters(
+            recurse=False, remove_duplicate=False
+        ):
+            owners.setdefault(id(parameter), []).append(
+                f"{path}.{key}" if path else key
+            )
     for path, layer in layers.items():
         shared = owners.get(id(layer.weight), [])
         if len(shared) > 1:

@@ -49,7 +49,9 @@ class ModulePrecision:
     output_dtype: torch.dtype | None = None
 
 
-Exceptions: TypeAlias = "Mapping[str, ModulePrecision | torch.dtype | str] | Iterable[str]"
+Exceptions: TypeAlias = (
+    "Mapping[str, ModulePrecision | torch.dtype | str] | Iterable[str]"
+)
 """Patterns of modules, each with the dtype in which those modules compute.
 
 A pattern (as in `fnmatch`) matches a module's name (``"encoder.layers.0.norm"``) or the name of its class
@@ -80,10 +82,13 @@ def except_modules(exceptions: Exceptions) -> dict[str, ModulePrecision | None]:
         if isinstance(given, str):
             if given not in DTYPES:
                 raise PrecisionError(
-                    f"unknown dtype {given!r} for {pattern!r}", fix=did_you_mean(given, DTYPES)
+                    f"unknown dtype {given!r} for {pattern!r}",
+                    fix=did_you_mean(given, DTYPES),
                 )
             given = DTYPES[given]
-        made[pattern] = ModulePrecision(given) if isinstance(given, torch.dtype) else given
+        made[pattern] = (
+            ModulePrecision(given) if isinstance(given, torch.dtype) else given
+        )
     return made
 
 
@@ -101,7 +106,9 @@ def excepted(
         if not name:
             continue
         matching = [
-            p for p in exceptions if fnmatchcase(name, p) or fnmatchcase(type(part).__name__, p)
+            p
+            for p in exceptions
+            if fnmatchcase(name, p) or fnmatchcase(type(part).__name__, p)
         ]
         unused.difference_update(matching)
         if matching and not any(name.startswith(f"{outer}.") for outer in inside):
@@ -151,12 +158,18 @@ def apply_exceptions(
     for part in module.modules():
         if isinstance(part.__dict__.get("forward"), _ForwardIn):
             del part.__dict__["forward"]
-        for key in [key for key, hook in part._forward_pre_hooks.items() if hook is _no_change]:
+        for key in [
+            key for key, hook in part._forward_pre_hooks.items() if hook is _no_change
+        ]:
             del part._forward_pre_hooks[key]
     for part, dtype, output_dtype in modules:
         # On the user's module, so that wrappers and hooks around it stay; torch has no hook around ``forward`` itself.
-        part.__dict__["forward"] = _ForwardIn(part.forward, context(dtype), dtype, output_dtype)
-    call_layers(module, lambda part: isinstance(part.__dict__.get("forward"), _ForwardIn))
+        part.__dict__["forward"] = _ForwardIn(
+            part.forward, context(dtype), dtype, output_dtype
+        )
+    call_layers(
+        module, lambda part: isinstance(part.__dict__.get("forward"), _ForwardIn)
+    )
 
 
 def call_layers(module: nn.Module, which: Callable[[nn.Module], bool]) -> None:
@@ -193,8 +206,12 @@ class _ForwardIn:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         with self.context:
-            outputs = self.forward(*_cast(arguments, self.dtype), **_cast(options, self.dtype))
-        return outputs if self.output_dtype is None else _cast(outputs, self.output_dtype)
+            outputs = self.forward(
+                *_cast(arguments, self.dtype), **_cast(options, self.dtype)
+            )
+        return (
+            outputs if self.output_dtype is None else _cast(outputs, self.output_dtype)
+        )
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:

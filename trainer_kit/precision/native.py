@@ -81,7 +81,10 @@ class NativePrecision(Precision):
         found = excepted(module, self.exceptions)
         self.convert_with(
             module,
-            [(name, part, given or ModulePrecision(torch.float32)) for name, part, given in found],
+            [
+                (name, part, given or ModulePrecision(torch.float32))
+                for name, part, given in found
+            ],
         )
 
     @abstractmethod
@@ -117,7 +120,9 @@ class TruePrecision(NativePrecision):
         'bf16-true'
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32, exceptions: Exceptions = ()) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, exceptions: Exceptions = ()
+    ) -> None:
         super().__init__(exceptions, "cpu")
         self.dtype = dtype
         self.name = f"{_bits(dtype, _BITS, 'TruePrecision')}-true"
@@ -144,13 +149,16 @@ class TruePrecision(NativePrecision):
             cast_module(part, given.dtype)
         # The layer after an exception expects the dtype of the rest.
         modules = [
-            (part, given.dtype, given.output_dtype or self.dtype) for _, part, given in found
+            (part, given.dtype, given.output_dtype or self.dtype)
+            for _, part, given in found
         ]
         apply_exceptions(module, modules, _DefaultDtype)
 
     def convert_batch(self, batch: Any) -> Any:
         """Cast the floating-point tensors of a batch."""
-        return map_tensors(batch, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
+        return map_tensors(
+            batch, lambda t: t.to(self.dtype) if t.is_floating_point() else t
+        )
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """The default dtype, for tensors that a step makes; None for float32."""
@@ -208,7 +216,9 @@ class MixedPrecision(NativePrecision):
     ) -> None:
         if device_type is None:
             accelerator = present_accelerator()
-            super().__init__(exceptions, "cpu" if accelerator is None else accelerator.type)
+            super().__init__(
+                exceptions, "cpu" if accelerator is None else accelerator.type
+            )
         else:
             super().__init__(exceptions, device_type)
         self.name = f"{_bits(dtype, _HALF, 'MixedPrecision')}-mixed"
@@ -222,7 +232,8 @@ class MixedPrecision(NativePrecision):
         self.scales = self.skips = dtype is torch.float16
         if scaler is not None and not self.scales:
             raise PrecisionError(
-                "bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out'
+                "bfloat16 needs no gradient scaler",
+                fix='use "16-mixed", or leave the scaler out',
             )
         self.scaler = scaler or (make_scaler(self.device_type) if self.scales else None)
         # By the id of an optimizer:
@@ -230,8 +241,12 @@ class MixedPrecision(NativePrecision):
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         self._left: set[int] = set()  # unscaled, and not stepped when the step ended
-        self._looked = False  # whether the scaler has read gradients since the scale was adapted
-        self._began = False  # whether a loss was scaled, so that the scale is on the device
+        self._looked = (
+            False  # whether the scaler has read gradients since the scale was adapted
+        )
+        self._began = (
+            False  # whether a loss was scaled, so that the scale is on the device
+        )
 
     def check(self, device: torch.device, engine: str) -> None:
         """Raise a PrecisionError where this precision cannot run."""
@@ -249,7 +264,9 @@ class MixedPrecision(NativePrecision):
 
     def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
         """Cast the weights of exceptions in float64; all others keep their dtype."""
-        refuse_ties(module, [name for name, _, given in found if given.dtype is torch.float64])
+        refuse_ties(
+            module, [name for name, _, given in found if given.dtype is torch.float64]
+        )
         _refuse_cast(module, self.name)
         for _, part, given in found:
             if given.dtype is torch.float64:
@@ -262,7 +279,9 @@ class MixedPrecision(NativePrecision):
 
     def _exception_context(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         half = dtype in (torch.float16, torch.bfloat16)
-        return torch.autocast(self.device_type, dtype=dtype if half else self.dtype, enabled=half)
+        return torch.autocast(
+            self.device_type, dtype=dtype if half else self.dtype, enabled=half
+        )
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """Autocast."""
@@ -273,7 +292,9 @@ class MixedPrecision(NativePrecision):
         """Whether the previous step has ended without `end_step`: taken, or abandoned and its gradients dropped."""
         waiting = (self._unscaled | self._left) - self._stepped
         return self._looked and not any(
-            has_gradients(self._seen[o][0].optimizer) for o in waiting if o in self._seen
+            has_gradients(self._seen[o][0].optimizer)
+            for o in waiting
+            if o in self._seen
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -291,9 +312,13 @@ class MixedPrecision(NativePrecision):
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             if has_gradients(optimizer):
-                if not self._began:  # this rank had no data yet, and got the other ranks' gradients
+                if (
+                    not self._began
+                ):  # this rank had no data yet, and got the other ranks' gradients
                     self._began = True
-                    first = next(p for group in optimizer.param_groups for p in group["params"])
+                    first = next(
+                        p for group in optimizer.param_groups for p in group["params"]
+                    )
                     self.scaler.scale(torch.zeros((), device=first.device))
                 seen = self._seen.get(id(optimizer))
                 if seen is None or seen[0].groups != len(
@@ -317,14 +342,20 @@ class MixedPrecision(NativePrecision):
         if len(seen) == 1:
             seen[0].run = step
             return self.scaler.step(seen[0]) is not None  # type: ignore[arg-type]
-        whole = [self.scaler.step(one) is not None for one in seen if has_gradients(one)]  # type: ignore[arg-type]
+        whole = [
+            self.scaler.step(one) is not None  # type: ignore[arg-type]
+            for one in seen
+            if has_gradients(one)
+        ]
         if all(whole):
             step()
         return all(whole)
 
     def adapt_scale(self, optimizers: Sequence[Optimizer]) -> None:
         """Adapt the scale once the step has ended: gradients that wait for their step still have the old scale."""
-        waiting = any(id(one) not in self._stepped and has_gradients(one) for one in optimizers)
+        waiting = any(
+            id(one) not in self._stepped and has_gradients(one) for one in optimizers
+        )
         if self.scaler is not None and self._is_over and not waiting:
             self._adapt()
 
@@ -347,7 +378,9 @@ class MixedPrecision(NativePrecision):
     def abandon_step(self) -> None:
         """Drop the state of the unfinished step; the scale is not adapted."""
         if self._looked and self.scaler is not None:
-            self.scaler.update(self.scaler.get_scale())  # sync point: the run has failed
+            self.scaler.update(
+                self.scaler.get_scale()
+            )  # sync point: the run has failed
         self._forget()
         self._seen.clear()
 
@@ -389,7 +422,9 @@ def _bits(dtype: Any, known: Mapping[torch.dtype, str], what: str) -> str:
     raise PrecisionError(f"{what} has no dtype {dtype!r}", fix=fix)
 
 
-def native_precision(name: str, device_type: str | None = None) -> MixedPrecision | TruePrecision:
+def native_precision(
+    name: str, device_type: str | None = None
+) -> MixedPrecision | TruePrecision:
     """Make the precision of a word in `NAMES`.
 
     Args:
@@ -400,10 +435,14 @@ def native_precision(name: str, device_type: str | None = None) -> MixedPrecisio
         PrecisionError: for an unknown word.
     """
     if name not in NAMES:
-        raise PrecisionError(f"unknown precision {name!r}", fix=did_you_mean(name, NAMES))
+        raise PrecisionError(
+            f"unknown precision {name!r}", fix=did_you_mean(name, NAMES)
+        )
     bits, kind = NAMES[name].split("-")
     return (
-        TruePrecision(DTYPES[bits]) if kind == "true" else MixedPrecision(DTYPES[bits], device_type)
+        TruePrecision(DTYPES[bits])
+        if kind == "true"
+        else MixedPrecision(DTYPES[bits], device_type)
     )
 
 
@@ -434,7 +473,9 @@ class _SeenOptimizer:
         groups = self.optimizer.param_groups
         if (only := self.only) is None:
             return groups
-        return [{"params": [p for p in group["params"] if p in only]} for group in groups]
+        return [
+            {"params": [p for p in group["params"] if p in only]} for group in groups
+        ]
 
     def step(self) -> bool:
         self.run()
@@ -447,7 +488,12 @@ def _refuse_half_gradients(optimizer: Optimizer, name: str) -> None:
     Raises:
         PrecisionError: an optimizer trains weights in float16.
     """
-    weights = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    weights = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.grad is not None
+    ]
     half = [weight for weight in weights if weight.dtype is torch.float16]
     if half:
         raise PrecisionError(
@@ -464,15 +510,23 @@ def _seen_optimizers(optimizer: Optimizer) -> list[_SeenOptimizer]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             whole = tuple(
-                placement.is_replicate() for placement in getattr(parameter, "placements", ())
+                placement.is_replicate()
+                for placement in getattr(parameter, "placements", ())
             )
-            kinds.setdefault((getattr(parameter, "device_mesh", None), whole), set()).add(parameter)
-    return [_SeenOptimizer(optimizer, kind if len(kinds) > 1 else None) for kind in kinds.values()]
+            kinds.setdefault(
+                (getattr(parameter, "device_mesh", None), whole), set()
+            ).add(parameter)
+    return [
+        _SeenOptimizer(optimizer, kind if len(kinds) > 1 else None)
+        for kind in kinds.values()
+    ]
 
 
 def has_gradients(optimizer: Optimizer | _SeenOptimizer) -> bool:
     """Whether any of its parameters has a gradient."""
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return any(
+        p.grad is not None for group in optimizer.param_groups for p in group["params"]
+    )
 
 
 def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
@@ -546,7 +600,9 @@ def _refuse_cast(module: nn.Module, name: str) -> None:
     """
     for part in module.modules():
         dtype = part.__dict__.get(_CAST)
-        if dtype is not None and any(parameter.dtype is dtype for parameter in part.parameters()):
+        if dtype is not None and any(
+            parameter.dtype is dtype for parameter in part.parameters()
+        ):
             raise PrecisionError(
                 "an earlier precision cast the weights of this module permanently",
                 found=f"{dtype}, and now {name!r}",

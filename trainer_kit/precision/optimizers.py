@@ -27,13 +27,27 @@ for _name in (
     "SGD",
 ):
     OPTIMIZERS.supply(_name.lower(), f"torch.optim:{_name}")
-for _name in ("Adagrad", "Adam", "AdamW", "AdEMAMix", "LAMB", "LARS", "Lion", "RMSprop", "SGD"):
+for _name in (
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "AdEMAMix",
+    "LAMB",
+    "LARS",
+    "Lion",
+    "RMSprop",
+    "SGD",
+):
     OPTIMIZERS.supply(f"{_name.lower()}8bit", f"bitsandbytes.optim:{_name}8bit")
 for _name in ("Adam", "AdamW", "AdEMAMix", "Lion"):
-    OPTIMIZERS.supply(f"paged{_name.lower()}8bit", f"bitsandbytes.optim:Paged{_name}8bit")
+    OPTIMIZERS.supply(
+        f"paged{_name.lower()}8bit", f"bitsandbytes.optim:Paged{_name}8bit"
+    )
 for _name in ("Adam", "AdamW"):
     for _bits in ("8bit", "4bit", "Fp8"):
-        OPTIMIZERS.supply(f"{_name.lower()}torch{_bits.lower()}", f"torchao.optim:{_name}{_bits}")
+        OPTIMIZERS.supply(
+            f"{_name.lower()}torch{_bits.lower()}", f"torchao.optim:{_name}{_bits}"
+        )
 OPTIMIZERS.supply("adamwtorch", "torch.optim:AdamW")
 OPTIMIZERS.supply("adamwbnb8bit", "bitsandbytes.optim:AdamW8bit")
 
@@ -64,22 +78,35 @@ def make_optimizer(name: str, params: Iterable[Any], **options: Any) -> Optimize
         >>> type(make_optimizer("adamw", nn.Linear(2, 1).parameters(), lr=0.1)).__name__
         'AdamW'
     """
-    word = name if name in OPTIMIZERS.names() else name.lower().replace("_", "").replace("-", "")
+    word = (
+        name
+        if name in OPTIMIZERS.names()
+        else name.lower().replace("_", "").replace("-", "")
+    )
     try:
         kind = OPTIMIZERS.get(word)
     except RegistryError as error:
         library = next(
-            (one for one in ("bitsandbytes", "torchao") if f"{one}." in str(error.found)), None
+            (
+                one
+                for one in ("bitsandbytes", "torchao")
+                if f"{one}." in str(error.found)
+            ),
+            None,
         )
         if library is None:
             raise
         raise RegistryError(
-            error.problem, found=error.found, fix=f"pip install 'trainer-kit[{library}]'"
+            error.problem,
+            found=error.found,
+            fix=f"pip install 'trainer-kit[{library}]'",
         ) from error
     try:
         made: Optimizer = kind(params, **options)
     except TypeError as error:
-        raise ConfigurationError(f"optimizer {name!r} cannot be made", found=str(error)) from error
+        raise ConfigurationError(
+            f"optimizer {name!r} cannot be made", found=str(error)
+        ) from error
     return made
 
 
@@ -116,7 +143,9 @@ def why_not_divided(optimizer: Optimizer) -> str | None:
     kind = type(optimizer)
     if kind.__module__.startswith("bitsandbytes."):
         return "bitsandbytes' kernels take whole tensors"
-    if kind.__module__.startswith("torchao.optim") and not kind.__name__.startswith("_"):
+    if kind.__module__.startswith("torchao.optim") and not kind.__name__.startswith(
+        "_"
+    ):
         return "torchao's low-bit states of a part cannot be saved exactly"
     return None
 
@@ -130,6 +159,10 @@ def _parts(value: Any) -> dict[str, Any]:
 def _whole(parts: Mapping[str, Any]) -> Tensor:
     # The class comes from the table: no name in a file is imported.
     kind: Any = getattr(import_module(_LOW_BIT[parts[_KIND]]), parts[_KIND])
-    tensors = {name: value.clone() for name, value in parts.items() if isinstance(value, Tensor)}
+    tensors = {
+        name: value.clone()
+        for name, value in parts.items()
+        if isinstance(value, Tensor)
+    }
     made: Tensor = kind.__tensor_unflatten__(tensors, parts["attributes"])
     return made

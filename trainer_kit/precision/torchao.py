@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["Float8Precision", "QATPrecision"]
 
 _INSTALL: Final = "pip install 'trainer-kit[torchao]'"
-_MULTIPLE: Final = 16  # both sizes of a weight are multiples of it for fp8 matrix products
+_MULTIPLE: Final = (
+    16  # both sizes of a weight are multiples of it for fp8 matrix products
+)
 
 
 @final
@@ -220,7 +222,9 @@ class QATPrecision(ConvertedPrecision):
         from torchao.quantization import quantize_
         from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
 
-        trainer = module.__dict__.pop("_trainer", None)  # the Trainer is not a part of the model
+        trainer = module.__dict__.pop(
+            "_trainer", None
+        )  # the Trainer is not a part of the model
         try:
             made = copy.deepcopy(module)
         finally:

@@ -59,7 +59,9 @@ class TransformerEnginePrecision(ConvertedPrecision):
             "this precision needs Transformer Engine",
             "pip install 'transformer-engine[pytorch]' on a machine with an NVIDIA GPU, or precision='fp8'",
         )
-        self.refused_devices = dict.fromkeys(_NOT_NVIDIA, "Transformer Engine needs an NVIDIA GPU")
+        self.refused_devices = dict.fromkeys(
+            _NOT_NVIDIA, "Transformer Engine needs an NVIDIA GPU"
+        )
         self.replace_layers = replace_layers
         self.evaluate = evaluate
         self.recipe = _recipe(recipe)
@@ -91,24 +93,36 @@ class TransformerEnginePrecision(ConvertedPrecision):
         wanted: dict[str, Any] = {
             name: part
             for name, part in module.named_modules()
-            if self.replace_layers and _exchangeable(part) and not is_excepted(name, exempt)
+            if self.replace_layers
+            and _exchangeable(part)
+            and not is_excepted(name, exempt)
         }
-        odd = [name for name, part in wanted.items() if isinstance(part, nn.Linear) and _odd(part)]
+        odd = [
+            name
+            for name, part in wanted.items()
+            if isinstance(part, nn.Linear) and _odd(part)
+        ]
         if odd:
             raise PrecisionError(
                 f"Transformer Engine needs in_features in multiples of {_COLUMNS}, out_features of {_ROWS}",
                 found=", ".join(
-                    f"{n} ({wanted[n].in_features} to {wanted[n].out_features})" for n in odd[:8]
+                    f"{n} ({wanted[n].in_features} to {wanted[n].out_features})"
+                    for n in odd[:8]
                 ),
                 fix=f"pass exceptions={odd}, or use sizes that are",
             )
         for name, part in wanted.items():
             module.set_submodule(
-                name, _linear(engine, part) if isinstance(part, nn.Linear) else _norm(engine, part)
+                name,
+                _linear(engine, part)
+                if isinstance(part, nn.Linear)
+                else _norm(engine, part),
             )
         self._root = module
         self._layers = {
-            name: part for name, part in module.named_modules() if hasattr(part, "fp8_meta")
+            name: part
+            for name, part in module.named_modules()
+            if hasattr(part, "fp8_meta")
         }
         for layer in self._layers.values():
             if not layer.__dict__.get("_without_pickle"):
@@ -134,10 +148,17 @@ class TransformerEnginePrecision(ConvertedPrecision):
         layers = {}
         for name, layer in self._layers.items():
             meta: Any = layer.fp8_meta
-            kept = {key: meta[key] for key in _HISTORIES if hasattr(meta.get(key), "amax_history")}
+            kept = {
+                key: meta[key]
+                for key in _HISTORIES
+                if hasattr(meta.get(key), "amax_history")
+            }
             if kept:
                 layers[name] = {
-                    key: {"scale": one.scale.clone(), "amax_history": one.amax_history.clone()}
+                    key: {
+                        "scale": one.scale.clone(),
+                        "amax_history": one.amax_history.clone(),
+                    }
                     for key, one in kept.items()
                 }
         return {"base": self.base.state_dict(), "layers": layers}
@@ -152,7 +173,9 @@ class TransformerEnginePrecision(ConvertedPrecision):
             for key, values in kept.items():
                 own = layer.fp8_meta[key]
                 own.scale.copy_(values["scale"])
-                own.amax_history.resize_(values["amax_history"].shape).copy_(values["amax_history"])
+                own.amax_history.resize_(values["amax_history"].shape).copy_(
+                    values["amax_history"]
+                )
 
 
 @final
@@ -199,7 +222,10 @@ def _odd(layer: nn.Linear) -> bool:
 def _linear(engine: Any, layer: nn.Linear) -> Any:
     dtype = layer.weight.dtype
     made = engine.Linear(
-        layer.in_features, layer.out_features, bias=layer.bias is not None, params_dtype=dtype
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        params_dtype=dtype,
     )
     made.weight = layer.weight
     if layer.bias is not None:
@@ -208,12 +234,16 @@ def _linear(engine: Any, layer: nn.Linear) -> Any:
 
 
 def _norm(engine: Any, layer: nn.LayerNorm) -> Any:
-    made = engine.LayerNorm(layer.normalized_shape, eps=layer.eps, params_dtype=layer.weight.dtype)
+    made = engine.LayerNorm(
+        layer.normalized_shape, eps=layer.eps, params_dtype=layer.weight.dtype
+    )
     made.weight, made.bias = layer.weight, layer.bias
     return made.train(layer.training)
 
 
-def _leave_out(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _leave_out(
+    layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
     state.pop(f"{prefix}_extra_state", None)
 
 
@@ -226,4 +256,6 @@ def _leave_out_of_load(
     missing: list[str],
     *rest: Any,
 ) -> None:
-    state[f"{prefix}_extra_state"] = None  # the layer requires the key; None changes nothing
+    state[f"{prefix}_extra_state"] = (
+        None  # the layer requires the key; None changes nothing
+    )

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from trainer_kit.report.running import RunReport
     from trainer_kit.report.trainer_report import TrainerReport
 
-__all__ = ["REPORT", "RunDirectory", "RunReport", "TrainerReport", "find_runs", "write_report"]
+__all__ = [
+    "REPORT",
+    "RunDirectory",
+    "RunReport",
+    "TrainerReport",
+    "find_runs",
+    "write_report",
+]
 
 _HOME = {
     "REPORT": "page",

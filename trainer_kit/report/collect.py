@@ -21,7 +21,15 @@ from trainer_kit.loggers.layout import flatten, plain
 from trainer_kit.report.events import EVENTS, has_ended, read_events
 from trainer_kit.state.records import RUN, read_records
 
-__all__ = ["JOURNAL", "MOST_POINTS", "Event", "Mark", "RunDirectory", "find_runs", "thinned"]
+__all__ = [
+    "JOURNAL",
+    "MOST_POINTS",
+    "Event",
+    "Mark",
+    "RunDirectory",
+    "find_runs",
+    "thinned",
+]
 
 JOURNAL: Final = "journal.jsonl"
 MOST_POINTS: Final = 200_000
@@ -52,7 +60,9 @@ class _Series:
         self.samples = array("d")
         self.tokens = array("d")
 
-    def append(self, step: float, time: float, value: float, counts: Mapping[str, object]) -> None:
+    def append(
+        self, step: float, time: float, value: float, counts: Mapping[str, object]
+    ) -> None:
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
@@ -65,7 +75,9 @@ class _Series:
         if valid.all():
             return
         for name, values in list(vars(self).items()):
-            setattr(self, name, array(values.typecode, np.array(values)[valid].tobytes()))
+            setattr(
+                self, name, array(values.typecode, np.array(values)[valid].tobytes())
+            )
 
 
 class _Fit:
@@ -80,7 +92,11 @@ class _Fit:
     @property
     def longest_series(self) -> _Series:
         """The series with the most values."""
-        return max(self.series.values(), key=lambda series: len(series.steps), default=_Series())
+        return max(
+            self.series.values(),
+            key=lambda series: len(series.steps),
+            default=_Series(),
+        )
 
     def cut(self, step: float) -> None:
         """Drop the values of steps after ``step``."""
@@ -151,7 +167,11 @@ class RunDirectory:
         while self._processed_events < len(events):
             event = events[self._processed_events]
             journal_offset = event.get("journal")
-            if offset is not None and isinstance(journal_offset, int) and journal_offset > offset:
+            if (
+                offset is not None
+                and isinstance(journal_offset, int)
+                and journal_offset > offset
+            ):
                 return
             self._processed_events += 1
             self._process_event(event)
@@ -247,9 +267,15 @@ class RunDirectory:
             "environment": newest_start.get("environment") or [],
             "exceptions": _exceptions(events),
         }
-        return {**mask_secrets(description), "axes": curves.axes, "series": curves.curves}
+        return {
+            **mask_secrets(description),
+            "axes": curves.axes,
+            "series": curves.curves,
+        }
 
-    def _marks_of_fit(self, fit: _Fit, events: list[Event], start_time: float) -> list[Mark]:
+    def _marks_of_fit(
+        self, fit: _Fit, events: list[Event], start_time: float
+    ) -> list[Mark]:
         """Return the marks in the order of their times, which count from the start, with a place on each axis."""
         counts = _counts_of_steps(fit.longest_series)
         marks = self._marks(events, fit.key)
@@ -276,7 +302,9 @@ class RunDirectory:
         directories: list[str] = []
         for record in read_records(self.directory / RUN) or []:
             if record.id == key or not key:
-                directories += [path for path in record.places if path not in directories]
+                directories += [
+                    path for path in record.places if path not in directories
+                ]
         marks: list[Mark] = []
         for directory in directories:
             if is_url(directory):
@@ -333,7 +361,10 @@ def _completed_events(fit: _Fit) -> list[Event]:
 
 def _killed_event(fit: _Fit) -> Event:
     """Return the end event that a killed process could not record, with the time of its last record."""
-    step = max((max(series.steps) for series in fit.series.values() if series.steps), default=0.0)
+    step = max(
+        (max(series.steps) for series in fit.series.values() if series.steps),
+        default=0.0,
+    )
     times = [_number(event.get("time")) for event in fit.events]
     times += [series.times[-1] for series in fit.series.values() if series.times]
     headline = (
@@ -354,7 +385,10 @@ def _configuration(start: Event, hparams: Mapping[str, object]) -> list[list[obj
     rows = list(start.get("configuration") or [])
     if rows:
         return rows
-    return [["Hyperparameters", key, value, "logged"] for key, value in flatten(hparams).items()]
+    return [
+        ["Hyperparameters", key, value, "logged"]
+        for key, value in flatten(hparams).items()
+    ]
 
 
 def _exceptions(events: list[Event]) -> list[dict[str, Any]]:
@@ -387,7 +421,14 @@ def _event_marks(events: list[Event]) -> list[Mark]:
             text = str(event["exception"].get("headline"))
         elif kind == "end":
             text = f"{stage} {event.get('status', '')}"
-        marks.append({"kind": kind, "step": step, "time": _number(event.get("time")), "text": text})
+        marks.append(
+            {
+                "kind": kind,
+                "step": step,
+                "time": _number(event.get("time")),
+                "text": text,
+            }
+        )
     return marks
 
 
@@ -435,7 +476,9 @@ class _Curves:
         kinds = ("steps", "times", *self._counts)
         return {kind: np.array(getattr(series, kind)) for kind in kinds}
 
-    def _add(self, name: str, axis: dict[str, _Floats], values: npt.NDArray[np.float32]) -> None:
+    def _add(
+        self, name: str, axis: dict[str, _Floats], values: npt.NDArray[np.float32]
+    ) -> None:
         steps = axis["steps"]
         finite = np.isfinite(values)
         bad = np.flatnonzero(~finite)
@@ -452,11 +495,17 @@ class _Curves:
             "lowStep": float(steps[low]),
             "highStep": float(steps[high]),
         }
-        for fact, value in (("last", values[-1]), ("low", values[low]), ("high", values[high])):
+        for fact, value in (
+            ("last", values[-1]),
+            ("low", values[low]),
+            ("high", values[high]),
+        ):
             curve[fact] = float(value) if np.isfinite(value) else str(value)
         self.curves.append(curve)
 
-    def _number_axis(self, axis: dict[str, _Floats], selected: npt.NDArray[np.intp]) -> int:
+    def _number_axis(
+        self, axis: dict[str, _Floats], selected: npt.NDArray[np.intp]
+    ) -> int:
         """Return the position in ``axes`` of the selected points, which are added if no curve has them yet."""
         columns: dict[str, npt.NDArray[Any]] = {
             "steps": axis["steps"][selected].astype("<f8"),
@@ -467,7 +516,9 @@ class _Curves:
         content = b"".join(column.tobytes() for column in columns.values())
         number = self._number_of_axis.setdefault(content, len(self.axes))
         if number == len(self.axes):
-            self.axes.append({kind: _base64(column) for kind, column in columns.items()})
+            self.axes.append(
+                {kind: _base64(column) for kind, column in columns.items()}
+            )
         return number
 
 
@@ -494,14 +545,18 @@ def _steps_per_second(
     points = np.arange(0, len(steps), stride)
     new_steps = np.diff(steps[points])
     seconds = np.diff(times[points])
-    fit_of_point = np.searchsorted(np.array(sorted(starts)), times[points], side="right")
+    fit_of_point = np.searchsorted(
+        np.array(sorted(starts)), times[points], side="right"
+    )
     within_fit = np.diff(fit_of_point) == 0
     valid = (new_steps > 0) & (seconds > 0) & within_fit
     rates = new_steps[valid] / seconds[valid]
     return points[1:][valid], rates.astype(np.float32)
 
 
-def thinned(values: npt.NDArray[np.float32], most: int = MOST_POINTS) -> npt.NDArray[np.intp]:
+def thinned(
+    values: npt.NDArray[np.float32], most: int = MOST_POINTS
+) -> npt.NDArray[np.intp]:
     """Select the values to keep of a long curve: the lowest and highest of each interval, the first and the last.
 
     Args:
@@ -542,7 +597,9 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """
     runs: list[Path] = []
     for path in map(Path, paths):
-        directories = {file.parent for name in (JOURNAL, EVENTS) for file in path.rglob(name)}
+        directories = {
+            file.parent for name in (JOURNAL, EVENTS) for file in path.rglob(name)
+        }
         if not directories:
             raise ConfigurationError(
                 f"{path} contains no run",

@@ -70,7 +70,9 @@ def _hardware() -> Iterator[tuple[str, str]]:
     accelerator = present_accelerator()
     yield (
         "accelerator",
-        "none" if accelerator is None else f"{count_accelerators()} of type {accelerator.type}",
+        "none"
+        if accelerator is None
+        else f"{count_accelerators()} of type {accelerator.type}",
     )
     if accelerator is not None and accelerator.type == "cuda":
         for index in range(torch.cuda.device_count()):
@@ -82,6 +84,8 @@ def _hardware() -> Iterator[tuple[str, str]]:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
-    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    variables = {
+        name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)
+    }
     for name, value in sorted(mask_secrets(variables).items()):
         yield f"${name}", value

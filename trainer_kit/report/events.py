@@ -38,7 +38,9 @@ def append_event(directory: Path, kind: str, step: int, **facts: object) -> None
         ...     [(event["event"], event["step"], event["text"]) for event in read_events(Path(directory))]
         [('note', 3, 'stopped')]
     """
-    record = plain(mask_secrets({"event": kind, "time": time.time(), "step": step, **facts}))
+    record = plain(
+        mask_secrets({"event": kind, "time": time.time(), "step": step, **facts})
+    )
     directory.mkdir(parents=True, exist_ok=True)
     file = os.open(directory / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:

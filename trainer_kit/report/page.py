@@ -46,21 +46,30 @@ def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
         False
     """
     data = json.dumps(
-        {"written": time.time(), "refresh": refresh, "runs": list(runs)}, allow_nan=False
+        {"written": time.time(), "refresh": refresh, "runs": list(runs)},
+        allow_nan=False,
     )
     # The data are JSON in a script element, which only `<` could end.
     scripts = [page_part("vendor/uPlot.iife.min.js"), page_part("page/page.js")]
     parts = {
-        "TITLE": html.escape(" · ".join(str(run.get("title") or run["name"]) for run in runs[:3])),
+        "TITLE": html.escape(
+            " · ".join(str(run.get("title") or run["name"]) for run in runs[:3])
+        ),
         "POLICY": " ".join(map(_sha256, scripts)),
-        "REFRESH": f'<meta http-equiv="refresh" content="{refresh:d}">' if refresh else "",
+        "REFRESH": f'<meta http-equiv="refresh" content="{refresh:d}">'
+        if refresh
+        else "",
         "STYLE": page_part("vendor/uPlot.min.css") + page_part("page/page.css"),
         "UPLOT": scripts[0],
         "SCRIPT": scripts[1],
-        "DATA": data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
+        "DATA": data.replace("<", "\\u003c")
+        .replace(">", "\\u003e")
+        .replace("&", "\\u0026"),
     }
     pieces = page_part("page/page.html").split("%%")  # text and names alternate
-    return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
+    return "".join(
+        parts[piece] if number % 2 else piece for number, piece in enumerate(pieces)
+    )
 
 
 def write_report(

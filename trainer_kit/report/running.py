@@ -69,7 +69,11 @@ class RunReport:
         return self._run.directory
 
     def begin(
-        self, stage: str, facts: Mapping[str, object], size: int, step: int | None = None
+        self,
+        stage: str,
+        facts: Mapping[str, object],
+        size: int,
+        step: int | None = None,
     ) -> None:
         """Record the start of a stage.
 
@@ -88,7 +92,10 @@ class RunReport:
         except Exception as error:
             self._failed(error)
         # Python documents that showwarning may be replaced; the previous function still shows each warning.
-        self._outer_show, warnings.showwarning = warnings.showwarning, self._show_warning
+        self._outer_show, warnings.showwarning = (
+            warnings.showwarning,
+            self._show_warning,
+        )
         if stage == "fit":
             self._thread = threading.Thread(
                 target=self._write_now_and_then, name="trainer_kit report", daemon=True
@@ -113,7 +120,9 @@ class RunReport:
         except Exception as error:
             self._failed(error)
 
-    def end(self, status: str, error: BaseException | None = None, seconds: float = 60.0) -> None:
+    def end(
+        self, status: str, error: BaseException | None = None, seconds: float = 60.0
+    ) -> None:
         """Record the end of a stage, and write the last page.
 
         Args:
@@ -130,7 +139,9 @@ class RunReport:
         exception = None if error is None else self._describe(error)
         self._close(self._run, status, exception, seconds)
         if self._problem:
-            self._say(f"{self.directory / REPORT} could not be written: {self._problem}")
+            self._say(
+                f"{self.directory / REPORT} could not be written: {self._problem}"
+            )
 
     def end_by_hang(self, text: str, stacks: str) -> None:
         """Record that the watchdog ends the run, and write the last page; its thread calls this, on any rank.
@@ -145,7 +156,11 @@ class RunReport:
         self._close(RunDirectory(self.directory), "hung", exception, 4.0)
 
     def _close(
-        self, run: RunDirectory, status: str, exception: dict[str, str] | None, seconds: float
+        self,
+        run: RunDirectory,
+        status: str,
+        exception: dict[str, str] | None,
+        seconds: float,
     ) -> None:
         try:
             self._append("end", stage=self._stage, status=status, exception=exception)
@@ -160,14 +175,20 @@ class RunReport:
         cause = find_cause(error, qualified_name(error), f"step {self._step()}")
         if cause is None:
             return description
-        headline, *_ = describe([cause], int(os.environ.get("WORLD_SIZE", "1"))).splitlines()
+        headline, *_ = describe(
+            [cause], int(os.environ.get("WORLD_SIZE", "1"))
+        ).splitlines()
         text = f"{cause.traceback or headline}\n\nafter it, on this rank:\n{description['text']}"
         return {"headline": headline, "text": text[-_MAX_TRACEBACK:]}
 
     def _append(self, kind: str, step: int | None = None, **facts: object) -> None:
-        append_event(self.directory, kind, self._step() if step is None else step, **facts)
+        append_event(
+            self.directory, kind, self._step() if step is None else step, **facts
+        )
 
-    def _show_warning(self, message: Any, category: Any, *arguments: Any, **options: Any) -> None:
+    def _show_warning(
+        self, message: Any, category: Any, *arguments: Any, **options: Any
+    ) -> None:
         self.note("warning", f"{category.__name__}: {message}")
         self._outer_show(message, category, *arguments, **options)
 

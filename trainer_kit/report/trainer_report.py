@@ -47,7 +47,10 @@ class TrainerReport:
         trainer.note = self._outer_note
         if self._report is None or not trainer.is_global_zero:
             return
-        interrupted = isinstance(error, (KeyboardInterrupt, SystemExit)) or trainer.requests.signal
+        interrupted = (
+            isinstance(error, (KeyboardInterrupt, SystemExit))
+            or trainer.requests.signal
+        )
         if interrupted:
             status = "finished" if error is None else "interrupted"
             self._report.end(status, None, seconds=5.0)
@@ -63,7 +66,9 @@ class TrainerReport:
             return
         # `print` is looked up at each call: a script may replace it.
         self._report = RunReport(
-            trainer.files.directory, lambda: trainer.progress.step, lambda line: trainer.print(line)
+            trainer.files.directory,
+            lambda: trainer.progress.step,
+            lambda line: trainer.print(line),
         )
         if trainer.is_global_zero:
             self._report.begin(self._stage, self._facts(module), trainer.world_size)
@@ -87,7 +92,9 @@ class TrainerReport:
             return facts
         try:
             explained = str(explain_running(trainer, module))
-        except Exception as error:  # a strategy of the user may not answer while it runs
+        except (
+            Exception
+        ) as error:  # a strategy of the user may not answer while it runs
             explained = f"not available: {type(error).__name__}: {error}"
         key = secrets.token_hex(8) if record is None else record.id
         return {
@@ -102,7 +109,11 @@ def _configuration(trainer: Session, module: Any) -> list[list[object]]:
     """Return section, name, value and origin of each value; values from the user come first."""
     parameters = inspect.signature(type(trainer).__init__).parameters.values()
     defaults = plain_arguments(
-        {each.name: each.default for each in parameters if each.default is not each.empty}
+        {
+            each.name: each.default
+            for each in parameters
+            if each.default is not each.empty
+        }
     )
     rows: list[list[object]] = []
     for name, value in trainer.arguments.items():

@@ -109,7 +109,9 @@ def collect(
         hooks: whether ``on_save_checkpoint`` is called.
     """
     progress = run.progress
-    weights = fail_together(run.strategy.world, lambda: run.strategy.module_state(run.module))
+    weights = fail_together(
+        run.strategy.world, lambda: run.strategy.module_state(run.module)
+    )
     state = module_state(run.module, weights, progress.epoch, progress.step)
     if not weights_only:
         names = parameter_names(run.strategy, run.module)
@@ -137,7 +139,9 @@ def collect(
         state["stride"] = run.windows.feed.stride
         state["data"] = run.windows.feed.facts
         buffers_here: list[dict[str, Tensor]] = []
-        lent = {name: tensor for c in callbacks for name, tensor in c.lent_weights.items()}
+        lent = {
+            name: tensor for c in callbacks for name, tensor in c.lent_weights.items()
+        }
 
         def collect_users() -> tuple[Any, ...]:
             buffers_here.append(own_buffers(run.strategy, run.module, lent))
@@ -148,12 +152,16 @@ def collect(
         state["data_ranks"] = [rank for rank, _ in loaders]
         # Once for each data rank, however many ranks read its batches: that number depends on the layout.
         state["loaders"] = _by_rank(loaders)
-        state["metrics"] = _by_rank([(rank, values[reporter][2]) for rank, reporter, _ in values])
+        state["metrics"] = _by_rank(
+            [(rank, values[reporter][2]) for rank, reporter, _ in values]
+        )
         buffers = run.strategy.world.gather_object(buffers_here[0])
         if buffers is not None and any(buffers):  # on rank 0, which writes them
             state["buffers"] = buffers
     if hooks:
-        on_every_rank(run.strategy.world, partial(_call, run.bus.on_save_checkpoint, state))
+        on_every_rank(
+            run.strategy.world, partial(_call, run.bus.on_save_checkpoint, state)
+        )
     return state
 
 
@@ -170,7 +178,9 @@ def _of_users(
     state["lr_schedulers"] = [
         config.scheduler.state_dict() for config in run.stepper.made.schedulers
     ]
-    state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
+    state["callbacks"] = {
+        c.state_key: dict(own) for c in callbacks if (own := c.state_dict())
+    }
     state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
     if datamodule is not None:
         state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
@@ -185,11 +195,18 @@ def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
         return {}
     with run.strategy.own_state():
         weights = {
-            k: v for k, v in run.strategy.module_state(run.module).items() if isinstance(v, Tensor)
+            k: v
+            for k, v in run.strategy.module_state(run.module).items()
+            if isinstance(v, Tensor)
         }
-        optimizers = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
+        optimizers = [
+            optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers
+        ]
     return {
-        own_part(run.strategy.world.rank): {"state_dict": weights, "optimizer_states": optimizers}
+        own_part(run.strategy.world.rank): {
+            "state_dict": weights,
+            "optimizer_states": optimizers,
+        }
     }
 
 
@@ -216,10 +233,15 @@ def own_buffers(
         return {}
     kept = plain_state(module)
     buffers = (
-        (state_name(name), buffer) for name, buffer in module.named_buffers(remove_duplicate=False)
+        (state_name(name), buffer)
+        for name, buffer in module.named_buffers(remove_duplicate=False)
     )
-    own = {name: (lent or {}).get(name, buffer) for name, buffer in buffers if name in kept}
-    return {name: buffer.detach().cpu() for name, buffer in own.items()}  # sync point: a checkpoint
+    own = {
+        name: (lent or {}).get(name, buffer) for name, buffer in buffers if name in kept
+    }
+    return {
+        name: buffer.detach().cpu() for name, buffer in own.items()
+    }  # sync point: a checkpoint
 
 
 def without_own_buffers(
@@ -231,7 +253,9 @@ def without_own_buffers(
     """
     if not strategy.sharded or not strategy.own_buffers or strategy.data.rank == 0:
         return dict(weights)
-    theirs = {state_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+    theirs = {
+        state_name(name) for name, _ in module.named_buffers(remove_duplicate=False)
+    }
     return {name: value for name, value in weights.items() if name not in theirs}
 
 
@@ -271,7 +295,9 @@ def restore(
         return  # weights only
     state = {
         **state,
-        "optimizer_states": [without_wrapper_names(saved) for saved in state["optimizer_states"]],
+        "optimizer_states": [
+            without_wrapper_names(saved) for saved in state["optimizer_states"]
+        ],
     }
     _restore_training(run, state, made)
 
@@ -287,14 +313,22 @@ def restore(
         True,
         state.get("owes_validation") is True,
     )
-    run.stepper.wait(made.schedulers[index] for index in state.get("waiting_schedulers", ()))
-    fail_together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
+    run.stepper.wait(
+        made.schedulers[index] for index in state.get("waiting_schedulers", ())
+    )
+    fail_together(
+        world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs)
+    )
 
 
 def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
-    with fitting("state_dict", RuntimeError):  # torch's error names the weights that do not match
+    with fitting(
+        "state_dict", RuntimeError
+    ):  # torch's error names the weights that do not match
         weights = state["state_dict"]
-        if "optimizer_states" in state:  # a run may deploy averages of the weights that it trains
+        if (
+            "optimizer_states" in state
+        ):  # a run may deploy averages of the weights that it trains
             weights = {**weights, **state.get("current_model_state", {})}
         run.strategy.load_module_state(run.module, weights, strict)
 
@@ -308,7 +342,9 @@ def _restore_training(run: Fit, state: Mapping[str, Any], made: Optimizers) -> N
                 found = f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured"
                 raise CheckpointError("optimizer_states", None, found)
             restore_flags(run, state.get("trainable", {}))
-            for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
+            for optimizer, saved in zip(
+                made.optimizers, state["optimizer_states"], strict=True
+            ):
                 add_groups(
                     optimizer,
                     saved,
@@ -322,7 +358,11 @@ def _restore_training(run: Fit, state: Mapping[str, Any], made: Optimizers) -> N
 
 
 def _restore_steps(
-    run: Fit, state: Mapping[str, Any], made: Optimizers, own: list[Any], names: Mapping[int, str]
+    run: Fit,
+    state: Mapping[str, Any],
+    made: Optimizers,
+    own: list[Any],
+    names: Mapping[int, str],
 ) -> None:
     changed: dict[int, dict[str, Any]] = {}
     with fitting("optimizer_states"):
@@ -330,7 +370,13 @@ def _restore_steps(
             made.optimizers, own, state["optimizer_states"], strict=True
         ):
             changed[id(optimizer)] = restore_optimizer(
-                run.strategy, optimizer, groups, saved, names, run.say, state["state_dict"]
+                run.strategy,
+                optimizer,
+                groups,
+                saved,
+                names,
+                run.say,
+                state["state_dict"],
             )
     with fitting("lr_schedulers"):
         if len(state["lr_schedulers"]) != len(made.schedulers):
@@ -394,7 +440,9 @@ def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) ->
             run.say(f"resuming {differs}: random layers draw different numbers")
     with fitting("buffers"):
         if "buffers" in state and differs is None:
-            run.module.load_state_dict(names_in(run.module, state["buffers"][rank]), strict=False)
+            run.module.load_state_dict(
+                names_in(run.module, state["buffers"][rank]), strict=False
+            )
 
 
 @contextmanager
@@ -430,7 +478,9 @@ def _loader_state(run: Fit, done: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"train": train, "validation": validation}
 
 
-def _restore_loaders(run: Fit, state: Mapping[str, Any], global_batch_size: int | None) -> None:
+def _restore_loaders(
+    run: Fit, state: Mapping[str, Any], global_batch_size: int | None
+) -> None:
     """Set every loader to its position in the checkpoint; ``run.progress`` is restored already.
 
     Raises:
@@ -450,9 +500,12 @@ def _restore_loaders(run: Fit, state: Mapping[str, Any], global_batch_size: int 
     if saved is None:
         return
     feed.loader_state.load_state_dict([own and own["train"] for own in saved], rank)
-    for i, validation in enumerate(run.validation.feeds if run.validation is not None else ()):
+    for i, validation in enumerate(
+        run.validation.feeds if run.validation is not None else ()
+    ):
         parts = [
-            own["validation"][i] if own and i < len(own["validation"]) else None for own in saved
+            own["validation"][i] if own and i < len(own["validation"]) else None
+            for own in saved
         ]
         validation.loader_state.load_state_dict(parts, rank)
 
@@ -465,8 +518,13 @@ def _convert_position(
     was = [(unit, number) for unit, number in then or ()]
     if was == now or then is None or not progress.epoch_batch:
         return
-    batches, rest = divmod(progress.epoch_batch * was[0][1], now[0][1]) if was and now else (0, 1)
-    ratios = {(old[1] * now[0][1], new[1] * was[0][1]) for old, new in zip(was, now, strict=False)}
+    batches, rest = (
+        divmod(progress.epoch_batch * was[0][1], now[0][1]) if was and now else (0, 1)
+    )
+    ratios = {
+        (old[1] * now[0][1], new[1] * was[0][1])
+        for old, new in zip(was, now, strict=False)
+    }
     units = [unit for unit, _ in now]
     alike = [unit for unit, _ in was] == units and set(units) <= {"samples", "batches"}
     if not alike or any(left != right for left, right in ratios):

@@ -20,7 +20,11 @@ def compare_data(run: Fit, saved: Sequence[Mapping[str, Any]] | None) -> None:
     progress, length = run.progress, run.schedule.length
     if not progress.epoch_batch:
         return
-    if length.certain and length.expected is not None and progress.epoch_batch >= length.expected:
+    if (
+        length.certain
+        and length.expected is not None
+        and progress.epoch_batch >= length.expected
+    ):
         run.say(
             f"the checkpoint is at batch {progress.epoch_batch} of epoch {progress.epoch}, which has"
             f" {length.expected} now: it counts as complete, and training continues with epoch {progress.epoch + 1}"
@@ -31,7 +35,9 @@ def compare_data(run: Fit, saved: Sequence[Mapping[str, Any]] | None) -> None:
 
 
 def describe_changes(
-    saved: Sequence[Mapping[str, Any]] | None, now: Sequence[Mapping[str, Any]], epoch: int
+    saved: Sequence[Mapping[str, Any]] | None,
+    now: Sequence[Mapping[str, Any]],
+    epoch: int,
 ) -> list[str]:
     """Return a line for each change of the data inside an epoch.
 

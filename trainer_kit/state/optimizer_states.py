@@ -51,14 +51,22 @@ def optimizer_state(
     strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]
 ) -> dict[str, Any]:
     """An optimizer's state by parameter name, never by position; every rank must call it."""
-    parameters, states = fail_together(strategy.world, lambda: strategy.optimizer_state(optimizer))
+    parameters, states = fail_together(
+        strategy.world, lambda: strategy.optimizer_state(optimizer)
+    )
     groups, state = [], {}
-    for number, (group, own) in enumerate(zip(optimizer.param_groups, parameters, strict=True)):
+    for number, (group, own) in enumerate(
+        zip(optimizer.param_groups, parameters, strict=True)
+    ):
         kept = {k: v for k, v in group.items() if k != "params"}
         called = [_name(parameter, names, number, i) for i, parameter in enumerate(own)]
         groups.append({**kept, "params": called})
         state.update(
-            {name: dict(states[p]) for name, p in zip(called, own, strict=True) if p in states}
+            {
+                name: dict(states[p])
+                for name, p in zip(called, own, strict=True)
+                if p in states
+            }
         )
     if strategy.sharded:
         _unite_names(strategy, groups)
@@ -76,7 +84,9 @@ def optimizer_state(
 def without_wrapper_names(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """An `optimizer_state` whose parameters have their names without wrappers, as it is saved today."""
     if not any(
-        "_orig_mod." in str(name) for group in saved["param_groups"] for name in group["params"]
+        "_orig_mod." in str(name)
+        for group in saved["param_groups"]
+        for name in group["params"]
     ):
         return saved
     groups = [
@@ -87,7 +97,9 @@ def without_wrapper_names(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**saved, "state": state, "param_groups": groups}
 
 
-def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.Parameter]]:
+def owned_parameters(
+    strategy: Strategy, optimizer: Optimizer
+) -> list[list[nn.Parameter]]:
     """The parameters of each group as the module has them; every rank must call it."""
     return fail_together(strategy.world, lambda: strategy.optimizer_state(optimizer)[0])
 
@@ -95,7 +107,9 @@ def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.P
 def parameter_names(strategy: Strategy, module: nn.Module) -> dict[int, str]:
     """The names of a module's parameters in checkpoints, by parameter id."""
     others = strategy.shared_names(module)
-    named = ((state_name(name), parameter) for name, parameter in module.named_parameters())
+    named = (
+        (state_name(name), parameter) for name, parameter in module.named_parameters()
+    )
     return {id(parameter): others.get(name, name) for name, parameter in named}
 
 
@@ -106,12 +120,20 @@ def _unite_names(strategy: Strategy, groups: list[dict[str, Any]]) -> None:
     rows = strategy.world.agree([digest])
     if all(row == rows[0] for row in rows):
         return
-    for group, *everyone in zip(groups, *strategy.world.all_gather_object(own), strict=True):
-        group["params"] = list(dict.fromkeys(name for names in everyone for name in names))
+    for group, *everyone in zip(
+        groups, *strategy.world.all_gather_object(own), strict=True
+    ):
+        group["params"] = list(
+            dict.fromkeys(name for names in everyone for name in names)
+        )
 
 
-def _name(parameter: nn.Parameter, names: Mapping[int, str], group: int, index: int) -> str:
-    return names.get(id(parameter), f"group{group}.{index}")  # a parameter that is not the module's
+def _name(
+    parameter: nn.Parameter, names: Mapping[int, str], group: int, index: int
+) -> str:
+    return names.get(
+        id(parameter), f"group{group}.{index}"
+    )  # a parameter that is not the module's
 
 
 def restore_optimizer(
@@ -147,7 +169,10 @@ def restore_optimizer(
     was, kind = saved.get(_CLASS), type(optimizer).__name__
     if saved.get(_EXCHANGED) and _EXCHANGED not in vars(optimizer):
         _check_exchanged(optimizer, own, saved, names)
-    if was not in (None, kind):  # its moments may have the same names and mean something else
+    if was not in (
+        None,
+        kind,
+    ):  # its moments may have the same names and mean something else
         raise CheckpointError(
             "optimizer_states",
             _CLASS,
@@ -175,11 +200,17 @@ def restore_optimizer(
                 if (
                     not strategy.keeps_gradients
                 ):  # otherwise the state belongs to a parameter of the engine
-                    old_state = _following(old_state, (weights or {}).get(name), parameter)
+                    old_state = _following(
+                        old_state, (weights or {}).get(name), parameter
+                    )
                 state[parameter] = old_state
         options = {k: v for k, v in old.items() if k != "params"}
         for key, value in today[number].items():
-            if key in options and key in then[number] and not _same(then[number][key], value):
+            if (
+                key in options
+                and key in then[number]
+                and not _same(then[number][key], value)
+            ):
                 options[key] = value
                 if key != "initial_lr":
                     kept_today[key] = value
@@ -203,7 +234,9 @@ def _check_exchanged(
         CheckpointError: the class, the options or the parameters differ.
     """
     known, groups = set(names.values()), saved["param_groups"]
-    then = [known.intersection(group["params"]) for group in groups]  # of those that this rank has
+    then = [
+        known.intersection(group["params"]) for group in groups
+    ]  # of those that this rank has
     now = [known.intersection(names.get(id(p), "") for p in group) for group in own]
     same = len(groups) == len(optimizer.param_groups) and all(
         all(_same(a[key], b[key]) for key in a.keys() & b.keys())
@@ -226,7 +259,10 @@ def _check_positions(
     Raises:
         CheckpointError: a rank may have only some parameters, or the groups are of other sizes.
     """
-    then, now = [len(group["params"]) for group in groups], [len(group) for group in own]
+    then, now = (
+        [len(group["params"]) for group in groups],
+        [len(group) for group in own],
+    )
     if strategy.sharded:
         raise CheckpointError(
             "optimizer_states",
@@ -243,7 +279,9 @@ def _check_positions(
         )
 
 
-def _following(own: Mapping[str, Any], weight: object, parameter: nn.Parameter) -> dict[str, Any]:
+def _following(
+    own: Mapping[str, Any], weight: object, parameter: nn.Parameter
+) -> dict[str, Any]:
     """Cast state that had its weight's dtype to the parameter's present dtype; leave all other state as saved."""
     then = weight.dtype if isinstance(weight, Tensor) else parameter.dtype
     if then == parameter.dtype or not then.is_floating_point:
@@ -265,7 +303,11 @@ _FLAGS: Final = "_trained_parameters"
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copies of the present options of each group: schedules write in place into learning rates that are tensors."""
     return [
-        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        {
+            k: v.clone() if isinstance(v, Tensor) else v
+            for k, v in group.items()
+            if k != "params"
+        }
         for group in optimizer.param_groups
     ]
 
@@ -312,7 +354,10 @@ def configured_flags(module: nn.Module) -> dict[str, bool]:
     """By name, whether the user configured a parameter to be trained; an earlier fit may have changed the flag."""
     before, left = vars(module).get(_FLAGS, ({}, {}))
     now = {name: p.requires_grad for name, p in module.named_parameters()}
-    return {name: before[name] if left.get(name) == flag else flag for name, flag in now.items()}
+    return {
+        name: before[name] if left.get(name) == flag else flag
+        for name, flag in now.items()
+    }
 
 
 def reset_flags(module: nn.Module) -> None:
@@ -374,7 +419,9 @@ def add_groups(
         return
     for index, own in enumerate(added, have):
         optimizer.add_param_group({**options[index], "params": own})
-        vars(optimizer).setdefault("_restored_groups", {})[frozenset(map(id, own))] = index
+        vars(optimizer).setdefault("_restored_groups", {})[frozenset(map(id, own))] = (
+            index
+        )
 
 
 def watch_groups(run: Fit) -> Callable[[Any], None]:
@@ -391,7 +438,10 @@ def watch_groups(run: Fit) -> Callable[[Any], None]:
         for optimizer in optimizers:
             _end_watch(optimizer)
         left = {name: p.requires_grad for name, p in run.module.named_parameters()}
-        vars(run.module)[_FLAGS] = ({name: name not in run.frozen for name in left}, left)
+        vars(run.module)[_FLAGS] = (
+            {name: name not in run.frozen for name in left},
+            left,
+        )
 
     for optimizer in optimizers:
         _watch(run, optimizer)
@@ -439,7 +489,9 @@ def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
         )
     before = list(run.stepper.made.optimizers)
     restored = (
-        run.resumed and run.stepper.trained is None and any(optimizer.state for optimizer in before)
+        run.resumed
+        and run.stepper.trained is None
+        and any(optimizer.state for optimizer in before)
     )
     schedulers = run.stepper.replace(optimizers)
     for optimizer in before:
@@ -472,14 +524,18 @@ def _is_there(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     index = restored.pop(key)
     then = vars(optimizer)[_AS_CONFIGURED][index]
     today = {
-        name: value for name, value in group.items() if name != "params" and then.get(name) != value
+        name: value
+        for name, value in group.items()
+        if name != "params" and then.get(name) != value
     }
     optimizer.param_groups[index].update(today)
     then.update(today)
     return True
 
 
-def restore_scheduler(scheduler: Any, saved: Mapping[str, Any], keeps_rates: bool) -> None:
+def restore_scheduler(
+    scheduler: Any, saved: Mapping[str, Any], keeps_rates: bool
+) -> None:
     """Restore a scheduler's state.
 
     Args:
@@ -488,7 +544,9 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any], keeps_rates: boo
         keeps_rates: whether base learning rates keep the values that the user configures now.
     """
     today = [
-        (part, part.base_lrs) for part in scheduler_parts(scheduler) if hasattr(part, "base_lrs")
+        (part, part.base_lrs)
+        for part in scheduler_parts(scheduler)
+        if hasattr(part, "base_lrs")
     ]
     scheduler.load_state_dict(dict(saved))
     for part, rates in today if keeps_rates else ():

@@ -17,7 +17,14 @@ from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import is_url
 
-__all__ = ["REPORT", "RUN", "RunRecord", "read_records", "record_problem", "write_record"]
+__all__ = [
+    "REPORT",
+    "RUN",
+    "RunRecord",
+    "read_records",
+    "record_problem",
+    "write_record",
+]
 
 RUN: Final = "run.json"
 REPORT: Final = "report.html"
@@ -102,7 +109,11 @@ class RunRecord:
         been moved, or be reached through a symbolic link.
         """
         same = (self.fit, self.name) == (other.fit, other.name)
-        return same and self.is_at(self.root, other.root) and self.is_at(self.script, other.script)
+        return (
+            same
+            and self.is_at(self.root, other.root)
+            and self.is_at(self.script, other.script)
+        )
 
     def is_at(self, recorded: str, path: str) -> bool:
         """Whether ``recorded``, a root or a script of this record, is ``path`` today."""
@@ -172,17 +183,25 @@ def _read(file: Path) -> list[RunRecord]:
     version = content.get("version")
     if version != _VERSION:
         raise CheckpointError(
-            file, "version", f"has format version {version!r}; this trainer_kit reads {_VERSION}"
+            file,
+            "version",
+            f"has format version {version!r}; this trainer_kit reads {_VERSION}",
         )
     entries = content.get("runs")
     if "checksum" in content and content["checksum"] != _checksum(entries):
         raise CheckpointError(
             file, "checksum", "was edited or damaged: its checksum does not match"
         )
-    found = [_record(entry, file) for entry in entries] if isinstance(entries, list) else [None]
+    found = (
+        [_record(entry, file) for entry in entries]
+        if isinstance(entries, list)
+        else [None]
+    )
     records = [record for record in found if record is not None]
     if len(records) != len(found):
-        raise CheckpointError(file, "runs", "holds an entry that is not a record of a run")
+        raise CheckpointError(
+            file, "runs", "holds an entry that is not a record of a run"
+        )
     return records
 
 
@@ -192,13 +211,16 @@ def _record(entry: object, file: Path) -> RunRecord | None:
     entry = {"from_here": {}, **entry}  # older files lack it
     names = [field.name for field in fields(RunRecord) if field.name != "directory"]
     if any(
-        name not in entry or not isinstance(entry[name], _KINDS.get(name, (str,))) for name in names
+        name not in entry or not isinstance(entry[name], _KINDS.get(name, (str,)))
+        for name in names
     ):
         return None
     places = [*entry["checkpoints"], *entry["from_here"].values(), *entry["from_here"]]
     if not all(isinstance(place, str) and "\0" not in place for place in places):
         return None
-    return RunRecord(**{name: entry[name] for name in names}, directory=str(file.parent))
+    return RunRecord(
+        **{name: entry[name] for name in names}, directory=str(file.parent)
+    )
 
 
 def _checksum(runs: object) -> str:
@@ -243,7 +265,9 @@ def write_record(record: RunRecord) -> bool:
                 "checksum": _checksum(runs),
                 "runs": runs,
             }
-            replace_file(file, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
+            replace_file(
+                file, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600
+            )
     except OSError as error:
         fix = "choose a directory that this process may write to (default_root_dir=, the logger's save_dir)"
         raise CheckpointError(

@@ -30,7 +30,11 @@ from trainer_kit.checkpoint.store import (
 from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.core.collective_errors import fail_together, on_rank_zero
 from trainer_kit.core.display import mask_secrets
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
+from trainer_kit.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingCheckpointError,
+)
 from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
@@ -76,7 +80,10 @@ class Search:
     fits: bool
 
     def start(
-        self, ckpt_path: str | os.PathLike[str] | None, weights_only: bool, removed: list[str]
+        self,
+        ckpt_path: str | os.PathLike[str] | None,
+        weights_only: bool,
+        removed: list[str],
     ) -> tuple[Location | None, bool, str]:
         """Where a fit begins: at the newest checkpoint of the run that it continues, else where the user says.
 
@@ -93,7 +100,11 @@ class Search:
         end = ""
         if old is not None:
             same = files.record is None or files.record.args == old.args
-            again = "" if same else f"; it was started with: {' '.join(old.args) or 'nothing'}"
+            again = (
+                ""
+                if same
+                else f"; it was started with: {' '.join(old.args) or 'nothing'}"
+            )
             end = f"{again}{f'; {discarded(removed)}' if removed else ''}"
             path = on_rank_zero(self.world, lambda: self._newest_of(old.id))
             if path is not None:
@@ -108,7 +119,11 @@ class Search:
             )
         elif files.resume == "auto" and files.records:
             earlier = files.record is not None and files.record.number > 1
-            newest = on_rank_zero(self.world, self._newest_of_other_runs) if earlier else None
+            newest = (
+                on_rank_zero(self.world, self._newest_of_other_runs)
+                if earlier
+                else None
+            )
             hint = (
                 ""
                 if newest is None
@@ -155,7 +170,9 @@ class Search:
             raise ConfigurationError(
                 'ckpt_path must be a path, a URL, "last" or "best"',
                 found=repr(ckpt_path),
-                fix='ckpt_path="last" takes the newest checkpoint' if ckpt_path is True else None,
+                fix='ckpt_path="last" takes the newest checkpoint'
+                if ckpt_path is True
+                else None,
             )
         path = locate(ckpt_path)
         fail_together(self.world, lambda: self._check_path(path))
@@ -165,7 +182,9 @@ class Search:
         for callback in self.callbacks:
             if callback.best_model_path:
                 return locate(callback.best_model_path)
-        exists = on_rank_zero(self.world, lambda: describe_existing(self._directories()))
+        exists = on_rank_zero(
+            self.world, lambda: describe_existing(self._directories())
+        )
         raise MissingCheckpointError(
             "best",
             "no checkpoint callback of this Trainer has a best checkpoint yet",
@@ -177,7 +196,8 @@ class Search:
     def _last(self, whole_first: bool) -> Location | None:
         directories = self._directories()
         newest = on_rank_zero(
-            self.world, lambda: self._newest_verified(directories, whole_first=whole_first)
+            self.world,
+            lambda: self._newest_verified(directories, whole_first=whole_first),
         )
         if newest is not None:
             return newest
@@ -199,13 +219,18 @@ class Search:
             if other is None
             else f'; to continue another run, name its checkpoint: ckpt_path="{other}"'
         )
-        self.files.say(f"no checkpoint is in {shown} yet: this run starts from the beginning{hint}")
+        self.files.say(
+            f"no checkpoint is in {shown} yet: this run starts from the beginning{hint}"
+        )
         return None
 
     def _newest_of_other_runs(self) -> Location | None:
         """The newest checkpoint of runs in the directories beside this one's, for a message: it is never taken."""
         root = absolute(self.files.root)
-        places = [absolute(directory / "checkpoints") for directory in self.files.run_directories()]
+        places = [
+            absolute(directory / "checkpoints")
+            for directory in self.files.run_directories()
+        ]
         paths = [
             record.path
             for place in distinct([*places, root / "checkpoints"])
@@ -216,7 +241,9 @@ class Search:
     def _check_path(self, path: Location) -> None:
         try:
             there = path.exists()
-            several = path.is_dir() and not (path / MANIFEST).exists() and candidates(path)
+            several = (
+                path.is_dir() and not (path / MANIFEST).exists() and candidates(path)
+            )
         except OSError as error:
             raise CheckpointError(path, None, f"cannot be reached: {error}") from error
         if not there:
@@ -225,7 +252,10 @@ class Search:
             raise missing_checkpoint(path, "does not exist", directories, fix=fix)
         if several:
             raise CheckpointError(
-                path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}"
+                path,
+                None,
+                "a directory of checkpoints, not one of them",
+                fix=f"pass {several[0]}",
             )
 
     def _directories(self) -> list[Location]:
@@ -237,7 +267,10 @@ class Search:
         return list(dict.fromkeys(named))
 
     def _newest_verified(
-        self, directories: list[Location], run: str | None = None, whole_first: bool = False
+        self,
+        directories: list[Location],
+        run: str | None = None,
+        whole_first: bool = False,
     ) -> Location | None:
         """The newest sound checkpoint of these directories. Damaged newer checkpoints are named; a fit sets them aside.
 
@@ -272,7 +305,9 @@ class Search:
         chosen = newest_first[0][1] if newest_first else None
         for path, problem in rejected:
             where = (
-                f"; it is now {set_aside(path).name}" if self.fits and is_free(path.parent) else ""
+                f"; it is now {set_aside(path).name}"
+                if self.fits and is_free(path.parent)
+                else ""
             )
             self.files.say(
                 f"checkpoint {path.name} rejected: {Path(problem.file).name}: {problem.reason}; "
@@ -284,7 +319,9 @@ class Search:
 def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
     """The whole state of a run; or weights, from anything that holds them, without the parts for resuming."""
     if path.is_dir() and is_complete(path):
-        return _with_weights(path, read_checkpoint(path, parts=_parts(path, weights_only)))
+        return _with_weights(
+            path, read_checkpoint(path, parts=_parts(path, weights_only))
+        )
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
     found = read_module(path, whole=True)
@@ -297,11 +334,17 @@ def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
 
 def _parts(path: Location, weights_only: bool) -> list[str]:
     """The parts to read: the weights, and the entries that ``on_save_checkpoint`` hooks have added."""
-    known = [part for part in read_manifest(path)["parts"] if not part.startswith(own_part(""))]
+    known = [
+        part
+        for part in read_manifest(path)["parts"]
+        if not part.startswith(own_part(""))
+    ]
     return [part for part in known if part not in OF_A_RUN] if weights_only else known
 
 
-def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[str, Any]:
+def read_start(
+    path: Location, weights_only: bool, strategy: Strategy
+) -> dict[str, Any]:
     """`read_state`; for a sharded engine only what composition needs, and None for each part that `read_rest` reads."""
 
     def read() -> dict[str, Any]:
@@ -313,35 +356,50 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
         return {
             **dict.fromkeys(known),
             **read_checkpoint(
-                path, parts=[part for part in ("callbacks", "progress", "seed") if part in known]
+                path,
+                parts=[
+                    part for part in ("callbacks", "progress", "seed") if part in known
+                ],
             ),
         }
 
     return fail_together(strategy.world, read)
 
 
-def held_of(strategy: Strategy, module: nn.Module) -> tuple[dict[str, Any], Collection[str]]:
+def held_of(
+    strategy: Strategy, module: nn.Module
+) -> tuple[dict[str, Any], Collection[str]]:
     """The tensors of a module that this rank holds, by their names in checkpoints, and the names that others hold."""
     like = strategy.module_state(module)
     others = {
-        first: like[name] for name, first in strategy.shared_names(module).items() if name in like
+        first: like[name]
+        for name, first in strategy.shared_names(module).items()
+        if name in like
     }
     return {**like, **others}, strategy.held_elsewhere(module)
 
 
 def read_rest(
-    state: dict[str, Any], path: Location, weights_only: bool, strategy: Strategy, module: nn.Module
+    state: dict[str, Any],
+    path: Location,
+    weights_only: bool,
+    strategy: Strategy,
+    module: nn.Module,
 ) -> dict[str, Any]:
     """The whole state, after `read_start`; for a sharded engine each rank gets the parts of tensors that it holds."""
     if not strategy.sharded:
         return state
     if not (path.is_dir() and is_complete(path)):
         return fail_together(strategy.world, lambda: read_state(path, weights_only))
-    from trainer_kit.checkpoint.sharded import read_divided  # torch.distributed's planner
+    from trainer_kit.checkpoint.sharded import (
+        read_divided,
+    )  # torch.distributed's planner
 
     known, parts = read_manifest(path)["parts"], _parts(path, weights_only)
     like, absent = fail_together(strategy.world, lambda: held_of(strategy, module))
-    elsewhere = dict.fromkeys(("model", "current_model_state", "optimizer_states"), absent)
+    elsewhere = dict.fromkeys(
+        ("model", "current_model_state", "optimizer_states"), absent
+    )
     state = read_divided(
         path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.side_group()
     )
@@ -365,24 +423,35 @@ def holds_weights(path: Location | None) -> CheckpointError:
         target = str(path).removesuffix(".ckpt")
         fix = f'if Lightning wrote it: trainer-kit checkpoint import {path}, and ckpt_path="{target}"; or {fix}'
         return CheckpointError(
-            path, None, "a file of weights cannot be resumed; pass a checkpoint directory", fix=fix
+            path,
+            None,
+            "a file of weights cannot be resumed; pass a checkpoint directory",
+            fix=fix,
         )
-    return CheckpointError(path, None, "holds only weights, and cannot be resumed", fix=fix)
+    return CheckpointError(
+        path, None, "holds only weights, and cannot be resumed", fix=fix
+    )
 
 
-def load_weights(module: TrainModule, path: Location, bus: Bus, strategy: Strategy) -> str | None:
+def load_weights(
+    module: TrainModule, path: Location, bus: Bus, strategy: Strategy
+) -> str | None:
     """Put the weights of a checkpoint into a module; returns a line if its hyperparameters differ."""
     alone = not (path.is_dir() and is_complete(path))
     if strategy.sharded:
         state = read_rest({}, path, alone, strategy, module)
     else:
-        state = fail_together(strategy.world, lambda: read_state(path, weights_only=alone))
+        state = fail_together(
+            strategy.world, lambda: read_state(path, weights_only=alone)
+        )
     for hook in bus.on_load_checkpoint:
         hook(state)
 
     def load() -> None:
         with fitting("state_dict", RuntimeError):
-            strategy.load_module_state(module, state["state_dict"], module.strict_loading)
+            strategy.load_module_state(
+                module, state["state_dict"], module.strict_loading
+            )
 
     fail_together(strategy.world, load)
     return compare_hparams(module.hparams, state)
@@ -397,10 +466,17 @@ def compare_hparams(hparams: Mapping[str, Any], state: Mapping[str, Any]) -> str
     if not isinstance(saved, Mapping):
         return None
     current, _ = plain_hparams(hparams)
-    names = [name for name in current if name in saved and _differ(current[name], saved[name])]
+    names = [
+        name
+        for name in current
+        if name in saved and _differ(current[name], saved[name])
+    ]
     if not names:
         return None
-    shown = [mask_secrets({name: values[name] for name in names}) for values in (current, saved)]
+    shown = [
+        mask_secrets({name: values[name] for name in names})
+        for values in (current, saved)
+    ]
     listed = [
         f"{name}={shown[0][name]!r} (checkpoint: {shown[1][name]!r})"
         for name in names[:_MOST_NAMES]
@@ -414,11 +490,15 @@ def _differ(value: Any, saved: Any) -> bool:
     plain = (bool, int, float, str, type(None))
     if isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)):
         pairs = zip(value, saved, strict=False)
-        return len(value) != len(saved) or any(_differ(one, other) for one, other in pairs)
+        return len(value) != len(saved) or any(
+            _differ(one, other) for one, other in pairs
+        )
     if isinstance(value, Mapping) and isinstance(saved, Mapping):
         if {"repr"} in (value.keys(), saved.keys()):
             return False
-        return value.keys() != saved.keys() or any(_differ(value[key], saved[key]) for key in value)
+        return value.keys() != saved.keys() or any(
+            _differ(value[key], saved[key]) for key in value
+        )
     if isinstance(value, plain) and isinstance(saved, plain):
         return value != saved and not (value != value and saved != saved)
     return False

@@ -84,7 +84,12 @@ class Guard:
         left_out: list[int],
     ) -> None:
         self._collect, self._restore, self._remember = collect, restore, remember
-        self._raises, self._back, self._most, self._left_out = raises, back, most, left_out
+        self._raises, self._back, self._most, self._left_out = (
+            raises,
+            back,
+            most,
+            left_out,
+        )
         self._states: list[_Held] = []
         self._cost = self._held_at = 0.0
         self._until = self._first = self._published = 0
@@ -112,9 +117,13 @@ class Guard:
             due = any(row[0] for row in world.agree([due]))
         if not due:
             return
-        if not self._states:  # a checkpoint inside such a window knows the bad step that is to come
+        if (
+            not self._states
+        ):  # a checkpoint inside such a window knows the bad step that is to come
             for bad in (one for one in self._left_out if one > step):
-                run.windows.left_out.update(range(max(step + 1, bad - self._back), bad + 1))
+                run.windows.left_out.update(
+                    range(max(step + 1, bad - self._back), bad + 1)
+                )
         began = monotonic()
         tensors: dict[str, Tensor] = {}
         state = self._collect()
@@ -125,7 +134,9 @@ class Guard:
             if run.strategy.sharded
             else tensors
         )
-        self._states.append(_Held(step, tree, tensors, self._remember(), run.windows.length))
+        self._states.append(
+            _Held(step, tree, tensors, self._remember(), run.windows.length)
+        )
         while len(self._states) > 1 and self._states[1].step <= step - self._back:
             self._states.pop(0)
         self._written = [one for one in self._written if one[0] > self._states[0].step]
@@ -155,12 +166,17 @@ class Guard:
         self._first = run.progress.step
         self._publish = run.publish
         publish = run.publish
-        run.publish = lambda values, step: publish(values, step) if step > self._published else None
+        run.publish = lambda values, step: (
+            publish(values, step) if step > self._published else None
+        )
         run.bus.on_before_optimizer_step = (
             lambda optimizer: self._look(run),
             *run.bus.on_before_optimizer_step,
         )
-        run.bus.on_train_step_end = (*run.bus.on_train_step_end, lambda: self._ask_again(run))
+        run.bus.on_train_step_end = (
+            *run.bus.on_train_step_end,
+            lambda: self._ask_again(run),
+        )
         raise Rewind
 
     def rewind(self, run: Fit) -> None:
@@ -189,7 +205,9 @@ class Guard:
         self._restore(held.state())
         held.undo()
         for parameter in run.module.parameters():
-            parameter.grad = None  # if no optimizer has it, nothing else drops its gradient
+            parameter.grad = (
+                None  # if no optimizer has it, nothing else drops its gradient
+            )
         run.progress.seconds, run.validated = seconds, -1
 
     def _ask_again(self, run: Fit) -> None:
@@ -204,7 +222,9 @@ class Guard:
         """Before an optimizer steps: look at the loss and at the gradients of every rank."""
         micro, world, step = run.micro, run.strategy.world, run.progress.step + 1
         bad = micro.first_bad()
-        weights = [name for name, p in run.module.named_parameters() if not are_finite([p])]
+        weights = [
+            name for name, p in run.module.named_parameters() if not are_finite([p])
+        ]
         names = _not_finite(run.module)
         rows = world.agree([bad is not None, len(names), len(weights)])
         if not any(map(any, rows)):
@@ -227,19 +247,30 @@ class Guard:
             )
             mine = f"{bad[2]} in {feed.name_batch(epoch, bad[1])}{holds}; every parameter is finite"
         else:
-            mine = ", ".join(feed.name_batch(epoch, micro.first + i) for i in range(micro.count))
+            mine = ", ".join(
+                feed.name_batch(epoch, micro.first + i) for i in range(micro.count)
+            )
         rank = next((rank for rank, row in enumerate(rows) if row[0]), None)
         if rank is not None:
             what = "the loss"
-            mine = mine if world.size == 1 else world.broadcast(f"{mine}, on rank {rank}", rank)
+            mine = (
+                mine
+                if world.size == 1
+                else world.broadcast(f"{mine}, on rank {rank}", rank)
+            )
         else:  # gradients of all ranks are summed already: any of their batches may be the cause
             rank = next(rank for rank, row in enumerate(rows) if row[1])
-            what = f"the gradient of {world.broadcast(names[-1] if names else '', rank)}"
+            what = (
+                f"the gradient of {world.broadcast(names[-1] if names else '', rank)}"
+            )
             if world.size > 1:
                 mine = "; ".join(
-                    f"rank {i}: {one}" for i, one in enumerate(world.all_gather_object(mine))
+                    f"rank {i}: {one}"
+                    for i, one in enumerate(world.all_gather_object(mine))
                 )
-            mine = f"the loss is finite, {int(rows[rank][1])} gradients are not; in {mine}"
+            mine = (
+                f"the loss is finite, {int(rows[rank][1])} gradients are not; in {mine}"
+            )
         self._judge(run, step, f"{what} is not finite at step {step}", mine)
 
     def _judge(self, run: Fit, step: int, problem: str, found: str) -> None:
@@ -261,7 +292,11 @@ class Guard:
         self._first = max(self._states[0].step + 1, step - self._back)
         run.windows.left_out.update(range(self._first, step + 1))
         self._write_again(run)
-        steps = f"step {step} is" if self._first == step else f"steps {self._first} to {step} are"
+        steps = (
+            f"step {step} is"
+            if self._first == step
+            else f"steps {self._first} to {step} are"
+        )
         first = max(1, step - self._back)
         kept = (
             ""
@@ -296,7 +331,9 @@ class Guard:
         assert error is not None
         again = "the same steps, run again from the same state, were finite: a kernel or the hardware is not reliable"
         if self._raises:
-            raise NonFiniteError(error.problem, found=f"{error.found}; {again}", fix=error.fix)
+            raise NonFiniteError(
+                error.problem, found=f"{error.found}; {again}", fix=error.fix
+            )
         run.say(f"{error.problem}: {error.found}; {again}; training continues")
 
 

@@ -29,11 +29,23 @@ from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
-from trainer_kit.launch.program import HANDED_OVER, arguments, handed_over, launches, script
+from trainer_kit.launch.program import (
+    HANDED_OVER,
+    arguments,
+    handed_over,
+    launches,
+    script,
+)
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.loggers.layout import DEFAULT_NAME
-from trainer_kit.state.records import RUN, RunRecord, read_records, record_problem, write_record
+from trainer_kit.state.records import (
+    RUN,
+    RunRecord,
+    read_records,
+    record_problem,
+    write_record,
+)
 from trainer_kit.step.requests import Requests
 
 __all__ = [
@@ -91,7 +103,9 @@ class _Execution:
         )
         if failed or os.getpid() != self.pid:
             return
-        for record in reversed(self.begun.values()):  # the first one decides how the others end
+        for record in reversed(
+            self.begun.values()
+        ):  # the first one decides how the others end
             with suppress(CheckpointError):
                 write_record(replace(record, ended=True))
 
@@ -141,7 +155,12 @@ class RunFiles:
         records: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.loggers, self.root, self.seed, self.resume = list(loggers), root, seed, resume
+        self.loggers, self.root, self.seed, self.resume = (
+            list(loggers),
+            root,
+            seed,
+            resume,
+        )
         self.records, self.say = records, say
         self.record: RunRecord | None = None
         self.continued: RunRecord | None = None
@@ -192,11 +211,15 @@ class RunFiles:
         root = locate(self.root) if is_url(self.root) else self.directory
         return root / "checkpoints"
 
-    def checkpoint_directories(self, callbacks: Sequence[KeepsCheckpoints]) -> list[Location]:
+    def checkpoint_directories(
+        self, callbacks: Sequence[KeepsCheckpoints]
+    ) -> list[Location]:
         """The directories of the checkpoint callbacks, in their order, else the run's own."""
         return named_directories(callbacks) or [self.checkpoint_dir]
 
-    def recorded_directories(self, callbacks: Sequence[KeepsCheckpoints]) -> list[Location]:
+    def recorded_directories(
+        self, callbacks: Sequence[KeepsCheckpoints]
+    ) -> list[Location]:
         """Where the continued run keeps checkpoints, by its record.
 
         Only directories inside the root or the run's own, those of today's callbacks, and those that hold a checkpoint
@@ -206,14 +229,17 @@ class RunFiles:
             return []
         today = {_real(directory) for directory in named_directories(callbacks)}
         inside = tuple(
-            os.path.realpath(parent) + os.sep for parent in (self.root, self.continued.directory)
+            os.path.realpath(parent) + os.sep
+            for parent in (self.root, self.continued.directory)
         )
         return [
             locate(place)
             for place in self.continued.places
             if _real(place) in today
             or _real(place).startswith(inside)
-            or any(one.info.get("run") == self.continued.id for one in checkpoints(place))
+            or any(
+                one.info.get("run") == self.continued.id for one in checkpoints(place)
+            )
         ]
 
     def run_directories(self) -> list[Path]:
@@ -222,10 +248,14 @@ class RunFiles:
         found = {here}
         if self.loggers and here != Path(os.path.abspath(self.root)):
             first = self.loggers[0] if self._numbered is None else self._numbered
-            base = Path(os.path.abspath(getattr(first, "root_dir", None) or here.parent))
+            base = Path(
+                os.path.abspath(getattr(first, "root_dir", None) or here.parent)
+            )
             if base in here.parents:
                 for name in (RUN, "checkpoints"):
-                    files = base.glob("/".join(["*", *here.relative_to(base).parts[1:], name]))
+                    files = base.glob(
+                        "/".join(["*", *here.relative_to(base).parts[1:], name])
+                    )
                     found.update(file.parent for file in files)
         return sorted(found)
 
@@ -257,7 +287,9 @@ class RunFiles:
                 if world.rank == 0
                 else ("", [])
             )
-            (self._directory, states), self.data_seed = world.broadcast((mine, self.data_seed))
+            (self._directory, states), self.data_seed = world.broadcast(
+                (mine, self.data_seed)
+            )
             if world.rank:  # names and directories of loggers are read on every rank
                 _load_loggers(self._of_directory, states)
         if self.loggers and world.rank == 0:
@@ -283,7 +315,9 @@ class RunFiles:
         path, again, words = script(), launches(), arguments()
         restarted = [name for name, is_restart in again.items() if is_restart]
         known = (
-            record for directory in self.run_directories() for record in _sound(directory / RUN)
+            record
+            for directory in self.run_directories()
+            for record in _sound(directory / RUN)
         )
         found = sorted(known, key=lambda record: record.number, reverse=True)
         given = handed_over() if _EXECUTION.fits == 0 else {}
@@ -307,12 +341,19 @@ class RunFiles:
         )
         same = [record for record in found if record.is_attempt_of(new)]
         old = next(
-            (r for r in same if r.args == words and any(name in r.launches for name in restarted)),
+            (
+                r
+                for r in same
+                if r.args == words and any(name in r.launches for name in restarted)
+            ),
             None,
         )
         if old is None and self.resume == "auto":
             if _EXECUTION.chosen and path is not None:
-                old = next((record for record in same if record.execution == _EXECUTION.id), None)
+                old = next(
+                    (record for record in same if record.execution == _EXECUTION.id),
+                    None,
+                )
             else:
                 old = next(
                     (
@@ -322,16 +363,24 @@ class RunFiles:
                     ),
                     None,
                 )
-        _load_loggers(self._of_directory, given.get("loggers", []) if old is None else old.loggers)
+        _load_loggers(
+            self._of_directory, given.get("loggers", []) if old is None else old.loggers
+        )
         self._forget_directory()
         seed = given.get("seed") if old is None else old.seed
         if seed is not None and self.seed is None:
             self.data_seed = seed
-        new = replace(new, seed=self.data_seed, loggers=_logger_states(self._of_directory))
+        new = replace(
+            new, seed=self.data_seed, loggers=_logger_states(self._of_directory)
+        )
         if old is not None:
             _EXECUTION.id = old.execution
             new = replace(
-                new, id=old.id, number=old.number, execution=old.execution, started=old.started
+                new,
+                id=old.id,
+                number=old.number,
+                execution=old.execution,
+                started=old.started,
             )
         return new, old
 
@@ -344,7 +393,10 @@ class RunFiles:
 
     def _forget_directory(self) -> None:
         """Ask the loggers for their directory again: they may continue in another one."""
-        if self.journal is not None and self.journal.save_dir != self._logger_directory():
+        if (
+            self.journal is not None
+            and self.journal.save_dir != self._logger_directory()
+        ):
             self.journal.finalize("interrupted")
             self.journal = None
         self._directory = None
@@ -360,7 +412,11 @@ class RunFiles:
         return {HANDED_OVER: json.dumps(drawn)}
 
     def begin(
-        self, directories: list[Location], requests: Requests, progress: Progress, cleanup: Cleanup
+        self,
+        directories: list[Location],
+        requests: Requests,
+        progress: Progress,
+        cleanup: Cleanup,
     ) -> None:
         """Write the record, and have its end written when the fit ends. On rank 0, which holds the directories' locks.
 
@@ -379,7 +435,9 @@ class RunFiles:
             directory=os.path.abspath(self.directory),
             checkpoints=list(map(str, directories)),
         )
-        _EXECUTION.chosen = _EXECUTION.chosen or self.continued is not None or self.resume == "auto"
+        _EXECUTION.chosen = (
+            _EXECUTION.chosen or self.continued is not None or self.resume == "auto"
+        )
         discard_torn(self.directory / RUN)
         if not write_record(record):
             self.say(
@@ -392,7 +450,11 @@ class RunFiles:
             interrupted = isinstance(error, KeyboardInterrupt) or requests.signal
             last = replace(
                 record,
-                status="finished" if error is None else "interrupted" if interrupted else "failed",
+                status="finished"
+                if error is None
+                else "interrupted"
+                if interrupted
+                else "failed",
                 step=progress.step,
                 stopped=requests.stop if error is None else None,
                 finished=_now(),
@@ -415,8 +477,15 @@ class RunFiles:
         """What a checkpoint keeps of the loggers, and of the directory in which they write; ``first`` on rank 0."""
         if first:
             self.deliveries.wait_for_runs()
-        states = zip(self.loggers, _logger_states(self.loggers), strict=True) if first else ()
-        each = [{"logger": type(logger).__name__, "state": state} for logger, state in states]
+        states = (
+            zip(self.loggers, _logger_states(self.loggers), strict=True)
+            if first
+            else ()
+        )
+        each = [
+            {"logger": type(logger).__name__, "state": state}
+            for logger, state in states
+        ]
         return {"run_dir": self._masked_directory(), "each": each}
 
     def continue_logging(self, state: Mapping[str, Any]) -> None:
@@ -430,7 +499,9 @@ class RunFiles:
     def _continues_in(self, saved: object) -> bool:
         """Whether a run with this directory is continued: it is this one, or its tracker's run goes on from here."""
         here = self._masked_directory()
-        beside = isinstance(saved, str) and os.path.dirname(saved) == os.path.dirname(str(here))
+        beside = isinstance(saved, str) and os.path.dirname(saved) == os.path.dirname(
+            str(here)
+        )
         return saved == here or (self._numbered is not None and beside)
 
     def _masked_directory(self) -> object:
@@ -447,7 +518,9 @@ def _load_loggers(loggers: Sequence[Any], states: Sequence[Any]) -> None:
     """Let loggers continue the runs that these `_logger_states` belong to."""
     for logger, state in zip(loggers, states, strict=False):
         if isinstance(state, dict) and state:
-            with suppress(KeyError):  # the state of another logger: the script was changed
+            with suppress(
+                KeyError
+            ):  # the state of another logger: the script was changed
                 call_optional(logger, "load_state_dict", state)
 
 
@@ -467,7 +540,9 @@ def _sound(file: Path) -> list[RunRecord]:
 def named_directories(callbacks: Sequence[KeepsCheckpoints]) -> list[Location]:
     """The directories that callbacks give for their checkpoints."""
     directories = (getattr(callback, "dirpath", None) for callback in callbacks)
-    return list(dict.fromkeys(absolute(directory) for directory in directories if directory))
+    return list(
+        dict.fromkeys(absolute(directory) for directory in directories if directory)
+    )
 
 
 def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> None:
@@ -493,7 +568,9 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
         if (why := record_problem(directory / RUN))
     }
     records = []
-    for record in (record for directory in directories for record in _sound(directory / RUN)):
+    for record in (
+        record for directory in directories for record in _sound(directory / RUN)
+    ):
         lost = (
             ""
             if files.record is None or files.continued is not None
@@ -511,10 +588,16 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
     for place in dict.fromkeys(
         [*named_directories(callbacks), absolute(files.checkpoint_dir), *beside]
     ):
-        there = [one for one in checkpoints(place) if one.info.get("run") and _is_whole(one.path)]
+        there = [
+            one
+            for one in checkpoints(place)
+            if one.info.get("run") and _is_whole(one.path)
+        ]
         unknown = [one for one in there if one.info["run"] not in ids]
         # A later run of the same directory has replaced the record, so sound records need not list all of them.
-        explained = not problems and (len(unknown) < len(there) or _real(place) in listed)
+        explained = not problems and (
+            len(unknown) < len(there) or _real(place) in listed
+        )
         if not unknown or explained:
             continue
         newest = unknown[-1]
@@ -594,9 +677,13 @@ def take_directories(
 
     def take() -> list[str]:
         names: list[str] = []
-        today = [absolute(directory) for directory in files.checkpoint_directories(callbacks)]
+        today = [
+            absolute(directory) for directory in files.checkpoint_directories(callbacks)
+        ]
         recorded = [
-            directory for directory in files.recorded_directories(callbacks) if directory.is_dir()
+            directory
+            for directory in files.recorded_directories(callbacks)
+            if directory.is_dir()
         ]
         locks: Cleanup = []
         try:
@@ -632,5 +719,8 @@ def discarded(names: list[str]) -> str:
         >>> discarded(["step-00000130"]), discarded([".lock", "step-00000120-v1", "epoch=3"])
         ('discarded 1 incomplete save (step 130)', 'discarded 3 incomplete saves (.lock, step 120, epoch=3)')
     """
-    steps = [f"step {int(match[1])}" if (match := _STEP.search(name)) else name for name in names]
+    steps = [
+        f"step {int(match[1])}" if (match := _STEP.search(name)) else name
+        for name in names
+    ]
     return f"discarded {len(names)} incomplete save{'s' * (len(names) > 1)} ({', '.join(steps)})"

@@ -66,7 +66,8 @@ def save_requested(run: Fit, last: bool = False) -> bool:
     check_finite(run)
     settle_save(run)
     paths = {
-        str(_path(run, request)): bool(request and request.weights_only) for _, request in asked
+        str(_path(run, request)): bool(request and request.weights_only)
+        for _, request in asked
     }
     paths = run.strategy.world.broadcast(paths)
     save = Save(run.progress.step, [request for _, request in asked], paths, last=last)
@@ -74,7 +75,8 @@ def save_requested(run: Fit, last: bool = False) -> bool:
     if run.guard is not None:
         run.guard.wrote(run.progress.step, paths)
     states = {
-        weights_only: run.collect(weights_only) for weights_only in sorted(set(paths.values()))
+        weights_only: run.collect(weights_only)
+        for weights_only in sorted(set(paths.values()))
     }
     _begin(run, save, states)
     return True if run.saver.background and not last else settle_save(run)
@@ -150,25 +152,32 @@ def abandon_save(run: Fit) -> None:
     except Exception as error:
         if not run.strategy.sharded:
             raise
-        run.say(f"save of step {save.step} ended with another rank: {type(error).__name__}")
+        run.say(
+            f"save of step {save.step} ended with another rank: {type(error).__name__}"
+        )
         return
     for path, failure in outcome.items():
         if failure is not None and _timed_out(outcome):
-            run.say(f"save of step {save.step} ended with another rank: {failure.reason}")
+            run.say(
+                f"save of step {save.step} ended with another rank: {failure.reason}"
+            )
         elif failure is not None:
             _report(run, save, locate(path), failure)
 
 
 def _timed_out(outcome: Outcome) -> bool:
     return any(
-        one is not None and isinstance(one.__cause__, TimeoutError) for one in outcome.values()
+        one is not None and isinstance(one.__cause__, TimeoutError)
+        for one in outcome.values()
     )
 
 
 def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     """Copy the states on the ranks that write, and start writing; an error is raised on every rank."""
     world, progress, saver = run.strategy.world, run.progress, run.saver
-    copies = saver.background and not save.last  # else nothing changes until it is written
+    copies = (
+        saver.background and not save.last
+    )  # else nothing changes until it is written
     all_began: Future[bool] = Future()  # ranks that write together wait for each other
     shared = run.strategy.sharded
     group = world.side_group() if shared else None
@@ -211,9 +220,15 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
 
 
 def _take(
-    run: Fit, state: dict[str, Any], info: dict[str, Any], group: Any, copy: HostBuffers | None
+    run: Fit,
+    state: dict[str, Any],
+    info: dict[str, Any],
+    group: Any,
+    copy: HostBuffers | None,
 ) -> Snapshot | ShardedSnapshot:
-    parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
+    parts = {
+        "model" if name == "state_dict" else name: part for name, part in state.items()
+    }
     if not run.strategy.sharded:
         return take_snapshot(parts, info=info, copy=False if copy is None else copy)
     from trainer_kit.checkpoint.sharded import (
@@ -265,12 +280,17 @@ class _Writing:
 
     def is_finite(self, snapshot: Any) -> bool:
         if not self.together:
-            parts = (snapshot.tensors.get(part, {}) for part in ("model", "current_model_state"))
+            parts = (
+                snapshot.tensors.get(part, {})
+                for part in ("model", "current_model_state")
+            )
             return all(_are_finite(weights, self.names) for weights in parts)
         from trainer_kit.checkpoint.collective import Collective
 
         mine = all(
-            _are_finite(shard, [key for key in shard if key.partition("#")[0] in self.names])
+            _are_finite(
+                shard, [key for key in shard if key.partition("#")[0] in self.names]
+            )
             for shard in snapshot.shards.values()
         )
         return bool(Collective(self.group).reduce(lambda: mine, all))
@@ -297,7 +317,9 @@ def _write(
             continue
         outcome[path] = None
         finite = writing.is_finite(snapshots[weights_only])
-        if save.abandoned:  # only this rank knows: all collective calls come before this line
+        if (
+            save.abandoned
+        ):  # only this rank knows: all collective calls come before this line
             continue
         if saver.finite and not finite:
             save.messages.append(
@@ -340,7 +362,12 @@ def _outcome(run: Fit, save: Save) -> Outcome:
             problem = error
     # Errors lose their cause on the way to other ranks: look at it here.
     problem = problem or next(
-        (one for one in outcome.values() if one and not isinstance(one.__cause__, OSError)), None
+        (
+            one
+            for one in outcome.values()
+            if one and not isinstance(one.__cause__, OSError)
+        ),
+        None,
     )
     if run.strategy.world.size > 1:
         others = shared_error(problem, 0) if isinstance(problem, Exception) else problem
@@ -378,7 +405,11 @@ def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> N
         return
     steps = []
     with suppress(CheckpointError, OSError):
-        steps = [record.step for record in checkpoints(path.parent) if record.step is not None]
+        steps = [
+            record.step
+            for record in checkpoints(path.parent)
+            if record.step is not None
+        ]
     kept = f"kept step {steps[-1]}" if steps else "no checkpoint is there yet"
     next_try = next(
         (
@@ -388,11 +419,19 @@ def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> N
         ),
         "",
     )
-    if save.last or run.requests.signal or run.schedule.finished(run.progress) is not None:
+    if (
+        save.last
+        or run.requests.signal
+        or run.schedule.finished(run.progress) is not None
+    ):
         outlook = "this run ends without it"
     else:
-        outlook = f"training continues, next try at {next_try or 'the next one that is due'}"
-    run.say(f"save of step {save.step} failed: {failure.file}: {failure.reason}; {kept}; {outlook}")
+        outlook = (
+            f"training continues, next try at {next_try or 'the next one that is due'}"
+        )
+    run.say(
+        f"save of step {save.step} failed: {failure.file}: {failure.reason}; {kept}; {outlook}"
+    )
 
 
 def _say_slow(run: Fit, save: Save) -> None:

@@ -52,7 +52,10 @@ class Unsaveable:
         self._reported: set[str | None] = set()
 
     def check(
-        self, state: Mapping[str, Any], owners: Iterable[Any], encode_state: Callable[[Any], None]
+        self,
+        state: Mapping[str, Any],
+        owners: Iterable[Any],
+        encode_state: Callable[[Any], None],
     ) -> None:
         """Raise for what cannot be saved, or report it.
 
@@ -71,7 +74,13 @@ class Unsaveable:
             if self._drop:
                 self.leave_out(entries)
                 continue
-            encode(entries, {}, at=f"{type(owner).__name__}.{_HOOK}", copy=False, sharded=True)
+            encode(
+                entries,
+                {},
+                at=f"{type(owner).__name__}.{_HOOK}",
+                copy=False,
+                sharded=True,
+            )
 
     def leave_out(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state without the values of users' objects that cannot be saved; each is reported once."""
@@ -138,7 +147,8 @@ def entries_of_hook(owner: Any) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for statement in definition.body:
         if isinstance(
-            statement, (ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Return, ast.Raise)
+            statement,
+            (ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Return, ast.Raise),
         ):
             break
         for name, value in _assigned(statement, names[-1]):
@@ -151,7 +161,9 @@ def _assigned(statement: ast.stmt, checkpoint: str) -> Iterator[tuple[str, ast.e
     if not isinstance(statement, ast.Assign):
         return
     for target in statement.targets:
-        if not (isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)):
+        if not (
+            isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)
+        ):
             continue
         if (
             isinstance(target.value, ast.Name)
@@ -166,7 +178,9 @@ class _Scope:
     """The names that a hook can read, for expressions without side effects."""
 
     def __init__(self, hook: FunctionType, owner_name: str, owner: Any) -> None:
-        self._closure = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+        self._closure = dict(
+            zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
+        )
         self._globals = hook.__globals__
         self._locals = set(hook.__code__.co_varnames)
         self._owner_name = owner_name
@@ -181,11 +195,16 @@ class _Scope:
         if isinstance(expression, ast.Attribute):
             return _attribute(self.value(expression.value), expression.attr)
         if isinstance(expression, ast.Dict):
-            keys = [self.value(key) if key is not None else _UNKNOWN for key in expression.keys]
+            keys = [
+                self.value(key) if key is not None else _UNKNOWN
+                for key in expression.keys
+            ]
             values = [self.value(value) for value in expression.values]
             pairs = zip(keys, values, strict=True)
             return {
-                key: value for key, value in pairs if isinstance(key, str) and value is not _UNKNOWN
+                key: value
+                for key, value in pairs
+                if isinstance(key, str) and value is not _UNKNOWN
             }
         if isinstance(expression, ast.Call):
             function = self.value(expression.func)

@@ -78,7 +78,9 @@ class WindowLoader:
         self.provide: Callable[[], None] | None = None
         self.budget: int | None = None
         self.measure: Callable[[float, float], None] | None = None
-        self._source: Iterator[Any] | None = None  # more batches, while `measure` is to be called
+        self._source: Iterator[Any] | None = (
+            None  # more batches, while `measure` is to be called
+        )
         self._batches: Iterator[Any] = iter(())
         # A weight matters only in relation to other batches.
         self._asks = weighting and loss_weight is None
@@ -141,7 +143,13 @@ class WindowLoader:
         for batch, size in batches:
             if self.length == 1 and self.measure is None:
                 one[0], sizes[0] = batch, size
-                micro.batches, micro.sizes, micro.weights, micro.factors, micro.count = (
+                (
+                    micro.batches,
+                    micro.sizes,
+                    micro.weights,
+                    micro.factors,
+                    micro.count,
+                ) = (
                     one,
                     sizes,
                     sizes,
@@ -159,7 +167,10 @@ class WindowLoader:
             yield micro
 
     def _load(
-        self, batches: list[Any], sizes: list[int], weights: Sequence[float] | None = None
+        self,
+        batches: list[Any],
+        sizes: list[int],
+        weights: Sequence[float] | None = None,
     ) -> None:
         micro = self.micro
         micro.batches, micro.sizes, micro.count = batches, sizes, len(batches)
@@ -168,11 +179,17 @@ class WindowLoader:
         if self._asks and len(batches) > 1:
             self._ask()
 
-    def _weighed_windows(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
+    def _weighed_windows(
+        self, batches: Iterator[Any], start: int
+    ) -> Iterator[MicroBatches]:
         """One rank, with the user's weights or with batches that were copied early."""
         micro = self.micro
         # Not map(): a StopIteration from the user's loss_weight would look like the end of the batches.
-        items = batches if self.ahead is not None else (self._weighed(*pair) for pair in batches)
+        items = (
+            batches
+            if self.ahead is not None
+            else (self._weighed(*pair) for pair in batches)
+        )
         while window := list(islice(items, self.length)):
             if self.measure is not None:
                 self._measured([window[0][0]], [window[0][1]])
@@ -193,7 +210,11 @@ class WindowLoader:
         self._by_samples = self.feed.even and self.loss_weight is None
         length = self.feed.length
         last = -1 if length is None else length - 1
-        load = self._load_one if self._by_samples and self.ahead is None else self._load_together
+        load = (
+            self._load_one
+            if self._by_samples and self.ahead is None
+            else self._load_together
+        )
         self._source = batches if self.measure is not None else None
         while load(list(islice(batches, self.length)), start):
             if self._by_samples:  # else it was agreed
@@ -214,7 +235,9 @@ class WindowLoader:
     def _ahead(self, items: Iterator[Any]) -> Iterator[Any]:
         """Copy batches while the device computes; read no batch beyond the end of the run."""
         assert self.ahead is not None
-        for part in (islice(items, self.budget), items) if self.budget is not None else (items,):
+        for part in (
+            (islice(items, self.budget), items) if self.budget is not None else (items,)
+        ):
             yield from self.ahead(part)
 
     def _load_together(self, window: list[Any], start: int) -> bool:
@@ -226,7 +249,8 @@ class WindowLoader:
             self._measured(sizes, weights)
             rest = self._columns(list(islice(source, self.length - 1)))
             sizes, weights, batches = (
-                old + new for old, new in zip((sizes, weights, batches), rest, strict=True)
+                old + new
+                for old, new in zip((sizes, weights, batches), rest, strict=True)
             )
         known = (
             [self.feed.samples(start + i) for i in range(len(batches))]
@@ -244,7 +268,10 @@ class WindowLoader:
                 [len(batches), sum(weights), sum(sizes), there]
             )  # one small exchange on the CPU
             micro.uneven = len({row[3] for row in rows}) > 1
-            longest, total = int(max(row[0] for row in rows)), sum(row[1] for row in rows)
+            longest, total = (
+                int(max(row[0] for row in rows)),
+                sum(row[1] for row in rows),
+            )
             if longest == 0:
                 return False
             missing = longest - len(batches)
@@ -268,7 +295,8 @@ class WindowLoader:
         weights = sizes = [size for _, size in window]
         if self.loss_weight is not None:
             weights = [
-                0.0 if b is None else self._weigh(b, n) for b, n in zip(batches, sizes, strict=True)
+                0.0 if b is None else self._weigh(b, n)
+                for b, n in zip(batches, sizes, strict=True)
             ]
         return sizes, weights, batches
 
@@ -283,12 +311,19 @@ class WindowLoader:
     def _load_one(self, window: list[Any], start: int) -> bool:
         """A faster `_load_together` for a window of one batch with a known number of samples."""
         samples = (
-            self.feed.samples(start) if len(window) == 1 and window[0] is not MISSING else None
+            self.feed.samples(start)
+            if len(window) == 1 and window[0] is not MISSING
+            else None
         )
         if samples is None or self.measure is not None:
             return self._load_together(window, start)
         micro, (batch, size) = self.micro, window[0]
-        micro.batches, micro.sizes, micro.weights, micro.count = [batch], [samples], [size], 1
+        micro.batches, micro.sizes, micro.weights, micro.count = (
+            [batch],
+            [samples],
+            [size],
+            1,
+        )
         factor = size * self.divisor / (samples * self.parts) if self.weighting else 1.0
         micro.factors = None if factor == 1.0 else [factor]
         return True
@@ -317,4 +352,6 @@ class WindowLoader:
 
     def _weigh(self, batch: Any, size: int) -> float:
         # On the host, before the copy: reading a tensor here does not wait for the device.
-        return float(size if self.loss_weight is None else self.loss_weight(batch))  # no sync point
+        return float(
+            size if self.loss_weight is None else self.loss_weight(batch)
+        )  # no sync point

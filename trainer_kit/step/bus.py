@@ -71,7 +71,8 @@ def _check_state_keys(callbacks: Sequence[Callback]) -> None:
         if key in by_key:
             first = next(other for other in callbacks if other.state_key == key)
             raise ConfigurationError(
-                f"two callbacks have the same state key {key!r}", fix=first.duplicate_key_fix
+                f"two callbacks have the same state key {key!r}",
+                fix=first.duplicate_key_fix,
             )
         by_key[key] = callback
 
@@ -141,18 +142,24 @@ class Bus:
         for name in Bus.names():
             methods = self._callback_methods(name, trainer, module, callbacks)
             methods += self._module_methods(name, module, datamodule)
-            setattr(self, name, _entered(name, scope, _wrapped(name, methods, callbacks)))
+            setattr(
+                self, name, _entered(name, scope, _wrapped(name, methods, callbacks))
+            )
         late: list[_Listener] = [
             partial(callback.on_train_epoch_end, trainer, module)
             for callback in callbacks
-            if callback.order == "late" and is_overridden("on_train_epoch_end", callback, Callback)
+            if callback.order == "late"
+            and is_overridden("on_train_epoch_end", callback, Callback)
         ]
         late = _wrapped("on_train_epoch_end", late, callbacks)
         self.on_train_epoch_end_late = _entered("on_train_epoch_end", scope, late)
 
     @staticmethod
     def _callback_methods(
-        name: str, trainer: TrainerLike, module: nn.Module, callbacks: Sequence[Callback]
+        name: str,
+        trainer: TrainerLike,
+        module: nn.Module,
+        callbacks: Sequence[Callback],
     ) -> list[_Listener]:
         methods: list[_Listener] = []
         for callback in callbacks:
@@ -162,7 +169,9 @@ class Bus:
                 continue  # it has a tuple of its own
             method = getattr(callback, name)
             bound = partial(method, trainer, module)
-            methods.append(_without_loader_index(name, bound, method, leading_arguments=2))
+            methods.append(
+                _without_loader_index(name, bound, method, leading_arguments=2)
+            )
         return methods
 
     @staticmethod
@@ -172,7 +181,9 @@ class Bus:
         methods: list[_Listener] = []
         if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
             method = getattr(module, name)
-            methods.append(_without_loader_index(name, method, method, leading_arguments=0))
+            methods.append(
+                _without_loader_index(name, method, method, leading_arguments=0)
+            )
         if name != "on_exception" or datamodule is None:
             return methods
         if is_overridden(name, datamodule, DataHooks):
@@ -194,7 +205,9 @@ class Bus:
     def listeners(self, name: str) -> list[str]:
         """The classes that override ``name``, in order, for ``explain()``."""
         return [
-            _owner(listener) for listener in getattr(self, name) if not isinstance(listener, _Enter)
+            _owner(listener)
+            for listener in getattr(self, name)
+            if not isinstance(listener, _Enter)
         ]
 
 
@@ -218,11 +231,15 @@ def _entered(name: str, scope: _Scope, methods: Sequence[_Listener]) -> Listener
     return (_Enter(name, scope), *methods)
 
 
-def _wrapped(name: str, methods: list[_Listener], callbacks: Sequence[Callback]) -> list[_Listener]:
+def _wrapped(
+    name: str, methods: list[_Listener], callbacks: Sequence[Callback]
+) -> list[_Listener]:
     """The listeners of a hook, wrapped by the callbacks that override ``wrap_hook``."""
     for callback in callbacks:
         if is_overridden("wrap_hook", callback, Callback):
-            methods = [callback.wrap_hook(name, _owner(method), method) for method in methods]
+            methods = [
+                callback.wrap_hook(name, _owner(method), method) for method in methods
+            ]
     return methods
 
 
@@ -251,7 +268,9 @@ class _WithoutLoader:
     __slots__ = ("func",)
 
     def __init__(self, func: _Listener) -> None:
-        self.func = func  # named as in `functools.partial`, which `_owner` looks through
+        self.func = (
+            func  # named as in `functools.partial`, which `_owner` looks through
+        )
 
     def __call__(self, *arguments: object) -> object:
         return self.func(*arguments[:-1])

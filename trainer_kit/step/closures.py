@@ -22,7 +22,13 @@ from trainer_kit.core.tensors import local
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["Closures", "calls_once", "refusal", "refusal_of_scaling", "requires_closure"]
+__all__ = [
+    "Closures",
+    "calls_once",
+    "refusal",
+    "refusal_of_scaling",
+    "requires_closure",
+]
 
 _Loss = TypeVar("_Loss")
 _GRADIENT: Final = attrgetter("grad")
@@ -47,7 +53,9 @@ def calls_once(optimizer: Optimizer) -> bool:
         False
     """
     arguments = _step_arguments(optimizer)
-    takes_any_name = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+    takes_any_name = any(
+        argument.kind is argument.VAR_KEYWORD for argument in arguments.values()
+    )
     if "closure" not in arguments and not takes_any_name:
         return True
     module = inspect.unwrap(optimizer.step).__module__
@@ -81,7 +89,8 @@ def refusal_of_scaling(optimizer: Optimizer) -> ConfigurationError:
 
 def _refusal(optimizer: Optimizer, reason: str, fix: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{type(optimizer).__name__} evaluates the loss again inside its step: {reason}", fix=fix
+        f"{type(optimizer).__name__} evaluates the loss again inside its step: {reason}",
+        fix=fix,
     )
 
 
@@ -107,8 +116,12 @@ class Closures(Generic[_Loss]):
         self._world = world
         self._loss = loss
         self._again = again
-        self._writes_checked = False  # whether this optimizer was seen to change a version counter
-        self._unversioned = False  # whether it changes values without their version counters
+        self._writes_checked = (
+            False  # whether this optimizer was seen to change a version counter
+        )
+        self._unversioned = (
+            False  # whether it changes values without their version counters
+        )
 
     def make(self) -> Callable[[], _Loss]:
         """Make the closure of this step; gradients are complete."""
@@ -132,7 +145,10 @@ class Closures(Generic[_Loss]):
         return list(map(_VERSION, chain(self._parameters, present)))
 
     def _is_unchanged(
-        self, gradients: Sequence[Tensor | None], versions: list[int], norms: list[Tensor] | None
+        self,
+        gradients: Sequence[Tensor | None],
+        versions: list[int],
+        norms: list[Tensor] | None,
     ) -> bool:
         """Whether weights and gradients are those from which the loss was computed."""
         if self._unversioned:
@@ -145,7 +161,9 @@ class Closures(Generic[_Loss]):
             return True
         # Writes through `.data` do not change the version counter: check once whether this optimizer does that.
         self._writes_checked = True
-        differ = not all(map(torch.equal, norms, self._norms(gradients)))  # sync point: once a fit
+        differ = not all(
+            map(torch.equal, norms, self._norms(gradients))
+        )  # sync point: once a fit
         self._unversioned = any(row[0] for row in self._world.agree([differ]))
         return not self._unversioned
 

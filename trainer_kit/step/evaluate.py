@@ -26,7 +26,11 @@ from trainer_kit.metrics.entry import Reduced
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus, Listeners
-from trainer_kit.step.padding_batches import padded_to_longest, shared_batch, without_side_effects
+from trainer_kit.step.padding_batches import (
+    padded_to_longest,
+    shared_batch,
+    without_side_effects,
+)
 from trainer_kit.step.teardown import Teardown
 from trainer_kit.strategies.strategy import Strategy
 
@@ -112,7 +116,11 @@ class Evaluation:
         starts, ends = self.listeners("batch_start"), self.listeners("batch_end")
         metrics, move, lockstep = self.metrics, self.move, self.strategy.lockstep
         context, step_name = self.precision.forward_context(), self.step_name
-        feed, publish, predicts = self.feeds[loader], self.publish, self.stage == "predict"
+        feed, publish, predicts = (
+            self.feeds[loader],
+            self.publish,
+            self.stage == "predict",
+        )
         weigh = None if self.whole_batches else part_weight(self.module, self.strategy)
         if predicts:
             feed.record_indices()
@@ -120,7 +128,9 @@ class Evaluation:
         earlier: Any = None
         ran = False
         batches = islice(feed.sized_epoch(epoch), self.limits[loader])
-        for index, (batch, size) in enumerate(padded_to_longest(feed, batches, self.strategy)):
+        for index, (batch, size) in enumerate(
+            padded_to_longest(feed, batches, self.strategy)
+        ):
             self.batches += 1
             if lockstep and index == 0:
                 earlier = self._shared_first_batch(batch, loader)
@@ -225,7 +235,9 @@ def predict(evaluation: Evaluation, keep: bool = True) -> list[list[Any]]:
         for index in range(len(evaluation.feeds)):
             outputs: list[Any] = []
             evaluation.run_loader(index, 0, outputs if keep else None)
-            predictions.append(_in_dataset_order(outputs, evaluation.strategy.data, keep))
+            predictions.append(
+                _in_dataset_order(outputs, evaluation.strategy.data, keep)
+            )
         evaluation.call_hooks("epoch_end", "end")
     return predictions
 
@@ -235,7 +247,9 @@ def _weight(weigh: Callable[[Any], Any], batch: Any) -> float:
     return float(weigh(batch))  # no sync point: the batch is on the host
 
 
-def _first_arguments(step: Callable[..., Any], extra: tuple[int, ...]) -> Callable[..., Any]:
+def _first_arguments(
+    step: Callable[..., Any], extra: tuple[int, ...]
+) -> Callable[..., Any]:
     """Adapt a step that does not take all of (batch, batch_idx, dataloader_idx)."""
     if takes(step, 2):
         return step
@@ -248,13 +262,17 @@ def _in_dataset_order(outputs: list[Any], group: Group, keep: bool) -> list[Any]
     """The outputs of all ranks in dataset order: a global batch is the concatenation of the ranks' blocks."""
     if group.size == 1 or not keep:
         return outputs
-    indexed = [(index, output) for index, output in enumerate(outputs) if output is not EMPTY]
+    indexed = [
+        (index, output) for index, output in enumerate(outputs) if output is not EMPTY
+    ]
     on_host = map_tensors(indexed, _to_host)
     outputs_of_ranks = [dict(pairs) for pairs in group.all_gather_object(on_host)]
     last = max(max(by_index, default=-1) for by_index in outputs_of_ranks)
     ordered: list[Any] = []
     for index in range(last + 1):
-        ordered += [by_index[index] for by_index in outputs_of_ranks if index in by_index]
+        ordered += [
+            by_index[index] for by_index in outputs_of_ranks if index in by_index
+        ]
     return ordered
 
 

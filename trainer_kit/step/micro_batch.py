@@ -50,13 +50,21 @@ def exit_agreement(bus: Bus, world: Group) -> Callable[[bool, bool], bool] | Non
     Raises:
         RankError: by the returned function, when only some of the ranks with a batch leave.
     """
-    if world.size == 1 or not any(row[0] for row in world.agree([bool(bus.on_train_batch_start)])):
+    if world.size == 1 or not any(
+        row[0] for row in world.agree([bool(bus.on_train_batch_start)])
+    ):
         return None
 
     def agree(leaves: bool, has_batch: bool) -> bool:
         rows = world.agree([leaves, has_batch])
-        leaving = [rank for rank, (leaves_too, has) in enumerate(rows) if leaves_too and has]
-        staying = [rank for rank, (leaves_too, has) in enumerate(rows) if has and not leaves_too]
+        leaving = [
+            rank for rank, (leaves_too, has) in enumerate(rows) if leaves_too and has
+        ]
+        staying = [
+            rank
+            for rank, (leaves_too, has) in enumerate(rows)
+            if has and not leaves_too
+        ]
         if leaving and staying:
             raise RankError(
                 "on_train_batch_start returned -1 on some ranks only",
@@ -115,7 +123,12 @@ class MicroBatches:
         manual: bool,
     ) -> None:
         self._bus, self._metrics, self.progress = bus, metrics, progress
-        self._step, self._backward, self._several, self.manual = step, backward, several, manual
+        self._step, self._backward, self._several, self.manual = (
+            step,
+            backward,
+            several,
+            manual,
+        )
         self._autocast: AbstractContextManager[Any] | None = precision.forward_context()
         self._scale = precision.scale_loss if precision.scales else None
         self.wants_outputs = bool(bus.on_train_batch_end)
@@ -194,11 +207,15 @@ class MicroBatches:
         )  # no sync point
         self.losses.append((kept, self.started, self.index))
         if self.wants_outputs:
-            self.outputs = {"loss": output.detach().clone()}  # hooks may keep it, and write into it
+            self.outputs = {
+                "loss": output.detach().clone()
+            }  # hooks may keep it, and write into it
         self.contributed = True
         return output if self.factors is None else output * self.factors[index]
 
-    def _weighed(self, loss: Tensor, output: object, index: int, name: str | None = None) -> Tensor:
+    def _weighed(
+        self, loss: Tensor, output: object, index: int, name: str | None = None
+    ) -> Tensor:
         self.note(loss)
         if self.wants_outputs:
             self.outputs = {
@@ -230,13 +247,19 @@ class MicroBatches:
             return None
         losses: list[Any] = [loss for loss, _, _ in seen]
         if float in map(type, losses):
-            finite = list(map(math.isfinite, losses))  # no sync point: numbers on the CPU
+            finite = list(
+                map(math.isfinite, losses)
+            )  # no sync point: numbers on the CPU
         else:
             try:
-                values = torch.stack(losses).reshape(-1)  # a third of the time of reshaping each
+                values = torch.stack(losses).reshape(
+                    -1
+                )  # a third of the time of reshaping each
             except RuntimeError:  # of shape () and (1,)
                 values = torch.cat([loss.reshape(1) for loss in losses])
-            finite = values.isfinite().tolist()  # sync point: where values are read anyway
+            finite = (
+                values.isfinite().tolist()
+            )  # sync point: where values are read anyway
         if any(finite) if self._scale is not None else all(finite):
             return None
         at = finite.index(False)
@@ -249,7 +272,9 @@ class MicroBatches:
     def _unusual(self, output: Any, index: int) -> Any | None:
         """Handle every result of a step other than a plain tensor."""
         if self.manual:
-            self.outputs = {"loss": output.detach()} if isinstance(output, Tensor) else output
+            self.outputs = (
+                {"loss": output.detach()} if isinstance(output, Tensor) else output
+            )
             return None
         self.outputs = output
         if output is None:
@@ -280,7 +305,11 @@ class MicroBatches:
         raise ConfigurationError(
             "training_step returned no loss",
             found=f"{type(output).__name__}"
-            + (f" with keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""),
+            + (
+                f" with keys {', '.join(map(str, output))}"
+                if isinstance(output, Mapping)
+                else ""
+            ),
             fix="return the tensor, without .item() or float(): gradients need it"
             if isinstance(output, (int, float))
             else "return a tensor, a dict with 'loss', or None to skip"
@@ -300,10 +329,14 @@ class MicroBatches:
         bus = self._bus if self.batch is not None else self._quiet
         if self._several is not None:
             for name, parameters in self._several.items():
-                thawed = [parameter for parameter in parameters if parameter.requires_grad]
+                thawed = [
+                    parameter for parameter in parameters if parameter.requires_grad
+                ]
                 if name in loss and thawed:
                     # Only into its own optimizer's parameters; the graph stays for the next name's backward.
-                    self._one_backward(bus, loss[name], inputs=thawed, retain_graph=True)
+                    self._one_backward(
+                        bus, loss[name], inputs=thawed, retain_graph=True
+                    )
             return
         for hook in bus.on_before_backward:
             hook(loss)
@@ -341,14 +374,22 @@ class MicroBatches:
         Only hooks of gradients are called, nothing is logged or counted. With `remember`'s ``draws`` random layers draw
         the same. Outside, everything but the gradients and the parts of the loss is that of the first run.
         """
-        metrics, kept = self._metrics, {name: getattr(self, name) for name in _OF_FIRST_RUN}
+        metrics, kept = (
+            self._metrics,
+            {name: getattr(self, name) for name in _OF_FIRST_RUN},
+        )
         table, hook = metrics.table, metrics.hook
         quiet = self._bus.silent()
         quiet.on_before_backward, quiet.on_after_backward = (
             self._bus.on_before_backward,
             self._bus.on_after_backward,
         )
-        self._bus, self.progress, self.agree_on_exit, self._draws = quiet, Progress(), None, False
+        self._bus, self.progress, self.agree_on_exit, self._draws = (
+            quiet,
+            Progress(),
+            None,
+            False,
+        )
         self.fresh, metrics.table = True, {}
         if self._noise is not None:
             restore_rng(self._noise, _device_of(self.batch))

@@ -26,7 +26,12 @@ from trainer_kit.step.closures import (
     requires_closure,
 )
 from trainer_kit.step.micro_batch import MicroBatches
-from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, Optimizers, parameters_of
+from trainer_kit.step.optimizers import (
+    LRSchedulerConfig,
+    OptimizerProxy,
+    Optimizers,
+    parameters_of,
+)
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ManualOptimizer", "ManualStepper", "Stepper"]
@@ -91,21 +96,29 @@ class Stepper:
         self.window: Any = None
         self.trained: bool | None = None
         self._own_zero = is_overridden("optimizer_zero_grad", module, TrainModule)
-        self._own_clip = is_overridden("configure_gradient_clipping", module, TrainModule)
+        self._own_clip = is_overridden(
+            "configure_gradient_clipping", module, TrainModule
+        )
         self._own_step = is_overridden("optimizer_step", module, TrainModule)
         self._own_schedule = is_overridden("lr_scheduler_step", module, TrainModule)
         self.waiting: list[LRSchedulerConfig] = []
         self.wake: Callable[[], None] = _nothing
         self._all: list[nn.Parameter] = []
-        self.several: dict[str, list[nn.Parameter]] | None = None if made.names is None else {}
+        self.several: dict[str, list[nn.Parameter]] | None = (
+            None if made.names is None else {}
+        )
         self.read_groups()
 
     def read_groups(self) -> None:
         """Read the parameter groups again, into the lists that the loop already uses."""
         optimizers, state = self.made.optimizers, self.strategy.optimizer_state
         # Only the module's parameters: an engine may have replaced some in the groups, whose gradients it drops.
-        self._parameters = {id(o): [p for group in state(o)[0] for p in group] for o in optimizers}
-        self._all[:] = [p for parameters in self._parameters.values() for p in parameters]
+        self._parameters = {
+            id(o): [p for group in state(o)[0] for p in group] for o in optimizers
+        }
+        self._all[:] = [
+            p for parameters in self._parameters.values() for p in parameters
+        ]
         names: Sequence[str | None] = self.made.names or [None] * len(optimizers)
         self._runs = [
             (o, self._clip(o), self._how(o, name))
@@ -162,11 +175,15 @@ class Stepper:
     def _clip(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         if self._own_clip:
             return partial(
-                self.module.configure_gradient_clipping, optimizer, *(self.clip or (None, None))
+                self.module.configure_gradient_clipping,
+                optimizer,
+                *(self.clip or (None, None)),
             )
         if self.clip is None:
             return None
-        return partial(self.strategy.clip_gradients, self._parameters[id(optimizer)], *self.clip)
+        return partial(
+            self.strategy.clip_gradients, self._parameters[id(optimizer)], *self.clip
+        )
 
     def _how(self, optimizer: Optimizer, name: str | None) -> Callable[[], Any]:
         step, module = self.strategy.bind_step(optimizer), self.module
@@ -176,7 +193,11 @@ class Stepper:
         closures = self._closures(optimizer, name)
         if self._own_step:
             # A strategy may do more than the optimizer's step: average weights, reshard, replay a graph.
-            given = optimizer if step == optimizer.step else _SteppedByStrategy(optimizer, step)
+            given = (
+                optimizer
+                if step == optimizer.step
+                else _SteppedByStrategy(optimizer, step)
+            )
             return lambda: module.optimizer_step(
                 module.current_epoch, self.window.index, given, closures.make()
             )
@@ -220,7 +241,9 @@ class Stepper:
         """Run the window again, without changing the gradients of other optimizers or counting in metric objects."""
         mine = {id(parameter) for parameter in self._parameters[id(optimizer)]}
         others = [
-            (parameter, parameter.grad) for parameter in self._all if id(parameter) not in mine
+            (parameter, parameter.grad)
+            for parameter in self._all
+            if id(parameter) not in mine
         ]
         for parameter, _ in others:
             parameter.grad = None
@@ -295,7 +318,10 @@ class Stepper:
         if scales:
             self.precision.end_step()
         for config in self.made.schedulers:  # callbacks may have replaced them
-            due = config.interval == "step" and (window.progress.step + 1) % config.frequency == 0
+            due = (
+                config.interval == "step"
+                and (window.progress.step + 1) % config.frequency == 0
+            )
             if not due or (skipped and config.optimizer in skipped):
                 continue
             if config.monitor is None:
@@ -383,7 +409,9 @@ class ManualOptimizer(OptimizerProxy):
         self._precision.unscale_gradients(self.optimizer)
         for hook in self._bus.on_before_optimizer_step:
             hook(self.optimizer)
-        if not self.trained:  # looked for before the step, which may drop gradients itself
+        if (
+            not self.trained
+        ):  # looked for before the step, which may drop gradients itself
             self.trained = has_gradients(self.optimizer)
         if closure is not None:
             kwargs["closure"] = closure if self.trained else self._watched(closure)
@@ -440,14 +468,16 @@ class ManualStepper:
         self.window: MicroBatches | None = None
         self._backward = strategy.bind_backward(module.backward) or module.backward
         self.optimizers = [
-            ManualOptimizer(o, strategy, precision, bus, module) for o in made.optimizers
+            ManualOptimizer(o, strategy, precision, bus, module)
+            for o in made.optimizers
         ]
 
     @property
     def trained(self) -> bool | None:
         """Whether a step has had a gradient; None before the first step."""
         return max(
-            (one.trained for one in self.optimizers if one.trained is not None), default=None
+            (one.trained for one in self.optimizers if one.trained is not None),
+            default=None,
         )
 
     def replace(self, optimizers: list[Optimizer]) -> int:

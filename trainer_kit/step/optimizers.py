@@ -70,7 +70,9 @@ class Optimizers:
     names: list[str] | None = None
 
 
-def configure_optimizers(module: TrainModule, strategy: Strategy | None = None) -> Optimizers:
+def configure_optimizers(
+    module: TrainModule, strategy: Strategy | None = None
+) -> Optimizers:
     """Call ``module.configure_optimizers`` and read every form it may return.
 
     Args:
@@ -90,17 +92,25 @@ def configure_optimizers(module: TrainModule, strategy: Strategy | None = None) 
     if sections is not None and has_section:
         if returned is not None:
             sections.refuse_both("optimizer", returned)
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        trained = [
+            parameter for parameter in module.parameters() if parameter.requires_grad
+        ]
         returned = sections.make_optimizer(trained)
     configured = _read(returned, module)
-    if sections is None or sections.scheduler is None or len(configured.optimizers) != 1:
+    if (
+        sections is None
+        or sections.scheduler is None
+        or len(configured.optimizers) != 1
+    ):
         return configured
     if configured.schedulers:
         sections.refuse_both("scheduler", configured.schedulers[0].scheduler)
     (optimizer,) = configured.optimizers
     assert strategy is not None
     scheduler = sections.make_scheduler(optimizer, strategy.device)
-    configured.schedulers.append(LRSchedulerConfig(scheduler, "step", optimizer=optimizer))
+    configured.schedulers.append(
+        LRSchedulerConfig(scheduler, "step", optimizer=optimizer)
+    )
     return configured
 
 
@@ -125,7 +135,10 @@ def _no_parameters(optimizer: str, module: TrainModule) -> ConfigurationError:
 
 
 def check_parameters(
-    configured: Optimizers, module: TrainModule, strategy: Strategy, say: Callable[[str], None]
+    configured: Optimizers,
+    module: TrainModule,
+    strategy: Strategy,
+    say: Callable[[str], None],
 ) -> None:
     """Refuse an optimizer that steps nothing of the module; every rank must call it.
 
@@ -142,7 +155,9 @@ def check_parameters(
     for optimizer in configured.optimizers:
         groups, _ = strategy.optimizer_state(optimizer)
         parameters = list(chain.from_iterable(groups))
-        foreign = sum(id(parameter) not in parameters_of_module for parameter in parameters)
+        foreign = sum(
+            id(parameter) not in parameters_of_module for parameter in parameters
+        )
         name, owner = type(optimizer).__name__, type(module).__name__
         if parameters and foreign == len(parameters):
             raise ConfigurationError(
@@ -164,7 +179,8 @@ def _read(returned: Any, module: TrainModule) -> Optimizers:
     for optimizer in configured.optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
-                "configure_optimizers returned no optimizer", found=repr(type(optimizer))
+                "configure_optimizers returned no optimizer",
+                found=repr(type(optimizer)),
             )
         if not parameters_of(optimizer):
             raise _no_parameters(type(optimizer).__name__, module)
@@ -186,10 +202,14 @@ def _sort_out(returned: Any) -> Optimizers:
         return configured
     if _is_pair_of_lists(returned):
         optimizers, schedulers = returned
-        configs = [_scheduler_config(scheduler, f"{source}[1]") for scheduler in schedulers]
+        configs = [
+            _scheduler_config(scheduler, f"{source}[1]") for scheduler in schedulers
+        ]
         return Optimizers(list(optimizers), configs)
     if isinstance(returned, (list, tuple)):
-        return _join({f"{source}[{index}]": value for index, value in enumerate(returned)})
+        return _join(
+            {f"{source}[{index}]": value for index, value in enumerate(returned)}
+        )
     return _join({source: returned})
 
 
@@ -210,7 +230,9 @@ def _join(values: Mapping[str, Any]) -> Optimizers:
     return joined
 
 
-def _optimizer_and_schedulers(value: Any, source: str) -> tuple[Optimizer, list[LRSchedulerConfig]]:
+def _optimizer_and_schedulers(
+    value: Any, source: str
+) -> tuple[Optimizer, list[LRSchedulerConfig]]:
     if isinstance(value, Optimizer):
         return value, []
     if not isinstance(value, Mapping) or "optimizer" not in value:
@@ -225,7 +247,9 @@ def _optimizer_and_schedulers(value: Any, source: str) -> tuple[Optimizer, list[
         raise ConfigurationError(
             f"{source} has an unknown key",
             found=repr(min(unknown)),
-            fix=did_you_mean(str(min(unknown)), ["optimizer", "lr_scheduler", "monitor"]),
+            fix=did_you_mean(
+                str(min(unknown)), ["optimizer", "lr_scheduler", "monitor"]
+            ),
         )
     optimizer = value["optimizer"]
     if value.get("lr_scheduler") is None:
@@ -234,7 +258,9 @@ def _optimizer_and_schedulers(value: Any, source: str) -> tuple[Optimizer, list[
     return optimizer, [config]
 
 
-def _scheduler_config(value: Any, source: str, monitor: str | None = None) -> LRSchedulerConfig:
+def _scheduler_config(
+    value: Any, source: str, monitor: str | None = None
+) -> LRSchedulerConfig:
     """A scheduler or the dict of its options, checked; ``monitor`` is used where the dict has none."""
     options = dict(value) if isinstance(value, Mapping) else {"scheduler": value}
     for key in options:
@@ -257,7 +283,8 @@ def _scheduler_config(value: Any, source: str, monitor: str | None = None) -> LR
         )
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ConfigurationError(
-            f"{source}: frequency is a whole number from 1", found=repr(config.frequency)
+            f"{source}: frequency is a whole number from 1",
+            found=repr(config.frequency),
         )
     if not callable(getattr(scheduler, "step", None)):
         raise ConfigurationError(
@@ -285,7 +312,9 @@ def _check_names(configured: Optimizers) -> None:
             "or set automatic_optimization = False",
         )
     owners: dict[int, str] = {}
-    for name, optimizer in zip(configured.names or [], configured.optimizers, strict=False):
+    for name, optimizer in zip(
+        configured.names or [], configured.optimizers, strict=False
+    ):
         for parameter in parameters_of(optimizer):
             if owners.setdefault(id(parameter), name) != name:
                 raise ConfigurationError(
@@ -317,7 +346,9 @@ class OptimizerProxy(Optimizer):
     @staticmethod
     def unwrapped(optimizer: Any) -> Any:
         """The user's optimizer below a proxy; anything else is returned as it is."""
-        return optimizer.optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
+        return (
+            optimizer.optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -353,7 +384,9 @@ class OptimizerProxy(Optimizer):
         return {name: value for name, value in vars(self).items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)  # torch's own would profile `step` of this class from then on
+        vars(self).update(
+            state
+        )  # torch's own would profile `step` of this class from then on
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""

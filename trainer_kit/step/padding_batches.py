@@ -22,7 +22,12 @@ from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.step.side_effects import remember_effects
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["PaddingBatches", "padded_to_longest", "shared_batch", "without_side_effects"]
+__all__ = [
+    "PaddingBatches",
+    "padded_to_longest",
+    "shared_batch",
+    "without_side_effects",
+]
 
 _OVER: Final = object()
 
@@ -63,11 +68,18 @@ class PaddingBatches:
         micro = self._micro
         mine = next((batch for batch in micro.batches if batch is not None), None)
         known = next(
-            (batch for batch in (mine, micro.batch, micro.earlier) if batch is not None), None
+            (
+                batch
+                for batch in (mine, micro.batch, micro.earlier)
+                if batch is not None
+            ),
+            None,
         )
         given = shared_batch(known, self._strategy.data)
         if known is None:
-            micro.earlier = given if self._move is None or given is None else self._move(given)
+            micro.earlier = (
+                given if self._move is None or given is None else self._move(given)
+            )
         self._provided = True
 
     def run(self) -> Any:
@@ -79,7 +91,8 @@ class PaddingBatches:
         micro = self._micro
         if micro.earlier is None:
             raise DataError(
-                "the loader is empty on all ranks", fix="pass a loader that has at least one batch"
+                "the loader is empty on all ranks",
+                fix="pass a loader that has at least one batch",
             )
         kept = micro.factors, micro.loss, micro.losses
         micro.factors, micro.losses = [0.0], []
@@ -91,7 +104,11 @@ class PaddingBatches:
         if micro.manual or output is None:
             return None
         if self._names is not None:
-            return {name: output[name] * 0.0 for name in self._names if output[name] is not None}
+            return {
+                name: output[name] * 0.0
+                for name in self._names
+                if output[name] is not None
+            }
         return (output["loss"] if isinstance(output, Mapping) else output) * 0.0
 
 
@@ -115,7 +132,9 @@ def _to_host(tensor: Tensor) -> Tensor:
     return tensor.cpu()  # sync point: once in a run
 
 
-def padded_to_longest(feed: Feed, batches: Iterator[Any], strategy: Strategy) -> Iterator[Any]:
+def padded_to_longest(
+    feed: Feed, batches: Iterator[Any], strategy: Strategy
+) -> Iterator[Any]:
     """Equally many batches on every data rank: `MISSING` where this one has none, and others have.
 
     Args:

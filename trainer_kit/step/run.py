@@ -76,7 +76,9 @@ class Save:
     def requests_of(self, path: str) -> list[CheckpointRequest | None]:
         """The requests for ``path``, and those without a path."""
         return [
-            request for request in self.requests if request is None or str(request.path) == path
+            request
+            for request in self.requests
+            if request is None or str(request.path) == path
         ]
 
 
@@ -104,7 +106,11 @@ class Saver:
     @property
     def ended(self) -> bool:
         """Whether this process has finished writing the save in flight."""
-        return self.save is not None and self.save.writing is not None and self.save.writing.wait(0)
+        return (
+            self.save is not None
+            and self.save.writing is not None
+            and self.save.writing.wait(0)
+        )
 
 
 @dataclass(slots=True)

@@ -16,7 +16,9 @@ from trainer_kit.data import EpochLength
 
 __all__ = ["LONGEST", "Interval", "Schedule", "check_tokens"]
 
-LONGEST: Final = 256  # steps between two looks, whatever else is due: kept losses must not pile up
+LONGEST: Final = (
+    256  # steps between two looks, whatever else is due: kept losses must not pile up
+)
 
 
 def check_tokens(argument: str, length: object, module: object) -> None:
@@ -136,7 +138,9 @@ class Schedule:
             return False
         if self.length.certain:
             return progress.epoch_batch >= batches
-        return progress.epoch_batch == batches  # data that have more than that were not over there
+        return (
+            progress.epoch_batch == batches
+        )  # data that have more than that were not over there
 
     def flushes(self, progress: Progress) -> bool:
         """Whether logged values of this step are handed on."""
@@ -166,7 +170,9 @@ class Schedule:
     def _intervals(self, progress: Progress) -> int:
         if self.validate_every is None:
             return 0
-        position: float = getattr(progress, self._validation_counter(self.validate_every))
+        position: float = getattr(
+            progress, self._validation_counter(self.validate_every)
+        )
         return int(position // self.validate_every.value)
 
     def validation_due(self, progress: Progress) -> bool:
@@ -178,13 +184,21 @@ class Schedule:
 
     def owes_validation(self, progress: Progress) -> bool:
         """Whether `validation_due` will be true; does not change the schedule."""
-        if not self.validates or self.validate_every is None or not self._epoch_counts(progress):
+        if (
+            not self.validates
+            or self.validate_every is None
+            or not self._epoch_counts(progress)
+        ):
             return False
         return self._intervals(progress) > self.checked
 
     def validates_at_epoch_end(self, progress: Progress) -> bool:
         """Whether validation runs when the batches of this epoch are over."""
-        return self.validates and self.validate_every is None and self._epoch_counts(progress)
+        return (
+            self.validates
+            and self.validate_every is None
+            and self._epoch_counts(progress)
+        )
 
     def _epoch_counts(self, progress: Progress) -> bool:
         return self.across_epochs or (progress.epoch + 1) % self.validate_epochs == 0
@@ -198,7 +212,9 @@ class Schedule:
                 the only counts for which all ranks look at the step that completes an interval.
         """
         countable = [
-            interval for interval in self.intervals if together or interval.is_counted_alike
+            interval
+            for interval in self.intervals
+            if together or interval.is_counted_alike
         ]
         return [interval for interval in countable if interval.take_completed(progress)]
 
@@ -217,7 +233,9 @@ class Schedule:
                 batches = target - getattr(progress, counter)
                 steps.append(step + max(1, math.ceil(batches / window)))
             elif counter != "epoch":
-                steps.append(step + 1)  # samples, tokens, seconds: the number of steps is unknown
+                steps.append(
+                    step + 1
+                )  # samples, tokens, seconds: the number of steps is unknown
         return max(step + 1, min(steps))
 
     def _goals(self, progress: Progress) -> list[tuple[str, float]]:
@@ -226,8 +244,12 @@ class Schedule:
         if self.max_duration is not None:
             goals.append((self.max_duration.counter, self.max_duration.value))
         if self.validates and self.validate_every is not None:
-            next_validation = (self._intervals(progress) + 1) * self.validate_every.value
-            goals.append((self._validation_counter(self.validate_every), next_validation))
+            next_validation = (
+                self._intervals(progress) + 1
+            ) * self.validate_every.value
+            goals.append(
+                (self._validation_counter(self.validate_every), next_validation)
+            )
         goals += [
             (interval.every.counter, interval.next_end(progress))
             for interval in self.intervals

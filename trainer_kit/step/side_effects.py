@@ -66,7 +66,9 @@ def _remember_buffers(module: nn.Module) -> Callable[[], None]:
 
     def restore() -> None:
         for name, buffer in buffers.items():
-            buffer.data.copy_(copies[name])  # as data: a backward may check whether it was written
+            buffer.data.copy_(
+                copies[name]
+            )  # as data: a backward may check whether it was written
             if getattr(module, name) is not buffer:  # a step may assign another tensor
                 setattr(module, name, buffer)
 

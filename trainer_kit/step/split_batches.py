@@ -49,12 +49,16 @@ def split(batch: Any, parts: int) -> list[tuple[Any, int]]:
 
         def cut(part: Any) -> Any:
             if isinstance(part, PackedSequence):
-                return pack_sequence(unpack_sequence(part)[low:high], enforce_sorted=False)
+                return pack_sequence(
+                    unpack_sequence(part)[low:high], enforce_sorted=False
+                )
             if isinstance(part, (Tensor, np.ndarray)):
                 return part[low:high] if part.ndim and len(part) == size else part
             if len(part) == size and _holds_samples(part):
                 return part[low:high]
-            return sequence_like(part, [map_leaves(item, cut, _DIVIDED) for item in part])
+            return sequence_like(
+                part, [map_leaves(item, cut, _DIVIDED) for item in part]
+            )
 
         return map_leaves(batch, cut, _DIVIDED), high - low
 
@@ -223,7 +227,12 @@ class ReplayedSteps:
         module: nn.Module,
         every: int,
     ) -> None:
-        self._strategy, self._inside, self._module, self._every = strategy, inside, module, every
+        self._strategy, self._inside, self._module, self._every = (
+            strategy,
+            inside,
+            module,
+            every,
+        )
 
     def __call__(self, micro: MicroBatches) -> None:
         """Forward and backward of one window; every rank must call it."""
@@ -234,7 +243,10 @@ class ReplayedSteps:
         noise, to_start = rng_state(device), remember_effects(module, attributes=False)
         self._run(micro)
         first, loss = _gradients(module), micro.loss
-        noise_after, to_end = rng_state(device), remember_effects(module, attributes=False)
+        noise_after, to_end = (
+            rng_state(device),
+            remember_effects(module, attributes=False),
+        )
         losses = len(micro.losses)
         restore_rng(noise, device)
         to_start()
@@ -246,7 +258,9 @@ class ReplayedSteps:
         to_end()
         again = _gradients(module)
         differ = [
-            name for name in first if name not in again or not same_bits(first[name], again[name])
+            name
+            for name in first
+            if name not in again or not same_bits(first[name], again[name])
         ]
         self._compare(micro.started + 1, differ, [loss, loss_again])
         if self._inside is not None:
@@ -259,7 +273,9 @@ class ReplayedSteps:
         with self._inside():
             Strategy.forward_backward(self._strategy, micro)
 
-    def _compare(self, step: int, differ: list[str], losses: list[Tensor | float | None]) -> None:
+    def _compare(
+        self, step: int, differ: list[str], losses: list[Tensor | float | None]
+    ) -> None:
         world = self._strategy.world
         read = [
             torch.as_tensor(local(x), dtype=None if is_tensor(x) else torch.float64)

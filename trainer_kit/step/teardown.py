@@ -64,4 +64,6 @@ class Teardown:
             if self._first is None:
                 self._first = problem
             elif problem is not self._first:
-                add_note(self._first, f"while ending: {type(problem).__name__}: {problem}")
+                add_note(
+                    self._first, f"while ending: {type(problem).__name__}: {problem}"
+                )

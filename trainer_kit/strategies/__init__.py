@@ -8,7 +8,9 @@ from trainer_kit.core.lazy import alias_package, lazy_names
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.strategy import Strategy
 
-if __name__ != "trainer_kit.strategies":  # imported through the link at the top of a checkout
+if (
+    __name__ != "trainer_kit.strategies"
+):  # imported through the link at the top of a checkout
     alias_package(__name__, "trainer_kit.strategies")
 
 if TYPE_CHECKING:

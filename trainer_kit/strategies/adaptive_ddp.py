@@ -79,7 +79,8 @@ class AdaptiveDDP(DistributedDataParallel):
         if True not in trained:
             return False
         unknown = any(
-            now and not before for now, before in zip(trained, self._reduced, strict=True)
+            now and not before
+            for now, before in zip(trained, self._reduced, strict=True)
         )
         if (
             unknown or not self.find_unused_parameters
@@ -96,7 +97,9 @@ class AdaptiveDDP(DistributedDataParallel):
         self._module_parameters = [
             p for name, p in self.module.named_parameters() if name not in ignored
         ]
-        self._reduced = [before.get(parameter, False) for parameter in self._module_parameters]
+        self._reduced = [
+            before.get(parameter, False) for parameter in self._module_parameters
+        ]
         source = dist.get_global_rank(self.process_group, 0)
         for parameter in self._module_parameters:
             if parameter not in before:
@@ -143,7 +146,9 @@ LoopDDP.__name__ = (
 @contextmanager
 def _one_trained(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """A context in which at least one parameter is trained, which torch's constructor requires: the smallest."""
-    candidates = [parameter for parameter in parameters if parameter.is_floating_point()]
+    candidates = [
+        parameter for parameter in parameters if parameter.is_floating_point()
+    ]
     if not candidates or any(parameter.requires_grad for parameter in parameters):
         yield
         return

@@ -112,7 +112,8 @@ class DDPStrategy(Strategy):
         check_timeout(timeout, "DDPStrategy")
         self.backend, self.timeout = process_group_backend, timeout
         if not isinstance(
-            process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))
+            process_group,
+            (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER)),
         ):
             raise StrategyError(
                 "process_group= is a group of torch.distributed",
@@ -174,7 +175,9 @@ class DDPStrategy(Strategy):
             self.world.broadcast(parameter.data)
         broadcast_buffers(module, self.world)
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """Move and wrap the module; broadcast rank 0's weights."""
         if self.local_sgd is not None and (manual or precision.scales):
             raise StrategyError(
@@ -205,7 +208,9 @@ class DDPStrategy(Strategy):
         gradients in another order than the same step of an uninterrupted run.
         """
         # The sum over three or more ranks depends on the position of a gradient in its bucket.
-        partial = self.wrapper_options["find_unused_parameters"] or self._backward == "manual"
+        partial = (
+            self.wrapper_options["find_unused_parameters"] or self._backward == "manual"
+        )
         if (
             self.world.size < 3
             or partial
@@ -238,18 +243,25 @@ class DDPStrategy(Strategy):
             self._hooks += average_in_backward(module.parameters(), self.world)
             return module
         return self._wrap(
-            LoopDDP, module.to(self.device), bool(self.wrapper_options["find_unused_parameters"])
+            LoopDDP,
+            module.to(self.device),
+            bool(self.wrapper_options["find_unused_parameters"]),
         )
 
-    def _wrap(self, wrapper: type[_Wrapper], module: nn.Module, partial: bool) -> _Wrapper:
+    def _wrap(
+        self, wrapper: type[_Wrapper], module: nn.Module, partial: bool
+    ) -> _Wrapper:
         options = {**self.wrapper_options, "find_unused_parameters": partial}
         if (
-            "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+            "forward_sync_buffers"
+            in inspect.signature(DistributedDataParallel).parameters
         ):  # torch 2.13 renamed it
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         wrapped = wrapper(module, process_group=self.world.group, **options)
         if self.comm_hook is not None:
-            register_comm_hook(wrapped, self.comm_hook, self.comm_state, self.comm_wrapper)
+            register_comm_hook(
+                wrapped, self.comm_hook, self.comm_state, self.comm_wrapper
+            )
         return wrapped
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
@@ -314,7 +326,9 @@ class DDPStrategy(Strategy):
             fill_absent(self._step.reached or self._step.parameters())
         if self._learns_graph:
             self._learns_graph = False
-            self._step.reached = [p for p in self._step.parameters() if p.grad is not None]
+            self._step.reached = [
+                p for p in self._step.parameters() if p.grad is not None
+            ]
 
     def _follow_trained(self, ddp: AdaptiveDDP) -> None:
         """Prepare the wrapper for parameters that were frozen, unfrozen or added since the last micro-batch."""
@@ -378,7 +392,9 @@ class DDPStrategy(Strategy):
         """The module's own."""
         return self._replicas.module_state(module)
 
-    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], States]:
         """The optimizer's own."""
         parameters, state = optimizer_state(optimizer)
         return parameters, self._replicas.optimizer_state(parameters, state)
@@ -411,10 +427,16 @@ class DDPStrategy(Strategy):
         """A full replica on each rank; one all-reduce of all gradients per step."""
         sent = []
         if ranks > 1 and self.local_sgd is not None:
-            sent = [f"weights: all-reduce over {ranks} ranks, every {self.local_sgd.period} steps"]
+            sent = [
+                f"weights: all-reduce over {ranks} ranks, every {self.local_sgd.period} steps"
+            ]
         elif ranks > 1:
             named = self.comm_hook if isinstance(self.comm_hook, str) else "own"
-            how = "all-reduce" if self.comm_hook is None else f"{named} communication hook"
+            how = (
+                "all-reduce"
+                if self.comm_hook is None
+                else f"{named} communication hook"
+            )
             sent = [f"gradients: {how} over {ranks} ranks"]
             if (
                 self.wrapper_options["broadcast_buffers"]
@@ -433,7 +455,9 @@ class DDPStrategy(Strategy):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        on = ", ".join(name for name, value in self.wrapper_options.items() if value is True)
+        on = ", ".join(
+            name for name, value in self.wrapper_options.items() if value is True
+        )
         size = f" over {self.world.size} ranks" if self.started else ""
         every = (
             ""
@@ -465,7 +489,9 @@ class _Step(nn.Module):
         super().__init__()
         self.module = module
         if partial:
-            self.nothing = nn.Parameter(torch.zeros((), device=next(module.parameters()).device))
+            self.nothing = nn.Parameter(
+                torch.zeros((), device=next(module.parameters()).device)
+            )
         self.reached: list[nn.Parameter] = [self.nothing] if partial else []
 
     def redirect(self, method: Callable[..., Any]) -> None:
@@ -478,7 +504,9 @@ class _Step(nn.Module):
         method = self.__dict__.get("forward")
         parameters = self.reached or [p for p in self.parameters() if p.requires_grad]
         # The sum over no elements: exact zeros for any weights.
-        self.__dict__["forward"] = lambda: sum(p.reshape(-1)[:0].sum() for p in parameters)
+        self.__dict__["forward"] = lambda: sum(
+            p.reshape(-1)[:0].sum() for p in parameters
+        )
         try:
             yield
         finally:
@@ -508,7 +536,8 @@ def check_comm_hook(hook: Any, state: Any, wrapper: Any) -> None:
         )
     if wrapper is not None and hook is None:
         raise StrategyError(
-            "a wrapper needs a communication hook", found=f"ddp_comm_wrapper={wrapper!r}"
+            "a wrapper needs a communication hook",
+            found=f"ddp_comm_wrapper={wrapper!r}",
         )
     if isinstance(state, Mapping) and hook not in ("powersgd", "batched_powersgd"):
         raise StrategyError(
@@ -519,7 +548,10 @@ def check_comm_hook(hook: Any, state: Any, wrapper: Any) -> None:
 
 
 def register_comm_hook(
-    ddp: DistributedDataParallel, hook: str | Callable[..., Any], state: Any, wrapper: Any = None
+    ddp: DistributedDataParallel,
+    hook: str | Callable[..., Any],
+    state: Any,
+    wrapper: Any = None,
 ) -> None:
     """Register a communication hook.
 
@@ -532,13 +564,17 @@ def register_comm_hook(
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     chosen: Callable[..., Any]
-    if hook in ("powersgd", "batched_powersgd") and (state is None or isinstance(state, Mapping)):
+    if hook in ("powersgd", "batched_powersgd") and (
+        state is None or isinstance(state, Mapping)
+    ):
         state = powerSGD_hook.PowerSGDState(ddp.process_group, **(state or {}))
     if hook in ("fp16", "bf16") and state is None:
         state = ddp.process_group
     # PowerSGD waits for exchanges in gloo's two threads: with two buckets under way none would be left for them.
     one_by_one = (
-        not callable(hook) and hook in ("powersgd", "batched_powersgd") and ddp.device_type == "cpu"
+        not callable(hook)
+        and hook in ("powersgd", "batched_powersgd")
+        and ddp.device_type == "cpu"
     )
     if callable(hook):
         chosen = hook
@@ -575,7 +611,9 @@ class _Square:
     def __init__(self, bucket: Any) -> None:
         flat = bucket.buffer()
         side = math.isqrt(max(flat.numel() - 1, 0)) + 1
-        self._matrix = nn.functional.pad(flat, (0, side * side - flat.numel())).view(side, side)
+        self._matrix = nn.functional.pad(flat, (0, side * side - flat.numel())).view(
+            side, side
+        )
         self.index, self.is_last = bucket.index, bucket.is_last
 
     def buffer(self) -> Tensor:

@@ -55,7 +55,13 @@ from trainer_kit.strategies.transforms.blocks import (
     units,
 )
 
-__all__ = ["ExchangingBackward", "FSDPStrategy", "abandon", "resharding", "sharded_units"]
+__all__ = [
+    "ExchangingBackward",
+    "FSDPStrategy",
+    "abandon",
+    "resharding",
+    "sharded_units",
+]
 
 
 _RESHARDS: Final[Mapping[str, bool | None]] = {
@@ -133,27 +139,32 @@ class FSDPStrategy(Strategy):
         self._offloads = offload_activations
         self.device = torch.device(device)
         self.hybrid, self._mesh_shape = word.startswith("HYBRID"), device_mesh
-        self._reshards = _RESHARDS[word] if reshard_after_forward is None else reshard_after_forward
-        self._policy, self._recomputes = auto_wrap_policy, activation_checkpointing_policy
-        self.cpu_offload, self._mixed, self._ignored = cpu_offload, mixed_precision, ignored_modules
-        self.needs_processes = not cpu_offload and activation_checkpointing_policy is False
+        self._reshards = (
+            _RESHARDS[word] if reshard_after_forward is None else reshard_after_forward
+        )
+        self._policy, self._recomputes = (
+            auto_wrap_policy,
+            activation_checkpointing_policy,
+        )
+        self.cpu_offload, self._mixed, self._ignored = (
+            cpu_offload,
+            mixed_precision,
+            ignored_modules,
+        )
+        self.needs_processes = (
+            not cpu_offload and activation_checkpointing_policy is False
+        )
         check_timeout(timeout, "FSDPStrategy")
         self.backend, self.timeout = process_group_backend, timeout
-        self._root: Any = (
-            None  # what gathers the rest of its module; None where that is several modules
-        )
-        self._around_steps: Any = (
-            None  # the root, where steps must run between its hooks: a step does not call it
-        )
+        self._root: Any = None  # what gathers the rest of its module; None where that is several modules
+        self._around_steps: Any = None  # the root, where steps must run between its hooks: a step does not call it
         self._units: list[FSDPModule] = []
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
         self._moved = Moved()
         self.weights: InitialWeights | None = None
         """The initial weights, where `MeshStrategy` has divided the module along other axes first."""
-        self._every_backward = (
-            False  # exchanges, because there are several for one optimizer step, or the user's
-        )
+        self._every_backward = False  # exchanges, because there are several for one optimizer step, or the user's
 
     @property
     def parameters_on(self) -> torch.device:
@@ -167,14 +178,19 @@ class FSDPStrategy(Strategy):
 
     def start(self) -> None:
         """Join the process group, or make one; then the mesh."""
-        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout, alone=True)
+        self.world: ProcessGroup = join_world(
+            self.device, self.backend, self.timeout, alone=True
+        )
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
         shape = self._shape(self.world.size)
-        places = shape.size() if isinstance(shape, DeviceMesh) else torch.Size(shape).numel()
+        places = (
+            shape.size() if isinstance(shape, DeviceMesh) else torch.Size(shape).numel()
+        )
         if len(shape) > 2 if isinstance(shape, tuple) else shape.ndim > 2:
             raise StrategyError(
-                "parameters are sharded over one axis, or two for replicas", found=f"{shape}"
+                "parameters are sharded over one axis, or two for replicas",
+                found=f"{shape}",
             )
         if places != self.world.size:
             found = f"device_mesh={shape} and {self.world.size} processes"
@@ -189,7 +205,9 @@ class FSDPStrategy(Strategy):
             )
             shape = once_a_world(
                 ("fsdp", kind, sizes),
-                lambda: inherit_timeout(init_device_mesh(kind, sizes, mesh_dim_names=names)),
+                lambda: inherit_timeout(
+                    init_device_mesh(kind, sizes, mesh_dim_names=names)
+                ),
             )
         self.mesh = shape
 
@@ -225,10 +243,14 @@ class FSDPStrategy(Strategy):
         self._divide(
             module,
             precision,
-            [module] if getattr(module, "automatic_optimization", True) else outer_modules(module),
+            [module]
+            if getattr(module, "automatic_optimization", True)
+            else outer_modules(module),
         )
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """Shard the module; every rank gets its shards of rank 0's weights.
 
         In manual optimization the submodules are sharded separately: an optimizer may step between two of their
@@ -248,8 +270,13 @@ class FSDPStrategy(Strategy):
             root.set_reshard_after_forward(True, recurse=False)
         return module
 
-    def _divide(self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]) -> None:
-        weights, before = self.weights or InitialWeights(module, self.world), parameters_of(module)
+    def _divide(
+        self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]
+    ) -> None:
+        weights, before = (
+            self.weights or InitialWeights(module, self.world),
+            parameters_of(module),
+        )
         if self._recomputes is not False:
             blocks = self._policy if self._recomputes is True else self._recomputes
             ActivationCheckpointing(blocks, self._offloads).apply(module)
@@ -261,7 +288,9 @@ class FSDPStrategy(Strategy):
         self._parameters += module.parameters()
         self._moved.note(before, module)
         whole = (
-            parameter for parameter in module.parameters() if not hasattr(parameter, "placements")
+            parameter
+            for parameter in module.parameters()
+            if not hasattr(parameter, "placements")
         )
         self._hooks += average_in_backward(whole, self.world)
 
@@ -276,7 +305,9 @@ class FSDPStrategy(Strategy):
         inner = {part for unit in found for part in unit.modules() if part is not unit}  # type: ignore[attr-defined]
         roots = [unit for unit in found if unit not in inner]
         self._root = (
-            roots[0] if len(roots) == 1 and not self._units and not every_backward else None
+            roots[0]
+            if len(roots) == 1 and not self._units and not every_backward
+            else None
         )
         self._around_steps = module if isinstance(module, FSDPModule) else None
         self._units += found
@@ -305,7 +336,9 @@ class FSDPStrategy(Strategy):
         """
         # Parameters come as they are stored: autocast casts what may be cast, as in one process. Gathered in 16 bits,
         # norms would compute in them too, and on a CPU refuse to.
-        policy = self._mixed or MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
+        policy = self._mixed or MixedPrecisionPolicy(
+            reduce_dtype=precision.reduce_dtype
+        )
         offload = (
             CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
             if self.cpu_offload
@@ -324,13 +357,19 @@ class FSDPStrategy(Strategy):
                 fully_shard(
                     part,
                     mesh=self.mesh,
-                    reshard_after_forward=self._reshards if reshards is None else reshards,
-                    mp_policy=replace(policy, param_dtype=None) if part in separate else policy,
+                    reshard_after_forward=self._reshards
+                    if reshards is None
+                    else reshards,
+                    mp_policy=replace(policy, param_dtype=None)
+                    if part in separate
+                    else policy,
                     offload_policy=offload,
                     ignored_params=ignored,
                 )
 
-    def _left_whole(self, module: nn.Module, whole: Iterable[nn.Module] = ()) -> set[nn.Parameter]:
+    def _left_whole(
+        self, module: nn.Module, whole: Iterable[nn.Module] = ()
+    ) -> set[nn.Parameter]:
         """Return the parameters that are not sharded; their gradients are averaged."""
         matching = self._ignored or whole
         if isinstance(matching, str):
@@ -341,22 +380,30 @@ class FSDPStrategy(Strategy):
             ]
         return {parameter for part in matching for parameter in part.parameters()}
 
-    def _units_of(self, module: nn.Module, separate: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    def _units_of(
+        self, module: nn.Module, separate: Sequence[nn.Module] = ()
+    ) -> list[nn.Module]:
         """Return the modules that are gathered separately, inner ones first, without the roots.
 
         A module that shares a parameter with a module outside of it does not become a unit: both are gathered with the
         rest.
         """
-        owners = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+        owners = Counter(
+            id(p) for part in module.modules() for p in part.parameters(recurse=False)
+        )
         shared = {number for number, count in owners.items() if count > 1}
         found, picked = [], {*units(module, self._policy).values(), *separate}
         for part in reversed(list(module.modules())):
             if part not in picked or part is module:
                 continue
             inside = Counter(
-                id(p) for inner in part.modules() for p in inner.parameters(recurse=False)
+                id(p)
+                for inner in part.modules()
+                for p in inner.parameters(recurse=False)
             )
-            if all(inside[number] == owners[number] for number in shared & inside.keys()):
+            if all(
+                inside[number] == owners[number] for number in shared & inside.keys()
+            ):
                 found.append(part)
         return found
 
@@ -367,18 +414,32 @@ class FSDPStrategy(Strategy):
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Call the method between the root's hooks, which gather the parameters outside of all units."""
         self._every_backward = self._every_backward or several
-        return method if self._around_steps is None else _through(self._around_steps, method)
+        return (
+            method
+            if self._around_steps is None
+            else _through(self._around_steps, method)
+        )
 
     def bind_evaluation(
         self, method: Callable[..., Any], whole: bool = False
     ) -> Callable[..., Any]:
         """Like `bind`; weights are sharded again after each call, as hooks and checkpoints expect."""
-        call = method if self._around_steps is None else _through(self._around_steps, method)
+        call = (
+            method
+            if self._around_steps is None
+            else _through(self._around_steps, method)
+        )
         return resharding(call, self._units)
 
-    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+    def bind_backward(
+        self, backward: Callable[..., None] | None
+    ) -> Callable[..., None] | None:
         """The module's backward, or autograd's; with ``inputs`` it keeps all other gradients."""
-        return ExchangingBackward(self._parameters, backward) if self._every_backward else backward
+        return (
+            ExchangingBackward(self._parameters, backward)
+            if self._every_backward
+            else backward
+        )
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's own step, called once per kind of parameter, after all units are sharded again."""
@@ -392,7 +453,9 @@ class FSDPStrategy(Strategy):
         step_all = step_by_kind(optimizer, step)
         if self.world.size == 1:
             return step_all
-        return refuse_unprepared(optimizer, step_all, lambda: self._parameters, self.engine)
+        return refuse_unprepared(
+            optimizer, step_all, lambda: self._parameters, self.engine
+        )
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other; the last backward reduces gradients."""
@@ -435,16 +498,22 @@ class FSDPStrategy(Strategy):
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """A shard of everything; parameters are gathered in forward and again in backward, gradients are reduced."""
         shape = self.mesh or self._shape(ranks)
-        rank = shape.get_local_rank(shape.ndim - 1) if isinstance(shape, DeviceMesh) else 0
+        rank = (
+            shape.get_local_rank(shape.ndim - 1) if isinstance(shape, DeviceMesh) else 0
+        )
         *replicas, shards = shape.shape if isinstance(shape, DeviceMesh) else shape
         copies = math.prod(replicas)
         automatic = getattr(module, "automatic_optimization", True)
         roots = [module] if automatic else outer_modules(module)
-        divided = {p for root in roots for p in root.parameters()} - self._left_whole(module)
+        divided = {p for root in roots for p in root.parameters()} - self._left_whole(
+            module
+        )
         often = ", in each backward" if self._every_backward or not automatic else ""
         sent = []
         if shards > 1:
-            again = self._reshards is not False and (self._reshards or self._units_of(module))
+            again = self._reshards is not False and (
+                self._reshards or self._units_of(module)
+            )
             each = "forward, and again for backward" if again else "forward"
             sent = [
                 f"parameters: all-gather over {shards} ranks for each {each}",
@@ -455,19 +524,27 @@ class FSDPStrategy(Strategy):
         if shards * copies > 1 and any(
             p.requires_grad for p in module.parameters() if p not in divided
         ):
-            sent.append(f"gradients of what stays whole: all-reduce over {shards * copies} ranks")
+            sent.append(
+                f"gradients of what stays whole: all-reduce over {shards * copies} ranks"
+            )
         among = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
         layout = f"{copies} copies, each over {among}" if copies > 1 else among
         during = _autocast_copies(divided, precision, self._mixed)
         return held(
-            module, layout, sent, lambda p: own_part(p, shards if p in divided else 1, rank), during
+            module,
+            layout,
+            sent,
+            lambda p: own_part(p, shards if p in divided else 1, rank),
+            during,
         )
 
     def places(self, processes: int) -> dict[str, int]:
         """The numbers of replicas, where there are any, and of shards."""
         shape = self._shape(processes)
         sizes = tuple(shape.shape) if isinstance(shape, DeviceMesh) else shape
-        return dict(zip(("dp_replicate", "dp_shard")[-len(sizes) :], sizes, strict=False))
+        return dict(
+            zip(("dp_replicate", "dp_shard")[-len(sizes) :], sizes, strict=False)
+        )
 
     def describe(self) -> str:
         """One line for ``explain()``."""
@@ -493,7 +570,9 @@ def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _autocast_copies(
-    gathered: Iterable[nn.Parameter], precision: Precision, policy: MixedPrecisionPolicy | None
+    gathered: Iterable[nn.Parameter],
+    precision: Precision,
+    policy: MixedPrecisionPolicy | None,
 ) -> str:
     """A text about the copies that autocast makes of gathered weights; units gathered in 16 bits need none."""
     dtype = precision.param_dtype
@@ -513,7 +592,9 @@ def _separate_units(
     module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy
 ) -> list[nn.Module]:
     """Return the modules that need separate units: torch casts and reduces a unit in one dtype."""
-    trained = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    trained = {
+        parameter.dtype for parameter in module.parameters() if parameter.requires_grad
+    }
     if policy.param_dtype is None and len(trained) < 2:
         return []
     return precision.kept_modules(module)
@@ -528,10 +609,14 @@ class ExchangingBackward:
         run: the module's override of backward; None: autograd's.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], run: Callable[..., None] | None) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], run: Callable[..., None] | None
+    ) -> None:
         self.parameters, self.run = parameters, run or _autograd
 
-    def __call__(self, loss: Tensor, *arguments: Any, inputs: Any = None, **options: Any) -> None:
+    def __call__(
+        self, loss: Tensor, *arguments: Any, inputs: Any = None, **options: Any
+    ) -> None:
         """Run it; ``inputs``: the parameters whose gradients it adds to."""
         if inputs is None:
             self.run(loss, *arguments, **options)

@@ -27,13 +27,18 @@ __all__ = [
 def local_gradients(optimizer: Optimizer) -> list[Tensor]:
     """This rank's parts of the gradients that an optimizer steps."""
     gradients = (
-        parameter.grad for group in optimizer.param_groups for parameter in group["params"]
+        parameter.grad
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     )
     return [local(gradient) for gradient in gradients if gradient is not None]
 
 
 def clip_gradients(
-    parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    parameters: Sequence[nn.Parameter],
+    value: float,
+    algorithm: str,
+    norm_type: float = 2.0,
 ) -> Tensor | None:
     """Clip gradients that this rank holds in full.
 
@@ -79,9 +84,16 @@ def clip_sharded_gradients(
         ConfigurationError: for an unknown algorithm, or a norm type that cannot be combined from shards.
     """
     given = [(p, p.grad) for p in parameters if p.grad is not None]
-    counted = [gradient for p, gradient in given if p not in repeated] if repeated else None
+    counted = (
+        [gradient for p, gradient in given if p not in repeated] if repeated else None
+    )
     return clip_parts(
-        [gradient for _, gradient in given], value, algorithm, norm_type, stages, counted
+        [gradient for _, gradient in given],
+        value,
+        algorithm,
+        norm_type,
+        stages,
+        counted,
     )
 
 
@@ -108,7 +120,9 @@ def clip_parts(
         )
     norm = total_norm(gradients if counted is None else counted, norm_type)
     if stages is not None:  # one dtype for all: a stage may have no gradient
-        norm = torch.linalg.vector_norm(stages.all_gather(norm.to(torch.float64)), norm_type)
+        norm = torch.linalg.vector_norm(
+            stages.all_gather(norm.to(torch.float64)), norm_type
+        )
     factor = (value / (norm + 1e-6)).clamp(
         max=1.0
     )  # unconditional: reading the norm would be a sync point
@@ -120,7 +134,9 @@ def clip_parts(
     return norm
 
 
-def spread_overflow(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+def spread_overflow(
+    gradients: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> None:
     """Make every rank's gradients NaN if those of any rank overflowed, so that all ranks skip the step together.
 
     Args:
@@ -145,7 +161,9 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         mesh = getattr(gradient, "device_mesh", None)
         placements = getattr(gradient, "placements", ())
         axes = tuple(
-            axis for axis, placement in enumerate(placements) if not placement.is_replicate()
+            axis
+            for axis, placement in enumerate(placements)
+            if not placement.is_replicate()
         )
         by_layout.setdefault((mesh, axes), []).append(local(gradient))
     for (mesh, axes), parts in by_layout.items():

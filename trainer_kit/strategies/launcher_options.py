@@ -44,7 +44,9 @@ def fsdp_from_launcher(given: Mapping[str, str]) -> dict[str, Any]:
     if "fsdp_sharding_strategy" in given:
         found["sharding_strategy"] = given["fsdp_sharding_strategy"]
     reshards = given.get("fsdp_reshard_after_forward", "")
-    if reshards.upper().endswith(("SHARD", "_OP", "ZERO2")):  # in version 1 this was the strategy
+    if reshards.upper().endswith(
+        ("SHARD", "_OP", "ZERO2")
+    ):  # in version 1 this was the strategy
         found["sharding_strategy"] = reshards
     elif reshards:
         found["reshard_after_forward"] = is_true(reshards)
@@ -74,7 +76,9 @@ MESH_KEYS: Final = tuple(f"parallelism_config_{axis}_size" for axis in _LAUNCHER
 """Those that say something. How sequences are exchanged is decided by the number of heads."""
 
 
-def mesh_from_launcher(given: Mapping[str, str], fsdp: Mapping[str, Any] | None) -> dict[str, Any]:
+def mesh_from_launcher(
+    given: Mapping[str, str], fsdp: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Arguments of the strategy; none where a mesh would do nothing that DDP or FSDP does not do alone.
 
     Args:
@@ -111,5 +115,7 @@ def mesh_from_launcher(given: Mapping[str, str], fsdp: Mapping[str, Any] | None)
         )
     found: dict[str, Any] = dict(sizes)
     if "activation_checkpointing_policy" in more:
-        found["activation_checkpointing_policy"] = more.pop("activation_checkpointing_policy")
+        found["activation_checkpointing_policy"] = more.pop(
+            "activation_checkpointing_policy"
+        )
     return {**found, "fsdp": more} if more and active != ["tp"] else found

@@ -68,7 +68,9 @@ class Replicas:
     def __init__(self, options: PostLocalSGD | None, world: ProcessGroup) -> None:
         self.options, self.world = options, world
         self.local = False
-        self.diverged = options is not None  # of a resumed run, until its first step says more
+        self.diverged = (
+            options is not None
+        )  # of a resumed run, until its first step says more
         self._due = self._own = False
 
     def begin(self, completed: int) -> bool:
@@ -90,7 +92,8 @@ class Replicas:
             self.diverged = self.local and not self._due
             if self._due:
                 average(
-                    (p for group in optimizer.param_groups for p in group["params"]), self.world
+                    (p for group in optimizer.param_groups for p in group["params"]),
+                    self.world,
                 )
             return result
 
@@ -133,10 +136,14 @@ class Replicas:
         weights = named_state(module)
         return {
             **state,
-            **self._averaged({"": {name: state[name] for name in state if name in weights}})[""],
+            **self._averaged(
+                {"": {name: state[name] for name in state if name in weights}}
+            )[""],
         }
 
-    def optimizer_state(self, groups: Sequence[Sequence[nn.Parameter]], state: States) -> States:
+    def optimizer_state(
+        self, groups: Sequence[Sequence[nn.Parameter]], state: States
+    ) -> States:
         """With averaged moments, where every rank has them; every rank must call it."""
         if self._own or not self.local:
             return state
@@ -150,19 +157,26 @@ class Replicas:
         ]
         return {**state, **self._averaged({p: state[p] for p in alike})}
 
-    def _averaged(self, states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
+    def _averaged(
+        self, states: Mapping[Any, Mapping[str, Any]]
+    ) -> dict[Any, dict[str, Any]]:
         copies = {key: {**own, **_floats(own)} for key, own in states.items()}
         average(
-            [own[name] for key, own in copies.items() for name in _floats(states[key])], self.world
+            [own[name] for key, own in copies.items() for name in _floats(states[key])],
+            self.world,
         )
         return copies
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies of the tensors that can be averaged."""
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    tensors = {
+        name: value for name, value in values.items() if isinstance(value, Tensor)
+    }
     return {
-        name: value.detach().clone() for name, value in tensors.items() if value.is_floating_point()
+        name: value.detach().clone()
+        for name, value in tensors.items()
+        if value.is_floating_point()
     }
 
 

@@ -214,7 +214,9 @@ class MeshStrategy(Strategy):
             made.mesh = self.groups.data_mesh
         self._data_axes = self._shards or SingleDeviceStrategy(self.device)
         if sizes["pp"] > 1:
-            self.pipeline = Pipeline(self.groups.stages, self.world, self.device, self.schedule)
+            self.pipeline = Pipeline(
+                self.groups.stages, self.world, self.device, self.schedule
+            )
             self.reporter = self.pipeline.reporter
             self.why_not_again = "each rank of a pipeline has other parameters"
             self._data_axes = _StagedStrategy(self.pipeline, self.groups, self._shards)
@@ -252,12 +254,18 @@ class MeshStrategy(Strategy):
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Divide the module for evaluation: it may not fit on one rank there either."""
-        self._divide(module, precision, lambda: self._data_axes.place_module(module, precision))
+        self._divide(
+            module, precision, lambda: self._data_axes.place_module(module, precision)
+        )
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """Divide the module for training; every rank gets its shards of rank 0's weights."""
         self._divide(
-            module, precision, lambda: self._data_axes.prepare_module(module, manual, precision)
+            module,
+            precision,
+            lambda: self._data_axes.prepare_module(module, manual, precision),
         )
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
@@ -275,11 +283,15 @@ class MeshStrategy(Strategy):
             )
         others = self._modules
         self._raw_loop = True
-        self._divide(module, precision, lambda: self._data_axes.wrap_module(module, precision))
+        self._divide(
+            module, precision, lambda: self._data_axes.wrap_module(module, precision)
+        )
         self._modules = [*others, module]  # a raw loop may have several
         return module
 
-    def transforms_of(self, module: nn.Module, precision: Precision) -> tuple[Transform, ...]:
+    def transforms_of(
+        self, module: nn.Module, precision: Precision
+    ) -> tuple[Transform, ...]:
         """Return the transforms that this mesh applies to a module, in their order; the data axes follow.
 
         Stages come first, because each later transform changes only the stages of this rank. Recomputation runs
@@ -291,14 +303,18 @@ class MeshStrategy(Strategy):
         staged = plan.pipeline or PipelinePlan()
         blocks = None if self._recomputes is True else self._recomputes
         ordered = (
-            None if self.pipeline is None else PipelineParallel(self.pipeline, staged, precision),
+            None
+            if self.pipeline is None
+            else PipelineParallel(self.pipeline, staged, precision),
             TensorParallel(plan, copies=self._raw_loop and self.losses.size > 1)
             if several["tp"]
             else None,
             ContextParallel.planned(module, plan)
             if (several["cp"] or context) and not self._raw_loop
             else None,
-            None if self._recomputes is False else ActivationCheckpointing(blocks, self._offloads),
+            None
+            if self._recomputes is False
+            else ActivationCheckpointing(blocks, self._offloads),
         )
         return tuple(transform for transform in ordered if transform is not None)
 
@@ -312,9 +328,13 @@ class MeshStrategy(Strategy):
         )
         self._transforms = self.transforms_of(module, precision)
         for transform in self._transforms:
-            transform.apply(module, self.mesh[transform.axis] if transform.axis else self.mesh)
+            transform.apply(
+                module, self.mesh[transform.axis] if transform.axis else self.mesh
+            )
         shards = [
-            transform.shard_batch for transform in self._transforms if transform.divides_batch
+            transform.shard_batch
+            for transform in self._transforms
+            if transform.divides_batch
         ]
         self.shard_batch = shards[0] if shards else None
         if self._shards is None:
@@ -323,7 +343,10 @@ class MeshStrategy(Strategy):
             self._shards.weights = weights
         along_data()
         self._modules = [module]
-        self._parameters = [*(self._parameters if self._raw_loop else []), *module.parameters()]
+        self._parameters = [
+            *(self._parameters if self._raw_loop else []),
+            *module.parameters(),
+        ]
         self._first_window_done = False
         self._moved.note(before, module)
         if self.losses.size == 1:  # FSDP sums them itself
@@ -361,7 +384,11 @@ class MeshStrategy(Strategy):
         for transform in self._transforms:
             method = transform.bind(method)
         call = self._data_axes.bind(method, several)
-        return with_equal_rng(call, self._same_numbers, self.device) if self._same_numbers else call
+        return (
+            with_equal_rng(call, self._same_numbers, self.device)
+            if self._same_numbers
+            else call
+        )
 
     def bind_evaluation(
         self, method: Callable[..., Any], whole: bool = False
@@ -374,7 +401,9 @@ class MeshStrategy(Strategy):
             step = transform.bind_evaluation(step, whole)
         return step
 
-    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+    def bind_backward(
+        self, backward: Callable[..., None] | None
+    ) -> Callable[..., None] | None:
         """Bind backward to the data axes."""
         return self._data_axes.bind_backward(backward)
 
@@ -382,7 +411,9 @@ class MeshStrategy(Strategy):
         """Run a window on the data axes; after the first one, the transforms check its gradients."""
         with ExitStack() as stack:
             for transform in self._transforms:
-                stack.enter_context(transform.computing(first=not self._first_window_done))
+                stack.enter_context(
+                    transform.computing(first=not self._first_window_done)
+                )
             self._data_axes.forward_backward(micro)
         self._complete()
 
@@ -414,7 +445,9 @@ class MeshStrategy(Strategy):
         norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip by norm or by value; the norm is over all shards."""
-        complete_gradients(self._summed)  # manual optimization clips before a window ends
+        complete_gradients(
+            self._summed
+        )  # manual optimization clips before a window ends
         if self.pipeline is None:
             return clip_sharded_gradients(parameters, value, algorithm, norm_type)
         repeated = self.pipeline.ties.repeated
@@ -436,13 +469,17 @@ class MeshStrategy(Strategy):
         """The names of parameters that another stage has under another name."""
         return self._data_axes.shared_names(module)
 
-    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    def load_module_state(
+        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+    ) -> None:
         """Load a state of whole tensors or of shards."""
         self._data_axes.load_module_state(module, state, strict)
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context in which every rank has the running statistics of rank 0, as checkpoints do."""
-        return borrowed_buffers(module, self.world if self.pipeline is None else self.losses)
+        return borrowed_buffers(
+            module, self.world if self.pipeline is None else self.losses
+        )
 
     # -- what it costs -------------------------------------------------------------------------------------------
 
@@ -464,21 +501,37 @@ class MeshStrategy(Strategy):
         )
         held, sent = _model_axes(sizes)
         layout = "; ".join(
-            [axes_in_words(sizes), *held, *([along_data.layout] if copies * shards > 1 else [])]
+            [
+                axes_in_words(sizes),
+                *held,
+                *([along_data.layout] if copies * shards > 1 else []),
+            ]
         )
-        divided = has_stages(module) or any(isinstance(p, DTensor) for p in module.parameters())
+        divided = has_stages(module) or any(
+            isinstance(p, DTensor) for p in module.parameters()
+        )
         if sizes["tp"] * sizes["pp"] > 1 and not divided:
             layout += "; how much is known when a run has divided the module"
             return replace(
-                along_data, layout=layout, parameters=None, gradients=None, exchanges=sent
+                along_data,
+                layout=layout,
+                parameters=None,
+                gradients=None,
+                exchanges=sent,
             )
         if divided:
             layout += f"; {self._held([module])}"
-        return replace(along_data, layout=layout, exchanges=[*sent, *along_data.exchanges])
+        return replace(
+            along_data, layout=layout, exchanges=[*sent, *along_data.exchanges]
+        )
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        sizes = dict(zip(AXES, self.mesh.shape, strict=True)) if self.started else self.sizes
+        sizes = (
+            dict(zip(AXES, self.mesh.shape, strict=True))
+            if self.started
+            else self.sizes
+        )
         staged = f" ({self.schedule})" if sizes["pp"] != 1 else ""
         facts = [f"mesh {axes_in_words(sizes)} on {self.device.type}{staged}"]
         facts += [same_batches(self.mesh)] if self.started else []
@@ -486,7 +539,9 @@ class MeshStrategy(Strategy):
         return "; ".join(filter(None, facts))
 
     def _held(self, modules: Sequence[nn.Module]) -> str:
-        return parameters_held(modules, 0 if self.pipeline is None else self.pipeline.elsewhere)
+        return parameters_held(
+            modules, 0 if self.pipeline is None else self.pipeline.elsewhere
+        )
 
 
 def _model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
@@ -548,13 +603,17 @@ class _StagedStrategy(Strategy):
                 # Some schedules compute the gradients of weights after those of activations, and need the weights
                 # that the forward used: keep them gathered.
                 keeps = False if self.pipeline.splits_backward else None
-                self.sharding.shard(stage, precision, [stage], whole=[stage.loose], reshards=keeps)
+                self.sharding.shard(
+                    stage, precision, [stage], whole=[stage.loose], reshards=keeps
+                )
             assert self.sharding.weights is not None
             self.sharding.weights.hand_out(
                 module, self.sharding.device, self.sharding.parameters_on
             )
         self.pipeline.find_parameters(module)
-        self._units = [unit for stage in self.pipeline.stages for unit in sharded_units(stage)]
+        self._units = [
+            unit for stage in self.pipeline.stages for unit in sharded_units(stage)
+        ]
         self._begun = False
 
     def configure(self, **facts: Any) -> str | None:
@@ -572,7 +631,9 @@ class _StagedStrategy(Strategy):
                 if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))
             ]
 
-    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    def load_module_state(
+        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+    ) -> None:
         """Load this rank's part of the state of the whole module; a missing name is an error on every rank."""
         state = without_wrappers(state)
         whole = dict.fromkeys(map(state_name, self.pipeline.names))
@@ -587,10 +648,14 @@ class _StagedStrategy(Strategy):
         report_differences(missing, foreign)
         own = plain_state(module)
         load_module_parts(
-            module, {name: value for name, value in state.items() if name in own}, strict=True
+            module,
+            {name: value for name, value in state.items() if name in own},
+            strict=True,
         )
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """Shard each stage; the schedule runs backward.
 
         Raises:
@@ -598,12 +663,15 @@ class _StagedStrategy(Strategy):
         """
         if manual:
             raise _not_with_stages(
-                "manual optimization", "set automatic_optimization = True, or train without pp="
+                "manual optimization",
+                "set automatic_optimization = True, or train without pp=",
             )
         self.place_module(module, precision)
         self._scales = precision.scales
         if self._scales:
-            rows = self.pipeline.world.agree([any(p.requires_grad for p in module.parameters())])
+            rows = self.pipeline.world.agree(
+                [any(p.requires_grad for p in module.parameters())]
+            )
             if not all(row[0] for row in rows):
                 raise StrategyError(
                     "gradient scaling needs trainable parameters on every rank of a pipeline",
@@ -632,11 +700,14 @@ class _StagedStrategy(Strategy):
         call = self.pipeline.bind_evaluation(method)
         return resharding(call, self._units)
 
-    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+    def bind_backward(
+        self, backward: Callable[..., None] | None
+    ) -> Callable[..., None] | None:
         """Return None: the schedule runs backward. A module's own backward is an error."""
         if backward is not None:
             raise _not_with_stages(
-                "a backward of the module's own", "leave it out, or use a mesh without pp="
+                "a backward of the module's own",
+                "leave it out, or use a mesh without pp=",
             )
         return None
 
@@ -654,7 +725,8 @@ class _StagedStrategy(Strategy):
         # Hooks may have drawn random numbers on one rank only; the last group is that of the stages.
         same = list(self.groups.same.values())
         agree_on_rng(
-            same if not self._begun or micro.first == 0 else same[:-1], self.pipeline.device
+            same if not self._begun or micro.first == 0 else same[:-1],
+            self.pipeline.device,
         )
         self._begun = True
         try:

@@ -48,9 +48,13 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
     count = math.prod(size for size in sizes.values() if size != -1)
     free = -1 in sizes.values()
     if processes % count if free else processes != count:
-        given = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+        given = " × ".join(
+            f"{axis}={size}" for axis, size in sizes.items() if size != 1
+        )
         launched = (
-            "1 process was launched" if processes == 1 else f"{processes} processes were launched"
+            "1 process was launched"
+            if processes == 1
+            else f"{processes} processes were launched"
         )
         raise StrategyError(
             f"the mesh has {count} places{' or a multiple' if free else ''} but {launched}",
@@ -58,7 +62,9 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
             fix=f"launch {count * max(1, round(processes / count)) if free else count} processes"
             + ("" if free else ", or leave one axis at -1"),
         )
-    return {axis: processes // count if size == -1 else size for axis, size in sizes.items()}
+    return {
+        axis: processes // count if size == -1 else size for axis, size in sizes.items()
+    }
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
@@ -68,7 +74,11 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         StrategyError: a size is below 1, or more than one is -1.
     """
     for axis, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        if (
+            not isinstance(size, int)
+            or isinstance(size, bool)
+            or (size < 1 and size != -1)
+        ):
             raise StrategyError(
                 "the size of a mesh axis is a whole number that is at least 1",
                 found=f"{axis}={size!r}",
@@ -121,7 +131,9 @@ def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
     ):
         if fsdp.get(option) and any(sizes[axis] > 1 for axis in axes):
             found = f"fsdp={{{option!r}: ...}}, {axes_in_words(sizes)}"
-            raise StrategyError(f"{option} is not supported by this mesh", found=found, fix=fix)
+            raise StrategyError(
+                f"{option} is not supported by this mesh", found=found, fix=fix
+            )
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -129,7 +141,9 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     replicas, shards = mesh["dp_replicate"], mesh["dp_shard"]
     if mesh["cp"].size() > 1:
         shards = inherit_timeout(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
-    return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
+    return (
+        shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
+    )
 
 
 @final
@@ -153,13 +167,19 @@ class MeshGroups:
     def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
         self._device = device
         self.mesh: DeviceMesh = inherit_timeout(
-            init_device_mesh(device.type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
+            init_device_mesh(
+                device.type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES
+            )
         )
         context = ["cp"] if sizes["cp"] > 1 else []
         self.data = self._over("dp_replicate", "dp_shard")
-        self.losses = self._over("dp_replicate", "dp_shard", *context) if context else self.data
+        self.losses = (
+            self._over("dp_replicate", "dp_shard", *context) if context else self.data
+        )
         self.data_mesh = data_mesh(self.mesh)
-        self.same = {axis: self._along(axis) for axis in ("tp", "cp", "pp") if sizes[axis] > 1}
+        self.same = {
+            axis: self._along(axis) for axis in ("tp", "cp", "pp") if sizes[axis] > 1
+        }
         self.reports, self.stages = self.losses, self._along("pp")
         if sizes["pp"] > 1:
             self.reports = self._over("pp", "dp_replicate", "dp_shard", *context)
@@ -204,7 +224,9 @@ def parameters_held(modules: Sequence[nn.Module], elsewhere: int = 0) -> str:
         elsewhere: the number of parameters that only stages of other ranks have.
     """
     whole, held = elsewhere, 0
-    for parameter in (parameter for module in modules for parameter in module.parameters()):
+    for parameter in (
+        parameter for module in modules for parameter in module.parameters()
+    ):
         whole += parameter.numel()
         held += local(parameter).numel()
     return f"this rank holds {held:,} of {whole:,} parameters"

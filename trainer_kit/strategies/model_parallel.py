@@ -108,7 +108,9 @@ class ModelParallelStrategy(Strategy):
         super().__init__()
         self._sizes = {_DATA: data_parallel_size, _TENSOR: tensor_parallel_size}
         for axis, size in self._sizes.items():
-            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            if size != "auto" and (
+                not isinstance(size, int) or isinstance(size, bool) or size < 1
+            ):
                 found = f"{axis}_size={size!r}"
                 raise StrategyError(
                     "the size of an axis is a whole number that is at least 1, or 'auto'",
@@ -152,7 +154,9 @@ class ModelParallelStrategy(Strategy):
         self, kind: str, sizes: tuple[int, ...]
     ) -> tuple[DeviceMesh, ProcessGroup, ProcessGroup]:
         mesh = inherit_timeout(init_device_mesh(kind, sizes, mesh_dim_names=_AXES))
-        data, tensor = (ProcessGroup(self.device, mesh[axis].get_group()) for axis in _AXES)
+        data, tensor = (
+            ProcessGroup(self.device, mesh[axis].get_group()) for axis in _AXES
+        )
         return mesh, data, tensor
 
     def places(self, processes: int) -> dict[str, int]:
@@ -161,8 +165,12 @@ class ModelParallelStrategy(Strategy):
         Raises:
             StrategyError: their product is not the number of processes.
         """
-        data, tensor = (0 if size == "auto" else int(size) for size in self._sizes.values())
-        data = data or (max(1, processes // tensor) if tensor else Environment.detect().num_nodes)
+        data, tensor = (
+            0 if size == "auto" else int(size) for size in self._sizes.values()
+        )
+        data = data or (
+            max(1, processes // tensor) if tensor else Environment.detect().num_nodes
+        )
         tensor = tensor or max(1, processes // data)
         if data * tensor != processes:
             raise StrategyError(
@@ -214,7 +222,12 @@ class ModelParallelStrategy(Strategy):
         )  # layers that are made inside start equal on every rank
         weights = InitialWeights(module, self.world, resets=True)
         bare = bool(
-            max(row[0] for row in self.world.agree([any(p.is_meta for p in module.parameters())]))
+            max(
+                row[0]
+                for row in self.world.agree(
+                    [any(p.is_meta for p in module.parameters())]
+                )
+            )
         )
         if bare:
             empty(module)
@@ -240,7 +253,9 @@ class ModelParallelStrategy(Strategy):
         self.stop()
         self._take(module)
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """As `place_module`; ``manual``: every backward reduces gradients."""
         self.stop()
         self._take(module, manual)
@@ -268,7 +283,9 @@ class ModelParallelStrategy(Strategy):
                 fix='shard its layers: fully_shard(self.net, mesh=self.device_mesh["data_parallel"])',
             )
         if sharded_units(module):
-            self._shards = self._shards or FSDPStrategy(self.device, device_mesh=self.mesh[_DATA])
+            self._shards = self._shards or FSDPStrategy(
+                self.device, device_mesh=self.mesh[_DATA]
+            )
             self._shards.world = self._shards.data = self._shards.losses = self.data
             self._shards.adopt(module, every_backward)
         elif self._same:  # FSDP2 sums them itself
@@ -322,7 +339,11 @@ class ModelParallelStrategy(Strategy):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that needs whole parameters."""
-        if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        if any(
+            isinstance(p, DTensor)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ):
             refuse_whole(optimizer)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
@@ -347,9 +368,13 @@ class ModelParallelStrategy(Strategy):
         call = whole_outputs(method)
         return call if self._shards is None else self._shards.bind_evaluation(call)
 
-    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+    def bind_backward(
+        self, backward: Callable[..., None] | None
+    ) -> Callable[..., None] | None:
         """The module's backward, or autograd's."""
-        return backward if self._shards is None else self._shards.bind_backward(backward)
+        return (
+            backward if self._shards is None else self._shards.bind_backward(backward)
+        )
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run a window; FSDP2 reduces in its last backward. After the first one, check the gradients."""
@@ -380,7 +405,9 @@ class ModelParallelStrategy(Strategy):
         norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip by norm or by value, over the shards of all ranks."""
-        complete_gradients(self._summed)  # manual optimization clips before a window ends
+        complete_gradients(
+            self._summed
+        )  # manual optimization clips before a window ends
         return clip_sharded_gradients(parameters, value, algorithm, norm_type)
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -410,7 +437,11 @@ class ModelParallelStrategy(Strategy):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        sizes = dict(zip(_AXES, self.mesh.shape, strict=True)) if self.started else self._sizes
+        sizes = (
+            dict(zip(_AXES, self.mesh.shape, strict=True))
+            if self.started
+            else self._sizes
+        )
         axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
         held = f"; {parameters_held(self._modules)}" if self._modules else ""
         return f"divided by the module ({axes}) on {self.device.type}{held}"
@@ -435,4 +466,6 @@ def _layout(module: nn.Module) -> dict[str, str]:
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return ", ".join(names[:most]) + (
+        f" and {len(names) - most} more" if len(names) > most else ""
+    )

@@ -77,7 +77,11 @@ def join_world(
     if not dist.is_initialized():
         if backend is None and device.type == "cpu":
             backend = "gloo"
-        elif backend not in (None, "gloo") and device.type != "cpu" and ":" not in backend:
+        elif (
+            backend not in (None, "gloo")
+            and device.type != "cpu"
+            and ":" not in backend
+        ):
             backend = f"cpu:gloo,{device.type}:{backend}"  # parts that are offloaded are exchanged on the host
         here = Environment.detect()
         try:
@@ -96,7 +100,9 @@ def join_world(
                     )
             elif alone:
                 mine = dist.HashStore()  # type: ignore[attr-defined]
-                dist.init_process_group(backend, timeout=timeout, store=mine, rank=0, world_size=1)
+                dist.init_process_group(
+                    backend, timeout=timeout, store=mine, rank=0, world_size=1
+                )
             else:
                 dist.init_process_group(backend, timeout=timeout)
         except ValueError as error:
@@ -119,7 +125,10 @@ def _leave_world() -> None:
     ):  # our agent's ranks end without C++'s exit
         return
     # A raw loop may hold a wrapped model to the end. Groups that have gloo only need no teardown.
-    if any(backend != "gloo" for backend in re.findall(r":(\w+)", str(dist.get_backend_config()))):
+    if any(
+        backend != "gloo"
+        for backend in re.findall(r":(\w+)", str(dist.get_backend_config()))
+    ):
         dist.destroy_process_group()
 
 
@@ -139,11 +148,15 @@ def _let_gloo_finish() -> None:
     if not threads.is_dir():
         return
     states = [
-        thread / "stat" for thread in threads.iterdir() if "gloo_runloop" in _read(thread / "comm")
+        thread / "stat"
+        for thread in threads.iterdir()
+        if "gloo_runloop" in _read(thread / "comm")
     ]
     asleep, end = 0, time.monotonic() + 1
     while states and asleep < 3 and time.monotonic() < end:
-        time.sleep(0.001)  # releases the interpreter's lock: a thread that waits for it sleeps, too
+        time.sleep(
+            0.001
+        )  # releases the interpreter's lock: a thread that waits for it sleeps, too
         asleep = (
             asleep + 1
             if all(") S " in (text := _read(state)) or not text for state in states)
@@ -184,7 +197,9 @@ class ProcessGroup:
         if not self._alike and "gloo" not in str(dist.get_backend_config(group)):
             # One side group serves the whole world. For other groups, this rank cannot know whether all ranks have one.
             made = partial(_beside, group, timeout)
-            self._cpu = once_a_world(("beside", timeout), made) if group is None else made()
+            self._cpu = (
+                once_a_world(("beside", timeout), made) if group is None else made()
+            )
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
@@ -192,7 +207,9 @@ class ProcessGroup:
             raise ConfigurationError(
                 f"unknown reduction {op!r}", fix="use one of: sum, mean, min, max"
             )
-        kind = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(op, dist.ReduceOp.SUM)
+        kind = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(
+            op, dist.ReduceOp.SUM
+        )
         # gloo reduces wrongly when ranks differ in their stride layout; a rank without data may have zeros on the host
         whole = tensor.to(self.device).contiguous()
         dist.all_reduce(whole, kind, group=self.group)
@@ -298,10 +315,14 @@ def swap_kept(kept: dict[Any, Any]) -> dict[Any, Any]:
     return before
 
 
-def _beside(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
+def _beside(
+    group: dist.ProcessGroup | None, timeout: timedelta | None
+) -> dist.ProcessGroup:
     """Make a gloo group of the same processes; all processes make all such groups, in the same order."""
     mine = tuple(
-        range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+        range(dist.get_world_size())
+        if group is None
+        else dist.get_process_group_ranks(group)
     )
     everyone: list[Any] = [mine]
     if group is not None:
@@ -358,7 +379,9 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
     average(gradients, group)
 
 
-def average_in_backward(parameters: Iterable[nn.Parameter], group: Group) -> list[RemovableHandle]:
+def average_in_backward(
+    parameters: Iterable[nn.Parameter], group: Group
+) -> list[RemovableHandle]:
     """Average each gradient over the ranks when a backward has added to it, also of parameters unfrozen later.
 
     Returns:
@@ -402,7 +425,9 @@ def _exchange(tensors: Iterable[Tensor], exchange: Callable[[Tensor], Tensor]) -
         alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for same in alike.values():
         flat = exchange(torch.cat([t.reshape(-1) for t in same]))
-        for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):
+        for tensor, part in zip(
+            same, torch.split(flat, [t.numel() for t in same]), strict=True
+        ):
             tensor.copy_(part.view_as(tensor))
 
 

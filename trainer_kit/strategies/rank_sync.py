@@ -75,11 +75,18 @@ class InitialWeights:
                 found[name] = tensor.detach()
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
         compare_models(
-            {name: f"{list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()}, group
+            {name: f"{list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()},
+            group,
         )
-        empty = group.broadcast([name for name, tensor in found.items() if tensor.is_meta])
-        self._shapes = {name: shape for name, shape in shapes.items() if name not in empty}
-        self._whole = {name: found[name] for name in self._shapes} if group.rank == 0 else {}
+        empty = group.broadcast(
+            [name for name, tensor in found.items() if tensor.is_meta]
+        )
+        self._shapes = {
+            name: shape for name, shape in shapes.items() if name not in empty
+        }
+        self._whole = (
+            {name: found[name] for name in self._shapes} if group.rank == 0 else {}
+        )
         for name in empty:
             del self._names[name]
         if empty and not resets:
@@ -98,12 +105,16 @@ class InitialWeights:
             StrategyError: a layer has no such method, or known layers have other names.
         """
         known = (
-            {name for names in self._names.values() for name in names} if self._shapes else set()
+            {name for names in self._names.values() for name in names}
+            if self._shapes
+            else set()
         )
         first: dict[int, str] = {}
         for name, tensor in _tensors(module):
             if tensor.is_meta and name not in known:
-                self._names.setdefault(first.setdefault(id(tensor), name), []).append(name)
+                self._names.setdefault(first.setdefault(id(tensor), name), []).append(
+                    name
+                )
                 self._shapes[first[id(tensor)]] = (tensor.shape, tensor.dtype)
         if not first:
             return
@@ -123,7 +134,9 @@ class InitialWeights:
             getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
             for part in layers.values()
         ]
-        lacking = [name for name, call in zip(layers, calls, strict=True) if not callable(call)]
+        lacking = [
+            name for name, call in zip(layers, calls, strict=True) if not callable(call)
+        ]
         if lacking:
             raise StrategyError(
                 "layers on the meta device cannot initialise their weights",
@@ -155,7 +168,9 @@ class InitialWeights:
                 apply: Any = module._apply
                 apply(
                     lambda tensor: (
-                        torch.empty_like(tensor, device=parameters_on) if tensor.is_meta else tensor
+                        torch.empty_like(tensor, device=parameters_on)
+                        if tensor.is_meta
+                        else tensor
                     )
                 )
         for parameter in module.parameters():
@@ -180,7 +195,9 @@ class InitialWeights:
                 self._group.broadcast(whole)
                 # Under each of its names: a stage of a pipeline may have a later name only.
                 for own in {
-                    id(held[known]): held[known] for known in self._names[name] if known in held
+                    id(held[known]): held[known]
+                    for known in self._names[name]
+                    if known in held
                 }.values():
                     own.detach().copy_(part_of(whole, own))
 
@@ -205,8 +222,12 @@ def compare_models(
     if len({row[0] for row in group.agree([zlib.crc32(repr(mine).encode())])}) == 1:
         return
     first, *others = group.all_gather_object(mine)
-    rank, theirs = next((rank, one) for rank, one in enumerate(others, 1) if one != first)
-    name = next(name for name in {**first, **theirs} if first.get(name) != theirs.get(name))
+    rank, theirs = next(
+        (rank, one) for rank, one in enumerate(others, 1) if one != first
+    )
+    name = next(
+        name for name in {**first, **theirs} if first.get(name) != theirs.get(name)
+    )
     raise StrategyError(
         problem,
         found=f"{name}: {first.get(name, 'nothing')} on rank 0, {theirs.get(name, 'nothing')} on rank {rank}",

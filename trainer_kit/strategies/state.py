@@ -55,7 +55,9 @@ def optimizer_state(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], Sta
     return [list(group["params"]) for group in optimizer.param_groups], states
 
 
-def load_optimizer_state(optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
+def load_optimizer_state(
+    optimizer: Optimizer, groups: GroupOptions, state: States
+) -> None:
     """Put the options of each group and the state of each parameter back, in the dtypes that are given.
 
     Args:
@@ -70,7 +72,11 @@ def load_optimizer_state(optimizer: Optimizer, groups: GroupOptions, state: Stat
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         numbers = range(index, index + len(group["params"]))
         numbered.update(
-            {i: given[p] for i, p in zip(numbers, group["params"], strict=True) if p in given}
+            {
+                i: given[p]
+                for i, p in zip(numbers, group["params"], strict=True)
+                if p in given
+            }
         )
         packed.append({**options, "params": list(numbers)})
         index = numbers.stop
@@ -78,7 +84,11 @@ def load_optimizer_state(optimizer: Optimizer, groups: GroupOptions, state: Stat
     for parameter, own in given.items():
         kept = optimizer.state.get(parameter, {})
         kept.update(
-            {name: _in_dtype_of(value, kept[name]) for name, value in own.items() if name in kept}
+            {
+                name: _in_dtype_of(value, kept[name])
+                for name, value in own.items()
+                if name in kept
+            }
         )
 
 
@@ -86,7 +96,9 @@ def _in_dtype_of(given: Any, loaded: Any) -> Any:
     """Return the loaded value; a tensor that ``load_state_dict`` has cast keeps the given dtype."""
     if isinstance(given, Tensor) and isinstance(loaded, Tensor):
         return (
-            loaded if given.dtype == loaded.dtype else given.detach().to(loaded.device, copy=True)
+            loaded
+            if given.dtype == loaded.dtype
+            else given.detach().to(loaded.device, copy=True)
         )
     if isinstance(given, Mapping) and isinstance(loaded, dict):
         return {
@@ -108,7 +120,9 @@ def parameters_of(module: nn.Module) -> dict[str, Callable[[], nn.Parameter | No
     def refer(parameter: nn.Parameter) -> Callable[[], nn.Parameter | None]:
         if type(parameter.data) is Tensor:
             return weakref.ref(parameter)
-        return lambda: parameter  # torch refuses to convert a subclass that has weak references
+        return lambda: (
+            parameter
+        )  # torch refuses to convert a subclass that has weak references
 
     return {
         name: refer(parameter)
@@ -123,14 +137,18 @@ class Moved:
     def __init__(self) -> None:
         # By id, and only while the old parameter lives: ids are reused. The new parameter is found by its name: torch
         # refuses to convert parameters that have weak references.
-        self._now: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]] = {}
+        self._now: dict[
+            int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]
+        ] = {}
 
     def note(
         self, before: Mapping[str, Callable[[], nn.Parameter | None]], module: nn.Module
     ) -> None:
         """Compare a module's parameters, by name, with what `parameters_of` has returned ``before``."""
         self._now = {
-            key: known for key, known in self._now.items() if None not in (known[0](), known[1]())
+            key: known
+            for key, known in self._now.items()
+            if None not in (known[0](), known[1]())
         }
         for name, now in module.named_parameters():
             if (was := before[name]()) is not None and now is not was:
@@ -151,11 +169,14 @@ class Moved:
                 if parameter in optimizer.state:
                     fix = "make the optimizer before its first step, or after prepare()"
                     raise StrategyError(
-                        "the optimizer was used before its parameters were sharded", fix=fix
+                        "the optimizer was used before its parameters were sharded",
+                        fix=fix,
                     )
                 group["params"][index] = module.get_parameter(name)
         divided = any(
-            hasattr(p, "placements") for group in optimizer.param_groups for p in group["params"]
+            hasattr(p, "placements")
+            for group in optimizer.param_groups
+            for p in group["params"]
         )
         if divided:
             refuse_whole(optimizer)
@@ -171,7 +192,9 @@ def refuse_whole(optimizer: Optimizer) -> None:
     if reason is not None:
         fix = "train with DDP, or with an optimizer of torch"
         raise StrategyError(
-            f"{type(optimizer).__name__} does not support sharded parameters", found=reason, fix=fix
+            f"{type(optimizer).__name__} does not support sharded parameters",
+            found=reason,
+            fix=fix,
         )
 
 
@@ -188,17 +211,22 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
         return whole
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(whole.detach(), divided.device_mesh, placements, src_data_rank=None)
+    return distribute_tensor(
+        whole.detach(), divided.device_mesh, placements, src_data_rank=None
+    )
 
 
-def load_module_parts(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+def load_module_parts(
+    module: nn.Module, state: Mapping[str, Any], strict: bool
+) -> None:
     """``load_state_dict`` of whole tensors or parts into a module whose parameters are divided."""
     state, own = dict(without_wrappers(state)), plain_state(module)
     for name, layer in module.named_modules():
         if isinstance(layer, QuantizedLayer):
             layer.take_floats(state, state_name(f"{name}.") if name else "")
     parts = {
-        name: part_of(value, own[name]) if name in own else value for name, value in state.items()
+        name: part_of(value, own[name]) if name in own else value
+        for name, value in state.items()
     }
     load_module_weights(module, parts, strict)
 
@@ -259,12 +287,19 @@ def whole_of(
         group: those that have the pieces; all ranks by default.
     """
     if not piece.divided:
-        return piece.of(tensor).view(shape).clone() if keep else unkept(shape, tensor.dtype)
-    whole = torch.zeros(shape.numel(), dtype=tensor.dtype, device=_exchange_device(tensor))
+        return (
+            piece.of(tensor).view(shape).clone()
+            if keep
+            else unkept(shape, tensor.dtype)
+        )
+    whole = torch.zeros(
+        shape.numel(), dtype=tensor.dtype, device=_exchange_device(tensor)
+    )
     piece.in_whole(whole).copy_(piece.of(tensor))
     # As integers: one rank's bits and zeros add up to exactly these bits, the sign of a zero included.
     dist.all_reduce(
-        whole.view(torch.int32 if whole.element_size() == 4 else torch.int16), group=group
+        whole.view(torch.int32 if whole.element_size() == 4 else torch.int16),
+        group=group,
     )
     if not keep:
         return unkept(shape, tensor.dtype)
@@ -308,7 +343,9 @@ def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[...
         result = None
         try:
             for kind in _kinds(optimizer).values():  # in each step: groups may be added
-                for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                for group, parameters in zip(
+                    optimizer.param_groups, whole, strict=True
+                ):
                     group["params"] = [p for p in parameters if p in kind]
                 result = step(*arguments, **options)
         finally:
@@ -351,7 +388,9 @@ def refuse_unprepared(
 
 
 def _compare(optimizer: Optimizer, prepared: set[nn.Parameter], engine: str) -> None:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in optimizer.param_groups for parameter in group["params"]
+    ]
     others = [p for p in parameters if p not in prepared and p.requires_grad]
     if others:
         raise StrategyError(
@@ -366,5 +405,7 @@ def _kinds(optimizer: Optimizer) -> dict[Any, set[nn.Parameter]]:
     kinds: dict[Any, set[nn.Parameter]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            kinds.setdefault(getattr(parameter, "device_mesh", None), set()).add(parameter)
+            kinds.setdefault(getattr(parameter, "device_mesh", None), set()).add(
+                parameter
+            )
     return kinds

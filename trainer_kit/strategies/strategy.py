@@ -59,17 +59,20 @@ class Strategy(ABC):
 
     never_called: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
-            ("training_step", "validation_step", "test_step", "predict_step"), "override bind"
+            ("training_step", "validation_step", "test_step", "predict_step"),
+            "override bind",
         ),
         **dict.fromkeys(
-            ("setup_environment", "setup", "teardown"), "override start, prepare_module or stop"
+            ("setup_environment", "setup", "teardown"),
+            "override start, prepare_module or stop",
         ),
         **dict.fromkeys(
             ("model_to_device", "configure_ddp", "determine_ddp_device_ids"),
             "override prepare_module",
         ),
         **dict.fromkeys(
-            ("optimizer_step", "backward", "pre_backward"), "override bind_step or bind_backward"
+            ("optimizer_step", "backward", "pre_backward"),
+            "override bind_step or bind_backward",
         ),
         **dict.fromkeys(
             ("lightning_module_state_dict", "save_checkpoint", "load_checkpoint"),
@@ -201,7 +204,9 @@ class Strategy(ABC):
                 fix="use mean, sum, min or max",
             )
         own = torch.as_tensor(tensor, device=self.device)
-        own = own.float() if op == "mean" and not own.is_floating_point() else own.clone()
+        own = (
+            own.float() if op == "mean" and not own.is_floating_point() else own.clone()
+        )
         return own if self.world.size == 1 else self.world.all_reduce(own, op)
 
     @property
@@ -229,7 +234,8 @@ class Strategy(ABC):
     @optimizers.setter
     def optimizers(self, optimizers: Any) -> NoReturn:
         raise StrategyError(
-            "a strategy does not hold the optimizers", fix="assign trainer.optimizers = [...]"
+            "a strategy does not hold the optimizers",
+            fix="assign trainer.optimizers = [...]",
         )
 
     if not TYPE_CHECKING:  # a checker knows all attributes
@@ -245,7 +251,11 @@ class Strategy(ABC):
                 else _INSTEAD.get(name)
             )
             raise AttributeError(
-                str(StrategyError(f"{type(self).__name__} has no attribute {name!r}", fix=fix))
+                str(
+                    StrategyError(
+                        f"{type(self).__name__} has no attribute {name!r}", fix=fix
+                    )
+                )
             )
 
     def configure(self, **facts: Any) -> str | None:
@@ -275,7 +285,9 @@ class Strategy(ABC):
     def describe(self) -> str:
         """One line for ``explain()``."""
 
-    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs | None:
+    def costs(
+        self, module: nn.Module, precision: Precision, ranks: int
+    ) -> Costs | None:
         """What this rank holds of a module and sends in a step. Default: None, not known.
 
         Args:
@@ -299,7 +311,9 @@ class Strategy(ABC):
         """Move a module to where it runs, for evaluation alone."""
         module.to(self.device)
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """Move, shard and wrap a module for training. ``manual``: the user's code calls backward."""
         self.place_module(module, precision)
 
@@ -342,7 +356,9 @@ class Strategy(ABC):
         """
         return method
 
-    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+    def bind_backward(
+        self, backward: Callable[..., None] | None
+    ) -> Callable[..., None] | None:
         """How backward runs. ``backward`` is the module's override; None means ``loss.backward``."""
         return backward
 
@@ -400,11 +416,15 @@ class Strategy(ABC):
         """The module's ``state_dict`` under the names that it has without any engine; every rank must call it."""
         return plain_state(module)
 
-    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    def load_module_state(
+        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+    ) -> None:
         """Restore the `module_state` of any strategy, as ``load_state_dict`` does, from whole tensors or parts."""
         load_module_parts(module, state, strict)
 
-    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], States]:
         """The module's own parameters in each group, and the state of each; every rank must call it."""
         return optimizer_state(optimizer)
 

@@ -134,7 +134,10 @@ class _TwoNets(TrainModule):
     """Two nets with one optimizer each; the second learns from the output of the first."""
 
     def configure_model(self) -> None:
-        self.left, self.right = Net(), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.left, self.right = (
+            Net(),
+            nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)),
+        )
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
         output = self.left(batch[0])
@@ -202,14 +205,17 @@ class _Evaluated(Classifier):
         self.log("val_loss", F.cross_entropy(output, batch[1]))
         self.log("val_accuracy", (output.argmax(-1) == batch[1]).double().mean())
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def predict_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> Tensor:
         return self.net(batch[0]) + dataloader_idx  # type: ignore[no-any-return]
 
 
 def _samples(count: int) -> TensorDataset:
     draw = torch.Generator().manual_seed(1)
     return TensorDataset(
-        torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw)
+        torch.randn(count, 8, generator=draw),
+        torch.randint(4, (count,), generator=draw),
     )
 
 
@@ -247,16 +253,26 @@ def fit(
     """
     torch.manual_seed(7)
     module = make()
-    settings = {"max_epochs": 2, "barebones": True, "precision": "64-true", "seed": 0, **options}
+    settings = {
+        "max_epochs": 2,
+        "barebones": True,
+        "precision": "64-true",
+        "seed": 0,
+        **options,
+    }
     trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **settings)
     trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
-    trainer.fit(module, DataLoader(_samples(count), batch_size=size), ckpt_path=ckpt_path)
+    trainer.fit(
+        module, DataLoader(_samples(count), batch_size=size), ckpt_path=ckpt_path
+    )
     if save is not None:
         trainer.save_checkpoint(save)
     found = whole(trainer.strategy.module_state(module))
     everyone = trainer.strategy.world.all_gather_object(found)
     if not trainer.strategy.sharded:
-        return trainer, everyone[0]  # the complete state may be on rank 0 alone, which writes it
+        return trainer, everyone[
+            0
+        ]  # the complete state may be on rank 0 alone, which writes it
     for own in everyone:  # each stage of a pipeline has a part of the names
         found = {**own, **found}
     return trainer, found
@@ -332,18 +348,28 @@ def whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def assert_same(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-10
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: float = 1e-10,
 ) -> None:
     """Assert equal names, and values that are equal up to the order of sums in float64."""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
     for name, value in expected.items():
         torch.testing.assert_close(
-            found[name], value, rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, name)
+            found[name],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=partial("{}: {}".format, name),
         )
 
 
 def _compare(
-    strategy: _Make, precision: str, make: Callable[[], Any], counts: Iterable[int], **options: Any
+    strategy: _Make,
+    precision: str,
+    make: Callable[[], Any],
+    counts: Iterable[int],
+    **options: Any,
 ) -> None:
     """Compare fits of ``counts`` samples on these ranks with fits in one process."""
     world = torch.distributed.get_world_size()
@@ -351,9 +377,16 @@ def _compare(
     for count in counts:
         try:
             trainer, found = fit(strategy(), make, count, _PER_RANK, world, **options)
-            assert trainer.world_size == world, "the strategy does not train on all ranks"
+            assert trainer.world_size == world, (
+                "the strategy does not train on all ranks"
+            )
             alone, expected = fit(
-                "auto", make, count, _PER_RANK * trainer.strategy.data.size, 1, **options
+                "auto",
+                make,
+                count,
+                _PER_RANK * trainer.strategy.data.size,
+                1,
+                **options,
             )
             assert_same(found, expected, _TOLERANCES[precision])
             assert trainer.global_step == alone.global_step
@@ -419,11 +452,16 @@ def _evaluation(strategy: _Make, precision: str) -> None:
                 "seed": 0,
                 "accelerator": "cpu",
             }
-            trainer = Trainer(devices=devices, strategy=chosen, max_epochs=2, **settings)
+            trainer = Trainer(
+                devices=devices, strategy=chosen, max_epochs=2, **settings
+            )
             trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
             loader = DataLoader(_samples(count), batch_size=size)
             trainer.fit(module, DataLoader(_samples(24), batch_size=size), loader)
-            values = [dict(trainer.validate(module, loader, verbose=False)[0]), module.counted]
+            values = [
+                dict(trainer.validate(module, loader, verbose=False)[0]),
+                module.counted,
+            ]
             torch.manual_seed(7)
             predictions = trainer.predict(seconds, [loader, loader])
             assert predictions is not None
@@ -434,7 +472,9 @@ def _evaluation(strategy: _Make, precision: str) -> None:
                 size *= group.size
         (mine, counted, *found), (theirs, alone, *expected) = seen
         assert mine.keys() == theirs.keys()
-        assert all(abs(mine[name] - theirs[name]) < 10 * tolerance for name in theirs), (
+        assert all(
+            abs(mine[name] - theirs[name]) < 10 * tolerance for name in theirs
+        ), (
             mine,
             theirs,
         )
@@ -449,7 +489,14 @@ def _frozen_parts(strategy: _Make, precision: str) -> None:
 
 
 def _named_losses(strategy: _Make, precision: str) -> None:
-    _compare(strategy, precision, _TwoNets, [48], accumulate_grad_batches=2, gradient_clip_val=0.5)
+    _compare(
+        strategy,
+        precision,
+        _TwoNets,
+        [48],
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+    )
 
 
 def _manual_optimization(strategy: _Make, precision: str) -> None:

@@ -90,7 +90,9 @@ def run_distributed(
         [21, 21]
     """
     if world_size < 1:
-        raise LaunchError("at least one rank is needed", found=f"world_size={world_size}")
+        raise LaunchError(
+            "at least one rank is needed", found=f"world_size={world_size}"
+        )
     # forkserver: the ranks fork from a clean server process without threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
@@ -106,7 +108,9 @@ def run_distributed(
             process_group=process_group,
             timeout=timeout,
             environ={
-                name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES
+                name: value
+                for name, value in os.environ.items()
+                if name not in _RANK_VARIABLES
             },
             working_directory=os.getcwd(),
             filters=[_filter(entry) for entry in warnings.filters],
@@ -123,7 +127,9 @@ def run_distributed(
             ranks.close()
 
 
-def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+def _pickled(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bytes:
     try:
         return pickle.dumps((fn, args, dict(kwargs)))
     except Exception as error:
@@ -178,7 +184,9 @@ class _Call:
         ):
             faulthandler.register(_DUMP, stack, all_threads=True)
             warnings.resetwarnings()
-            for entry in reversed(self.filters):  # each filter is inserted before the previous one
+            for entry in reversed(
+                self.filters
+            ):  # each filter is inserted before the previous one
                 warnings.filterwarnings(*entry)
             try:
                 if self.process_group:
@@ -192,7 +200,8 @@ class _Call:
     def _join(self, rank: int) -> None:
         import torch.distributed as dist
 
-        store = dist.FileStore(str(Path(self.directory, "store")), int(os.environ["WORLD_SIZE"]))  # type: ignore[attr-defined]
+        path = str(Path(self.directory, "store"))
+        store = dist.FileStore(path, int(os.environ["WORLD_SIZE"]))  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo",
             store=store,
@@ -218,9 +227,13 @@ def _stacks(running: Mapping[int, int], directory: Path) -> str:
     files = {rank: directory / f"stack-{rank}" for rank in running}
 
     def complete(path: Path) -> bool:
-        return path.exists() and "most recent call first" in path.read_text(encoding="utf-8")
+        return path.exists() and "most recent call first" in path.read_text(
+            encoding="utf-8"
+        )
 
-    while time.monotonic() < deadline and not all(complete(path) for path in files.values()):
+    while time.monotonic() < deadline and not all(
+        complete(path) for path in files.values()
+    ):
         time.sleep(0.05)
     time.sleep(0.05)  # let the last lines of a stack arrive
     stacks = [

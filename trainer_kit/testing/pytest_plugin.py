@@ -27,7 +27,8 @@ __all__ = ["pytest_configure", "pytest_pyfunc_call"]
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark."""
     config.addinivalue_line(
-        "markers", "world_size(n, *, timeout=60, process_group=True): run the body on n gloo ranks"
+        "markers",
+        "world_size(n, *, timeout=60, process_group=True): run the body on n gloo ranks",
     )
 
 
@@ -93,12 +94,16 @@ def _run_body(
     body = getattr(owner() if owners else owner, function)  # type: ignore[operator]
     try:
         body(**{name: pickle.loads(value) for name, value in arguments.items()})
-    except pytest.skip.Exception as outcome:  # pytest's own exceptions cannot be pickled
+    except (
+        pytest.skip.Exception
+    ) as outcome:  # pytest's own exceptions cannot be pickled
         return "skip", str(outcome)
     except pytest.xfail.Exception as outcome:
         return "xfail", str(outcome)
     except pytest.fail.Exception as outcome:
-        raise AssertionError(str(outcome)).with_traceback(outcome.__traceback__) from None
+        raise AssertionError(str(outcome)).with_traceback(
+            outcome.__traceback__
+        ) from None
     return None
 
 

@@ -45,11 +45,15 @@ class TinyModule(TrainModule):
         """The loss of one batch."""
         return self._loss("train_loss", batch)
 
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def validation_step(
+        self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> Tensor:
         """The loss of one batch, of any of several loaders."""
         return self._loss("val_loss", batch)
 
-    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+    def test_step(
+        self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0
+    ) -> Tensor:
         """The loss of one batch, of any of several loaders."""
         return self._loss("test_loss", batch)
 
@@ -64,7 +68,9 @@ class TinyModule(TrainModule):
 
 
 _HOOKS = [
-    name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
+    name
+    for name in vars(Callback)
+    if name.startswith("on_") or name in ("setup", "teardown")
 ]
 
 
@@ -90,7 +96,9 @@ def record_hooks(callbacks: list[Any]) -> list[str]:
         ['setup', 'on_fit_start', 'on_train_start', 'on_train_epoch_start']
     """
     names: list[str] = []
-    recorder = type("HookRecorder", (Callback,), {name: _recording(name, names) for name in _HOOKS})
+    recorder = type(
+        "HookRecorder", (Callback,), {name: _recording(name, names) for name in _HOOKS}
+    )
     callbacks.append(recorder())
     return names
 

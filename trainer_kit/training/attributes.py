@@ -159,7 +159,8 @@ def missing_attribute(
 ) -> AttributeError:
     """The error for an attribute that a Trainer lacks; it names the replacement or the nearest name."""
     error = ConfigurationError(
-        f"the Trainer has no attribute {name!r}", fix=_replacement(trainer, name, former_methods)
+        f"the Trainer has no attribute {name!r}",
+        fix=_replacement(trainer, name, former_methods),
     )
     return AttributeError(str(error))
 
@@ -170,5 +171,7 @@ def _replacement(trainer: object, name: str, former_methods: Mapping[str, str]) 
         return "a private attribute of Lightning's; hooks, trainer.progress and callback_metrics are public"
     if name in former_methods:
         return former_methods[name]
-    public_names = [attribute for attribute in dir(type(trainer)) if not attribute.startswith("_")]
+    public_names = [
+        attribute for attribute in dir(type(trainer)) if not attribute.startswith("_")
+    ]
     return did_you_mean(name, public_names, "dir(trainer) lists its attributes")

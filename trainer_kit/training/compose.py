@@ -33,7 +33,14 @@ from trainer_kit.core.protocols import (
 )
 from trainer_kit.core.signatures import check_hooks, takes
 from trainer_kit.core.states import names_validation
-from trainer_kit.data import MODES, Ahead, CombinedLoader, EpochLength, Feed, read_together
+from trainer_kit.data import (
+    MODES,
+    Ahead,
+    CombinedLoader,
+    EpochLength,
+    Feed,
+    read_together,
+)
 from trainer_kit.metrics.entry import Reduced
 from trainer_kit.state.collect import collect, restore
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
@@ -55,7 +62,12 @@ from trainer_kit.step.schedule import Interval, Schedule, check_tokens
 from trainer_kit.step.side_effects import remember_effects
 from trainer_kit.step.split_batches import ReplayedSteps, SplitBatches
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile, Policy, units
+from trainer_kit.strategies.transforms.blocks import (
+    ActivationCheckpointing,
+    Compile,
+    Policy,
+    units,
+)
 from trainer_kit.training.loaders import (
     NAMES,
     agreed_length,
@@ -118,7 +130,11 @@ def check_module(module: Any, stage: str) -> None:
             fix="call super().__init__() first in __init__",
         )
     check_hooks(type(module), ModuleHooks, DataHooks)
-    needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
+    needed = {
+        "fit": "training_step",
+        "validate": "validation_step",
+        "test": "test_step",
+    }.get(stage)
     if needed is not None and not is_overridden(needed, module, TrainModule):
         near = difflib.get_close_matches(
             needed, [name for name in dir(module) if name.endswith("_step")], cutoff=0.5
@@ -142,7 +158,9 @@ def check_module(module: Any, stage: str) -> None:
         )
 
 
-def prepare_data(trainer: Session, module: TrainModule, datamodule: Any, stage: str) -> None:
+def prepare_data(
+    trainer: Session, module: TrainModule, datamodule: Any, stage: str
+) -> None:
     """Call ``prepare_data`` on one process per node, then ``setup`` on every rank: datamodule, callbacks, module."""
     owners = [owner for owner in (datamodule, module) if owner is not None]
     if trainer.local_rank == 0:
@@ -160,12 +178,23 @@ def prepare_data(trainer: Session, module: TrainModule, datamodule: Any, stage: 
 
 
 def compose_evaluation(
-    trainer: Session, stage: str, module: TrainModule, datamodule: Any, loaders: Any, bus: Bus
+    trainer: Session,
+    stage: str,
+    module: TrainModule,
+    datamodule: Any,
+    loaders: Any,
+    bus: Bus,
 ) -> Evaluation:
     """Compose a validation, a test or a prediction."""
-    strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
+    strategy, precision, settings = (
+        trainer.strategy,
+        trainer.precision_plugin,
+        trainer.settings,
+    )
     setattr(trainer, f"{NAMES[stage]}_dataloaders", loaders)
-    feeds, lengths = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
+    feeds, lengths = evaluation_feeds(
+        loaders, stage, settings, strategy.data, trainer.data_seed
+    )
     lengths = [agreed_length(length, strategy.data) for length in lengths]
     # Predictions for shards of a sequence cannot be concatenated, so every rank predicts whole batches.
     whole = stage == "predict" and strategy.losses.size > strategy.data.size
@@ -198,10 +227,19 @@ def compose_evaluation(
 
 
 def compose_fit(
-    trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus
+    trainer: Session,
+    module: Any,
+    datamodule: Any,
+    loaders: Any,
+    val_loaders: Any,
+    bus: Bus,
 ) -> Fit:
     """Compose a fit: feed, wrapped module, optimizers, accumulation windows, schedule, validation."""
-    strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
+    strategy, precision, settings = (
+        trainer.strategy,
+        trainer.precision_plugin,
+        trainer.settings,
+    )
     feed, length = _training_feed(trainer, loaders)
     _report_length(trainer, feed, length)
     _check_tokens(settings, module)
@@ -216,7 +254,13 @@ def compose_fit(
         ManualStepper(made, module, strategy, precision, bus)
         if manual
         else Stepper(
-            made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics
+            made,
+            module,
+            strategy,
+            precision,
+            bus,
+            settings.clip,
+            trainer.metrics.callback_metrics,
         )
     )
     move, prefetch = _movement(trainer, module, datamodule, feed)
@@ -227,7 +271,9 @@ def compose_fit(
     if strategy.data.size > 1 and (
         manual or strategy.lockstep
     ):  # each micro-batch runs collectives on every rank
-        padding = PaddingBatches(micro, module, strategy, move, None if manual else made.names)
+        padding = PaddingBatches(
+            micro, module, strategy, move, None if manual else made.names
+        )
         micro.run_padding, windows.provide = padding.run, padding.provide
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
     _check_monitors(trainer, validation, [] if manual else made.schedulers)
@@ -246,7 +292,9 @@ def compose_fit(
         validation=validation,
         publish=trainer.log_metrics,
         collect=trainer.collect_state,
-        directory=lambda: trainer.files.checkpoint_directories(trainer.checkpoint_callbacks)[0],
+        directory=lambda: trainer.files.checkpoint_directories(
+            trainer.checkpoint_callbacks
+        )[0],
         checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
         about=partial(_run_metadata, trainer),
         announce=partial(_announce_checkpoint, trainer),
@@ -254,7 +302,9 @@ def compose_fit(
         say=trainer.say,
         saver=Saver(trainer.async_save),
         forward_backward=_forward_backward(trainer, module, stepper, micro, windows),
-        frozen=frozenset(name for name, trained in configured_flags(module).items() if not trained),
+        frozen=frozenset(
+            name for name, trained in configured_flags(module).items() if not trained
+        ),
     )
     for callback in trainer.callbacks:
         if isinstance(callback, ActsAtIntervals) and callback.acts_every is not None:
@@ -269,7 +319,9 @@ def compose_fit(
 def _training_feed(trainer: Session, loaders: Any) -> tuple[Feed, EpochLength]:
     data = trainer.strategy.data
     seed, window = trainer.data_seed, trainer.accumulation
-    feed, length = training_feed(loaders, trainer.settings, data, seed, window, data.agree)
+    feed, length = training_feed(
+        loaders, trainer.settings, data, seed, window, data.agree
+    )
     return feed, agreed_length(length, data)
 
 
@@ -289,10 +341,20 @@ def _forward_backward(
     windows: WindowLoader,
 ) -> Callable[[MicroBatches], None]:
     asked = next(
-        (callback for callback in trainer.callbacks if isinstance(callback, SplitsBatches)), None
+        (
+            callback
+            for callback in trainer.callbacks
+            if isinstance(callback, SplitsBatches)
+        ),
+        None,
     )
     replays = next(
-        (callback for callback in trainer.callbacks if isinstance(callback, ReplaysSteps)), None
+        (
+            callback
+            for callback in trainer.callbacks
+            if isinstance(callback, ReplaysSteps)
+        ),
+        None,
     )
     strategy = trainer.strategy
     inside = strategy.without_exchange()
@@ -338,7 +400,12 @@ def _forward_backward(
 
 def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
     asked = next(
-        (callback for callback in trainer.callbacks if isinstance(callback, LeavesOutSteps)), None
+        (
+            callback
+            for callback in trainer.callbacks
+            if isinstance(callback, LeavesOutSteps)
+        ),
+        None,
     )
     strategy = trainer.strategy
     if asked is None:
@@ -370,7 +437,9 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
         lambda: trainer.unsaveable.leave_out(
             collect(run, callbacks, datamodule, trainer.data_seed, weights_only=False)
         ),
-        lambda state: restore(run, state, run.stepper.made, callbacks, datamodule, strict=True),
+        lambda state: restore(
+            run, state, run.stepper.made, callbacks, datamodule, strict=True
+        ),
         lambda: remember_effects(run.module, trainer.callbacks),
         raises=policy == "raise",
         back=back,
@@ -380,7 +449,9 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
 
 
 def _check_monitors(
-    trainer: Session, validation: Evaluation | None, schedulers: Sequence[LRSchedulerConfig]
+    trainer: Session,
+    validation: Evaluation | None,
+    schedulers: Sequence[LRSchedulerConfig],
 ) -> None:
     """Print a line for a scheduler that waits for a validation; a training step may log a value of any name."""
     if validation is not None or trainer.reload_dataloaders_every_n_epochs:
@@ -456,7 +527,9 @@ def reload_loaders(
     if not passed:
         _reload_training(trainer, run, datamodule)
     now = run.validation
-    if now is None and val_loaders is not None:  # they had no batch, or validation_step is missing
+    if (
+        now is None and val_loaders is not None
+    ):  # they had no batch, or validation_step is missing
         return
     made = _validation(trainer, run.module, datamodule, val_loaders, run.bus)
     if (now is None) != (made is None):
@@ -485,7 +558,9 @@ def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
     windows.feed, windows.limit = feed, length.limit
     move, windows.ahead = _movement(trainer, run.module, datamodule, feed)
     run.micro.move = move if windows.ahead is None else None
-    trainer.num_training_batches = float("inf") if length.expected is None else length.expected
+    trainer.num_training_batches = (
+        float("inf") if length.expected is None else length.expected
+    )
     trainer.train_batch_samples = feed.samples(0)
     run.schedule.length = length
     run.schedule.validate_every = _schedule(
@@ -495,7 +570,9 @@ def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
 
 def _report_length(trainer: Session, feed: Feed, length: EpochLength) -> None:
     settings = trainer.settings
-    trainer.num_training_batches = float("inf") if length.expected is None else length.expected
+    trainer.num_training_batches = (
+        float("inf") if length.expected is None else length.expected
+    )
     trainer.train_batch_samples = feed.samples(0)
     together = read_together(feed.loader)
     if isinstance(together, CombinedLoader):
@@ -560,7 +637,9 @@ def _wrap(
     compiler = trainer.compiler
     if trainer.compile_options is not None:
         compiler = (
-            None if trainer.compile_regional else partial(torch.compile, **trainer.compile_options)
+            None
+            if trainer.compile_regional
+            else partial(torch.compile, **trainer.compile_options)
         )
     if compiler is not None:
         method = compiler(method)
@@ -608,7 +687,14 @@ def _micro(
     )
     several, precision = stepper.several, trainer.precision_plugin
     micro = MicroBatches(
-        bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual
+        bus,
+        trainer.metrics,
+        trainer.progress,
+        step,
+        precision,
+        backward,
+        several,
+        manual,
     )
     compiles = trainer.compile_options is not None or trainer.compiler is not None
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
@@ -711,7 +797,8 @@ def trainable_in_eval(module: nn.Module) -> list[str]:
     return [
         name or type(module).__name__
         for name, part in module.named_modules()
-        if not part.training and any(p.requires_grad for p in part.parameters(recurse=False))
+        if not part.training
+        and any(p.requires_grad for p in part.parameters(recurse=False))
     ]
 
 
@@ -728,7 +815,10 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
     strategy.configure(precision=precision.name)
     final = trainer.sharded_alternative is None
     # Build in host memory if the model may have to be sharded.
-    with precision.init_context(), strategy.building(module) if final else torch.device("cpu"):
+    with (
+        precision.init_context(),
+        strategy.building(module) if final else torch.device("cpu"),
+    ):
         build_once(module)
     if final:
         return
@@ -755,7 +845,12 @@ def choose_by_memory(
         world: the group of all ranks, which agree on the smallest memory; None before they are started.
     """
     strategy, other = trainer.strategy, trainer.sharded_alternative
-    local = max(1, trainer.environment.local_world_size if world is not None else trainer.processes)
+    local = max(
+        1,
+        trainer.environment.local_world_size
+        if world is not None
+        else trainer.processes,
+    )
     memory = device_memory(strategy.device, local) or 0
     if world is not None:
         memory = int(min(row[0] for row in world.agree([memory])))
@@ -792,6 +887,9 @@ def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:
     copies = 1 + _MOMENTS if trains else 0
     width = _WIDTHS.get(precision, 0)
     weights = sum(
-        p.numel() * (width or p.element_size()) * (1 + copies * p.requires_grad) for p in known
+        p.numel() * (width or p.element_size()) * (1 + copies * p.requires_grad)
+        for p in known
     )
-    return weights + sum(b.numel() * b.element_size() for b in module.buffers() if not is_lazy(b))
+    return weights + sum(
+        b.numel() * b.element_size() for b in module.buffers() if not is_lazy(b)
+    )

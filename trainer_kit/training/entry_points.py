@@ -149,7 +149,8 @@ class EntryPoint:
     def __enter__(self) -> EntryPoint:
         if running := self.trainer.state_verb:
             raise ConfigurationError(
-                f"{self.stage} inside {running}", fix="call it after the running one has returned"
+                f"{self.stage} inside {running}",
+                fix="call it after the running one has returned",
             )
         try:
             self._set_up()
@@ -229,20 +230,32 @@ class EntryPoint:
         if not added and trainer.callbacks is trainer._own_callbacks:
             return
         kinds = {type(callback) for callback in added}
-        kept = [callback for callback in trainer._own_callbacks if type(callback) not in kinds]
-        trainer._callbacks = sorted_callbacks([*kept, *added]) if added else trainer._own_callbacks
+        kept = [
+            callback
+            for callback in trainer._own_callbacks
+            if type(callback) not in kinds
+        ]
+        trainer._callbacks = (
+            sorted_callbacks([*kept, *added]) if added else trainer._own_callbacks
+        )
         self._attach()
 
     def _attach(self) -> None:
         """Build the bus, and register its exception hooks and the teardown calls."""
-        trainer, module, stage, datamodule = self.trainer, self.module, self.stage, self.datamodule
+        trainer, module, stage, datamodule = (
+            self.trainer,
+            self.module,
+            self.stage,
+            self.datamodule,
+        )
         self.bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         self.unwinding.failed[:] = self.bus.on_exception
         calls: list[Callable[[], Any]] = []
         if datamodule is not None and is_overridden("teardown", datamodule, DataHooks):
             calls.append(partial(datamodule.teardown, stage))
         calls += [
-            partial(callback.teardown, trainer, module, stage) for callback in trainer.callbacks
+            partial(callback.teardown, trainer, module, stage)
+            for callback in trainer.callbacks
         ]
         if is_overridden("teardown", module, DataHooks):
             calls.append(partial(module.teardown, stage))
@@ -281,7 +294,9 @@ class EntryPoint:
             and trainer.checkpoint_callback is not None
             and not trainer.settings.fast
         )
-        answer = requeue_once(trainer.requests) if keeps and trainer.is_global_zero else ""
+        answer = (
+            requeue_once(trainer.requests) if keeps and trainer.is_global_zero else ""
+        )
         if answer:  # no step was running
             trainer.say(answer)
 
@@ -305,7 +320,9 @@ class EntryPoint:
     def _finalize(self, error: BaseException | None) -> None:
         trainer = self.trainer
         interrupted = isinstance(error, KeyboardInterrupt) or trainer.requests.signal
-        status = "success" if error is None else "interrupted" if interrupted else "failed"
+        status = (
+            "success" if error is None else "interrupted" if interrupted else "failed"
+        )
         trainer.files.deliveries.close(status, trainer.requests.at_once)
 
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
@@ -316,7 +333,12 @@ class EntryPoint:
         if ckpt_path is None:
             on_rank_zero(world, lambda: check_records(files, callbacks))
         removed = take_directories(
-            files, callbacks, world, trainer.requests, trainer.progress, self.unwinding.cleanup
+            files,
+            callbacks,
+            world,
+            trainer.requests,
+            trainer.progress,
+            self.unwinding.cleanup,
         )
         search = Search(files, callbacks, world, fits=True)
         path, weights_only, found = search.start(ckpt_path, weights_only, removed)
@@ -329,7 +351,9 @@ class EntryPoint:
         if path is not None:  # which has its own counts, or starts again
             trainer.progress.load_state_dict(Progress().state_dict())
             trainer.metrics.forget()
-        state = None if path is None else read_start(path, weights_only, trainer.strategy)
+        state = (
+            None if path is None else read_start(path, weights_only, trainer.strategy)
+        )
         if state is not None and not weights_only and "optimizer_states" not in state:
             raise holds_weights(path)
         if state is not None and not weights_only:
@@ -339,19 +363,25 @@ class EntryPoint:
         self._tune(state, weights_only)
         every = trainer.reload_dataloaders_every_n_epochs
         if every and state is not None and not weights_only:
-            trainer.progress.load_state_dict(state["progress"])  # loaders may depend on the epoch
+            trainer.progress.load_state_dict(
+                state["progress"]
+            )  # loaders may depend on the epoch
         run = trainer.run = self._compose(val_loaders, every)
         module = self.module  # sync_batchnorm converts it
         self.unwinding.cleanup.append(watch_groups(run))
         run.id = "" if files.record is None else files.record.id
-        trainer.num_val_batches = [] if run.validation is None else run.validation.counts
+        trainer.num_val_batches = (
+            [] if run.validation is None else run.validation.counts
+        )
         trainer.continues = False
         run.schedule.mark_checked(
             run.progress
         )  # counts that a continued fit takes over are not due again
         if state is not None and path is not None:
             self._restore(
-                run, read_rest(state, path, weights_only, trainer.strategy, module), found
+                run,
+                read_rest(state, path, weights_only, trainer.strategy, module),
+                found,
             )
         if every:
             run.reload = self._reload(run, val_loaders, every)
@@ -376,7 +406,9 @@ class EntryPoint:
         """Get the loaders and compose the fit; with ``every``, loaders of the last epoch that is a multiple of it."""
         trainer = self.trainer
         epoch = trainer.progress.epoch
-        if every and epoch:  # this epoch has the loaders of an earlier one, unless it is a multiple
+        if (
+            every and epoch
+        ):  # this epoch has the loaders of an earlier one, unless it is a multiple
             trainer.progress.epoch -= epoch % every
             trainer.forget_loaders()
         try:
@@ -400,7 +432,11 @@ class EntryPoint:
         Not before the first epoch, which has new ones; but a run that resumes where an epoch begins makes them once
         more, with the generators of its checkpoint.
         """
-        progress, datamodule, passed = run.progress, self.datamodule, self.loaders is not None
+        progress, datamodule, passed = (
+            run.progress,
+            self.datamodule,
+            self.loaders is not None,
+        )
         last = progress.epoch - progress.epoch % every
         if run.resumed and progress.epoch == last and not progress.epoch_batch:
             last -= every
@@ -419,7 +455,9 @@ class EntryPoint:
         A resumed run restores the values that it found before, and does not search.
         """
         trainer = self.trainer
-        tuning = [callback for callback in trainer.callbacks if isinstance(callback, TunesFit)]
+        tuning = [
+            callback for callback in trainer.callbacks if isinstance(callback, TunesFit)
+        ]
         if tuning and state is not None and weights_only:
             raise ConfigurationError(
                 f"{type(tuning[0]).__name__} would search with weights other than those of the checkpoint",
@@ -438,27 +476,44 @@ class EntryPoint:
                 else (state.get("callbacks") or {}).get(callback.state_key, {})
             )
             if saved == {}:
-                trainer.say(f"{type(callback).__name__} does not search in a resumed run")
+                trainer.say(
+                    f"{type(callback).__name__} does not search in a resumed run"
+                )
             callback.tune(trainer, self.module, self.loaders, self.datamodule, saved)
             trainer.forget_loaders()  # the search may have loaded them with other values
 
     def _restore(self, run: Fit, state: dict[str, Any], found: str) -> None:
         trainer, files = self.trainer, self.trainer.files
         strict, size = self.module.strict_loading, trainer.settings.global_batch_size
-        restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
+        restore(
+            run,
+            state,
+            run.stepper.made,
+            trainer.callbacks,
+            self.datamodule,
+            strict,
+            size,
+        )
         if trainer.is_global_zero:
             files.continue_logging(state.get("loggers", {}))
         trainer.say(found.replace("{step}", str(trainer.progress.step), 1))
         difference = compare_hparams(self.module.hparams, state)
         if difference is not None:
             trainer.say(difference)
-        if trainer.progress.epoch_batch and state.get("seed", files.data_seed) != files.data_seed:
+        if (
+            trainer.progress.epoch_batch
+            and state.get("seed", files.data_seed) != files.data_seed
+        ):
             trainer.say(
                 f"Trainer(seed={files.seed}) changes the order of the data inside an epoch: samples that the"
                 " epoch has read may come again; leave seed= out to keep the checkpoint's order"
             )
         old = files.continued
-        if old is not None and old.status == "finished" and trainer.progress.step >= old.step:
+        if (
+            old is not None
+            and old.status == "finished"
+            and trainer.progress.step >= old.step
+        ):
             run.requests.stop = (
                 old.stopped
             )  # a granted stop request still holds; limits may have changed
@@ -472,7 +527,11 @@ class EntryPoint:
         run.guard = None
         if not run.requests.named:
             return
-        if isinstance(error, NonFiniteError) or self.trainer.world_size > 1 or run.requests.at_once:
+        if (
+            isinstance(error, NonFiniteError)
+            or self.trainer.world_size > 1
+            or run.requests.at_once
+        ):
             run.requests.checkpoints.clear()
             if self.trainer.world_size > 1:
                 self.trainer.say(
@@ -492,7 +551,12 @@ class EntryPoint:
         """Compose the evaluation, and load the requested weights."""
         trainer, module = self.trainer, self.module
         callbacks = keep_checkpoints(self._before)  # those of the fit
-        chosen = ckpt_path is None and self.fitted and callbacks and callbacks[0].best_model_path
+        chosen = (
+            ckpt_path is None
+            and self.fitted
+            and callbacks
+            and callbacks[0].best_model_path
+        )
         search = Search(trainer.files, callbacks, trainer.strategy.world, fits=False)
         path = search.find("best" if chosen else ckpt_path)
         trainer.restored_from = None if path is None else str(path)
@@ -519,9 +583,12 @@ class EntryPoint:
         name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:
             raise DataError(
-                f"{self.stage} needs data", fix=f"pass dataloaders=, or define {name}_dataloader()"
+                f"{self.stage} needs data",
+                fix=f"pass dataloaders=, or define {name}_dataloader()",
             )
-        run = compose_evaluation(trainer, self.stage, module, self.datamodule, loaders, self.bus)
+        run = compose_evaluation(
+            trainer, self.stage, module, self.datamodule, loaders, self.bus
+        )
         setattr(trainer, f"num_{name}_batches", run.counts)
         trainer.evaluation = run
         return run
@@ -565,7 +632,8 @@ class EntryPoint:
                 steps if limit is None else min(limit, steps) for limit in limits
             ]
             run.validation.expected = [
-                steps if batches is None else min(batches, steps) for batches in expected
+                steps if batches is None else min(batches, steps)
+                for batches in expected
             ]
         trainer.num_sanity_val_batches = run.validation.counts
         requests = run.requests
@@ -596,12 +664,15 @@ def _check_callbacks(callbacks: list[KeepsCheckpoints], world: Group) -> None:
     """Raise `RankError` if checkpoint callbacks differ between ranks: every rank takes part in each save."""
     if world.size == 1:
         return
-    everyone = world.all_gather_object([type(callback).__name__ for callback in callbacks])
+    everyone = world.all_gather_object(
+        [type(callback).__name__ for callback in callbacks]
+    )
     if any(names != everyone[0] for names in everyone):
         raise RankError(
             "the ranks have different checkpoint callbacks",
             found="; ".join(
-                f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone)
+                f"rank {rank}: {', '.join(names) or 'none'}"
+                for rank, names in enumerate(everyone)
             ),
             fix="pass the same callbacks on every rank: only rank 0 writes",
         )
@@ -627,7 +698,9 @@ def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None
     anomaly, benchmark = torch.is_anomaly_enabled(), torch.backends.cudnn.benchmark
     undo = deterministic_products() if switches["deterministic"] else None
     if switches["deterministic"]:
-        torch.use_deterministic_algorithms(True, warn_only=switches["deterministic"] == "warn")
+        torch.use_deterministic_algorithms(
+            True, warn_only=switches["deterministic"] == "warn"
+        )
     if switches["benchmark"] is not None:
         torch.backends.cudnn.benchmark = switches["benchmark"]
     if switches["detect_anomaly"]:
@@ -660,13 +733,17 @@ def _dry_run(trainer: Session, run: Fit) -> None:
     """
     ready = [callback for callback in trainer.callbacks if _has_state(callback)]
     datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
-    state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
+    state = collect(
+        run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False
+    )
 
     def encode_state(state: Mapping[str, Any]) -> None:
         if run.strategy.sharded:
             encode(state, {}, copy=False, sharded=True)
         else:  # rank 0 writes; an engine that gathers its state has it only there
-            on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
+            on_rank_zero(
+                run.strategy.world, lambda: bool(encode(state, {}, copy=False))
+            )
 
     owners = [
         owner
@@ -699,7 +776,9 @@ def on_processes(trainer: Session, call: Callable[[int], Any]) -> Any:
         from trainer_kit.launch import run_agent
 
         run_agent(
-            trainer.processes, extra_env=trainer.files.hand_over(), max_restarts=_max_restarts()
+            trainer.processes,
+            extra_env=trainer.files.hand_over(),
+            max_restarts=_max_restarts(),
         )
     from trainer_kit.launch import run_forked
 
@@ -725,7 +804,9 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
         module = trainer.module
         return {
             "result": result,
-            "weights": move_to_device(dict(module.state_dict()), "cpu"),  # sync point: at the end
+            "weights": move_to_device(
+                dict(module.state_dict()), "cpu"
+            ),  # sync point: at the end
             "progress": trainer.progress.state_dict(),
             "restored_from": trainer.restored_from,
             "metrics": (
@@ -733,7 +814,9 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
                 trainer.metrics.logged,
                 trainer.metrics.progress_bar,
             ),
-            "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],
+            "callbacks": [
+                dict(callback.state_dict()) for callback in trainer.callbacks
+            ],
         }
 
     trainer.status, trainer.last_verb = (
@@ -741,7 +824,10 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
         stage,
     )  # unless the next line returns
     made = on_processes(trainer, on_rank)
-    trainer.status, trainer.restored_from = TrainerStatus.FINISHED, made["restored_from"]
+    trainer.status, trainer.restored_from = (
+        TrainerStatus.FINISHED,
+        made["restored_from"],
+    )
     if stage == "fit":
         count_fit()
         trainer.continues = False
@@ -751,7 +837,11 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     trainer.progress.load_state_dict(made["progress"])
     trainer.metrics.forget()  # the same as in `EntryPoint`
     for here, there in zip(
-        (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar),
+        (
+            trainer.metrics.callback,
+            trainer.metrics.logged,
+            trainer.metrics.progress_bar,
+        ),
         made["metrics"],
         strict=True,
     ):
@@ -777,7 +867,9 @@ def _note_memory(trainer: Session, stage: str) -> str:
     local = max(1, trainer.environment.local_world_size)
     held = f"peak {in_units(memory_peak(device))} of {in_units(device_memory(device, local))} on {device}"
     if stage != "fit":
-        return f"out of memory in {stage}: {held}\n  fix:   a smaller batch in the loader"
+        return (
+            f"out of memory in {stage}: {held}\n  fix:   a smaller batch in the loader"
+        )
     return (
         f"out of memory at step {trainer.progress.step + 1}: {held}\n"
         "  fix:   callbacks=[AutoMicroBatch()] repeats such a step with smaller micro-batches (one device and DDP); or"

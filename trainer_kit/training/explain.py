@@ -19,7 +19,11 @@ from trainer_kit.data.feed import Feed
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.compose import check_datamodule, check_module, choose_by_memory
+from trainer_kit.training.compose import (
+    check_datamodule,
+    check_module,
+    choose_by_memory,
+)
 from trainer_kit.training.loaders import find_loaders, training_feed
 from trainer_kit.training.mesh_picture import mesh_picture
 from trainer_kit.training.session import Session
@@ -112,7 +116,11 @@ def _training_lines(
         return []
     ranks: Any = _Ranks(size)
     feed, length = training_feed(
-        train_loaders, trainer.settings, ranks, trainer.data_seed, _window_length(trainer)
+        train_loaders,
+        trainer.settings,
+        ranks,
+        trainer.data_seed,
+        _window_length(trainer),
     )
     return _data_lines(trainer, feed, length.expected, size)
 
@@ -222,7 +230,9 @@ def _describe_limits(trainer: Session) -> str:
     if settings.max_duration is not None:
         limits.append(str(settings.max_duration))
     for callback in trainer.callbacks:
-        seconds = callback.time_remaining() if isinstance(callback, LimitsTime) else None
+        seconds = (
+            callback.time_remaining() if isinstance(callback, LimitsTime) else None
+        )
         if seconds is not None:
             limits.append(f"{seconds:g}s")
     if not limits:
@@ -239,7 +249,9 @@ class _Ranks:
         self.size = size
 
 
-def _data_lines(trainer: Session, feed: Feed, limit: int | None, size: int) -> list[str]:
+def _data_lines(
+    trainer: Session, feed: Feed, limit: int | None, size: int
+) -> list[str]:
     window = _window_length(trainer)
     per_rank = feed.per_rank_batch_size
     samples = "unknown"
@@ -248,7 +260,11 @@ def _data_lines(trainer: Session, feed: Feed, limit: int | None, size: int) -> l
     steps = "unknown"
     if limit is not None:
         steps = f"{math.ceil(limit / window)} ({limit} batches in windows of {window})"
-    return [f"data         {feed.describe()}", f"batch        {samples}", f"steps/epoch  {steps}"]
+    return [
+        f"data         {feed.describe()}",
+        f"batch        {samples}",
+        f"steps/epoch  {steps}",
+    ]
 
 
 def _window_length(trainer: Session) -> int:
@@ -257,7 +273,9 @@ def _window_length(trainer: Session) -> int:
     return 1 if counting is None else counting.get_accumulate_grad_batches(0)
 
 
-def _cost_lines(trainer: Session, strategy: Strategy, module: TrainModule, size: int) -> list[str]:
+def _cost_lines(
+    trainer: Session, strategy: Strategy, module: TrainModule, size: int
+) -> list[str]:
     """Memory and communication of a rank for the module as it is now; an earlier fit may have sharded it."""
     if next(module.parameters(), None) is None:
         return ["layout       known when configure_model has built the layers"]
@@ -271,7 +289,9 @@ def _cost_lines(trainer: Session, strategy: Strategy, module: TrainModule, size:
         return cost_lines(costs, optimizers)
     try:
         optimizers = configure_optimizers(module).optimizers
-    except Exception as error:  # it may need a running fit, for example for the number of steps
+    except (
+        Exception
+    ) as error:  # it may need a running fit, for example for the number of steps
         problem = str(error).partition("\n")[0]
         note = f"             (configure_optimizers needs a running fit: {type(error).__name__}: {problem})"
         return [*cost_lines(costs, None), note]

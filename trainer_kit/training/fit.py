@@ -49,12 +49,14 @@ def fit(run: Fit) -> None:
                     hook()
             completed = not settle_resume(run)
             try:
-                for _ in run.windows.epoch(progress) if completed else ():  # k micro-batches
-                    if (
-                        stepper.waiting
-                    ):  # the last step was not the end of an epoch whose length is unknown
+                for _ in (
+                    run.windows.epoch(progress) if completed else ()
+                ):  # k micro-batches
+                    if stepper.waiting:  # the last step was not the end of an epoch whose length is unknown
                         stepper.advance_waiting()
-                    forward_backward(micro)  # begin, training_step, backward, end of each
+                    forward_backward(
+                        micro
+                    )  # begin, training_step, backward, end of each
                     stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
                     progress.step += 1
                     if micro.batch is not None:

@@ -15,12 +15,26 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
-from trainer_kit.data import CombinedLoader, EpochLength, Feed, epoch_length, is_tree, read_together
+from trainer_kit.data import (
+    CombinedLoader,
+    EpochLength,
+    Feed,
+    epoch_length,
+    is_tree,
+    read_together,
+)
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.settings import Settings
 
-__all__ = ["NAMES", "agreed_length", "evaluation_feeds", "find_loaders", "mover", "training_feed"]
+__all__ = [
+    "NAMES",
+    "agreed_length",
+    "evaluation_feeds",
+    "find_loaders",
+    "mover",
+    "training_feed",
+]
 
 NAMES: Final = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 """The names of the loaders and limits of each entry point."""
@@ -32,7 +46,9 @@ def find_loaders(stage: str, passed: Any, module: Any, datamodule: Any) -> Any:
         return passed
     name = f"{NAMES[stage]}_dataloader"
     for source in (datamodule, module):
-        if source is not None and (name in vars(source) or is_overridden(name, source, DataHooks)):
+        if source is not None and (
+            name in vars(source) or is_overridden(name, source, DataHooks)
+        ):
             return getattr(source, name)()
     return None
 
@@ -118,7 +134,9 @@ def agreed_length(length: EpochLength, group: Group) -> EpochLength:
     numbers = [_count(length.expected), _count(length.limit), not length.certain]
     expected, limit, uncertain = map(max, zip(*group.agree(numbers), strict=True))
     return EpochLength(
-        expected=_known_count(expected), limit=_known_count(limit), certain=not uncertain
+        expected=_known_count(expected),
+        limit=_known_count(limit),
+        certain=not uncertain,
     )
 
 
@@ -145,14 +163,20 @@ def _unshuffled(loaders: Any) -> Any:
     """The same loader in dataset order: overfitting repeats the same batches."""
     loaders = read_together(loaders)
     if isinstance(loaders, CombinedLoader):
-        return CombinedLoader(loaders.join(map(_unshuffled, loaders.flattened)), loaders.mode)
-    if not isinstance(loaders, DataLoader) or not isinstance(loaders.sampler, RandomSampler):
+        return CombinedLoader(
+            loaders.join(map(_unshuffled, loaders.flattened)), loaders.mode
+        )
+    if not isinstance(loaders, DataLoader) or not isinstance(
+        loaders.sampler, RandomSampler
+    ):
         return loaders
     clone = copy.copy(loaders)
     sampler = SequentialSampler(cast("Sized", loaders.dataset))
     vars(clone)["sampler"] = sampler
     if loaders.batch_size is not None:
-        vars(clone)["batch_sampler"] = BatchSampler(sampler, loaders.batch_size, loaders.drop_last)
+        vars(clone)["batch_sampler"] = BatchSampler(
+            sampler, loaders.batch_size, loaders.drop_last
+        )
     return clone
 
 

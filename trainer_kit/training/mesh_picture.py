@@ -81,9 +81,7 @@ def mesh_picture(
     caption_elements = ""
     for row, line in enumerate(captions):
         y = 3 * _PADDING + _LINE + mesh.height + _LINE * (row + 0.6)
-        caption_elements += (
-            f'<text class="s" x="{_PADDING}" y="{y:g}" xml:space="preserve">{escape(line)}</text>\n'
-        )
+        caption_elements += f'<text class="s" x="{_PADDING}" y="{y:g}" xml:space="preserve">{escape(line)}</text>\n'
     label = escape(f"{ranks} ranks: {title}")
     return Svg(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {view_width:g} {view_height:g}"'
@@ -98,7 +96,9 @@ def _describe_axes(axes: _Axes, ranks: int) -> list[str]:
     lines = []
     for name, size in axes:
         if size > 1:
-            lines.append(f"{name} = {size}: {_ROLES.get(name, 'another rank at each place')}")
+            lines.append(
+                f"{name} = {size}: {_ROLES.get(name, 'another rank at each place')}"
+            )
     if any(size > _MAX_DRAWN for _, size in axes):
         lines.append(f"the first {_MAX_DRAWN} places of an axis are drawn")
     if ranks > 1:
@@ -124,9 +124,7 @@ def _draw_axes(axes: _Axes, position: Mapping[str, int], mesh: _Axes) -> _Drawin
         width = block.width + 2 * _PADDING
         height = block.height + 2 * _PADDING + _LINE
         frame = f'<rect class="panel" width="{width:g}" height="{height:g}" rx="8"/>\n'
-        label = (
-            f'<text class="s" x="{_PADDING}" y="{_PADDING + 10}">{escape(name)} {index}</text>\n'
-        )
+        label = f'<text class="s" x="{_PADDING}" y="{_PADDING + 10}">{escape(name)} {index}</text>\n'
         content = _translate(_PADDING, _PADDING + _LINE, block.elements)
         elements += _translate(right, 0, frame + label + content)
         right += width + _GAP
@@ -149,7 +147,9 @@ def _draw_grid(axes: _Axes, position: Mapping[str, int], mesh: _Axes) -> _Drawin
         row_position = dict(position)
         if row_axis:
             row_position[row_axis] = row
-            elements += f'<text class="s" x="0" y="{y + 27}">{escape(row_axis)} {row}</text>\n'
+            elements += (
+                f'<text class="s" x="0" y="{y + 27}">{escape(row_axis)} {row}</text>\n'
+            )
         for column in range(columns):
             cell = _draw_rank({**row_position, column_axis: column}, mesh)
             elements += _translate(left + column * (_CELL_WIDTH + _GAP), y, cell)

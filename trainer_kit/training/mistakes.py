@@ -16,9 +16,7 @@ __all__ = ["note_mistakes"]
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 _SECOND_BACKWARD: Final = "backward through the graph a second time"
-_DEVICE: Final = (
-    "the Trainer moves the module and each batch to its device: leave out .cuda() and .to(...)"
-)
+_DEVICE: Final = "the Trainer moves the module and each batch to its device: leave out .cuda() and .to(...)"
 _COLLATE: Final = (
     "the samples of a batch have different lengths: pass DataLoader(collate_fn=...) a function that pads them, such as"
     " DataCollatorWithPadding(tokenizer) of Transformers, or one that calls torch.nn.utils.rnn.pad_sequence"
@@ -29,11 +27,16 @@ _DTYPE: Final = (
     ' or train with precision="64-true"'
 )
 _CLASSES: Final = "the loss takes the numbers of classes as whole numbers: y.long()"
-_SCALAR: Final = "the loss, and a value that .item() reads, is one number: use its .mean()"
+_SCALAR: Final = (
+    "the loss, and a value that .item() reads, is one number: use its .mean()"
+)
 _MISTAKES: Final = (
     ("not compiled with CUDA", _DEVICE),
     ("no NVIDIA driver", _DEVICE),
-    ("to be on the same device", f"{_DEVICE}; make new tensors with device=self.device"),
+    (
+        "to be on the same device",
+        f"{_DEVICE}; make new tensors with device=self.device",
+    ),
     ("batch should be of equal size", _COLLATE),
     ("stack expects each tensor to be equal size", _COLLATE),
     ("must be Tensor, not list", _UNPACK),
@@ -63,7 +66,9 @@ def note_mistakes(error: BaseException, module: Any) -> None:
     """
     if isinstance(error, TrainerKitError) or not isinstance(error, Exception):
         return
-    with suppress(Exception):  # a batch or a layer that cannot be described must not hide the error
+    with suppress(
+        Exception
+    ):  # a batch or a layer that cannot be described must not hide the error
         frames = list(_frames(error.__traceback__))
         for index, frame in enumerate(frames):
             if _is_step(frame, module):
@@ -100,7 +105,9 @@ def _is_in_optimizer(frame: FrameType) -> bool:
     return isinstance(frame.f_locals.get("self"), Optimizer)
 
 
-def _describe_step(step: FrameType, inner_frames: list[FrameType], module: nn.Module) -> str:
+def _describe_step(
+    step: FrameType, inner_frames: list[FrameType], module: nn.Module
+) -> str:
     """The step, the innermost layer that the exception passed through, and the shapes of the batch."""
     description = f"in {type(module).__name__}.{step.f_code.co_name}"
     names = {id(layer): name for name, layer in module.named_modules() if name}
@@ -108,9 +115,13 @@ def _describe_step(step: FrameType, inner_frames: list[FrameType], module: nn.Mo
         layer = frame.f_locals.get("self")
         if isinstance(layer, nn.Module) and id(layer) in names:
             settings = printable(layer.extra_repr(), 200)
-            description += f", module {names[id(layer)]!r}: {type(layer).__name__}({settings})"
+            description += (
+                f", module {names[id(layer)]!r}: {type(layer).__name__}({settings})"
+            )
             break
-    _, batch, *other_names = step.f_code.co_varnames  # self, batch, batch_idx, and local variables
+    _, batch, *other_names = (
+        step.f_code.co_varnames
+    )  # self, batch, batch_idx, and local variables
     if batch not in step.f_locals:  # deleted
         return description
     number = ""
@@ -125,7 +136,10 @@ def _describe_shapes(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        items = [f"{name!r}: {_describe_shapes(item)}" for name, item in list(value.items())[:20]]
+        items = [
+            f"{name!r}: {_describe_shapes(item)}"
+            for name, item in list(value.items())[:20]
+        ]
         return f"{{{', '.join(items)}}}"
     if isinstance(value, (list, tuple)):
         items = [_describe_shapes(item) for item in value[:10]]

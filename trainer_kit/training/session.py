@@ -175,17 +175,21 @@ class Session:
         self.note: Callable[..., Any] = nothing  # no report
         self._training_batches: int | float | None = None
         self.num_val_batches: list[int | float] = []
-        self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = (
-            self.num_val_batches
-        )
+        self.num_sanity_val_batches = self.num_test_batches = (
+            self.num_predict_batches
+        ) = self.num_val_batches
         self.train_batch_samples: int | None = None
         self.trained_before = 0  # steps of the fit before the running one
         self.accumulation = 1
         self.run: Fit | None = None
-        self.steps_were_read = False  # `estimated_stepping_batches`, in `configure_optimizers`
+        self.steps_were_read = (
+            False  # `estimated_stepping_batches`, in `configure_optimizers`
+        )
         self.evaluation: Evaluation | None = None  # of validate, test or predict
         self._callbacks: list[Callback] = []
-        self._own_callbacks: list[Callback] = self._callbacks  # without the module's callbacks
+        self._own_callbacks: list[Callback] = (
+            self._callbacks
+        )  # without the module's callbacks
 
     def for_trial(self, settings: Settings) -> Session:
         """A Session with copies of this one's strategy and precision, and no loggers, files, callbacks or counts.
@@ -227,7 +231,9 @@ class Session:
     @property
     def global_rank(self) -> int:
         """This process's rank over all nodes."""
-        return self.strategy.world.rank if self.strategy.started else self.environment.rank
+        return (
+            self.strategy.world.rank if self.strategy.started else self.environment.rank
+        )
 
     @property
     def local_rank(self) -> int:
@@ -242,7 +248,11 @@ class Session:
     @property
     def world_size(self) -> int:
         """Processes over all nodes."""
-        return self.strategy.world.size if self.strategy.started else self.environment.world_size
+        return (
+            self.strategy.world.size
+            if self.strategy.started
+            else self.environment.world_size
+        )
 
     @property
     def is_global_zero(self) -> bool:
@@ -271,7 +281,9 @@ class Session:
         if self.sanity_checking:
             stage = RunningStage.SANITY_CHECKING
         elif self.state_verb == "fit":
-            stage = RunningStage.VALIDATING if self.evaluating else RunningStage.TRAINING
+            stage = (
+                RunningStage.VALIDATING if self.evaluating else RunningStage.TRAINING
+            )
         elif self.state_verb:
             stage = RunningStage(self.state_verb)
         return TrainerState(
@@ -359,7 +371,10 @@ class Session:
     @property
     def is_last_batch(self) -> bool:
         """Whether this training batch is the last of its epoch by the loader's length; False if that is unknown."""
-        return self.run is not None and self.run.micro.index + 1 == self.num_training_batches
+        return (
+            self.run is not None
+            and self.run.micro.index + 1 == self.num_training_batches
+        )
 
     @property
     def epoch_is_whole(self) -> bool:
@@ -471,7 +486,9 @@ class Session:
         """Withdraw a stop request that is not granted yet; a request for another reason stays."""
         self.requests.withdraw_stop(reason)
 
-    def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None:
+    def request_checkpoint(
+        self, reason: str, request: CheckpointRequest | None = None
+    ) -> None:
         """Request a checkpoint, saved after everything else of this step."""
         if not self.settings.fast:  # fast_dev_run writes nothing
             self.requests.ask_checkpoint(reason, request)
@@ -544,7 +561,11 @@ class Session:
             if loaders is None:
                 return 0
             feed = training_feed(
-                loaders, self.settings, self.strategy.data, self.data_seed, self.accumulation
+                loaders,
+                self.settings,
+                self.strategy.data,
+                self.data_seed,
+                self.accumulation,
             )
             expected = feed[1].expected
             self._training_batches = math.inf if expected is None else expected
@@ -569,7 +590,8 @@ class Session:
         """Replace the callbacks, and sort them into their order."""
         if self.state_verb:
             raise ConfigurationError(
-                "callbacks cannot change while an entry point runs", found=self.state_verb
+                "callbacks cannot change while an entry point runs",
+                found=self.state_verb,
             )
         self._own_callbacks = self._callbacks = sorted_callbacks(callbacks)
         self.read_accumulation()
@@ -588,7 +610,11 @@ class Session:
     def accumulation_callback(self) -> SetsAccumulation | None:
         """The first callback that decides how many micro-batches a window has, or None."""
         return next(
-            (callback for callback in self._callbacks if isinstance(callback, SetsAccumulation)),
+            (
+                callback
+                for callback in self._callbacks
+                if isinstance(callback, SetsAccumulation)
+            ),
             None,
         )
 
@@ -600,13 +626,20 @@ class Session:
     @property
     def early_stopping_callbacks(self) -> list[StopsEarly]:
         """All `EarlyStopping` callbacks."""
-        return [callback for callback in self._callbacks if isinstance(callback, StopsEarly)]
+        return [
+            callback for callback in self._callbacks if isinstance(callback, StopsEarly)
+        ]
 
     @property
     def progress_bar_callback(self) -> DrawsProgress | None:
         """The progress bar, or None."""
         return next(
-            (callback for callback in self._callbacks if isinstance(callback, DrawsProgress)), None
+            (
+                callback
+                for callback in self._callbacks
+                if isinstance(callback, DrawsProgress)
+            ),
+            None,
         )
 
     @property
@@ -628,7 +661,9 @@ class Session:
         for one in (loggers := as_list(loggers, Logger)):
             if isinstance(one, type) or not isinstance(one, Logger):
                 raise ConfigurationError(
-                    "this is not a logger", found=repr(one), fix="assign an object with log_metrics"
+                    "this is not a logger",
+                    found=repr(one),
+                    fix="assign an object with log_metrics",
                 )
         self.files.replace_loggers(
             [] if self.settings.fast else loggers
@@ -646,7 +681,11 @@ class Session:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of the running fit."""
-        return [] if self.run is None else OptimizersOfFit(self.run.stepper.made.optimizers)
+        return (
+            []
+            if self.run is None
+            else OptimizersOfFit(self.run.stepper.made.optimizers)
+        )
 
     @optimizers.setter
     def optimizers(self, optimizers: Iterable[Optimizer] | Optimizer) -> None:
@@ -662,7 +701,11 @@ class Session:
     def manual_optimizers(self) -> list[Any]:
         """The optimizers that ``module.optimizers()`` returns."""
         stepper = None if self.run is None else self.run.stepper
-        return list(stepper.optimizers if isinstance(stepper, ManualStepper) else self.optimizers)
+        return list(
+            stepper.optimizers
+            if isinstance(stepper, ManualStepper)
+            else self.optimizers
+        )
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
@@ -695,7 +738,9 @@ class Session:
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
         """The values last sent to the loggers, by name, on the CPU."""
-        return {name: torch.tensor(value) for name, value in self.metrics.logged.items()}
+        return {
+            name: torch.tensor(value) for name, value in self.metrics.logged.items()
+        }
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -718,7 +763,9 @@ class Session:
             values.setdefault("epoch", self._epoch_of_step)
         at = int(values.pop("step", progress.step if step is None else step))
         counts = {
-            name: count for name in ("samples", "tokens") if (count := getattr(progress, name))
+            name: count
+            for name in ("samples", "tokens")
+            if (count := getattr(progress, name))
         }
         self._deliver(values, at, counts)
 
@@ -732,7 +779,9 @@ class Session:
         at = int(values.pop("step", number))
         self._deliver(values, at, {})
 
-    def _deliver(self, values: Mapping[str, float], step: int, counts: Mapping[str, int]) -> None:
+    def _deliver(
+        self, values: Mapping[str, float], step: int, counts: Mapping[str, int]
+    ) -> None:
         self.files.deliveries.log(values, step, counts)
         if not self.state_verb:  # no entry point ends after this
             self.files.deliveries.close(None)
@@ -741,7 +790,9 @@ class Session:
     def _epoch_of_step(self) -> int:
         """In a fit, the epoch in which the last step was taken, also after that epoch was counted."""
         progress = self.progress
-        is_counted = progress.step > 0 and progress.epoch > 0 and not progress.epoch_batch
+        is_counted = (
+            progress.step > 0 and progress.epoch > 0 and not progress.epoch_batch
+        )
         return progress.epoch - (self.state_verb == "fit" and is_counted)
 
     def begin_fit(self) -> None:
@@ -762,15 +813,21 @@ class Session:
     def read_accumulation(self) -> None:
         """Set the length of the first window from the callbacks of this fit."""
         counting = self.accumulation_callback
-        self.accumulation = 1 if counting is None else counting.get_accumulate_grad_batches(0)
+        self.accumulation = (
+            1 if counting is None else counting.get_accumulate_grad_batches(0)
+        )
 
     def collect_state(self, weights_only: bool) -> dict[str, Any]:
         """The state of the running fit, or only its weights; every rank must call it."""
         assert self.run is not None
-        state = collect(self.run, self._callbacks, self.datamodule, self.data_seed, weights_only)
+        state = collect(
+            self.run, self._callbacks, self.datamodule, self.data_seed, weights_only
+        )
         return self.unsaveable.leave_out(state)
 
-    def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self, filepath: str | os.PathLike[str], weights_only: bool = False
+    ) -> None:
         """Write a checkpoint directory now; every rank must call it.
 
         Args:
@@ -796,10 +853,15 @@ class Session:
             )
         stepper.backward(loss, *args, **kwargs)
 
-    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+    def clip_gradients(
+        self, optimizer: Any, value: float | None, algorithm: str | None
+    ) -> None:
         """Unscale and clip the gradients of one optimizer; None: use the Trainer's value or algorithm."""
         own_value, own_algorithm = self.settings.clip or (None, "norm")
-        value, algorithm = own_value if value is None else value, algorithm or own_algorithm
+        value, algorithm = (
+            own_value if value is None else value,
+            algorithm or own_algorithm,
+        )
         if value is None:
             return
         raw = OptimizerProxy.unwrapped(optimizer)
@@ -823,13 +885,19 @@ class Session:
             RankError: on every rank, where shapes, dtypes or structure differ.
         """
         data = map_leaves(
-            data, lambda value: torch.tensor(value, device=self.strategy.device), (int, float)
+            data,
+            lambda value: torch.tensor(value, device=self.strategy.device),
+            (int, float),
         )
         same_everywhere(self.strategy.data, "all_gather", data)
         group = self.strategy.data
         if group.size == 1:
             return data
-        gather = partial(gather_with_gradients, group=group) if sync_grads else group.all_gather
+        gather = (
+            partial(gather_with_gradients, group=group)
+            if sync_grads
+            else group.all_gather
+        )
         return map_tensors(data, gather)
 
     # -- files ---------------------------------------------------------------------------------------------------
@@ -896,7 +964,12 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy leaves out what belongs to this process: the objects of a fit, and the report's callback.
-        parts = {"run": None, "evaluation": None, "find_train_loaders": nothing, "note": nothing}
+        parts = {
+            "run": None,
+            "evaluation": None,
+            "find_train_loaders": nothing,
+            "note": nothing,
+        }
         return {**vars(self), **parts, "state_verb": ""}
 
     def print(self, *values: Any, **options: Any) -> None:

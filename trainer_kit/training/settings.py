@@ -73,7 +73,9 @@ class Settings:
         elif duration is not None and duration.unit == "ba":
             limits.append(_steps_of_batches(duration.value, batches, accumulation))
         if self.max_epochs is not None:
-            limits.append(_steps_of_epochs(self.max_epochs, batches, accumulation, counting))
+            limits.append(
+                _steps_of_epochs(self.max_epochs, batches, accumulation, counting)
+            )
         return min(limits, default=math.inf)
 
 
@@ -92,7 +94,10 @@ def _steps_of_batches(limit: float, epoch_batches: float, accumulation: int) -> 
 
 
 def _steps_of_epochs(
-    epochs: int, epoch_batches: float, accumulation: int, counting: SetsAccumulation | None
+    epochs: int,
+    epoch_batches: float,
+    accumulation: int,
+    counting: SetsAccumulation | None,
 ) -> float:
     if not epochs:
         return 0
@@ -148,7 +153,8 @@ def make_settings(
         epochs, max_steps, duration = 1, fast, None
         checked_limits = dict.fromkeys(checked_limits, fast)
     every = _interval(
-        1.0 if val_check_interval is None else val_check_interval, across_epochs=val_epochs is None
+        1.0 if val_check_interval is None else val_check_interval,
+        across_epochs=val_epochs is None,
     )
     sanity_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
     return Settings(
@@ -193,11 +199,15 @@ def check_switches(
             fix='pass a dict, such as {"mode": "reduce-overhead"}',
         )
     if isinstance(compile, Mapping):
-        _check_compile({name: value for name, value in compile.items() if name != "regional"})
+        _check_compile(
+            {name: value for name, value in compile.items() if name != "regional"}
+        )
 
 
 def _check_compile(options: Mapping[Any, Any]) -> None:
-    parameters = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    parameters = [
+        name for name in inspect.signature(torch.compile).parameters if name != "model"
+    ]
     unknown = [name for name in options if name not in parameters]
     if unknown:
         raise ConfigurationError(
@@ -208,7 +218,9 @@ def _check_compile(options: Mapping[Any, Any]) -> None:
     if not options:
         return
     try:
-        with warnings.catch_warnings():  # importing a backend may warn about unrelated things
+        with (
+            warnings.catch_warnings()
+        ):  # importing a backend may warn about unrelated things
             warnings.simplefilter("ignore")
             torch.compile(lambda: None, **options)
     except Exception as error:  # of many classes, by backend
@@ -254,10 +266,14 @@ def _length(
 
 def _clip(value: float | None, algorithm: str | None) -> tuple[float, str] | None:
     if value is not None and not _is_clip_value(value):
-        raise ConfigurationError("gradient_clip_val is a number from 0", found=repr(value))
+        raise ConfigurationError(
+            "gradient_clip_val is a number from 0", found=repr(value)
+        )
     if algorithm not in (None, "norm", "value"):
         raise ConfigurationError(
-            "unknown gradient_clip_algorithm", found=repr(algorithm), fix="use norm or value"
+            "unknown gradient_clip_algorithm",
+            found=repr(algorithm),
+            fix="use norm or value",
         )
     if not value:
         return None

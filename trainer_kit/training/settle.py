@@ -47,9 +47,13 @@ def settle_step(run: Fit) -> bool:
     ):
         check_finite(run)  # before values of a step that may be skipped are published
     if schedule.flushes(progress):
-        run.publish(run.metrics.flush_step(run.micro.batch is not None).logger, progress.step)
+        run.publish(
+            run.metrics.flush_step(run.micro.batch is not None).logger, progress.step
+        )
         check_finite(run)
-    elif agrees and progress.step - run.finite >= LONGEST:  # bounds the number of stored losses
+    elif (
+        agrees and progress.step - run.finite >= LONGEST
+    ):  # bounds the number of stored losses
         check_finite(run)
     asked = agrees and requests.validation is not None and run.validation is not None
     if schedule.validation_due(progress) or asked:
@@ -61,13 +65,17 @@ def settle_step(run: Fit) -> bool:
         _act(run, listens)
     over = schedule.epoch_is_over(progress)
     # At the end of an epoch a stop waits until the epoch is counted: it may be the last one of `min_epochs`.
-    leaves = schedule.finished(progress) is not None or (agrees and not over and _stops(run))
+    leaves = schedule.finished(progress) is not None or (
+        agrees and not over and _stops(run)
+    )
     # A request with a path depends on progress alone, so every rank has it at this step without an agreement.
     # At the end of an epoch the checkpoint waits for the hooks and schedulers of that step. A run that leaves the epoch
     # early saves here: leaving reduces and resets the running sums that a resumed run needs.
     if (agrees or requests.named) and not over:
         save_requested(run)
-    run.due = next_due(run)  # before the check for signals: the next signal sets it to 0
+    run.due = next_due(
+        run
+    )  # before the check for signals: the next signal sets it to 0
     if over and not schedule.length.certain:
         run.due = (
             progress.step + 1
@@ -104,7 +112,9 @@ def _advance_waiting(run: Fit) -> None:
     """
     schedule, progress = run.schedule, run.progress
     may_be_last = not schedule.length.certain or schedule.epoch_is_over(progress)
-    if run.stepper.waiting and not (may_be_last and schedule.validates_at_epoch_end(progress)):
+    if run.stepper.waiting and not (
+        may_be_last and schedule.validates_at_epoch_end(progress)
+    ):
         run.stepper.advance_waiting()
 
 
@@ -138,7 +148,11 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     run.metrics.leave_batch()
     _pass_time(run)
     check_finite(run)
-    if completed and schedule.validates_at_epoch_end(progress) and run.validated != progress.step:
+    if (
+        completed
+        and schedule.validates_at_epoch_end(progress)
+        and run.validated != progress.step
+    ):
         validate(run)
     ran = run.micro.index >= 0
     empty = (
@@ -151,7 +165,9 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
         for hook in listeners:
             hook()
-        if listeners or run.strategy.reports.size > 1:  # listeners may differ between ranks
+        if (
+            listeners or run.strategy.reports.size > 1
+        ):  # listeners may differ between ranks
             reduced.add(run.metrics.flush_epoch(ran))
         run.publish(reduced.logger, progress.step)
         reduced = Reduced()
@@ -206,7 +222,9 @@ def check_trained(run: Fit, over: bool) -> None:
     if had:
         return
     if stepped:
-        names = ", ".join(type(optimizer).__name__ for optimizer in run.stepper.made.optimizers)
+        names = ", ".join(
+            type(optimizer).__name__ for optimizer in run.stepper.made.optimizers
+        )
         raise ConfigurationError(
             "nothing was trained: no parameter received a gradient",
             found=f"{run.progress.step} steps, and no parameter of {names} has ever had a gradient",
@@ -231,7 +249,10 @@ def settle_end(run: Fit) -> None:
 def next_due(run: Fit) -> int:
     """The next step at which `settle_step` has something to do."""
     schedule, progress = run.schedule, run.progress
-    due = min(schedule.due(progress, run.windows.length), max(run.listen_at, progress.step + 1))
+    due = min(
+        schedule.due(progress, run.windows.length),
+        max(run.listen_at, progress.step + 1),
+    )
     if (
         run.requests.stop is not None and progress.step < schedule.min_steps
     ):  # the request waits until that step
@@ -266,7 +287,10 @@ def validate(run: Fit) -> None:
     run.validated = run.progress.step
     run.module.on_validation_model_zero_grad()
     try:
-        with preserved_rng(run.strategy.device), run.strategy.shared_buffers(run.module):
+        with (
+            preserved_rng(run.strategy.device),
+            run.strategy.shared_buffers(run.module),
+        ):
             reduced = evaluate(run.validation, run.progress.epoch)
     except BaseException:
         run.owes_validation = True  # a run that resumes from here has no values of it
@@ -298,7 +322,14 @@ def _unite(run: Fit) -> None:
         return
     micro = run.micro
     rows = world.agree(
-        [*requests.pending, micro.skipped, micro.padded, run.saver.ended, run.elapsed, _pace(run)]
+        [
+            *requests.pending,
+            micro.skipped,
+            micro.padded,
+            run.saver.ended,
+            run.elapsed,
+            _pace(run),
+        ]
     )
     stops, validations, signals, saves, skipped, padding, saved, elapsed, _ = map(
         list, zip(*rows, strict=True)
@@ -309,7 +340,9 @@ def _unite(run: Fit) -> None:
     if max(skipped) > min(map(sum, zip(skipped, padding, strict=True))):
         raise RankError(
             "training_step returned None on some ranks only",
-            found=", ".join(f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)),
+            found=", ".join(
+                f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)
+            ),
             fix="return None on all ranks or on none; a loss of zero has the same effect",
         )
     # Signals that arrive after this wait for the next agreement.
@@ -317,7 +350,9 @@ def _unite(run: Fit) -> None:
     if any(stops) or any(validations):
         reasons = world.all_gather_object((requests.stop, requests.validation))
         requests.stop = next((stop for stop, _ in reasons if stop), None)
-        requests.validation = next((validation for _, validation in reasons if validation), None)
+        requests.validation = next(
+            (validation for _, validation in reasons if validation), None
+        )
     if any(saved):
         settle_save(run)
     if any(saves) and not requests.checkpoints:
@@ -350,7 +385,9 @@ def _stops(run: Fit) -> bool:
     if not run.deferred:
         run.deferred = True
         minimums = {"min_epochs": schedule.min_epochs, "min_steps": schedule.min_steps}
-        minimum = " and ".join(f"{name}={value}" for name, value in minimums.items() if value)
+        minimum = " and ".join(
+            f"{name}={value}" for name, value in minimums.items() if value
+        )
         run.say(
             f"stop requested at step {run.progress.step}: {reason}; training continues until {minimum}"
         )
@@ -374,11 +411,15 @@ def _leave_on_signal(run: Fit) -> None:
         done = save_requested(run, last=True)
         seconds = time.monotonic() - began
         saved = (
-            f"saved step {step} in {seconds:.1f} s" if done else f"step {step} could not be saved"
+            f"saved step {step} in {seconds:.1f} s"
+            if done
+            else f"step {step} could not be saved"
         )
         if run.strategy.world.rank == 0:
             saved = ", ".join(filter(None, [saved, requeue_once(run.requests)]))
         run.strategy.world.barrier()  # every rank waits until SLURM has answered rank 0
-    leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
+    leaving = (
+        "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
+    )
     run.say(f"{name}: {saved}, {leaving}")
     raise ended_by(number)

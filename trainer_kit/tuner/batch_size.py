@@ -37,7 +37,9 @@ def _holders(name: str, module: Any, loaders: Any, datamodule: Any) -> list[Any]
     return found
 
 
-def set_batch_size(name: str, size: int, module: Any, loaders: Any, datamodule: Any) -> None:
+def set_batch_size(
+    name: str, size: int, module: Any, loaders: Any, datamodule: Any
+) -> None:
     """Set a batch size where `scale_batch_size` looks for it.
 
     Raises:
@@ -79,7 +81,10 @@ class _Attempt:
                 found=f"{self.name}={self.size}, and batches of {feed.per_rank_batch_size}",
                 fix=f"use self.{self.name} in train_dataloader, and leave global_batch_size= out",
             )
-        run.bus.on_train_step_end = (*run.bus.on_train_step_end, lambda: self._look(run))
+        run.bus.on_train_step_end = (
+            *run.bus.on_train_step_end,
+            lambda: self._look(run),
+        )
         self.world = run.strategy.world
         if self.world.size == 1:
             return
@@ -120,7 +125,10 @@ class _Attempt:
 
     def _look(self, run: Fit) -> None:
         """After the first step, refuse a batch that is not full: it says nothing about this size."""
-        if run.progress.step == 1 and run.micro.sizes[0] < self.size * run.strategy.data.size:
+        if (
+            run.progress.step == 1
+            and run.micro.sizes[0] < self.size * run.strategy.data.size
+        ):
             raise _TooLarge("the data have fewer samples")
 
 
@@ -135,7 +143,10 @@ class SizeSearch:
     def __init__(
         self, mode: str, steps_per_trial: int, init_val: int, max_trials: int, name: str
     ) -> None:
-        if mode not in ("power", "binsearch") or min(steps_per_trial, init_val, max_trials) < 1:
+        if (
+            mode not in ("power", "binsearch")
+            or min(steps_per_trial, init_val, max_trials) < 1
+        ):
             raise ConfigurationError(
                 "an argument of the batch size search is wrong",
                 found=f"mode={mode!r}, steps_per_trial={steps_per_trial}, init_val={init_val}, max_trials={max_trials}",
@@ -150,7 +161,12 @@ class SizeSearch:
         )
 
     def run(
-        self, trainer: Session, module: Any, loaders: Any, datamodule: Any, is_set_up: bool = False
+        self,
+        trainer: Session,
+        module: Any,
+        loaders: Any,
+        datamodule: Any,
+        is_set_up: bool = False,
     ) -> tuple[int, str]:
         """Return the size and the reason against a larger one, without setting it. Every rank must call it."""
         holders = _holders(self.name, module, loaders, datamodule)
@@ -159,19 +175,31 @@ class SizeSearch:
         try:
             for _ in range(self.trials):
                 set_batch_size(self.name, size, module, loaders, datamodule)
-                problem = self._problem(size, trainer, module, loaders, datamodule, is_set_up)
+                problem = self._problem(
+                    size, trainer, module, loaders, datamodule, is_set_up
+                )
                 if problem:
                     bad, why = size, f"with {size}, {problem}"
                 else:
                     good = size
-                if (good and bad and (self.mode == "power" or bad - good == 1)) or bad == 1:
+                if (
+                    good and bad and (self.mode == "power" or bad - good == 1)
+                ) or bad == 1:
                     break
-                size = (good + bad) // 2 if good and bad else size * 2 if good else size // 2
+                size = (
+                    (good + bad) // 2
+                    if good and bad
+                    else size * 2
+                    if good
+                    else size // 2
+                )
         finally:
             set_batch_size(self.name, before, module, loaders, datamodule)
         if not good:
             raise ConfigurationError(
-                "no batch size fits", found=why, fix="use a smaller model, or a smaller init_val"
+                "no batch size fits",
+                found=why,
+                fix="use a smaller model, or a smaller init_val",
             )
         return good, why
 

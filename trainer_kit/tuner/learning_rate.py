@@ -45,7 +45,10 @@ class LearningRates:
         self, rates: Sequence[float], losses: Sequence[float], mode: str = "exponential"
     ) -> None:
         self.mode, self.losses = mode, list(losses)
-        self.results: dict[str, list[float]] = {"lr": list(rates), "loss": _smoothed(self.losses)}
+        self.results: dict[str, list[float]] = {
+            "lr": list(rates),
+            "loss": _smoothed(self.losses),
+        }
 
     def suggestions(self, skip_begin: int = 10, skip_end: int = 1) -> dict[str, float]:
         """Suggested learning rates by method; empty if the loss never falls.
@@ -59,7 +62,10 @@ class LearningRates:
         """
         count = len(self.losses)
         part = slice(min(skip_begin, count // 10), count - skip_end)
-        rates, losses = np.array(self.results["lr"][part]), np.array(self.results["loss"][part])
+        rates, losses = (
+            np.array(self.results["lr"][part]),
+            np.array(self.results["loss"][part]),
+        )
         if len(losses) < 3:
             return {}
         lowest = int(losses.argmin())
@@ -140,7 +146,12 @@ class LearningRates:
         ax.plot(rates, self.losses, alpha=0.3, label="loss")
         ax.plot(rates, losses, label="smoothed")
         for name, rate in self.suggestions().items() if suggest else ():
-            ax.plot(rate, float(np.interp(rate, rates, losses)), "o", label=f"{name}: {rate:.2g}")
+            ax.plot(
+                rate,
+                float(np.interp(rate, rates, losses)),
+                "o",
+                label=f"{name}: {rate:.2g}",
+            )
         ax.set_xscale("log" if self.mode == "exponential" else "linear")
         ax.set_xlabel("learning rate")
         ax.set_ylabel("loss")
@@ -157,7 +168,9 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
     reach = max(1, len(losses) // 10)
     weights = 1.0 - np.abs(np.arange(-reach, reach + 1)) / (reach + 1)
     padded = np.pad(np.array(losses), reach, mode="edge")
-    smoothed: list[float] = (np.convolve(padded, weights, "valid") / weights.sum()).tolist()
+    smoothed: list[float] = (
+        np.convolve(padded, weights, "valid") / weights.sum()
+    ).tolist()
     return smoothed
 
 
@@ -177,7 +190,11 @@ class RangeTest:
         mode: str,
         early_stop_threshold: float | None,
     ) -> None:
-        if mode not in ("exponential", "linear") or not 0 < min_lr < max_lr or num_training < 3:
+        if (
+            mode not in ("exponential", "linear")
+            or not 0 < min_lr < max_lr
+            or num_training < 3
+        ):
             raise ConfigurationError(
                 "a range test grows the learning rate from min_lr to max_lr in at least 3 steps",
                 found=f"min_lr={min_lr}, max_lr={max_lr}, num_training={num_training}, mode={mode!r}",
@@ -188,7 +205,12 @@ class RangeTest:
         self.rates: list[float] = grow(min_lr, max_lr, num_training).tolist()
 
     def run(
-        self, trainer: Session, module: Any, loaders: Any, datamodule: Any, is_set_up: bool = False
+        self,
+        trainer: Session,
+        module: Any,
+        loaders: Any,
+        datamodule: Any,
+        is_set_up: bool = False,
     ) -> LearningRates:
         """Return the curve; the arguments are those of `run_trial`. Every rank must call it."""
         self.losses: list[float] = []
@@ -231,8 +253,14 @@ class RangeTest:
                 else:
                     group["lr"] = rate
 
-        run.bus.on_before_optimizer_step = (*run.bus.on_before_optimizer_step, set_rates)
-        run.bus.on_train_step_end = (*run.bus.on_train_step_end, lambda: self._read(run))
+        run.bus.on_before_optimizer_step = (
+            *run.bus.on_before_optimizer_step,
+            set_rates,
+        )
+        run.bus.on_train_step_end = (
+            *run.bus.on_train_step_end,
+            lambda: self._read(run),
+        )
 
     def _read(self, run: Fit) -> None:
         """Take the mean loss of the step over its micro-batches and all ranks: every rank gets the same number."""
@@ -256,12 +284,16 @@ class RangeTest:
             self.losses.append(loss)
             self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
             mean = self._mean / (1 - _SMOOTHING ** len(self.losses))
-            if len(self.losses) <= len(self.rates) // 10:  # the mean of a few batches says little
+            if (
+                len(self.losses) <= len(self.rates) // 10
+            ):  # the mean of a few batches says little
                 return
             self._lowest = min(self._lowest, mean)
             if self.threshold is None or mean <= self.threshold * self._lowest:
                 return
-        run.schedule.max_steps = run.progress.step  # every rank knows that this was the last step
+        run.schedule.max_steps = (
+            run.progress.step
+        )  # every rank knows that this was the last step
         run.wake()
 
 
@@ -275,7 +307,9 @@ def attribute_of(module: Any, name: str = "") -> str:
     Raises:
         ConfigurationError: there is none.
     """
-    found = next((one for one in ([name] if name else _ATTRIBUTES) if holders(one, module)), None)
+    found = next(
+        (one for one in ([name] if name else _ATTRIBUTES) if holders(one, module)), None
+    )
     if found is None:
         raise ConfigurationError(
             f"{type(module).__name__} has no attribute for the learning rate",
@@ -285,7 +319,9 @@ def attribute_of(module: Any, name: str = "") -> str:
     return found
 
 
-def set_learning_rate(trainer: Session, module: Any, rate: float, attr_name: str) -> None:
+def set_learning_rate(
+    trainer: Session, module: Any, rate: float, attr_name: str
+) -> None:
     """Set the learning rate where `attribute_of` finds it."""
     name = attribute_of(module, attr_name)
     for holder in holders(name, module):

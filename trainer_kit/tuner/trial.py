@@ -114,9 +114,15 @@ def run_trial(
             trained = _copied(module, "module")
             callbacks = [
                 *trainer.callbacks,
-                *([] if is_set_up else as_list(trained.configure_callbacks(), Callback)),
+                *(
+                    []
+                    if is_set_up
+                    else as_list(trained.configure_callbacks(), Callback)
+                ),
             ]
-            vars(trained)["configure_callbacks"] = list  # those of the module take no part either
+            vars(trained)["configure_callbacks"] = (
+                list  # those of the module take no part either
+            )
             trial = trainer.for_trial(settings)
             trial.set_callbacks(
                 [
@@ -152,7 +158,9 @@ def _without_trace(loaders: Any, generators: list[Any]) -> Any:
     if loaders is None or isinstance(loaders, Sequence):
         return loaders
     memo: dict[int, Any] = {}
-    if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset):
+    if isinstance(loaders, DataLoader) and not isinstance(
+        loaders.dataset, IterableDataset
+    ):
         memo[id(loaders.dataset)] = loaders.dataset  # which may be large
         generators += own_generators(loaders.dataset)
     return _copied(loaders, "loader", memo)

@@ -12,8 +12,12 @@ set_seed(0)
 x = torch.arange(1.0, 9.0)
 y = 2 * x
 gradient_accumulation_steps = 4
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=gradient_accumulation_steps)
-per_device_batch_size = len(x) // gradient_accumulation_steps // accelerator.num_processes
+accelerator = Accelerator(
+    cpu=True, gradient_accumulation_steps=gradient_accumulation_steps
+)
+per_device_batch_size = (
+    len(x) // gradient_accumulation_steps // accelerator.num_processes
+)
 dataloader = DataLoader(TensorDataset(x, y), batch_size=per_device_batch_size)
 
 

@@ -13,7 +13,9 @@ from trainer_kit import Accelerator, get_logger, set_seed
 set_seed(0)
 logger = get_logger(__name__)
 gradient_accumulation_steps, per_device_batch_size = 2, 4
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=gradient_accumulation_steps)
+accelerator = Accelerator(
+    cpu=True, gradient_accumulation_steps=gradient_accumulation_steps
+)
 
 
 class Sequences(Dataset):
@@ -35,7 +37,9 @@ def collate(features):
     return {"input_ids": ids[..., None], "labels": labels[..., None]}
 
 
-dataset = Sequences(per_device_batch_size * gradient_accumulation_steps * accelerator.num_processes)
+dataset = Sequences(
+    per_device_batch_size * gradient_accumulation_steps * accelerator.num_processes
+)
 dataloader = DataLoader(dataset, batch_size=per_device_batch_size, collate_fn=collate)
 model = torch.nn.Linear(1, 2, bias=False)
 clone = copy.deepcopy(model)
@@ -56,8 +60,12 @@ for update in range(updates):
         quiet = i < len(batches) - 1 and accelerator.num_processes > 1
         with model.no_sync() if quiet else contextlib.nullcontext():
             outputs = model(batch["input_ids"])
-            loss = criterion(outputs.view(-1, 2), batch["labels"].view(-1).to(torch.int64))
-            loss = (loss * gradient_accumulation_steps * accelerator.num_processes) / tokens
+            loss = criterion(
+                outputs.view(-1, 2), batch["labels"].view(-1).to(torch.int64)
+            )
+            loss = (
+                loss * gradient_accumulation_steps * accelerator.num_processes
+            ) / tokens
             accelerator.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
@@ -70,6 +78,8 @@ torch.nn.CrossEntropyLoss()(
 clone_optimizer.step()
 found = accelerator.unwrap_model(model).weight.flatten().tolist()
 accelerator.print(
-    json.dumps({"with": found, "without": clone.weight.flatten().tolist(), "tokens": tokens})
+    json.dumps(
+        {"with": found, "without": clone.weight.flatten().tolist(), "tokens": tokens}
+    )
 )
 accelerator.end_training()

@@ -39,7 +39,11 @@ def inner_training_loop(batch_size):
 weights = inner_training_loop()
 accelerator.print(
     json.dumps(
-        {"weights": weights, "tried": tried, "steps": accelerator.gradient_accumulation_steps}
+        {
+            "weights": weights,
+            "tried": tried,
+            "steps": accelerator.gradient_accumulation_steps,
+        }
     )
 )
 accelerator.end_training()

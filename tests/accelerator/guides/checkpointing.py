@@ -18,7 +18,9 @@ accelerator = Accelerator(
 )
 data = TensorDataset(torch.randn(48, 4), torch.randn(48, 1))
 train_dataloader = DataLoader(data, batch_size=8 // accelerator.num_processes)
-my_model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+my_model = torch.nn.Sequential(
+    torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1)
+)
 my_optimizer = torch.optim.AdamW(my_model.parameters(), lr=0.01)
 my_scheduler = torch.optim.lr_scheduler.StepLR(my_optimizer, step_size=1, gamma=0.9)
 my_model, my_optimizer, train_dataloader = accelerator.prepare(
@@ -43,7 +45,9 @@ for epoch in range(first_epoch, 3):
         if not resume and epoch == 1 and number == 2:
             accelerator.save_state()
     my_scheduler.step()
-weights = [p.flatten().tolist() for p in accelerator.unwrap_model(my_model).parameters()]
+weights = [
+    p.flatten().tolist() for p in accelerator.unwrap_model(my_model).parameters()
+]
 accelerator.save_model(my_model, "saved")
 accelerator.print(json.dumps({"weights": weights, "rate": my_scheduler.get_last_lr()}))
 accelerator.end_training()

@@ -42,9 +42,13 @@ with state.split_between_processes(["a", "b", "c"]) as part:
 logger.info("not shown", main_process_only=False)
 assert accelerator.state.deepspeed_plugin is None
 assert accelerator.state.num_processes == accelerator.num_processes
-kind = DistributedType.NO if accelerator.num_processes == 1 else DistributedType.MULTI_CPU
+kind = (
+    DistributedType.NO if accelerator.num_processes == 1 else DistributedType.MULTI_CPU
+)
 assert accelerator.distributed_type == kind == str(kind.value)
 reduced = accelerator.reduce(torch.tensor([1.0, 2.0]), reduction="sum").tolist()
 accelerator.wait_for_everyone()
-accelerator.print(json.dumps({"said": said, "reduced": reduced, "only_last": only_last()}))
+accelerator.print(
+    json.dumps({"said": said, "reduced": reduced, "only_last": only_last()})
+)
 accelerator.end_training()

@@ -17,7 +17,9 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 model, optimizer, dataloader, scheduler = accelerator.prepare(
     model, optimizer, dataloader, scheduler
 )
-with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local_sgd:
+with LocalSGD(
+    accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True
+) as local_sgd:
     for inputs, targets in dataloader:
         with accelerator.accumulate(model):
             loss = torch.nn.functional.mse_loss(model(inputs), targets)
@@ -29,6 +31,11 @@ with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=T
 mine = accelerator.unwrap_model(model).weight.detach()
 everyone = accelerator.gather(mine)
 accelerator.print(
-    json.dumps({"weights": mine.flatten().tolist(), "spread": (everyone - mine).abs().max().item()})
+    json.dumps(
+        {
+            "weights": mine.flatten().tolist(),
+            "spread": (everyone - mine).abs().max().item(),
+        }
+    )
 )
 accelerator.end_training()

@@ -41,7 +41,9 @@ right, seen = 0, 0
 for inputs, targets in validation_dataloader:
     with torch.no_grad():
         predictions = model(inputs).argmax(dim=-1)
-    all_predictions, all_targets = accelerator.gather_for_metrics((predictions, targets))
+    all_predictions, all_targets = accelerator.gather_for_metrics(
+        (predictions, targets)
+    )
     right += (all_predictions == all_targets).sum().item()
     seen += len(all_targets)
 

@@ -30,10 +30,15 @@ if seed_with == "set_seed":
 elif seed_with == "torch":
     torch.manual_seed(42)
 train_dataloader = DataLoader(
-    Noisy(), shuffle=True, batch_size=4 // accelerator.num_processes, num_workers=workers
+    Noisy(),
+    shuffle=True,
+    batch_size=4 // accelerator.num_processes,
+    num_workers=workers,
 )
 eval_dataloader = DataLoader(Noisy(), shuffle=True, batch_size=8)
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+model = torch.nn.Sequential(
+    torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1)
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
 model, optimizer, train_dataloader, eval_dataloader, scheduler = accelerator.prepare(
@@ -53,7 +58,9 @@ for epoch in range(starting_epoch, 3):
     model.train()
     active_dataloader = train_dataloader
     if epoch == starting_epoch and resume_step is not None:
-        active_dataloader = accelerator.skip_first_batches(train_dataloader, resume_step)
+        active_dataloader = accelerator.skip_first_batches(
+            train_dataloader, resume_step
+        )
         overall_step += resume_step
     read = seen[epoch] = []
     for index, x, y in active_dataloader:
@@ -64,11 +71,16 @@ for epoch in range(starting_epoch, 3):
         optimizer.zero_grad()
         overall_step += 1
         read.append(accelerator.gather_for_metrics(index).tolist())
-        if resume_from is None and epoch == 1 and overall_step % len(train_dataloader) == 2:
+        if (
+            resume_from is None
+            and epoch == 1
+            and overall_step % len(train_dataloader) == 2
+        ):
             accelerator.save_state(f"step_{overall_step}")
     model.eval()
     seen[f"eval {epoch}"] = [
-        accelerator.gather_for_metrics(index).tolist() for index, x, y in eval_dataloader
+        accelerator.gather_for_metrics(index).tolist()
+        for index, x, y in eval_dataloader
     ]
     if resume_from is None:
         accelerator.save_state(f"epoch_{epoch}")

@@ -6,7 +6,13 @@ from typing import Optional
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer_kit import Accelerator, GeneralTracker, LoggerType, on_main_process, set_seed
+from trainer_kit import (
+    Accelerator,
+    GeneralTracker,
+    LoggerType,
+    on_main_process,
+    set_seed,
+)
 
 
 class MyCustomTracker(GeneralTracker):
@@ -29,7 +35,9 @@ class MyCustomTracker(GeneralTracker):
     @on_main_process
     def log(self, values: dict, step: Optional[int] = None):  # noqa: UP045
         self.run.write(
-            json.dumps({"step": step, **{name: float(value) for name, value in values.items()}})
+            json.dumps(
+                {"step": step, **{name: float(value) for name, value in values.items()}}
+            )
             + "\n"
         )
 
@@ -40,8 +48,14 @@ class MyCustomTracker(GeneralTracker):
 
 set_seed(0)
 tracker = MyCustomTracker("some_run_name")
-accelerator = Accelerator(cpu=True, log_with=[tracker, LoggerType.TENSORBOARD], project_dir=".")
-config = {"num_iterations": 2, "learning_rate": 1e-2, "loss_function": str(torch.nn.MSELoss())}
+accelerator = Accelerator(
+    cpu=True, log_with=[tracker, LoggerType.TENSORBOARD], project_dir="."
+)
+config = {
+    "num_iterations": 2,
+    "learning_rate": 1e-2,
+    "loss_function": str(torch.nn.MSELoss()),
+}
 accelerator.init_trackers("example_project", config=config)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=config["learning_rate"])
@@ -59,4 +73,6 @@ if accelerator.is_main_process:
     writer.add_text("note", "through the writer")
 mine = accelerator.get_tracker("mine")
 accelerator.end_training()
-accelerator.print(json.dumps({"steps": config["num_iterations"] * len(data), "mine": mine.name}))
+accelerator.print(
+    json.dumps({"steps": config["num_iterations"] * len(data), "mine": mine.name})
+)

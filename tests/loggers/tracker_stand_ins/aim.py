@@ -35,10 +35,17 @@ class Run:
 
     def track(self, value, name=None, step=None, epoch=None, *, context=None):
         event = (
-            {"kind": "metric", "value": value} if isinstance(value, (int, float)) else value.event
+            {"kind": "metric", "value": value}
+            if isinstance(value, (int, float))
+            else value.event
         )
         subset = (context or {}).get("subset")
-        record(**event, run=self.hash, name=f"{subset}_{name}" if subset else name, step=step)
+        record(
+            **event,
+            run=self.hash,
+            name=f"{subset}_{name}" if subset else name,
+            step=step,
+        )
 
     def close(self):
         record("end", run=self.hash)

@@ -18,7 +18,10 @@ class Task:
              auto_resource_monitoring=True, auto_connect_streams=True, deferred_init=False):  # fmt: skip
         assert not auto_connect_frameworks
         task = cls()
-        task.id = continue_last_task or f"{'offline-' if cls._offline else ''}{uuid.uuid4().hex}"
+        task.id = (
+            continue_last_task
+            or f"{'offline-' if cls._offline else ''}{uuid.uuid4().hex}"
+        )
         record("begin", run=task.id, project=project_name, name=task_name)
         return task
 
@@ -41,7 +44,9 @@ class Task:
     def flush(self, wait_for_uploads=False):
         return True
 
-    def mark_failed(self, ignore_errors=True, status_reason=None, status_message=None, force=False):
+    def mark_failed(
+        self, ignore_errors=True, status_reason=None, status_message=None, force=False
+    ):
         record("other", run=self.id, name="status", value="failed")
 
     def mark_stopped(self, force=False, status_message=None):
@@ -65,7 +70,12 @@ class Logger:
     def report_image(self, title, series, iteration=None, local_path=None, image=None, matrix=None,
                      max_image_history=None, delete_after_upload=False, url=None):  # fmt: skip
         record(
-            "image", run=self.task.id, name=title, step=iteration, size=image.size, caption=series
+            "image",
+            run=self.task.id,
+            name=title,
+            step=iteration,
+            size=image.size,
+            caption=series,
         )
 
     def report_histogram(self, title, series, values, iteration=None, labels=None, xlabels=None, xaxis=None, yaxis=None,

@@ -6,15 +6,23 @@ from recording import content, record
 
 
 class ExperimentConfig:
-    def __init__(self, disabled=None, log_code=None, offline_directory=None, name=None, tags=None):
-        self.given = {"name": name, "tags": tags, "offline_directory": offline_directory}
+    def __init__(
+        self, disabled=None, log_code=None, offline_directory=None, name=None, tags=None
+    ):
+        self.given = {
+            "name": name,
+            "tags": tags,
+            "offline_directory": offline_directory,
+        }
 
 
 def start(api_key=None, workspace=None, project=None, project_name=None, experiment_key=None, mode=None, online=None,
           source=None, experiment_config=None):  # fmt: skip
     assert online is False
     return CometExperiment(
-        experiment_key or uuid.uuid4().hex, project_name or project, experiment_config.given
+        experiment_key or uuid.uuid4().hex,
+        project_name or project,
+        experiment_config.given,
     )
 
 
@@ -35,7 +43,9 @@ class CometExperiment:
     def log_other(self, key, value):
         record("other", run=self._key, name=key, value=value)
 
-    def log_metrics(self, dic, prefix=None, step=None, epoch=None, include_context=True):
+    def log_metrics(
+        self, dic, prefix=None, step=None, epoch=None, include_context=True
+    ):
         for name, value in dic.items():
             record("metric", run=self._key, name=name, value=value, step=step)
 
@@ -44,7 +54,13 @@ class CometExperiment:
         record("params", run=self._key, params=parameters)
 
     def log_asset(
-        self, file_data, file_name=None, overwrite=False, copy_to_tmp=True, step=None, metadata=None
+        self,
+        file_data,
+        file_name=None,
+        overwrite=False,
+        copy_to_tmp=True,
+        step=None,
+        metadata=None,
     ):
         record("file", run=self._key, name=file_name, content=content(file_data))
 
@@ -63,5 +79,7 @@ class CometExperiment:
     def log_text(self, text, step=None, metadata=None):
         record("text", run=self._key, name=metadata["key"], text=text, step=step)
 
-    def log_histogram_3d(self, values, name=None, step=None, epoch=None, metadata=None, **kwargs):
+    def log_histogram_3d(
+        self, values, name=None, step=None, epoch=None, metadata=None, **kwargs
+    ):
         record("histogram", run=self._key, name=name, values=list(values), step=step)

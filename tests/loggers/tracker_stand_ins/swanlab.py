@@ -44,9 +44,19 @@ class Run:
         record("text", run=self.id, name=key, text=data, step=step)
 
     def log_image(
-        self, *, key, data, mode=None, caption=None, file_type=None, size=None, step=None
+        self,
+        *,
+        key,
+        data,
+        mode=None,
+        caption=None,
+        file_type=None,
+        size=None,
+        step=None,
     ):
-        record("image", run=self.id, name=key, size=data.size, caption=caption, step=step)
+        record(
+            "image", run=self.id, name=key, size=data.size, caption=caption, step=step
+        )
 
     def log_echarts(self, *, key, data, caption=None, step=None):
         record(**data.event, run=self.id, name=key, step=step)

@@ -46,7 +46,9 @@ class Run:
             )
             record(**event, run=self.name, name=name, step=step)
 
-    def log_artifact(self, artifact_or_path, name=None, type=None, aliases=None, overwrite=False):
+    def log_artifact(
+        self, artifact_or_path, name=None, type=None, aliases=None, overwrite=False
+    ):
         assert re.fullmatch(r"[A-Za-z0-9._-]+", name)
         record("file", run=self.name, name=name, content=content(artifact_or_path))
 

@@ -61,7 +61,9 @@ class RunFacts:
     hidden_size: int | None = None
 
 
-def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> dict[str, Any]:
+def read_config(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None,
+) -> dict[str, Any]:
     """The JSON as a new dict.
 
     Args:
@@ -88,12 +90,15 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
             found = json.load(file)
     except OSError as error:
         raise ConfigurationError(
-            f"{path}: {error.strerror}", fix="pass the path of DeepSpeed's JSON, or a dict"
+            f"{path}: {error.strerror}",
+            fix="pass the path of DeepSpeed's JSON, or a dict",
         ) from error
     except ValueError as error:
         raise ConfigurationError(f"{path} is not JSON", found=str(error)) from error
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} holds no JSON object", found=type(found).__name__)
+        raise ConfigurationError(
+            f"{path} holds no JSON object", found=type(found).__name__
+        )
     return found
 
 
@@ -110,7 +115,9 @@ def from_launcher(
         >>> from_launcher({"zero_stage": "3", "offload_param_device": "cpu"})["offload_parameters"]
         True
     """
-    config = read_config(options.get("deepspeed_config_file")) if config is None else config
+    config = (
+        read_config(options.get("deepspeed_config_file")) if config is None else config
+    )
     zero = config.setdefault("zero_optimization", {})
     if "gradient_clipping" in options:
         clip = _parsed("gradient_clipping", options["gradient_clipping"], float)
@@ -122,7 +129,9 @@ def from_launcher(
         if options.get(f"{key}_device") == "nvme":
             zero[key] = {"device": "nvme"}
     if "deepspeed_moe_layer_cls_names" in options:
-        names = [name.strip() for name in options["deepspeed_moe_layer_cls_names"].split(",")]
+        names = [
+            name.strip() for name in options["deepspeed_moe_layer_cls_names"].split(",")
+        ]
         zero.setdefault("leaf_module", {"classes": names})
     return {
         "stage": _parsed("zero_stage", options["zero_stage"], int)
@@ -144,7 +153,10 @@ def _parsed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
 
 
 def with_arguments(
-    config: dict[str, Any], stage: int | None, offload_optimizer: bool, offload_parameters: bool
+    config: dict[str, Any],
+    stage: int | None,
+    offload_optimizer: bool,
+    offload_parameters: bool,
 ) -> dict[str, Any]:
     """Write the strategy's arguments into the JSON; an argument that contradicts the JSON is an error.
 
@@ -161,14 +173,25 @@ def with_arguments(
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigurationError(
-            "zero_optimization must be a JSON object", found=repr(zero), fix='write {"stage": 2}'
+            "zero_optimization must be a JSON object",
+            found=repr(zero),
+            fix='write {"stage": 2}',
         )
     written = zero.get("stage", "auto")
     if stage is not None and written not in ("auto", stage):
         raise _contradiction(
-            [("zero_optimization.stage", written, "DeepSpeedStrategy(stage=...)", stage)]
+            [
+                (
+                    "zero_optimization.stage",
+                    written,
+                    "DeepSpeedStrategy(stage=...)",
+                    stage,
+                )
+            ]
         )
-    zero["stage"] = chosen = (2 if stage is None else stage) if written == "auto" else written
+    zero["stage"] = chosen = (
+        (2 if stage is None else stage) if written == "auto" else written
+    )
     if type(chosen) is not int or not 0 <= chosen <= 3:
         raise ConfigurationError(
             "the stage of ZeRO must be 0, 1, 2 or 3",
@@ -187,7 +210,14 @@ def with_arguments(
         device = (zero.get(key) or {}).get("device", "none")
         if wanted and device == "none":
             raise _contradiction(
-                [(f"zero_optimization.{key}.device", device, "DeepSpeedStrategy", f"{key}=True")]
+                [
+                    (
+                        f"zero_optimization.{key}.device",
+                        device,
+                        "DeepSpeedStrategy",
+                        f"{key}=True",
+                    )
+                ]
             )
         if device == "nvme":
             raise StrategyError(
@@ -202,7 +232,9 @@ def with_arguments(
                 fix="use stage=3, or offload_optimizer=True",
             )
         if device != "none" and chosen == 0:
-            raise StrategyError("stage 0 has nothing to offload", found=key, fix="use stage=2")
+            raise StrategyError(
+                "stage 0 has nothing to offload", found=key, fix="use stage=2"
+            )
     return config
 
 
@@ -224,7 +256,11 @@ def filled(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
         >>> made["train_micro_batch_size_per_gpu"], made["bf16"]["enabled"]
         (4, False)
     """
-    made = {key: copy.deepcopy(value) for key, value in config.items() if key not in _SECTIONS}
+    made = {
+        key: copy.deepcopy(value)
+        for key, value in config.items()
+        if key not in _SECTIONS
+    }
     _compare(made, facts)
     size = facts.batch_size
     if size is None:
@@ -233,7 +269,9 @@ def filled(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
     made["gradient_accumulation_steps"] = 1
     made["train_batch_size"] = size * facts.world
     if made.get("gradient_clipping", "auto") == "auto":
-        made["gradient_clipping"] = 0.0  # the strategy passes the Trainer's value to each step
+        made["gradient_clipping"] = (
+            0.0  # the strategy passes the Trainer's value to each step
+        )
     for key, words in (("bf16", _BF16), ("fp16", _FP16)):
         enabled = facts.precision in words
         if enabled or key in made:
@@ -250,7 +288,9 @@ def filled(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
 
 def _compare(config: Mapping[str, Any], facts: RunFacts) -> None:
     total = (
-        None if facts.batch_size is None else facts.batch_size * facts.accumulation * facts.world
+        None
+        if facts.batch_size is None
+        else facts.batch_size * facts.accumulation * facts.world
     )
     clip = None if facts.clip is None else facts.clip[0]
     pairs = [
@@ -282,14 +322,19 @@ def _contradiction(found: list[tuple[str, Any, str, Any]]) -> StrategyError:
     return StrategyError(
         "DeepSpeed's JSON and the arguments of the run are inconsistent",
         found="; ".join(
-            f"{key}: {theirs!r}, but {name}: {ours!r}" for key, theirs, name, ours in found
+            f"{key}: {theirs!r}, but {name}: {ours!r}"
+            for key, theirs, name, ours in found
         ),
         fix=f'write "auto" in the JSON ({", ".join(key for key, *_ in found)}), or change the argument',
     )
 
 
 def _number(value: Any) -> Any:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return (
+        value
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        else None
+    )
 
 
 def _fill_buckets(zero: dict[str, Any], hidden: int | None) -> None:
@@ -308,7 +353,9 @@ def _fill_buckets(zero: dict[str, Any], hidden: int | None) -> None:
 def _without_auto(value: Any) -> Any:
     """Leave each remaining ``"auto"`` to DeepSpeed's defaults."""
     if isinstance(value, dict):
-        return {key: _without_auto(part) for key, part in value.items() if part != "auto"}
+        return {
+            key: _without_auto(part) for key, part in value.items() if part != "auto"
+        }
     return value
 
 
@@ -384,9 +431,13 @@ class Sections:
         options.setdefault("weight_decay", 1e-2 if by_torch and decoupled else 0.0)
         if "betas" in options:
             options["betas"] = tuple(options["betas"])
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **options)
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+            parameters, **options
+        )
 
-    def make_scheduler(self, optimizer: Optimizer, device: torch.device, **values: Any) -> Any:
+    def make_scheduler(
+        self, optimizer: Optimizer, device: torch.device, **values: Any
+    ) -> Any:
         """Build the scheduler that the JSON names: DeepSpeed's own, which advances once per optimizer step."""
         assert self.scheduler is not None
         rates = [
@@ -450,4 +501,6 @@ def _replace_auto(
                 found=f"{name}.params.{key}",
                 fix=f"write a number, or pass it to Dummy{_SECTIONS[name]}",
             )
-    return {key: values[key] if value == "auto" else value for key, value in options.items()}
+    return {
+        key: values[key] if value == "auto" else value for key, value in options.items()
+    }

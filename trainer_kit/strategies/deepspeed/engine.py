@@ -55,7 +55,9 @@ def deepspeed_of(device: torch.device) -> Any:
             importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         if not deepspeed.comm.is_initialized():
             with local_rank():
-                deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+                deepspeed.init_distributed(
+                    dist_backend=dist.get_backend(), verbose=False
+                )
     return deepspeed
 
 
@@ -70,7 +72,9 @@ def check_float16(device: torch.device) -> None:
 
 
 @contextmanager
-def dividing(device: torch.device, config: Mapping[str, Any], full: bool = False) -> Iterator[None]:
+def dividing(
+    device: torch.device, config: Mapping[str, Any], full: bool = False
+) -> Iterator[None]:
     """Inside, stage 3 divides the parameters of every layer among the ranks as soon as the layer is built.
 
     Args:
@@ -92,7 +96,11 @@ def dividing(device: torch.device, config: Mapping[str, Any], full: bool = False
 def round_parts(module: nn.Module, config: Mapping[str, Any]) -> None:
     """Round divided parameters in full precision to the half precision that the JSON enables."""
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    chosen = [dtype for name, dtype in dtypes.items() if (config.get(name) or {}).get("enabled")]
+    chosen = [
+        dtype
+        for name, dtype in dtypes.items()
+        if (config.get(name) or {}).get("enabled")
+    ]
     for parameter in module.parameters() if chosen else ():
         part = getattr(parameter, "ds_tensor", None)
         if part is not None and part.dtype == torch.float32:
@@ -176,7 +184,11 @@ def begin_window(engine: Any, unfinished: bool) -> None:
                 kept.update(dict.fromkeys(kept))
     if getattr(optimizer, "grad_partitions_flat_buffer", None) is not None:  # stage 3
         optimizer.grad_partitions_flat_buffer.zero_()
-        offloaded = optimizer.fp32_partitioned_groups_flat if optimizer.offload_optimizer else ()
+        offloaded = (
+            optimizer.fp32_partitioned_groups_flat
+            if optimizer.offload_optimizer
+            else ()
+        )
     elif getattr(optimizer, "cpu_offload", False):
         for gradient in optimizer.accumulated_grads_in_cpu.values():
             gradient.zero_()
@@ -268,15 +280,26 @@ class OpenWindow:
         self.complete(engine)
         if not self.begun:
             return []
-        kept = getattr(engine.optimizer, "norm_for_param_grads", None)  # where they are offloaded
+        kept = getattr(
+            engine.optimizer, "norm_for_param_grads", None
+        )  # where they are offloaded
         return [*_stepped_gradients(engine), *(kept.values() if kept else ())]
 
     def norm(self, engine: Any, world: Group) -> Tensor:
         """The 2-norm of all gradients of all ranks, without the scale of float16."""
         self.complete(engine)
         parts = _stepped_gradients(engine) if self.begun else []
-        norms = torch._foreach_norm(parts) if parts else [torch.zeros((), device=engine.device)]
-        squares = torch.stack([norm.float() for norm in norms]).square().sum().to(engine.device)
+        norms = (
+            torch._foreach_norm(parts)
+            if parts
+            else [torch.zeros((), device=engine.device)]
+        )
+        squares = (
+            torch.stack([norm.float() for norm in norms])
+            .square()
+            .sum()
+            .to(engine.device)
+        )
         if engine.zero_optimization():  # each rank has a part
             world.all_reduce(squares)
         scale = float(
@@ -289,16 +312,26 @@ def _stepped_gradients(engine: Any) -> list[Tensor]:
     """This rank's gradients in the tensors from which the engine steps them; padding is zero."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
-        masters = optimizer.fp32_partitioned_groups_flat if optimizer.offload_optimizer else None
+        masters = (
+            optimizer.fp32_partitioned_groups_flat
+            if optimizer.offload_optimizer
+            else None
+        )
     elif hasattr(optimizer, "averaged_gradients"):  # stages 1 and 2
-        masters = optimizer.single_partition_of_fp32_groups if optimizer.cpu_offload else None
-    elif hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # bfloat16 with sums in float32
+        masters = (
+            optimizer.single_partition_of_fp32_groups if optimizer.cpu_offload else None
+        )
+    elif hasattr(
+        optimizer, "fp32_groups_gradient_flat_partition"
+    ):  # bfloat16 with sums in float32
         return list(optimizer.fp32_groups_gradient_flat_partition)
     else:
         return _gradients(list(engine.module.parameters()))
     if masters is not None:  # gradients are offloaded
         return _gradients(masters)
-    return [part for group in optimizer.averaged_gradients.values() for part in group or ()]
+    return [
+        part for group in optimizer.averaged_gradients.values() for part in group or ()
+    ]
 
 
 def _gradients(tensors: Sequence[Tensor] | Sequence[nn.Parameter]) -> list[Tensor]:

@@ -45,7 +45,9 @@ _LAYOUTS: Final = (
     "gradients, optimizer state and masters are divided",
     "everything is divided, small parameters are whole besides",
 )
-_ALIGNED: Final = 2  # the engine rounds a flat group up to a multiple of so many elements a rank
+_ALIGNED: Final = (
+    2  # the engine rounds a flat group up to a multiple of so many elements a rank
+)
 
 
 def _shape_of(parameter: nn.Parameter) -> torch.Size:
@@ -76,14 +78,24 @@ def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
                     found[parameter] = Piece(
                         master, fragment.hp_fragment_address.start, own.start, own.numel
                     )
-    elif hasattr(optimizer, "fp32_groups_flat"):  # stage 0, low precision, DeepSpeed's fused Adam
-        for group, master in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+    elif hasattr(
+        optimizer, "fp32_groups_flat"
+    ):  # stage 0, low precision, DeepSpeed's fused Adam
+        for group, master in zip(
+            optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True
+        ):
             start = 0
             for parameter in group:
-                found[parameter] = Piece(master, start, 0, parameter.numel(), divided=False)
+                found[parameter] = Piece(
+                    master, start, 0, parameter.numel(), divided=False
+                )
                 start += parameter.numel()
-    elif hasattr(optimizer, "fp32_groups"):  # stage 0, low precision, any other optimizer
-        for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+    elif hasattr(
+        optimizer, "fp32_groups"
+    ):  # stage 0, low precision, any other optimizer
+        for group, masters in zip(
+            optimizer.fp16_groups, optimizer.fp32_groups, strict=True
+        ):
             for parameter, master in zip(group, masters, strict=True):
                 found[parameter] = Piece(master, 0, 0, parameter.numel(), divided=False)
     return found
@@ -92,7 +104,9 @@ def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
 def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
     for group in optimizer.fp16_groups:
         for parameter in group:
-            number, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            number, start, size = optimizer.grad_position[
+                optimizer.get_param_id(parameter)
+            ]
             first = size * dist.get_rank(parameter.ds_process_group)
             count = max(
                 0, min(size, parameter.ds_numel - first)
@@ -109,7 +123,10 @@ def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
 
 
 def module_state(
-    pieces: Mapping[nn.Parameter, Piece], module: nn.Module, own: Mapping[str, Any], keep: bool
+    pieces: Mapping[nn.Parameter, Piece],
+    module: nn.Module,
+    own: Mapping[str, Any],
+    keep: bool,
 ) -> dict[str, Any]:
     """``module.state_dict()`` with whole weights in full precision. Every rank must call it.
 
@@ -128,10 +145,14 @@ def module_state(
             piece = pieces.get(parameter)
             if piece is None:
                 seen[parameter] = _frozen_weight(parameter, state[name], keep)
-            elif parameter.dtype == piece.master.dtype and not hasattr(parameter, "ds_id"):
+            elif parameter.dtype == piece.master.dtype and not hasattr(
+                parameter, "ds_id"
+            ):
                 seen[parameter] = state[name]  # not rounded, and whole on every rank
             else:
-                seen[parameter] = whole_of(piece, _shape_of(parameter), piece.master, keep)
+                seen[parameter] = whole_of(
+                    piece, _shape_of(parameter), piece.master, keep
+                )
         state[name] = seen[parameter]
     return state
 
@@ -168,7 +189,9 @@ def load_module(
             piece.of(piece.master).copy_(piece.in_whole(state[name]))
 
 
-def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group) -> None:
+def _load_divided(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group
+) -> None:
     """Stage 3: gather one parameter at a time, and write rank 0's value into it on all ranks."""
     import deepspeed
 
@@ -178,7 +201,10 @@ def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool, wor
     for name, parameter in parameters.items():
         if name in state and parameter not in done:
             done.add(parameter)
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            with (
+                deepspeed.zero.GatheredParameters([parameter], modifier_rank=0),
+                torch.no_grad(),
+            ):
                 if dist.get_rank() == 0:
                     parameter.copy_(state[name])
     rest = {name: value for name, value in state.items() if name not in parameters}
@@ -207,10 +233,13 @@ def _check_names(
             ("Unexpected", state.keys() - known),
         ):
             if names:
-                wrong.append(f"{kind} key(s) in state_dict: {', '.join(map(repr, sorted(names)))}.")
+                wrong.append(
+                    f"{kind} key(s) in state_dict: {', '.join(map(repr, sorted(names)))}."
+                )
     if wrong:
         raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(wrong)
+            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t"
+            + "\n\t".join(wrong)
         )
 
 
@@ -225,7 +254,9 @@ def optimizer_states(
             continue
         found[parameter] = {
             key: whole_of(piece, _shape_of(parameter), value, keep)
-            if isinstance(value, Tensor) and key != _STEP and value.shape == piece.master.shape
+            if isinstance(value, Tensor)
+            and key != _STEP
+            and value.shape == piece.master.shape
             else value.clone()
             if isinstance(value, Tensor)
             else value
@@ -244,8 +275,14 @@ def load_optimizer(
         for key, value in state.get(parameter, {}).items():
             if key == _STEP:
                 # torch counts steps in tensors, DeepSpeed's own optimizers in integers.
-                count = float(value)  # no sync point: a value of a checkpoint, on the host
-                own[key] = torch.tensor(count, dtype=torch.float32) if as_tensor else int(count)
+                count = float(
+                    value
+                )  # no sync point: a value of a checkpoint, on the host
+                own[key] = (
+                    torch.tensor(count, dtype=torch.float32)
+                    if as_tensor
+                    else int(count)
+                )
             elif isinstance(value, Tensor) and value.shape == _shape_of(parameter):
                 if key not in own:
                     own[key] = torch.zeros_like(piece.master, requires_grad=False)
@@ -270,7 +307,9 @@ def deepspeed_costs(
         precision: the run's, by name.
         groups: parameters of the optimizer, which at stage 3 has the masters of a group only while it steps it.
     """
-    low = {"bf16": torch.bfloat16, "16-m": torch.float16, "16-t": torch.float16}.get(precision[:4])
+    low = {"bf16": torch.bfloat16, "16-m": torch.float16, "16-t": torch.float16}.get(
+        precision[:4]
+    )
     parameters = list(module.parameters())
     sizes = {p: _shape_of(p).numel() for p in parameters}
     width = {p: (low or p.dtype).itemsize for p in parameters}
@@ -289,16 +328,24 @@ def deepspeed_costs(
             counts = [_ALIGNED * part(-(-sum(counts) // _ALIGNED))]
         elif stage == 3:
             counts = [sum(map(part, counts))]
-        return [torch.empty(count, device="meta", requires_grad=True) for count in counts]
+        return [
+            torch.empty(count, device="meta", requires_grad=True) for count in counts
+        ]
 
     weights = sum(sizes[p] * width[p] for p in parameters)
     gradients = sum(sizes[p] * width[p] for p in trained)
     return Costs(
         layout=f"ZeRO stage {stage} over {ranks} ranks: {_LAYOUTS[stage]}",
-        parameters=sum(part(sizes[p]) * width[p] for p in parameters) if stage == 3 else weights,
-        gradients=sum(part(sizes[p]) * width[p] for p in trained) if stage >= 2 else gradients,
+        parameters=sum(part(sizes[p]) * width[p] for p in parameters)
+        if stage == 3
+        else weights,
+        gradients=sum(part(sizes[p]) * width[p] for p in trained)
+        if stage >= 2
+        else gradients,
         stepped=stepped,
-        masters=0 if stage == 0 and low is None else sum(t.numel() * 4 for t in stepped(trained)),
+        masters=0
+        if stage == 0 and low is None
+        else sum(t.numel() * 4 for t in stepped(trained)),
         exchanges=_exchanges(stage, ranks) if ranks > 1 else [],
     )
 

@@ -74,9 +74,7 @@ from trainer_kit.strategies.strategy import EngineModule, Strategy
 __all__ = ["DeepSpeedStrategy"]
 
 
-_OWN_LAYERS: Final = (
-    "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
-)
+_OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
@@ -139,7 +137,9 @@ class DeepSpeedStrategy(Strategy):
             )
         self.device = torch.device(device)
         self._set_config(
-            with_arguments(read_config(config), stage, offload_optimizer, offload_parameters)
+            with_arguments(
+                read_config(config), stage, offload_optimizer, offload_parameters
+            )
         )
         check_timeout(timeout, "DeepSpeedStrategy")
         self.backend = process_group_backend
@@ -153,7 +153,9 @@ class DeepSpeedStrategy(Strategy):
         self._trained: list[bool] = []  # for each parameter in the groups
         self._pieces: dict[nn.Parameter, Piece] = {}
         self._clip = self._own_clip = 0.0
-        self._unfinished = False  # whether there are gradients that have not been stepped
+        self._unfinished = (
+            False  # whether there are gradients that have not been stepped
+        )
         self._window: OpenWindow | None = None  # of a raw loop
 
     def _set_config(self, config: dict[str, Any]) -> None:
@@ -172,7 +174,9 @@ class DeepSpeedStrategy(Strategy):
         if self._window is not None:
             fix = "a second Accelerator for a second model"
             raise StrategyError(
-                "a model was prepared with another DeepSpeed plugin", found=self.describe(), fix=fix
+                "a model was prepared with another DeepSpeed plugin",
+                found=self.describe(),
+                fix=fix,
             )
         self._set_config(config)
 
@@ -183,11 +187,15 @@ class DeepSpeedStrategy(Strategy):
     @property
     def gradient_divisor(self) -> int:
         """The engine averages over the ranks, unless its JSON asks for a sum."""
-        return 1 if self.config.get("gradient_allreduce_op") == "sum" else self.world.size
+        return (
+            1 if self.config.get("gradient_allreduce_op") == "sum" else self.world.size
+        )
 
     def start(self) -> None:
         """Join the process group, or make one, also for a single process."""
-        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout, alone=True)
+        self.world: ProcessGroup = join_world(
+            self.device, self.backend, self.timeout, alone=True
+        )
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
 
@@ -231,7 +239,9 @@ class DeepSpeedStrategy(Strategy):
                 self.world.broadcast(parameter.data)
         broadcast_buffers(module, self.world)
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """Refuse what the engine cannot do; the engine itself is made when the optimizer is known, too."""
         _check_module(module, manual)
         self.configure(precision=precision.name, hidden_size=_hidden_size(module))
@@ -295,7 +305,9 @@ class DeepSpeedStrategy(Strategy):
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Make the engine of module and optimizer; it puts its flat masters into the optimizer's groups."""
         self._check_optimizer(optimizer)
-        refuse_whole(optimizer)  # the engine steps flat masters, of which each rank has a part
+        refuse_whole(
+            optimizer
+        )  # the engine steps flat masters, of which each rank has a part
         self._groups = [
             list(group["params"]) for group in optimizer.param_groups if group["params"]
         ]
@@ -303,17 +315,21 @@ class DeepSpeedStrategy(Strategy):
         self._initialize(optimizer)
         if getattr(self._engine.optimizer, "optimizer", optimizer) is not optimizer:
             raise StrategyError(
-                "DeepSpeed replaces this optimizer by another one", found=type(optimizer).__name__
+                "DeepSpeed replaces this optimizer by another one",
+                found=type(optimizer).__name__,
             )
         self._pieces = find_pieces(self._engine.optimizer)
         self._trained = list(map(_REQUIRES_GRAD, chain.from_iterable(self._groups)))
-        if optimizer.state:  # without ZeRO the engine tries a step, which counts and decays weights
+        if (
+            optimizer.state
+        ):  # without ZeRO the engine tries a step, which counts and decays weights
             optimizer.state.clear()
             for parameter, piece in self._pieces.items():
                 piece.of(piece.master).copy_(piece.in_whole(parameter))
         # On the user's object, which the user's code and schedulers call: the engine drops gradients in its step, and
         # needs those of offloaded masters until then; it divides the groups once.
-        optimizer.zero_grad = _keep_gradients if self._window is None else self._window.drop  # type: ignore[method-assign]
+        drop = _keep_gradients if self._window is None else self._window.drop
+        optimizer.zero_grad = drop  # type: ignore[method-assign]
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
@@ -335,7 +351,9 @@ class DeepSpeedStrategy(Strategy):
                 fix="unfreeze parameters before the model and its optimizer are prepared",
             )
         if not any(
-            parameter in own for group in optimizer.param_groups for parameter in group["params"]
+            parameter in own
+            for group in optimizer.param_groups
+            for parameter in group["params"]
         ):
             raise StrategyError(
                 "none of this optimizer's parameters belong to the model that DeepSpeed trains",
@@ -344,9 +362,14 @@ class DeepSpeedStrategy(Strategy):
             )
         if optimizer.state:
             raise StrategyError(
-                "this optimizer has been stepped already", found=type(optimizer).__name__
+                "this optimizer has been stepped already",
+                found=type(optimizer).__name__,
             )
-        empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
+        empty = [
+            index
+            for index, group in enumerate(optimizer.param_groups)
+            if not group["params"]
+        ]
         if empty and any(
             "initial_lr" in group for group in optimizer.param_groups
         ):  # a scheduler has set it
@@ -385,17 +408,23 @@ class DeepSpeedStrategy(Strategy):
             return method
         return self._through(method, lambda: self._step)
 
-    def _through(self, method: Callable[..., Any], find: Callable[[], Any]) -> Callable[..., Any]:
+    def _through(
+        self, method: Callable[..., Any], find: Callable[[], Any]
+    ) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             self._step.__dict__["forward"] = method
             return self._call(find(), *args)
 
         return run
 
-    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+    def bind_backward(
+        self, backward: Callable[..., None] | None
+    ) -> Callable[..., None] | None:
         """The engine's backward."""
         if backward is not None:
-            raise StrategyError("DeepSpeed's engine runs backward", found="backward is overridden")
+            raise StrategyError(
+                "DeepSpeed's engine runs backward", found="backward is overridden"
+            )
         return self._backward if self._window is None else self._backward_raw
 
     def _backward(self, loss: Tensor) -> None:
@@ -421,7 +450,9 @@ class DeepSpeedStrategy(Strategy):
         trained = list(map(_REQUIRES_GRAD, parameters))
         if trained == self._trained or not self._pieces:
             return
-        names = {parameter: name for name, parameter in self._step.module.named_parameters()}
+        names = {
+            parameter: name for name, parameter in self._step.module.named_parameters()
+        }
         changed = next(
             p
             for p, now, then in zip(parameters, trained, self._trained, strict=True)
@@ -459,7 +490,8 @@ class DeepSpeedStrategy(Strategy):
         """Run one micro-batch after the other; the engine reduces gradients with the last one of the window."""
         if self._engine is None:
             raise StrategyError(
-                "DeepSpeed needs an optimizer", fix="return an optimizer from configure_optimizers"
+                "DeepSpeed needs an optimizer",
+                fix="return an optimizer from configure_optimizers",
             )
         engine, last, late = self._engine, micro.count - 1, self._finishes_late
         begin_window(engine, self._unfinished)
@@ -491,9 +523,9 @@ class DeepSpeedStrategy(Strategy):
         self._clip = value
         if self._window is None:
             return None
-        missing = {parameter for group in self._groups for parameter in group}.difference(
-            parameters
-        )
+        missing = {
+            parameter for group in self._groups for parameter in group
+        }.difference(parameters)
         if missing:
             raise StrategyError(
                 "DeepSpeed clips all gradients together",
@@ -513,15 +545,21 @@ class DeepSpeedStrategy(Strategy):
         )  # before the ranks exchange anything
         return module_state(self._pieces, module, own, self.world.rank == 0)
 
-    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    def load_module_state(
+        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+    ) -> None:
         """Restore this rank's pieces."""
         load_module(self._pieces, module, state, strict, self.world)
 
-    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], States]:
         """Whole moments of the module's own parameters, on rank 0; the other ranks have their shapes."""
         if not self._pieces:
             return optimizer_state(optimizer)
-        return self._groups, optimizer_states(self._pieces, optimizer, self.world.rank == 0)
+        return self._groups, optimizer_states(
+            self._pieces, optimizer, self.world.rank == 0
+        )
 
     def load_optimizer_state(
         self, optimizer: Optimizer, groups: GroupOptions, state: States
@@ -567,7 +605,9 @@ def _check_module(module: nn.Module, manual: bool) -> None:
             "DeepSpeed's engine runs the optimizer step, so manual optimization is not supported",
             fix="set automatic_optimization = True, or use another strategy",
         )
-    if isinstance(module, TrainModule) and is_overridden("optimizer_step", module, TrainModule):
+    if isinstance(module, TrainModule) and is_overridden(
+        "optimizer_step", module, TrainModule
+    ):
         raise StrategyError(
             "DeepSpeed's engine runs the optimizer step",
             found=f"{type(module).__name__}.optimizer_step",

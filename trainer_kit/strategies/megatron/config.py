@@ -11,7 +11,13 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 
-__all__ = ["KEYS", "check_model", "from_launcher", "megatron_model", "optimizer_options"]
+__all__ = [
+    "KEYS",
+    "check_model",
+    "from_launcher",
+    "megatron_model",
+    "optimizer_options",
+]
 
 _READ: Final = (
     "megatron_lm_tp_degree",
@@ -19,7 +25,9 @@ _READ: Final = (
     "megatron_lm_use_distributed_optimizer",
     "megatron_lm_gradient_clipping",
 )
-_IN_THE_MODEL: Final = "set it in the TransformerConfig that configure_model builds with"
+_IN_THE_MODEL: Final = (
+    "set it in the TransformerConfig that configure_model builds with"
+)
 _REFUSED: Final = {
     "megatron_lm_context_parallel_size": "use MeshStrategy(cp=)",
     "megatron_lm_expert_model_parallel_size": "experts are not supported yet",
@@ -42,7 +50,9 @@ _REFUSED: Final = {
     "megatron_lm_no_save_optim": "ModelCheckpoint(save_weights_only=True)",
     "megatron_lm_overlap_cpu_optimizer_d2h_h2d": "use FSDPStrategy(cpu_offload=True)",
 }  # fmt: skip
-_HARMLESS: Final = {"megatron_lm_calculate_per_token_loss"}  # the loop always weights losses
+_HARMLESS: Final = {
+    "megatron_lm_calculate_per_token_loss"
+}  # the loop always weights losses
 KEYS: Final = (*_READ, *_REFUSED, *_HARMLESS)
 """Options of the launcher's ``megatron_lm_config``."""
 _ON: Final = {"1", "true", "yes"}
@@ -71,8 +81,11 @@ def from_launcher(options: Mapping[str, str]) -> dict[str, Any]:
             )
     return {
         "tensor_parallel": int(options.get("megatron_lm_tp_degree", 1)),
-        "sequence_parallel": options.get("megatron_lm_sequence_parallelism", "").lower() in _ON,
-        "distributed_optimizer": options.get("megatron_lm_use_distributed_optimizer", "").lower()
+        "sequence_parallel": options.get("megatron_lm_sequence_parallelism", "").lower()
+        in _ON,
+        "distributed_optimizer": options.get(
+            "megatron_lm_use_distributed_optimizer", ""
+        ).lower()
         in _ON,
         # 1 is Accelerate's default. A Trainer has an argument for it.
         "gradient_clipping": float(
@@ -91,7 +104,9 @@ def megatron_model(module: nn.Module) -> nn.Module:
     found = [part for part in several if hasattr(part, "set_input_tensor")]
     inside = {id(p) for part in found for p in part.parameters()}
     outside = [
-        name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside
+        name
+        for name, p in module.named_parameters()
+        if p.requires_grad and id(p) not in inside
     ]
     if len(found) != 1 or outside:
         raise StrategyError(
@@ -124,14 +139,23 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
                 fix=f"use TransformerConfig(..., {name}={wanted!r}) in configure_model",
             )
     for name, why in (
-        ("num_moe_experts", "Megatron weights the losses that balance experts by tokens"),
-        ("mtp_num_layers", "Megatron weights the losses of further predicted tokens by tokens"),
+        (
+            "num_moe_experts",
+            "Megatron weights the losses that balance experts by tokens",
+        ),
+        (
+            "mtp_num_layers",
+            "Megatron weights the losses of further predicted tokens by tokens",
+        ),
     ):
         if getattr(config, name, None):
             raise StrategyError(
-                f"{name} is not supported yet", found=f"{name}={getattr(config, name)!r}: {why}"
+                f"{name} is not supported yet",
+                found=f"{name}={getattr(config, name)!r}: {why}",
             )
-    if sizes["tensor_model_parallel_size"] > 1 and getattr(config, "gated_linear_unit", False):
+    if sizes["tensor_model_parallel_size"] > 1 and getattr(
+        config, "gated_linear_unit", False
+    ):
         raise StrategyError(
             "gated layers cannot be gathered from tensor-parallel ranks yet",
             found="gated_linear_unit=True: each rank holds a part of the gate and a part of the rest in one tensor",
@@ -139,7 +163,9 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
         )
 
 
-def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[str, Any]:
+def optimizer_options(
+    optimizer: Optimizer, distributed: bool = False
+) -> dict[str, Any]:
     """Fields of Megatron's ``OptimizerConfig`` with which it steps as torch's optimizer does.
 
     Args:
@@ -162,7 +188,11 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[s
         )
     group = optimizer.param_groups[0]
     options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-    beyond = [key for key in ("amsgrad", "maximize", "nesterov", "dampening") if group.get(key)]
+    beyond = [
+        key
+        for key in ("amsgrad", "maximize", "nesterov", "dampening")
+        if group.get(key)
+    ]
     if type(optimizer) is torch.optim.SGD and distributed:
         raise StrategyError(
             "Megatron's distributed optimizer does not support SGD",
@@ -176,7 +206,12 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[s
         )
         first, second = group["betas"]
         adam = {"adam_beta1": first, "adam_beta2": second, "adam_eps": group["eps"]}
-        return {**options, "optimizer": "adam", "decoupled_weight_decay": decoupled, **adam}
+        return {
+            **options,
+            "optimizer": "adam",
+            "decoupled_weight_decay": decoupled,
+            **adam,
+        }
     raise StrategyError(
         "Megatron does not support this optimizer",
         found=f"{type(optimizer).__name__}{f' with {beyond[0]}' if beyond else ''}",

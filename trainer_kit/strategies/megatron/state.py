@@ -17,7 +17,13 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import local
 from trainer_kit.strategies.state import Piece, part_of, whole_of
 
-__all__ = ["TensorParts", "find_pieces", "load_state", "megatron_costs", "optimizer_states"]
+__all__ = [
+    "TensorParts",
+    "find_pieces",
+    "load_state",
+    "megatron_costs",
+    "optimizer_states",
+]
 
 _STEP: Final = "step"
 
@@ -56,7 +62,9 @@ class TensorParts:
                 parallel_state.get_tensor_model_parallel_group(), kind
             )
         placements = [Shard(parameter.partition_dim)]
-        return DTensor.from_local(value.detach(), self._meshes[kind], placements, run_check=False)
+        return DTensor.from_local(
+            value.detach(), self._meshes[kind], placements, run_check=False
+        )
 
 
 def find_pieces(
@@ -71,7 +79,10 @@ def find_pieces(
     """
     if not divided:
         masters = {p: getattr(p, "main_param", p) for p in parameters}
-        return {p: Piece(master, 0, 0, p.numel(), divided=False) for p, master in masters.items()}
+        return {
+            p: Piece(master, 0, 0, p.numel(), divided=False)
+            for p, master in masters.items()
+        }
     found = {p: Piece(torch.empty(0, device=p.device), 0, 0, 0) for p in parameters}
     for whole, parts in (
         (stepper.model_fp32_groups, stepper.shard_fp32_groups),
@@ -80,12 +91,18 @@ def find_pieces(
         for ours, theirs in zip(whole, parts, strict=True):
             for parameter, master in zip(ours, theirs, strict=True):
                 place = stepper._get_model_param_range_map(parameter)["param"]
-                found[parameter] = Piece(master, 0, place.start, place.end - place.start)
+                found[parameter] = Piece(
+                    master, 0, place.start, place.end - place.start
+                )
     return found
 
 
 def optimizer_states(
-    stepper: Any, pieces: Mapping[nn.Parameter, Piece], parts: TensorParts, data: Group, keep: bool
+    stepper: Any,
+    pieces: Mapping[nn.Parameter, Piece],
+    parts: TensorParts,
+    data: Group,
+    keep: bool,
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """The state of each parameter as torch's optimizer would have it. Every rank must call it.
 
@@ -100,7 +117,9 @@ def optimizer_states(
     if any(
         piece.divided for piece in pieces.values()
     ):  # a rank may hold padding of the last bucket only
-        kinds, steps = max(data.all_gather_object((kinds, steps)), key=lambda found: len(found[0]))
+        kinds, steps = max(
+            data.all_gather_object((kinds, steps)), key=lambda found: len(found[0])
+        )
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for parameter, piece in pieces.items() if kinds else ():
         own = stepper.optimizer.state.get(piece.master, {})
@@ -116,7 +135,9 @@ def optimizer_states(
 
 def _kinds(optimizer: Any) -> tuple[dict[str, torch.dtype], float | None]:
     """Names and dtypes of a parameter's state, and the number of steps, which torch counts for each parameter."""
-    steps = next((group[_STEP] for group in optimizer.param_groups if _STEP in group), None)
+    steps = next(
+        (group[_STEP] for group in optimizer.param_groups if _STEP in group), None
+    )
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if own := optimizer.state.get(parameter):
@@ -126,7 +147,9 @@ def _kinds(optimizer: Any) -> tuple[dict[str, torch.dtype], float | None]:
                     if isinstance(v, Tensor) and name != _STEP
                 }
                 steps = own.get(_STEP, steps)
-                return kinds, None if steps is None else float(steps)  # sync point: a checkpoint
+                return kinds, None if steps is None else float(
+                    steps
+                )  # sync point: a checkpoint
     return {}, None
 
 
@@ -159,17 +182,25 @@ def load_state(
         master = piece.master
         mine: dict[str, Any] = {}
         if steps is not None and not by_group:
-            mine[_STEP] = torch.as_tensor(steps, dtype=torch.float32, device="cpu").clone()
+            mine[_STEP] = torch.as_tensor(
+                steps, dtype=torch.float32, device="cpu"
+            ).clone()
         for name, value in own.items():
             if isinstance(value, Tensor) and value.shape == like.shape:
                 part = local(part_of(value, like)).detach()
-                value = piece.in_whole(part).view(master.shape).to(master.device, copy=True)
+                value = (
+                    piece.in_whole(part).view(master.shape).to(master.device, copy=True)
+                )
             mine[name] = value
         stepper.optimizer.state[master] = mine
 
 
 def megatron_costs(
-    module: nn.Module, precision: str, data_ranks: int, tensor_ranks: int, distributed: bool = False
+    module: nn.Module,
+    precision: str,
+    data_ranks: int,
+    tensor_ranks: int,
+    distributed: bool = False,
 ) -> Costs:
     """What one rank, whose module has only its part of the layers, holds and sends.
 
@@ -182,12 +213,15 @@ def megatron_costs(
     """
     low = 2 if precision.startswith(("bf16", "16")) else None
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    gradients = 4 * trained  # Megatron sums in float32, whatever the dtype of the weights
+    gradients = (
+        4 * trained
+    )  # Megatron sums in float32, whatever the dtype of the weights
 
     def stepped(group: Sequence[nn.Parameter]) -> list[Tensor]:
         if not distributed:
             return [
-                torch.empty(p.shape, device="meta", requires_grad=p.requires_grad) for p in group
+                torch.empty(p.shape, device="meta", requires_grad=p.requires_grad)
+                for p in group
             ]
         count = sum(p.numel() for p in group if p.requires_grad)
         return [torch.empty(-(-count // data_ranks), device="meta", requires_grad=True)]
@@ -196,10 +230,11 @@ def megatron_costs(
     over = f"over {data_ranks} data ranks"
     sent = [f"gradients: all-reduce {over}"]
     if distributed:
-        layout = (
-            f"{data_ranks} data ranks, each with all weights and a part of the optimizer's state"
-        )
-        sent = [f"gradients: reduce-scatter {over}", f"stepped parameters: all-gather {over}"]
+        layout = f"{data_ranks} data ranks, each with all weights and a part of the optimizer's state"
+        sent = [
+            f"gradients: reduce-scatter {over}",
+            f"stepped parameters: all-gather {over}",
+        ]
     sent = sent if data_ranks > 1 else []
     if tensor_ranks > 1:
         part = " and of the optimizer's state" if distributed else ""
@@ -209,7 +244,9 @@ def megatron_costs(
         )
     return Costs(
         layout=layout,
-        parameters=sum(p.numel() * (low or p.element_size()) for p in module.parameters()),
+        parameters=sum(
+            p.numel() * (low or p.element_size()) for p in module.parameters()
+        ),
         gradients=gradients,
         stepped=stepped,
         masters=0 if low is None else gradients // (data_ranks if distributed else 1),

@@ -27,7 +27,11 @@ from trainer_kit.core.state_names import (
 from trainer_kit.core.tensors import local
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.gradients import clip_parts
-from trainer_kit.strategies.megatron.config import check_model, megatron_model, optimizer_options
+from trainer_kit.strategies.megatron.config import (
+    check_model,
+    megatron_model,
+    optimizer_options,
+)
 from trainer_kit.strategies.megatron.state import (
     TensorParts,
     find_pieces,
@@ -35,7 +39,11 @@ from trainer_kit.strategies.megatron.state import (
     megatron_costs,
     optimizer_states,
 )
-from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
+from trainer_kit.strategies.process_group import (
+    ProcessGroup,
+    borrowed_buffers,
+    join_world,
+)
 from trainer_kit.strategies.state import (
     GroupOptions,
     Piece,
@@ -50,9 +58,7 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = ["MegatronScaler", "MegatronStrategy"]
 
 
-_OWN_LAYERS: Final = (
-    "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
-)
+_OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
 
 
 @final
@@ -88,7 +94,9 @@ class MegatronStrategy(Strategy):
     lockstep = True  # Megatron's schedule needs a loss for each micro-batch
     keeps_gradients = completes_gradients = own_buffers = True
     why_not_averaged = "Megatron's optimizer steps copies of the weights"
-    why_not_recomputed = "Megatron's layers do that: TransformerConfig(recompute_granularity=...)"
+    why_not_recomputed = (
+        "Megatron's layers do that: TransformerConfig(recompute_granularity=...)"
+    )
     why_not_again = "Megatron steps copies of the parameters"
     why_not_in_threads = (
         "Megatron keeps its groups in variables of its modules, one set for a process"
@@ -106,7 +114,8 @@ class MegatronStrategy(Strategy):
     ) -> None:
         if importlib.util.find_spec("megatron") is None:
             raise StrategyError(
-                "megatron-core is not installed", fix='pip install "megatron-core>=0.16"'
+                "megatron-core is not installed",
+                fix='pip install "megatron-core>=0.16"',
             )
         self.device = torch.device(device)
         check_timeout(timeout, "MegatronStrategy")
@@ -134,7 +143,10 @@ class MegatronStrategy(Strategy):
                 found=f"tensor_parallel={self.tensor_parallel}",
                 fix="launch a multiple of tensor_parallel",
             )
-        return {"data": processes // self.tensor_parallel, "tensor": self.tensor_parallel}
+        return {
+            "data": processes // self.tensor_parallel,
+            "tensor": self.tensor_parallel,
+        }
 
     def start(self) -> None:
         """Join the process group, and make Megatron's groups of it."""
@@ -144,7 +156,9 @@ class MegatronStrategy(Strategy):
                 found="no CUDA device",
                 fix="use MeshStrategy(tp=), which runs on any device",
             )
-        self.world: ProcessGroup = join_world(self.device, None, self.timeout, alone=True)
+        self.world: ProcessGroup = join_world(
+            self.device, None, self.timeout, alone=True
+        )
         self.places(self.world.size)
         seed = self.world.broadcast(torch.initial_seed() % 2**31)
         groups = _make_groups(self.tensor_parallel, self.timeout, seed)
@@ -157,7 +171,9 @@ class MegatronStrategy(Strategy):
         if self._chunk is not None:
             _unwrapped(self._chunk).__dict__.pop("forward", None)
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """Wrap Megatron's model as Megatron's own training does; every data rank gets the weights of the first."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -216,7 +232,8 @@ class MegatronStrategy(Strategy):
         """Create the Megatron optimizer that steps in place of this one, and reads its options in each step."""
         if self._optimizer is not None:
             raise StrategyError(
-                "Megatron steps one optimizer", fix="return one from configure_optimizers"
+                "Megatron steps one optimizer",
+                fix="return one from configure_optimizers",
             )
         if self._chunk is None:
             raise StrategyError(
@@ -236,15 +253,24 @@ class MegatronStrategy(Strategy):
         """The method itself, which calls the model through its wrapper."""
         if several:
             raise StrategyError(
-                "Megatron runs one backward per micro-batch", fix="return one loss, or use DDP"
+                "Megatron runs one backward per micro-batch",
+                fix="return one loss, or use DDP",
             )
         return method
 
-    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+    def bind_backward(
+        self, backward: Callable[..., None] | None
+    ) -> Callable[..., None] | None:
         """Megatron's schedule calls backward; in a raw loop autograd does, on a scaled loss in float16."""
         if backward is not None:
-            raise StrategyError("Megatron runs backward", found="backward is overridden")
-        return self._scaled_backward if self._schedule is None and self._half == "fp16" else None
+            raise StrategyError(
+                "Megatron runs backward", found="backward is overridden"
+            )
+        return (
+            self._scaled_backward
+            if self._schedule is None and self._half == "fp16"
+            else None
+        )
 
     def _scaled_backward(self, loss: Tensor, **options: Any) -> None:
         self._chunk.config.grad_scale_func(loss).backward(**options)
@@ -256,7 +282,10 @@ class MegatronStrategy(Strategy):
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Average gradients over the data ranks; returns those that Megatron's wrapper keeps."""
         _finalize([self._chunk])
-        return [self._gradient(parameter) for parameter in optimizer.param_groups[0]["params"]]
+        return [
+            self._gradient(parameter)
+            for parameter in optimizer.param_groups[0]["params"]
+        ]
 
     def _gradient(self, parameter: Any) -> Tensor:
         """This rank's part of a parameter's gradient; the rest of the buffer is not reduced."""
@@ -284,7 +313,10 @@ class MegatronStrategy(Strategy):
             if self._schedule is None and self.gradient_clipping > 0:
                 self.clip_gradients(options["params"], self.gradient_clipping, "norm")
             for group in self._optimizer.param_groups:
-                group["lr"], group["weight_decay"] = options["lr"], options["weight_decay"]
+                group["lr"], group["weight_decay"] = (
+                    options["lr"],
+                    options["weight_decay"],
+                )
             updated, *_ = self._optimizer.step()
             self._scaler.skipped = not updated
             if self._schedule is None:
@@ -302,7 +334,8 @@ class MegatronStrategy(Strategy):
             )
         if self._optimizer is None:
             raise StrategyError(
-                "Megatron needs an optimizer", fix="return an optimizer from configure_optimizers"
+                "Megatron needs an optimizer",
+                fix="return an optimizer from configure_optimizers",
             )
 
         def forward(indices: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -340,7 +373,11 @@ class MegatronStrategy(Strategy):
         norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip the wrapper's gradients, also over tensor ranks; Megatron itself would read the norm on the host."""
-        scale = self._optimizer.get_loss_scale().reshape(()) if self._half == "fp16" else 1.0
+        scale = (
+            self._optimizer.get_loss_scale().reshape(())
+            if self._half == "fp16"
+            else 1.0
+        )
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = [self._gradient(parameter) for parameter in trained]
         if not self.distributed_optimizer:
@@ -352,7 +389,12 @@ class MegatronStrategy(Strategy):
                 for p, g in zip(trained, gradients, strict=True)
             ]
             norm = clip_parts(
-                gradients, value * scale, algorithm, norm_type, stages=self.world, counted=counted
+                gradients,
+                value * scale,
+                algorithm,
+                norm_type,
+                stages=self.world,
+                counted=counted,
             )
         return None if norm is None else norm / scale
 
@@ -362,12 +404,16 @@ class MegatronStrategy(Strategy):
         own = fail_together(
             self.world, lambda: plain_state(module)
         )  # before the ranks exchange anything
-        state = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        state = {
+            name: value for name, value in own.items() if isinstance(value, Tensor)
+        }
         for name, value in state.items():
             parameter = parameters.get(name)
             piece = None if parameter is None else self._pieces.get(parameter)
             if piece is not None and piece.master.dtype != value.dtype:
-                value = whole_of(piece, value.shape, piece.master, self._keeps, self.data.group)
+                value = whole_of(
+                    piece, value.shape, piece.master, self._keeps, self.data.group
+                )
             state[name] = self._parts.placed(value, parameter)
         return state
 
@@ -376,13 +422,19 @@ class MegatronStrategy(Strategy):
         """Whether a checkpoint needs the values of this rank."""
         return self.sharded or self.world.rank == 0
 
-    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    def load_module_state(
+        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+    ) -> None:
         """Restore this rank's part."""
         parameters = named_state(module)
         state, own = without_wrappers(state), plain_state(module)
-        extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+        extra = {
+            name: value for name, value in own.items() if not isinstance(value, Tensor)
+        }
         like = {
-            n: self._parts.placed(v, parameters.get(n)) for n, v in own.items() if n not in extra
+            n: self._parts.placed(v, parameters.get(n))
+            for n, v in own.items()
+            if n not in extra
         }
         parts = {
             name: local(part_of(value, like[name])) if name in like else value
@@ -398,7 +450,9 @@ class MegatronStrategy(Strategy):
             ):  # the checkpoint may be more precise than the weights
                 piece.of(piece.master).copy_(piece.in_whole(parts[name]))
 
-    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], States]:
         """The state of Megatron's optimizer, by the module's parameters."""
         groups, _ = optimizer_state(optimizer)
         return groups, optimizer_states(
@@ -417,7 +471,8 @@ class MegatronStrategy(Strategy):
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         if len(chained) != 1:
             raise StrategyError(
-                "Megatron made several optimizers", found=f"{len(chained)}, where one is known"
+                "Megatron made several optimizers",
+                found=f"{len(chained)}, where one is known",
             )
         return chained[0]
 
@@ -429,7 +484,11 @@ class MegatronStrategy(Strategy):
         """What one tensor rank holds and sends."""
         data_ranks = ranks // self.tensor_parallel
         return megatron_costs(
-            module, precision.name, data_ranks, self.tensor_parallel, self.distributed_optimizer
+            module,
+            precision.name,
+            data_ranks,
+            self.tensor_parallel,
+            self.distributed_optimizer,
         )
 
     def describe(self) -> str:
@@ -471,12 +530,17 @@ def _wrap(model: Any, half: str, summed: bool, distributed: bool) -> Any:
         distributed: each data rank gets only its part of the gradients.
     """
     from megatron.core import tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+    )
     from megatron.core.transformer.module import Float16Module
 
     config = model.config
     for parameter in model.parameters():
-        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(
+            parameter
+        )
     config.calculate_per_token_loss = summed
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
@@ -488,7 +552,9 @@ def _wrap(model: Any, half: str, summed: bool, distributed: bool) -> Any:
     return chunk
 
 
-def _make_optimizer(chunk: Any, optimizer: Optimizer, half: str, distributed: bool) -> Any:
+def _make_optimizer(
+    chunk: Any, optimizer: Optimizer, half: str, distributed: bool
+) -> Any:
     """Make the optimizer of Megatron that steps as this one of torch does.
 
     Args:
@@ -511,7 +577,9 @@ def _make_optimizer(chunk: Any, optimizer: Optimizer, half: str, distributed: bo
         )
     if half:
         options[half] = True
-    config = OptimizerConfig(clip_grad=0.0, use_distributed_optimizer=distributed, **options)
+    config = OptimizerConfig(
+        clip_grad=0.0, use_distributed_optimizer=distributed, **options
+    )
     # No overrides: Megatron's defaults do not decay vectors, torch's optimizer does.
     made = get_megatron_optimizer(config, [chunk], config_overrides={})
     if half == "fp16":

@@ -46,9 +46,9 @@ def units(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
         >>> list(units(net, None)), list(units(net, 30)), list(units(net, "Embedding"))
         (['1.1', '1.0'], ['2', '1', '0'], ['0'])
     """
-    if not (policy is None or callable(policy) or isinstance(policy, (int, str, Iterable))) or (
-        isinstance(policy, int) and policy < 0
-    ):
+    if not (
+        policy is None or callable(policy) or isinstance(policy, (int, str, Iterable))
+    ) or (isinstance(policy, int) and policy < 0):
         raise StrategyError(
             "blocks are chosen by class names, classes, a number of parameters, or a callable",
             found=repr(policy),
@@ -61,9 +61,13 @@ def units(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
         wraps: Callable[..., bool] = policy
         picks = wraps if takes(wraps, 1) else partial(_as_torch_asks, wraps)
         return dict(
-            _inner_first(module, {id(m) for m in module.modules() if _is_part(m) and picks(m)})
+            _inner_first(
+                module, {id(m) for m in module.modules() if _is_part(m) and picks(m)}
+            )
         )
-    return _by_class(module, [policy] if isinstance(policy, (str, type)) else list(policy))
+    return _by_class(
+        module, [policy] if isinstance(policy, (str, type)) else list(policy)
+    )
 
 
 def _as_torch_asks(policy: Callable[..., bool], part: nn.Module) -> bool:
@@ -71,10 +75,15 @@ def _as_torch_asks(policy: Callable[..., bool], part: nn.Module) -> bool:
 
 
 def _is_part(module: nn.Module) -> bool:
-    return not isinstance(module, _CONTAINERS) and next(module.parameters(), None) is not None
+    return (
+        not isinstance(module, _CONTAINERS)
+        and next(module.parameters(), None) is not None
+    )
 
 
-def _inner_first(module: nn.Module, picked: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def _inner_first(
+    module: nn.Module, picked: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
     for name, part in reversed(
         list(module.named_modules())
     ):  # in reversed order, each comes before its parent
@@ -100,7 +109,11 @@ def _by_size(module: nn.Module, least: int) -> dict[str, nn.Module]:
     taken: set[int] = set()
     for name, part in reversed(list(module.named_modules())):
         rest = [p for p in part.parameters() if id(p) not in taken]
-        if part is not module and _is_part(part) and sum(p.numel() for p in rest) >= least:
+        if (
+            part is not module
+            and _is_part(part)
+            and sum(p.numel() for p in rest) >= least
+        ):
             found[name] = part
             taken.update(map(id, rest))
     return found
@@ -201,8 +214,12 @@ class ActivationCheckpointing(Transform):
 
 def _switch_cache_off(module: nn.Module) -> None:
     # One per model and, for encoders and decoders, one per part.
-    found: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
-    caching = [config for config in found if getattr(config, "use_cache", False) is True]
+    found: list[Any] = [
+        part.config for part in module.modules() if hasattr(part, "config")
+    ]
+    caching = [
+        config for config in found if getattr(config, "use_cache", False) is True
+    ]
     for config in caching:
         config.use_cache = False
     if caching:
@@ -251,7 +268,9 @@ class Compile(Transform):
         (torch.Size([1, 2]), ['0.weight', '0.bias', '1.weight', '1.bias'])
     """
 
-    def __init__(self, policy: Policy = None, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, policy: Policy = None, options: Mapping[str, Any] | None = None
+    ) -> None:
         self.policy, self.options = policy, dict(options or {})
 
     def apply(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
@@ -269,7 +288,9 @@ class Compile(Transform):
             )
         for part in parts:
             if part._compiled_call_impl is None:
-                part._compiled_call_impl = partial(torch.compile(_block, **self.options), part)
+                part._compiled_call_impl = partial(
+                    torch.compile(_block, **self.options), part
+                )
 
 
 def _block(part: nn.Module, *arguments: Any, **options: Any) -> Any:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, final
 
@@ -84,7 +91,8 @@ class ContextParallel(Transform):
             )
         return cls(
             plan.context,
-            isinstance(module, TrainModule) and is_overridden("loss_weight", module, TrainModule),
+            isinstance(module, TrainModule)
+            and is_overridden("loss_weight", module, TrainModule),
         )
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -100,7 +108,9 @@ class ContextParallel(Transform):
         self.rank = mesh.get_local_rank()
         self.ring = ring_attention if has_ring(mesh.device_type) else None
 
-    def bind_evaluation(self, step: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, step: Callable[..., Any], whole: bool
+    ) -> Callable[..., Any]:
         """Run the step inside `attending`; a batch that is not split only gets its positions."""
         if self.size == 1:
             return step
@@ -125,9 +135,16 @@ class ContextParallel(Transform):
             made = map_tensors(batch, lambda t: self.part(t, dims))
             return with_positions(self.plan, made, self.rank)
         if isinstance(batch, Mapping):
-            named = {key: self.part(batch[key], dim) for key, dim in dims.items() if key in batch}
+            named = {
+                key: self.part(batch[key], dim)
+                for key, dim in dims.items()
+                if key in batch
+            }
             return with_positions(self.plan, _with(batch, named), self.rank)
-        parts = [self.part(value, dims[i]) if i in dims else value for i, value in enumerate(batch)]
+        parts = [
+            self.part(value, dims[i]) if i in dims else value
+            for i, value in enumerate(batch)
+        ]
         return sequence_like(batch, parts)
 
     def part(self, tensor: Tensor, dim: int) -> Tensor:
@@ -164,7 +181,9 @@ class ContextParallel(Transform):
         watch, self._seen = _Watch(self), 0
         with ExitStack() as stack:
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-            self._around = None if self.ring is None else stack.enter_context(self.ring(self.mesh))
+            self._around = (
+                None if self.ring is None else stack.enter_context(self.ring(self.mesh))
+            )
             # Restore the ring's functions; leaving the ring then restores torch's.
             stack.callback(_put, F.scaled_dot_product_attention, _CROSS_ENTROPY)
             _put(self._attention, self._cross_entropy)
@@ -194,18 +213,25 @@ class ContextParallel(Transform):
     ) -> Tensor:
         """Replaces torch's function; arguments are (batch, heads, tokens, width), with this rank's tokens."""
         self._seen += 1
-        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        options: dict[str, Any] = {
+            "dropout_p": dropout_p,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+        }
         divides = query.shape[1] % self.size == 0 and key.shape[1] % self.size == 0
         simple = attn_mask is None and not dropout_p and query.dtype in _RING_DTYPES
         fits = not is_causal or (not divides and query.shape[2] == key.shape[2])
         if self._around is not None and simple and fits:
             if enable_gqa:
                 key, value = (
-                    t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value)
+                    t.repeat_interleave(query.shape[1] // t.shape[1], 1)
+                    for t in (key, value)
                 )
             return self._around(query, key, value, is_causal=is_causal, scale=scale)
         if attn_mask is None and divides:
-            whole = _TORCHS(*map(self._heads, (query, key, value)), is_causal=is_causal, **options)
+            whole = _TORCHS(
+                *map(self._heads, (query, key, value)), is_causal=is_causal, **options
+            )
             return self._tokens(whole)
         mask = self._causal(query, key) if is_causal else attn_mask
         if mask is not None and mask.shape[-1] != key.shape[-2] * self.size:
@@ -214,7 +240,9 @@ class ContextParallel(Transform):
                 found=f"{tuple(mask.shape)} for {key.shape[-2]} keys on each of {self.size} ranks",
                 fix="use is_causal=True, or a mask of shape (..., this rank's queries, all keys)",
             )
-        return _TORCHS(query, self._gathered(key), self._gathered(value), attn_mask=mask, **options)
+        return _TORCHS(
+            query, self._gathered(key), self._gathered(value), attn_mask=mask, **options
+        )
 
     def _heads(self, tokens: Tensor) -> Tensor:
         """Exchange some tokens of all heads for all tokens of some heads."""
@@ -293,7 +321,9 @@ class ContextParallel(Transform):
         return _CROSS_ENTROPY(input, target, reduction="sum", **options) / weighs
 
 
-def _put(attention: Callable[..., Tensor], cross_entropy: Callable[..., Tensor]) -> None:
+def _put(
+    attention: Callable[..., Tensor], cross_entropy: Callable[..., Tensor]
+) -> None:
     F.scaled_dot_product_attention, F.cross_entropy = attention, cross_entropy
 
 
@@ -325,7 +355,10 @@ def dividing(
         )
     context = ContextParallel(ContextPlan())
     context.apply(nn.Module(), mesh)
-    parts = [context.part(buffer.detach(), dim) for buffer, dim in zip(buffers, dims, strict=True)]
+    parts = [
+        context.part(buffer.detach(), dim)
+        for buffer, dim in zip(buffers, dims, strict=True)
+    ]
     stay = {id(buffer) for buffer in kept}
     whole = [(buffer, buffer.detach()) for buffer in buffers if id(buffer) not in stay]
     for buffer, part in zip(buffers, parts, strict=True):
@@ -340,7 +373,9 @@ def dividing(
 
 def _become(tensor: Tensor, other: Tensor) -> None:
     # Not .data: autograd records set_, and raises in a backward that would use changed values.
-    tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
+    tensor.set_(
+        other.untyped_storage(), other.storage_offset(), other.shape, other.stride()
+    )
 
 
 class _Watch(TorchFunctionMode):
@@ -376,11 +411,18 @@ def with_positions(plan: ContextPlan, batch: Any, part: int = 0) -> Any:
         return batch
     dim = dims if isinstance(dims, int) else next(iter(dims.values()))
     like = next(
-        value for value in batch.values() if isinstance(value, Tensor) and value.dim() > dim
+        value
+        for value in batch.values()
+        if isinstance(value, Tensor) and value.dim() > dim
     )
     first = part * like.shape[dim]
     return _with(
-        batch, {key: torch.arange(first, first + like.shape[dim], device=like.device).unsqueeze(0)}
+        batch,
+        {
+            key: torch.arange(
+                first, first + like.shape[dim], device=like.device
+            ).unsqueeze(0)
+        },
     )
 
 

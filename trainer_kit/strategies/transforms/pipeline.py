@@ -64,7 +64,8 @@ def check_schedule(name: str) -> str:
     """
     if name not in SCHEDULES:
         raise StrategyError(
-            f"unknown pipeline schedule {name!r}", fix=did_you_mean(name, list(SCHEDULES))
+            f"unknown pipeline schedule {name!r}",
+            fix=did_you_mean(name, list(SCHEDULES)),
         )
     return SCHEDULES[name]
 
@@ -116,11 +117,17 @@ class Pipeline:
         schedule: str = "1F1B",
     ) -> None:
         kind = check_schedule(schedule)
-        self.group, self.world, self.device, self.schedule = group, world, device, schedule
+        self.group, self.world, self.device, self.schedule = (
+            group,
+            world,
+            device,
+            schedule,
+        )
         rank, size = group.rank, group.size
         self.count = size * (1 if kind == "one" else 2)
         self.ranks = [
-            s % size if kind != "v" or s < size else 2 * size - 1 - s for s in range(self.count)
+            s % size if kind != "v" or s < size else 2 * size - 1 - s
+            for s in range(self.count)
         ]
         self.own = [index for index, owner in enumerate(self.ranks) if owner == rank]
         self.last = self.count - 1 in self.own
@@ -131,7 +138,9 @@ class Pipeline:
         self.reporter = everyone[self.ranks[-1]]
         self._source = everyone[0]
         self._module: weakref.ref[nn.Module] | None = None
-        self._answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] = self._evaluate
+        self._answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] = (
+            self._evaluate
+        )
         self.gone: dict[int, weakref.ref[nn.Parameter]] = {}
         self.ties: Ties
         self._known: dict[Any, dict[int, tuple[Tensor, ...]]] = {}
@@ -139,7 +148,9 @@ class Pipeline:
 
     # -- the model -----------------------------------------------------------------------------------------------
 
-    def divide(self, module: nn.Module, plan: PipelinePlan, precision: Precision) -> None:
+    def divide(
+        self, module: nn.Module, plan: PipelinePlan, precision: Precision
+    ) -> None:
         """Remove, in place, the modules that belong to stages of other ranks.
 
         Raises:
@@ -148,7 +159,9 @@ class Pipeline:
         name, model = pipelined_model(module, plan)
         inside = {id(parameter) for parameter in model.parameters()}
         outside = [
-            key for key, parameter in module.named_parameters() if id(parameter) not in inside
+            key
+            for key, parameter in module.named_parameters()
+            if id(parameter) not in inside
         ]
         if outside:
             raise StrategyError(
@@ -164,7 +177,9 @@ class Pipeline:
                 fix='use pp_schedule="Interleaved1F1B", or use separate parameters',
             )
         prefix = f"{name}." if name else ""
-        shared = [[(prefix + key, stage) for key, stage in places] for places in layout.shared]
+        shared = [
+            [(prefix + key, stage) for key, stage in places] for places in layout.shared
+        ]
         self.ties = Ties(shared, self.ranks, self.group)
         self.names = list(module.state_dict())
         self.elsewhere = sum(parameter.numel() for parameter in module.parameters())
@@ -247,7 +262,9 @@ class Pipeline:
             seeds = self._draw_seeds()
             own, self._noise = self._noise, seeds[1 + self.group.rank]
             try:
-                with _drawing(int(self.world.agree([seeds[0]])[self._source][0]), self.device):
+                with _drawing(
+                    int(self.world.agree([seeds[0]])[self._source][0]), self.device
+                ):
                     return method(*args)
             finally:
                 self._noise = own
@@ -256,9 +273,14 @@ class Pipeline:
 
     # -- inference alone -----------------------------------------------------------------------------------------
 
-    def infer(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
+    def infer(
+        self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
+    ) -> list[Any]:
         """Run several batches in sequence; the outputs are valid on the rank of the last stage."""
-        with torch.no_grad(), _drawing(self._draw_seeds()[1 + self.group.rank], self.device):
+        with (
+            torch.no_grad(),
+            _drawing(self._draw_seeds()[1 + self.group.rank], self.device),
+        ):
             return [self._pass(Turn(*one))[0] for one in inputs]
 
     def share(self, value: Any, last: bool = True) -> Any:
@@ -279,18 +301,28 @@ class Pipeline:
         shared = map_tensors(value if mine else structure, pass_on)
         return value if mine else shared
 
-    def _learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _learn(
+        self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         """Store under ``key`` the input and output shapes of this rank's stages, without other effects."""
         with torch.no_grad(), preserved_rng(self.device):
-            before = [(b, b.detach().clone()) for stage in self.stages for b in stage.buffers()]
+            before = [
+                (b, b.detach().clone())
+                for stage in self.stages
+                for b in stage.buffers()
+            ]
             _, self._known[key] = self._pass(Turn(args, kwargs), to_end=False)
             for buffer, value in before:
                 buffer.detach().copy_(value)
             for part in (part for stage in self.stages for part in stage.modules()):
-                if isinstance(part, FSDPModule):  # gradients and optimizers belong to the shards
+                if isinstance(
+                    part, FSDPModule
+                ):  # gradients and optimizers belong to the shards
                     part.reshard()
 
-    def _pass(self, turn: Turn, to_end: bool = True) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
+    def _pass(
+        self, turn: Turn, to_end: bool = True
+    ) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
         """Pass one micro-batch from stage to stage, without a schedule.
 
         Returns:
@@ -316,15 +348,20 @@ class Pipeline:
 
     def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        dist.send_object_list([shapes], group=self.group.group, group_dst=rank, device=self.device)
+        dist.send_object_list(
+            [shapes], group=self.group.group, group_dst=rank, device=self.device
+        )
         for tensor in tensors:
             dist.send(tensor.detach(), group=self.group.group, group_dst=rank)
 
     def _receive(self, rank: int) -> tuple[Tensor, ...]:
         shapes: list[Any] = [None]
-        dist.recv_object_list(shapes, group=self.group.group, group_src=rank, device=self.device)
+        dist.recv_object_list(
+            shapes, group=self.group.group, group_src=rank, device=self.device
+        )
         tensors = tuple(
-            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes[0]
+            torch.empty(shape, dtype=dtype, device=self.device)
+            for shape, dtype in shapes[0]
         )
         for tensor in tensors:
             dist.recv(tensor, group=self.group.group, group_src=rank)
@@ -344,15 +381,20 @@ class Pipeline:
         absent: set[int] = set()
         for index in range(micro.count):
             micro.begin(index)
-            if micro.batch is None:  # a padding batch: other data ranks have more batches
+            if (
+                micro.batch is None
+            ):  # a padding batch: other data ranks have more batches
                 absent.add(index)
             batches.append(micro.earlier if micro.batch is None else micro.batch)
         if batches[0] is None:
             raise DataError(
-                "the loader is empty on all ranks", fix="pass a loader that has at least one batch"
+                "the loader is empty on all ranks",
+                fix="pass a loader that has at least one batch",
             )
         starts, unknown = self._agree(batches)
-        inputs = [self._take(micro, batch, index) for index, batch in enumerate(batches)]
+        inputs = [
+            self._take(micro, batch, index) for index, batch in enumerate(batches)
+        ]
         micro.start_gradients()
         micro.contributed = True
         outputs: list[Any] = [None] * micro.count
@@ -393,7 +435,9 @@ class Pipeline:
         # The first run of a schedule in torch clears the gradients of parameters that FSDP shards: keep them.
         # A dict has each parameter once, although two stages may share it.
         parameters = (
-            {} if schedule is not None else {p: p.grad for s in self.stages for p in s.parameters()}
+            {}
+            if schedule is not None
+            else {p: p.grad for s in self.stages for p in s.parameters()}
         )
         schedule = schedule or self._make(len(turns), self._known[key])
         self._schedules[key, len(turns)] = schedule  # the most recently used is last
@@ -405,11 +449,15 @@ class Pipeline:
             stage.turns = iter(turns)
         numbers = torch.arange(len(turns), device=self.device)
         inputs = (numbers,) if self.stages[0].index == 0 else ()
-        schedule.step(*inputs, target=numbers if self.last else None, return_outputs=False)
+        schedule.step(
+            *inputs, target=numbers if self.last else None, return_outputs=False
+        )
         for parameter, gradient in parameters.items():
             if gradient is not None:
                 parameter.grad = (
-                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                    gradient
+                    if parameter.grad is None
+                    else parameter.grad.add_(gradient)
                 )
 
     def _make(self, batches: int, shapes: Mapping[int, tuple[Tensor, ...]]) -> Any:
@@ -451,15 +499,22 @@ class Pipeline:
         All data ranks take part in the collectives of a schedule, so they must run the same schedules.
         """
         shapes = [_shapes_of(batch) for batch in batches]
-        changes = [index == 0 or shapes[index] != shapes[index - 1] for index in range(len(shapes))]
+        changes = [
+            index == 0 or shapes[index] != shapes[index - 1]
+            for index in range(len(shapes))
+        ]
         new = [shape not in self._known for shape in shapes]
         seeds = self._draw_seeds()
         rows = self.world.agree([seeds[0], *changes, *new])
         self._seed = int(rows[self._source][0])
         self._noise = seeds[1 + self.group.rank]
         count = len(batches)
-        starts = [index for index in range(count) if any(row[1 + index] for row in rows)]
-        return starts, {index for index in starts if any(row[1 + count + index] for row in rows)}
+        starts = [
+            index for index in range(count) if any(row[1 + index] for row in rows)
+        ]
+        return starts, {
+            index for index in starts if any(row[1 + count + index] for row in rows)
+        }
 
     def _draw_seeds(self) -> list[int]:
         """Draw a seed that all ranks share, and one for each rank, from the global generator."""
@@ -540,7 +595,9 @@ class Pipeline:
         """One line for ``explain()``."""
         size = len(set(self.ranks))
         each = f", {self.count // size} a rank" if self.count > size else ""
-        return f"pipeline of {self.count} stages over {size} ranks{each} ({self.schedule})"
+        return (
+            f"pipeline of {self.count} stages over {size} ranks{each} ({self.schedule})"
+        )
 
 
 def _without_storage(tensor: Tensor) -> Tensor:
@@ -555,7 +612,9 @@ def _without_storage(tensor: Tensor) -> Tensor:
 def _nothing_of(output: Any) -> Tensor:
     """Return a loss that depends on the output and has zero gradients."""
     floats = [
-        leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+        leaf
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
     ]
     return torch.stack([leaf.sum() * 0 for leaf in floats]).sum()
 
@@ -594,7 +653,9 @@ def _untouched(batch: Any) -> Iterator[None]:
         StrategyError: a tensor was changed; the second run of the step would change it again.
     """
     before = [
-        (tensor, tensor._version) for tensor in tensors_of(batch) if not tensor.is_inference()
+        (tensor, tensor._version)
+        for tensor in tensors_of(batch)
+        if not tensor.is_inference()
     ]
     yield
     for tensor, version in before:
@@ -634,7 +695,9 @@ class PipelineParallel(Transform):
 
     axis = "pp"
 
-    def __init__(self, pipeline: Pipeline, plan: PipelinePlan, precision: Precision) -> None:
+    def __init__(
+        self, pipeline: Pipeline, plan: PipelinePlan, precision: Precision
+    ) -> None:
         self.pipeline = pipeline
         self.plan = plan
         self.precision = precision

@@ -59,7 +59,9 @@ def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Modu
         except AttributeError:
             raise StrategyError(
                 f"PipelinePlan(model={plan.model!r}): {type(module).__name__} has no such submodule",
-                fix=did_you_mean(plan.model, [name for name, _ in module.named_children()]),
+                fix=did_you_mean(
+                    plan.model, [name for name, _ in module.named_children()]
+                ),
             ) from None
     found = [
         (name, child)
@@ -94,30 +96,38 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
     """
     container, points = _container(model, plan, stages)
     prefix = f"{container}." if container else ""
-    names = [prefix + name for name, _ in model.get_submodule(container).named_children()]
+    names = [
+        prefix + name for name, _ in model.get_submodule(container).named_children()
+    ]
     outside = _outside(model, container, plan)
     sizes = [_size(model.get_submodule(name)) for name in names]
     ends = {
-        at: sum(_size(_at(model, name)) for name, where in outside.items() if where == at)
+        at: sum(
+            _size(_at(model, name)) for name, where in outside.items() if where == at
+        )
         for at in (0, -1)
     }
     sizes[0] += ends[0]
     sizes[-1] += ends[-1]
     starts = points if points is not None else _even(sizes, stages)
     blocks = [
-        names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)
+        names[start:end]
+        for start, end in zip(starts, [*starts[1:], len(names)], strict=True)
     ]
     owners = {name: at % stages for name, at in outside.items()}
     owners.update({name: index for index, part in enumerate(blocks) for name in part})
     return Layout(blocks, owners, *_ties(model, owners))
 
 
-def _container(model: nn.Module, plan: PipelinePlan, stages: int) -> tuple[str, list[int] | None]:
+def _container(
+    model: nn.Module, plan: PipelinePlan, stages: int
+) -> tuple[str, list[int] | None]:
     """The name of the module that holds the blocks, and the first block of each stage if the plan gives them."""
     if isinstance(plan.split_points, str):
         if plan.split_points != "auto":
             raise StrategyError(
-                'split_points is "auto" or names of blocks', found=repr(plan.split_points)
+                'split_points is "auto" or names of blocks',
+                found=repr(plan.split_points),
             )
         holders = [
             (name, part)
@@ -144,15 +154,21 @@ def _container(model: nn.Module, plan: PipelinePlan, stages: int) -> tuple[str, 
     container = holders_of.pop()
     prefix = f"{container}." if container else ""
     try:
-        names = [prefix + name for name, _ in model.get_submodule(container).named_children()]
+        names = [
+            prefix + name for name, _ in model.get_submodule(container).named_children()
+        ]
     except AttributeError:
         names = []
     for point in points:
         if point not in names:
-            raise StrategyError(f"split_points: no block {point!r}", fix=did_you_mean(point, names))
+            raise StrategyError(
+                f"split_points: no block {point!r}", fix=did_you_mean(point, names)
+            )
     starts = [0, *(names.index(point) for point in points)]
     if sorted(set(starts)) != starts:
-        raise StrategyError("split_points names its blocks out of order", found=", ".join(points))
+        raise StrategyError(
+            "split_points names its blocks out of order", found=", ".join(points)
+        )
     return container, starts
 
 
@@ -173,7 +189,9 @@ def _outside(model: nn.Module, container: str, plan: PipelinePlan) -> dict[str, 
                 at = -1
             elif child.state_dict() or any(True for _ in child.parameters()):
                 found[prefix + key] = at
-        found.update((prefix + key, 0) for key, _ in home.named_parameters(recurse=False))
+        found.update(
+            (prefix + key, 0) for key, _ in home.named_parameters(recurse=False)
+        )
     prefix = f"{container}." if container else ""
     found.update(
         (prefix + key, 0)
@@ -181,7 +199,9 @@ def _outside(model: nn.Module, container: str, plan: PipelinePlan) -> dict[str, 
     )
     for name in (*plan.first, *plan.last, *plan.everywhere):
         if name not in found:
-            raise StrategyError(f"PipelinePlan names {name!r}", fix=did_you_mean(name, list(found)))
+            raise StrategyError(
+                f"PipelinePlan names {name!r}", fix=did_you_mean(name, list(found))
+            )
         if name in plan.everywhere:
             if any(p.requires_grad for p in _at(model, name).parameters()):
                 raise StrategyError(
@@ -216,7 +236,9 @@ def _even(sizes: Sequence[int], stages: int) -> list[int]:
     for size in sizes:
         total.append(total[-1] + size)
     # best[n][e]: (the largest of n stages over the first e blocks, where each begins)
-    best: list[tuple[int, list[int]]] = [(total[end], [0]) for end in range(len(sizes) + 1)]
+    best: list[tuple[int, list[int]]] = [
+        (total[end], [0]) for end in range(len(sizes) + 1)
+    ]
     for count in range(2, stages + 1):
         best = [
             min(
@@ -243,15 +265,20 @@ def _ties(
             else part.named_parameters(remove_duplicate=False)
         )
         for key, parameter in inner:
-            found.setdefault(id(parameter), {})[f"{name}.{key}" if key else name] = stage
+            found.setdefault(id(parameter), {})[f"{name}.{key}" if key else name] = (
+                stage
+            )
     order = {
-        name: at for at, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))
+        name: at
+        for at, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))
     }
     shared = (places for places in found.values() if len(set(places.values())) > 1)
-    repeated = (places for places in found.values() if len(set(places.values())) < len(places))
-    return [sorted(places.items(), key=lambda place: order[place[0]]) for places in shared], [
-        *map(list, repeated)
-    ]
+    repeated = (
+        places for places in found.values() if len(set(places.values())) < len(places)
+    )
+    return [
+        sorted(places.items(), key=lambda place: order[place[0]]) for places in shared
+    ], [*map(list, repeated)]
 
 
 class _Meaningless(Tensor):
@@ -271,7 +298,9 @@ class StandIn(nn.Module):
         held = [*original.parameters(), *original.buffers()]
         memo = {id(tensor): _without_storage(tensor) for tensor in held}
         # Set without nn.Module.__setattr__, which would register the original as a submodule.
-        self.__dict__.update(twin=copy.deepcopy(original, memo), name=name, device=device, known={})
+        self.__dict__.update(
+            twin=copy.deepcopy(original, memo), name=name, device=device, known={}
+        )
         self.arrived: Sequence[Tensor] | None = None
         self.is_entry = self.is_exit = False
 
@@ -285,7 +314,9 @@ class StandIn(nn.Module):
             raise _Left
         leaves, spec = self._outputs(args, kwargs)
         if not self.is_entry:
-            return tree_unflatten([_placeholder(leaf, self.device) for leaf in leaves], spec)
+            return tree_unflatten(
+                [_placeholder(leaf, self.device) for leaf in leaves], spec
+            )
         if self.arrived is None:
             raise StrategyError(
                 f"{self.name} is called more than once in a forward",
@@ -293,13 +324,16 @@ class StandIn(nn.Module):
             )
         arrived, self.arrived = iter(self.arrived), None
         return tree_unflatten(
-            [next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            [next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            spec,
         )
 
     def _outputs(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """The outputs of the original module for inputs of these shapes, on the meta device."""
         key = tuple(
-            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _plain(leaf)
+            (tuple(leaf.shape), leaf.dtype)
+            if isinstance(leaf, Tensor)
+            else _plain(leaf)
             for leaf in tree_leaves((args, kwargs))
         )
         if key not in self.known:
@@ -321,7 +355,8 @@ def whole_names(module: nn.Module) -> list[str]:
     for name, part in module.named_modules():
         if isinstance(part, StandIn):
             found += [
-                f"{name}.{inner}" if inner else name for inner, _ in part.twin.named_modules()
+                f"{name}.{inner}" if inner else name
+                for inner, _ in part.twin.named_modules()
             ]
         elif name:
             found.append(name)
@@ -339,7 +374,11 @@ def _placeholder(leaf: Any, device: torch.device) -> Any:
 
 def _without_storage(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor.detach(), device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return (
+        nn.Parameter(empty, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else empty
+    )
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
@@ -417,14 +456,24 @@ class Stage(nn.Module):
         mine = {name: slot for name, slot in places.items() if slot.stage == index}
         self.__dict__.update(  # without nn.Module.__setattr__: these modules are not children of the stage
             run=run,
-            others=[slot for slot in places.values() if slot.stage in own and slot.stage != index],
+            others=[
+                slot
+                for slot in places.values()
+                if slot.stage in own and slot.stage != index
+            ],
             entry=places[blocks[index - 1][-1]].stand_in if index else None,
             exit=None if self.last else places[blocks[index + 1][0]].stand_in,
             end=mine[blocks[index][-1]].real,
         )
-        held = {name: slot.real for name, slot in mine.items() if isinstance(slot.real, nn.Module)}
+        held = {
+            name: slot.real
+            for name, slot in mine.items()
+            if isinstance(slot.real, nn.Module)
+        }
         self.held, self.names = nn.ModuleList(held.values()), list(held)
-        self._loose = [slot for slot in mine.values() if isinstance(slot.real, nn.Parameter)]
+        self._loose = [
+            slot for slot in mine.values() if isinstance(slot.real, nn.Parameter)
+        ]
         self.find_loose()
         self._output: Any = None
         self._hooked = False
@@ -467,13 +516,17 @@ class Stage(nn.Module):
             )
         _check(left, f"the output of stage {self.index}")
         # The next stage receives into contiguous tensors: gloo refuses others, and NCCL sends their memory as it lies.
-        return tuple(leaf.contiguous() for leaf in tree_leaves(left) if isinstance(leaf, Tensor))
+        return tuple(
+            leaf.contiguous() for leaf in tree_leaves(left) if isinstance(leaf, Tensor)
+        )
 
     def _hook(self) -> None:
         """Register hooks after those of other transforms, so that the kept output includes their changes."""
         self._hooked = True
         for name, module in zip(self.names, self.held, strict=True):
-            module.register_forward_pre_hook(_checker(name), with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(
+                _checker(name), with_kwargs=True, prepend=True
+            )
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             if self.running:
@@ -542,7 +595,9 @@ def make_stages(
         own: the stages of this rank.
         device: the device of this rank.
     """
-    slots = {name: _slot(model, name, stage, device) for name, stage in layout.owners.items()}
+    slots = {
+        name: _slot(model, name, stage, device) for name, stage in layout.owners.items()
+    }
     for slot in slots.values():
         if slot.stage not in own:
             slot.put(real=False)
@@ -572,7 +627,10 @@ class Ties:
     """
 
     def __init__(
-        self, shared: Sequence[Sequence[tuple[str, int]]], ranks: Sequence[int], group: ProcessGroup
+        self,
+        shared: Sequence[Sequence[tuple[str, int]]],
+        ranks: Sequence[int],
+        group: ProcessGroup,
     ) -> None:
         self._shared, self._ranks, self._group = shared, ranks, group
         self._me = group.rank
@@ -592,7 +650,9 @@ class Ties:
             copies = list({id(p): p for p in map(module.get_parameter, own)}.values())
             first = self._ranks[places[0][1]] == self._me
             self._copies.append(copies)
-            self.names.update({name: places[0][0] for name in own if name != places[0][0]})
+            self.names.update(
+                {name: places[0][0] for name in own if name != places[0][0]}
+            )
             self.repeated.update(copies[1:] if first else copies)
         mine = [[_layout(copy) for copy in copies] for copies in self._copies]
         for places, layouts in self._compared(mine):
@@ -616,7 +676,8 @@ class Ties:
             for p in group["params"]
         }
         mine = [
-            [options.get(id(copy), "not trained") for copy in copies] for copies in self._copies
+            [options.get(id(copy), "not trained") for copy in copies]
+            for copies in self._copies
         ]
         for places, found in self._compared(mine):
             raise StrategyError(
@@ -626,7 +687,9 @@ class Ties:
                 fix="put both names into groups with the same options: each stage has the parameter under one name",
             )
 
-    def _compared(self, mine: list[list[str]]) -> list[tuple[Sequence[tuple[str, int]], list[str]]]:
+    def _compared(
+        self, mine: list[list[str]]
+    ) -> list[tuple[Sequence[tuple[str, int]], list[str]]]:
         """The tied parameters for which the texts of the ranks differ, with the texts."""
         if not self._shared:
             return []
@@ -649,9 +712,15 @@ class Ties:
             for parameter in copies:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            parts = [local(parameter.grad) for parameter in copies if parameter.grad is not None]
+            parts = [
+                local(parameter.grad)
+                for parameter in copies
+                if parameter.grad is not None
+            ]
             mine = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-            whole = self._summed(mine, sorted({self._ranks[stage] for _, stage in places}))
+            whole = self._summed(
+                mine, sorted({self._ranks[stage] for _, stage in places})
+            )
             for part in parts:
                 part.copy_(whole)
 
@@ -660,13 +729,22 @@ class Ties:
         if len(ranks) == 1:
             return mine
         mine = mine.contiguous()
-        parts = {rank: mine if rank == self._me else torch.empty_like(mine) for rank in ranks}
+        parts = {
+            rank: mine if rank == self._me else torch.empty_like(mine) for rank in ranks
+        }
         ways = []
         for rank in ranks:
             if rank != self._me:
                 ways += [
-                    dist.P2POp(dist.isend, mine, group=self._group.group, group_peer=rank),
-                    dist.P2POp(dist.irecv, parts[rank], group=self._group.group, group_peer=rank),
+                    dist.P2POp(
+                        dist.isend, mine, group=self._group.group, group_peer=rank
+                    ),
+                    dist.P2POp(
+                        dist.irecv,
+                        parts[rank],
+                        group=self._group.group,
+                        group_peer=rank,
+                    ),
                 ]
         for work in dist.batch_isend_irecv(ways):
             work.wait()

@@ -81,7 +81,9 @@ class TensorParallel(Transform):
                 found=f"tp={before} before, tp={mesh.size()} now",
                 fix="create a new module, and load a checkpoint into it",
             )
-        if "_split_over" not in module.__dict__:  # otherwise an earlier fit has split it
+        if (
+            "_split_over" not in module.__dict__
+        ):  # otherwise an earlier fit has split it
             self._split(module, mesh)
         if self.copies:
             return_copies(module)
@@ -108,7 +110,9 @@ class TensorParallel(Transform):
         """Complete the outputs of a step: a split layer returns before its collective has ended."""
         return whole_outputs(method)
 
-    def bind_evaluation(self, step: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, step: Callable[..., Any], whole: bool
+    ) -> Callable[..., Any]:
         """Run the step with loss parallelism if the plan uses it."""
         return loss_parallel()(step) if self.plan.loss_parallel else step
 
@@ -132,9 +136,17 @@ class TensorParallel(Transform):
                     fix="define configure_parallel(self, mesh): return ParallelPlan(tensor={'net.0': 'colwise', ...}), "
                     "or MeshStrategy(tp=..., plan=ParallelPlan(tensor='llama' | 'gpt' | 'mlp'))",
                 )
-        plan: Mapping[str, Any] = preset(module, self.plan) if isinstance(given, str) else given
-        names = whole_names(module)  # a plan may also name layers of other pipeline stages
-        here = {name for name, part in module.named_modules() if not isinstance(part, StandIn)}
+        plan: Mapping[str, Any] = (
+            preset(module, self.plan) if isinstance(given, str) else given
+        )
+        names = whole_names(
+            module
+        )  # a plan may also name layers of other pipeline stages
+        here = {
+            name
+            for name, part in module.named_modules()
+            if not isinstance(part, StandIn)
+        }
         found: dict[str, ParallelStyle] = {}
         for pattern, value in plan.items():
             style = named_style(pattern, value)
@@ -146,7 +158,9 @@ class TensorParallel(Transform):
                     found=repr(pattern),
                     fix=did_you_mean(pattern, names),
                 )
-            found.update({name: style for name in matching if style is not None and name in here})
+            found.update(
+                {name: style for name in matching if style is not None and name in here}
+            )
         return found
 
 
@@ -155,7 +169,9 @@ def _empty(layer: nn.Module) -> None:
     for key, parameter in layer._parameters.items():
         if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
             shape = torch.empty_like(parameter, device="meta")
-            layer._parameters[key] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
+            layer._parameters[key] = nn.Parameter(
+                shape, requires_grad=parameter.requires_grad
+            )
 
 
 def _shared(module: nn.Module) -> list[list[tuple[str, str]]]:
@@ -168,7 +184,9 @@ def _shared(module: nn.Module) -> list[list[tuple[str, str]]]:
     return [found for found in places.values() if len(found) > 1]
 
 
-def _share(styles: dict[str, ParallelStyle], owners: list[list[tuple[str, str]]]) -> None:
+def _share(
+    styles: dict[str, ParallelStyle], owners: list[list[tuple[str, str]]]
+) -> None:
     """Refuse a layer that shares its weight with a split layer but is not in the plan."""
     for places in owners:
         missing = [layer for layer, _ in places if layer not in styles]
@@ -206,9 +224,15 @@ def _check(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) ->
         if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
             continue
         if isinstance(layer, nn.Linear):
-            what = "out_features" if isinstance(style, ColwiseParallel) else "in_features"
+            what = (
+                "out_features" if isinstance(style, ColwiseParallel) else "in_features"
+            )
         elif isinstance(layer, nn.Embedding):
-            what = "embedding_dim" if isinstance(style, ColwiseParallel) else "num_embeddings"
+            what = (
+                "embedding_dim"
+                if isinstance(style, ColwiseParallel)
+                else "num_embeddings"
+            )
         else:
             raise StrategyError(
                 "only linear layers and embeddings can be split by columns or rows",
@@ -260,7 +284,9 @@ def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
+def check_whole_parameters(
+    named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh
+) -> None:
     """Refuse a first step in which ranks have different gradients for a replicated parameter.
 
     This happens if a parameter outside of the plan is applied to a part of the activations: each rank then has the
@@ -275,7 +301,9 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
         (name, local(p.grad).detach())
         for name, p in named
         if p.grad is not None
-        and not (isinstance(p, DTensor) and axis in (p.device_mesh.mesh_dim_names or ()))
+        and not (
+            isinstance(p, DTensor) and axis in (p.device_mesh.mesh_dim_names or ())
+        )
     ]
     group, size = mesh.get_group(), mesh.size()
     if (
@@ -314,7 +342,9 @@ def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def whole(output: Any) -> Tensor:
         # Return copies: FSDP warns about views, and only a copy waits for the collective, which C++ code would not.
-        copied: Tensor = (output.full_tensor() if isinstance(output, DTensor) else output).clone()
+        copied: Tensor = (
+            output.full_tensor() if isinstance(output, DTensor) else output
+        ).clone()
         return copied
 
     @functools.wraps(method)  # a compiled step stays recognizable
@@ -342,7 +372,9 @@ class _SummedGradient(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = DTensor.from_local(parameter.data, device_mesh, [_WHOLE], run_check=False)
+            whole = DTensor.from_local(
+                parameter.data, device_mesh, [_WHOLE], run_check=False
+            )
             module.register_parameter(
                 name, nn.Parameter(whole, requires_grad=parameter.requires_grad)
             )
@@ -352,7 +384,9 @@ class _SummedGradient(ParallelStyle):
             for name, parameter in part.named_parameters(recurse=False):
                 if isinstance(parameter, DTensor):
                     lent[name] = parameter
-                    part._parameters[name] = parameter.to_local(grad_placements=[Partial()])  # type: ignore[assignment]
+                    part._parameters[name] = parameter.to_local(
+                        grad_placements=[Partial()]
+                    )  # type: ignore[assignment]
 
         def take_back(part: nn.Module, *_: Any) -> None:
             part._parameters.update(lent)
@@ -417,7 +451,9 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     makers = {"llama": _llama, "gpt": _gpt, "mlp": _mlp}
     if plan.tensor not in makers:
         raise StrategyError(
-            "unknown preset", found=repr(plan.tensor), fix=did_you_mean(str(plan.tensor), makers)
+            "unknown preset",
+            found=repr(plan.tensor),
+            fix=did_you_mean(str(plan.tensor), makers),
         )
     if plan.tensor != "llama" and (plan.sequence_parallel or plan.loss_parallel):
         raise StrategyError(
@@ -430,7 +466,9 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
         raise StrategyError(
             f"the preset {plan.tensor!r} matches no layer of this module",
             found=", ".join(
-                name for name, part in module.named_modules() if isinstance(part, nn.Linear)
+                name
+                for name, part in module.named_modules()
+                if isinstance(part, nn.Linear)
             )
             or "no layers",
             fix="name the layers: ParallelPlan(tensor={'net.0': 'colwise', 'net.2': 'rowwise'})",
@@ -441,7 +479,8 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
 def _by_last_name(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]:
     """Match each pattern with the last components of layer names."""
     patterns = [
-        (re.compile(rf"(?:.*\.)?(?:{pattern})"), style) for pattern, style in styles.items()
+        (re.compile(rf"(?:.*\.)?(?:{pattern})"), style)
+        for pattern, style in styles.items()
     ]
     found = {}
     for name, _ in module.named_modules():
@@ -459,16 +498,20 @@ def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     styles: dict[str, Any] = {
         "q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|w1|w3": "colwise",
         "o_proj|down_proj|wo|w2": RowwiseParallel(output_layouts=split),
-        "embed_tokens|tok_embeddings": RowwiseParallel(input_layouts=_WHOLE, output_layouts=split),
+        "embed_tokens|tok_embeddings": RowwiseParallel(
+            input_layouts=_WHOLE, output_layouts=split
+        ),
         "lm_head|output": ColwiseParallel(
-            input_layouts=split, output_layouts=logits, use_local_output=not plan.loss_parallel
+            input_layouts=split,
+            output_layouts=logits,
+            use_local_output=not plan.loss_parallel,
         ),
         "q_norm|k_norm": "replicated_with_grad_allreduce",
     }
     if plan.sequence_parallel:
-        styles["input_layernorm|post_attention_layernorm|attention_norm|ffn_norm|norm"] = (
-            "sequence_parallel"
-        )
+        styles[
+            "input_layernorm|post_attention_layernorm|attention_norm|ffn_norm|norm"
+        ] = "sequence_parallel"
         # Gathers an activation passed by position, or by keyword as in Hugging Face's blocks.
         styles["self_attn|attention|mlp|feed_forward"] = _GatherSequence()
     return _by_last_name(module, styles)
@@ -479,14 +522,18 @@ class _GatherSequence(ParallelStyle):
     """Gathers the first input of a block of layers along the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(part: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        def gather(
+            part: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
+        ) -> Any:
             if given:
                 return (whole(given[0]), *given[1:]), named
             return given, {**named, "hidden_states": whole(named["hidden_states"])}
 
         def whole(value: Any) -> Any:
             if not isinstance(value, DTensor):
-                value = DTensor.from_local(value, device_mesh, [Shard(1)], run_check=False)
+                value = DTensor.from_local(
+                    value, device_mesh, [Shard(1)], run_check=False
+                )
             return value.redistribute(placements=[_WHOLE])
 
         module.register_forward_pre_hook(gather, with_kwargs=True)

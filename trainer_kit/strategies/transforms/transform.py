@@ -45,7 +45,9 @@ class Transform(ABC):
         """Wrap a step method of the module, for training and evaluation. Default: the method itself."""
         return method
 
-    def bind_evaluation(self, step: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, step: Callable[..., Any], whole: bool
+    ) -> Callable[..., Any]:
         """Wrap an evaluation step. Default: the step itself.
 
         Args:

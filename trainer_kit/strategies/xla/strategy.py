@@ -57,17 +57,18 @@ class XLAStrategy(Strategy):
     refused_precisions: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(EXCHANGING, "XLA compiles no kernels of this vendor"),
         **dict.fromkeys(
-            ("16-true", "16-mixed"), "bfloat16 is the half precision of XLA devices, float16 is not"
+            ("16-true", "16-mixed"),
+            "bfloat16 is the half precision of XLA devices, float16 is not",
         ),
     }
     finds_devices = completes_gradients = True
     why_not_averaged = "averages under XLA are not tested"
     why_not_in_threads = "the ranks of XLA are processes"
-    why_not_recomputed = (
-        "XLA's compiler needs torch_xla.utils.checkpoint.checkpoint in the forward of each block"
-    )
+    why_not_recomputed = "XLA's compiler needs torch_xla.utils.checkpoint.checkpoint in the forward of each block"
 
-    def __init__(self, *, shard_parameters: bool = False, spmd: bool | None = None) -> None:
+    def __init__(
+        self, *, shard_parameters: bool = False, spmd: bool | None = None
+    ) -> None:
         if shard_parameters and spmd is False:
             raise StrategyError(
                 "sharded weights need one process for all devices",
@@ -138,7 +139,9 @@ class XLAStrategy(Strategy):
         import torch_xla.distributed.spmd as xs
 
         xs.mark_sharding(
-            tensor, self._mesh, tuple("fsdp" if i == dim else None for i in range(tensor.dim()))
+            tensor,
+            self._mesh,
+            tuple("fsdp" if i == dim else None for i in range(tensor.dim())),
         )
 
     def _mark_parts(self, tensors: Iterable[Tensor]) -> None:
@@ -165,7 +168,9 @@ class XLAStrategy(Strategy):
         self._mark_parts(module.parameters())
         self._sync()
 
-    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+    def prepare_module(
+        self, module: nn.Module, manual: bool, precision: Precision
+    ) -> None:
         """Move and divide; nothing wraps it."""
         if manual and self.world.size > 1:
             raise StrategyError(
@@ -197,7 +202,9 @@ class XLAStrategy(Strategy):
             p._compiled_call_impl is not None for p in parts
         ):
             raise StrategyError(
-                "XLA always compiles the step", found="torch.compile", fix="leave compile= out"
+                "XLA always compiles the step",
+                found="torch.compile",
+                fix="leave compile= out",
             )
         return method
 
@@ -229,16 +236,22 @@ class XLAStrategy(Strategy):
             name: tensor.detach().cpu() for name, tensor in plain_state(module).items()
         }  # sync point: a checkpoint
 
-    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    def load_module_state(
+        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+    ) -> None:
         """Load as torch does; divided tensors stay divided."""
         load_module_weights(module, state, strict)
         self._mark_parts(module.parameters())
         self._sync()
 
-    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], States]:
         """The optimizer's state on the host."""
         groups, states = optimizer_state(optimizer)
-        return groups, {p: map_tensors(dict(state), _on_host) for p, state in states.items()}
+        return groups, {
+            p: map_tensors(dict(state), _on_host) for p, state in states.items()
+        }
 
     def load_optimizer_state(
         self, optimizer: Optimizer, groups: GroupOptions, state: States
@@ -246,7 +259,9 @@ class XLAStrategy(Strategy):
         """Load as torch does; divided tensors stay divided."""
         load_optimizer_state(optimizer, groups, state)
         for own in optimizer.state.values():
-            self._mark_parts(value for value in own.values() if isinstance(value, Tensor))
+            self._mark_parts(
+                value for value in own.values() if isinstance(value, Tensor)
+            )
         self._sync()
 
     def forward_backward(self, micro: MicroSteps) -> None:
@@ -269,7 +284,9 @@ class XLAStrategy(Strategy):
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Average gradients over the processes."""
-        return self._average(p for group in optimizer.param_groups for p in group["params"])
+        return self._average(
+            p for group in optimizer.param_groups for p in group["params"]
+        )
 
     @property
     def own_buffers(self) -> bool:
@@ -339,13 +356,16 @@ class XLAGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack over the ranks: shape (size, *tensor.shape)."""
-        gathered: Tensor = self._xm.all_gather(tensor.detach().to(self.device).unsqueeze(0))
+        gathered: Tensor = self._xm.all_gather(
+            tensor.detach().to(self.device).unsqueeze(0)
+        )
         return gathered.to(tensor.device)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable value from every rank, in rank order."""
         return [
-            pickle.loads(payload) for payload in self._xm.rendezvous("gather", pickle.dumps(value))
+            pickle.loads(payload)
+            for payload in self._xm.rendezvous("gather", pickle.dumps(value))
         ]
 
     def gather_object(self, value: Any) -> list[Any] | None:

@@ -14,7 +14,9 @@ class MlflowClient:
     def __init__(self, tracking_uri=None, registry_uri=None):
         assert tracking_uri.startswith("sqlite:///")
         self._db = sqlite3.connect(
-            tracking_uri.removeprefix("sqlite:///"), isolation_level=None, check_same_thread=False
+            tracking_uri.removeprefix("sqlite:///"),
+            isolation_level=None,
+            check_same_thread=False,
         )
         for table in (
             "experiments(name, place)",
@@ -43,7 +45,8 @@ class MlflowClient:
     def create_run(self, experiment_id, start_time=None, tags=None, run_name=None):
         id = uuid.uuid4().hex
         self._db.execute(
-            "INSERT INTO runs VALUES (?, ?, ?, 'RUNNING')", [id, experiment_id, run_name]
+            "INSERT INTO runs VALUES (?, ?, ?, 'RUNNING')",
+            [id, experiment_id, run_name],
         )
         for key, value in (tags or {}).items():
             self._db.execute("INSERT INTO tags VALUES (?, ?, ?)", [id, key, value])
@@ -54,7 +57,9 @@ class MlflowClient:
             "SELECT experiment_id, name, status FROM runs WHERE run_uuid = ?", [run_id]
         ).fetchone()
         params = dict(
-            self._db.execute("SELECT key, value FROM params WHERE run_uuid = ?", [run_id])
+            self._db.execute(
+                "SELECT key, value FROM params WHERE run_uuid = ?", [run_id]
+            )
         )
         info = SimpleNamespace(
             run_id=run_id, experiment_id=experiment, run_name=name, status=status
@@ -62,7 +67,9 @@ class MlflowClient:
         return SimpleNamespace(info=info, data=SimpleNamespace(params=params))
 
     def update_run(self, run_id, status=None, name=None):
-        self._db.execute("UPDATE runs SET status = ? WHERE run_uuid = ?", [status, run_id])
+        self._db.execute(
+            "UPDATE runs SET status = ? WHERE run_uuid = ?", [status, run_id]
+        )
 
     def set_terminated(self, run_id, status=None, end_time=None):
         self.update_run(run_id, status or "FINISHED")
@@ -76,15 +83,24 @@ class MlflowClient:
             self._db.execute("INSERT INTO metrics VALUES (?, ?, ?, ?, ?)", row)
         old = self.get_run(run_id).data.params
         for one in params:
-            assert old.get(one.key, one.value) == one.value, "Changing param values is not allowed."
-            self._db.execute("INSERT INTO params VALUES (?, ?, ?)", [run_id, one.key, one.value])
+            assert old.get(one.key, one.value) == one.value, (
+                "Changing param values is not allowed."
+            )
+            self._db.execute(
+                "INSERT INTO params VALUES (?, ?, ?)", [run_id, one.key, one.value]
+            )
 
     def _place(self, run_id, artifact_path):
         experiment = self.get_run(run_id).info.experiment_id
         (place,) = self._db.execute(
             "SELECT place FROM experiments WHERE rowid = ?", [experiment]
         ).fetchone()
-        return Path(unquote(urlparse(place).path)) / run_id / "artifacts" / (artifact_path or "")
+        return (
+            Path(unquote(urlparse(place).path))
+            / run_id
+            / "artifacts"
+            / (artifact_path or "")
+        )
 
     def log_artifact(self, run_id, local_path, artifact_path=None):
         place = self._place(run_id, artifact_path)
@@ -92,4 +108,6 @@ class MlflowClient:
         shutil.copy(local_path, place)
 
     def log_artifacts(self, run_id, local_dir, artifact_path=None):
-        shutil.copytree(local_dir, self._place(run_id, artifact_path), dirs_exist_ok=True)
+        shutil.copytree(
+            local_dir, self._place(run_id, artifact_path), dirs_exist_ok=True
+        )
