@@ -23,8 +23,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from trainer_kit import Fabric
+from trainer_kit.accelerator.fabric import _every_device
 from trainer_kit.loggers import CSVLogger
-from trainer_kit.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from trainer_kit.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 
 
 def net():
@@ -288,6 +294,16 @@ def test_numbers_of_devices(devices):
     assert Fabric(accelerator="cpu", devices=devices).world_size == 1
 
 
+def test_auto_counts_the_accelerators_of_the_machine():
+    """As Lightning's: ``devices="auto"`` and -1 are all devices, and one process on the CPU."""
+    assert _every_device("cpu", "auto", 8) == 1
+    assert _every_device("auto", "auto", 0) == 1
+    assert (
+        _every_device("gpu", "ddp", 8) == _every_device("auto", FSDPStrategy(), 8) == 8
+    )
+    assert _every_device("auto", SingleDeviceStrategy("cpu"), 8) == 1
+
+
 def test_processes_that_are_not_started_are_named():
     fabric = Fabric(accelerator="cpu", devices=2)
     assert fabric.world_size == 2
@@ -364,6 +380,7 @@ import sys, torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from trainer_kit import Fabric
+from trainer_kit.accelerator.fabric import _every_device
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
 
@@ -601,6 +618,25 @@ def test_two_processes():
     assert fabric.all_gather({"x": rank})["x"].tolist() == [0, 1]
     assert fabric.all_reduce(torch.tensor(float(rank))) == 0.5
     assert fabric.broadcast(rank) == 0
+    everyone, alone = (
+        dist.new_group([0, 1]),
+        [dist.new_group([each]) for each in (0, 1)],
+    )
+    numbers = torch.tensor([rank, 2.0], requires_grad=True)
+    assert fabric.all_gather(numbers, group=everyone).tolist() == [[0, 2], [1, 2]]
+    assert fabric.all_gather({"x": rank}, group=alone[rank])["x"].tolist() == [rank]
+    assert fabric.all_reduce(torch.tensor(rank), group=everyone) == 0.5
+    assert fabric.all_reduce(rank, group=everyone, reduce_op="max") == 1
+    assert fabric.all_reduce(numbers, group=alone[rank], reduce_op="sum").tolist() == [
+        rank,
+        2,
+    ]
+    fabric.all_gather(numbers, group=everyone, sync_grads=True).sum().backward()
+    assert numbers.grad.tolist() == [2, 2]
+    with pytest.raises(tk.ConfigurationError, match="that this process is in"):
+        fabric.all_gather(numbers, group=alone[1 - rank])
+    with pytest.raises(tk.ConfigurationError, match="unknown reduction 'product'"):
+        fabric.all_reduce(numbers, group=everyone, reduce_op="product")
     with tempfile.TemporaryDirectory() as directory:
         path = fabric.broadcast(directory)
         fabric.save(Path(path, "two"), {"model": model, "step": 5})

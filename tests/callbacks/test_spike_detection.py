@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,30 @@ def test_the_step_of_a_spike_is_named(every: int, k: int) -> None:
     ):
         train(Spiking(9), make_batches(20), callbacks=[SpikeDetection()], **options)
     train(Spiking(9, by=1.5), make_batches(20), callbacks=[SpikeDetection()], **options)
+
+
+@pytest.mark.parametrize("every", [1, 50])
+@pytest.mark.parametrize(("k", "batches"), [(1, [8, 9]), (2, [6, 7, 8, 9])])
+def test_the_batches_of_a_spike_are_written(
+    every: int, k: int, batches: list[int], tmp_path: Path
+) -> None:
+    """As Lightning's: the batches of the spike and of the step before it, for one accumulated batch both."""
+    options = {**RUN, "log_every_n_steps": every, "accumulate_grad_batches": k}
+    for path, file in [
+        ("runs", "runs/skip_batches.json"),
+        ("skipped.json", "skipped.json"),
+    ]:
+        spikes = SpikeDetection(exclude_batches_path=tmp_path / path)
+        with pytest.raises(TrainerKitError, match="the loss jumped"):
+            train(Spiking(9), make_batches(20), callbacks=[spikes], **options)
+        assert (
+            json.loads((tmp_path / file).read_text()) == batches == spikes.bad_batches
+        )
+    warned = SpikeDetection(action="warn")
+    train(
+        Spiking(9), make_batches(20), callbacks=[warned], **{**options, "max_epochs": 2}
+    )
+    assert warned.bad_batches == batches * 2
 
 
 def test_stop_saves_and_warn_continues(tmp_path: Path) -> None:

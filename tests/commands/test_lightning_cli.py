@@ -17,6 +17,7 @@ from trainer_kit.cli import (
     LightningCLI,
     LRSchedulerCallable,
     OptimizerCallable,
+    ReduceLROnPlateau,
     SaveConfigCallback,
     instantiate_class,
 )
@@ -74,6 +75,34 @@ class Trained(Net):
         if self.hparams.optim:
             return instantiate_class(self.parameters(), self.hparams.optim)
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_lightnings_plateau_names_its_value(own):
+    class CLI(LightningCLI):
+        @staticmethod
+        def configure_optimizers(lightning_module, optimizer, lr_scheduler=None):
+            assert isinstance(lr_scheduler, ReduceLROnPlateau)
+            return LightningCLI.configure_optimizers(
+                lightning_module, optimizer, lr_scheduler
+            )
+
+    plateau = {"monitor": "val_loss", "factor": 0.25, "patience": 0, "threshold": 100.0}
+    config = {
+        "optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+        "lr_scheduler": {
+            "class_path": "trainer_kit.cli.ReduceLROnPlateau",
+            "init_args": plateau,
+        },
+        "trainer": {**QUIET, "max_epochs": 3, "logger": False},
+    }
+    Path("plateau.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    made = (CLI if own else LightningCLI)(
+        Net, Data, args=["fit", "--config", "plateau.yaml"]
+    )
+    assert made.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(
+        0.1 * 0.25**3
+    )
 
 
 def test_values_from_the_environment(monkeypatch):

@@ -398,6 +398,19 @@ def test_a_new_logger_writes_nothing_and_imports_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_lightnings_other_name_of_the_directory(tmp_path):
+    assert WandbLogger(dir=tmp_path / "y", anonymous=True).save_dir == str(
+        tmp_path / "y"
+    )
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)'add_file_policy'.*copies the files"
+    ):
+        WandbLogger(add_file_policy="immutable")
+    assert WandbLogger(add_file_policy="mutable", save_dir=tmp_path).save_dir == str(
+        tmp_path
+    )
+
+
 def test_the_project_comes_from_the_environment_where_none_is_given(monkeypatch):
     monkeypatch.setenv("WANDB_PROJECT", "from-environment")
     assert WandbLogger().name == "from-environment"

@@ -34,11 +34,43 @@ def test_the_largest_size_that_fits(mode: str, init_val: int, found: int) -> Non
     module = Net(in_step=full_above(21))
     before = generators()
     assert (
-        Tuner(trainer()).scale_batch_size(module, mode=mode, init_val=init_val)
+        Tuner(trainer()).scale_batch_size(
+            module, mode=mode, init_val=init_val, margin=0
+        )
         == found
         == module.batch_size
     )
     assert (generators(), module.seen) == (before, [])
+
+
+def test_a_margin_below_the_size_and_a_largest_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Lightning's defaults: 5 % below what binsearch finds, and no size above 8192."""
+    for mode, margin, found in [
+        ("binsearch", 0.05, 19),
+        ("binsearch", 0.5, 10),
+        ("power", 0.5, 16),
+    ]:
+        module = Net(in_step=full_above(21))
+        size = scale_batch_size(trainer(), module, mode=mode, margin=margin)
+        assert size == found == module.batch_size
+    module = Net(in_step=full_above(21))
+    assert scale_batch_size(trainer(), module, mode="binsearch") == 19
+    for mode in ("power", "binsearch"):
+        module = Net(in_step=full_above(21))
+        assert (
+            scale_batch_size(trainer(), module, mode=mode, max_val=12, margin=0) == 12
+        )
+        assert "(max_val=12)" in capsys.readouterr().out
+    finder = BatchSizeFinder(mode="binsearch", margin=0.5, max_val=12)
+    trainer(finder).fit(Net(in_step=full_above(21)))
+    assert finder.optimal_batch_size == 6
+    for wrong in ({"margin": 1.0}, {"margin": -0.1}, {"max_val": 1}):
+        with pytest.raises(
+            tk.ConfigurationError, match="a limit of the batch size search"
+        ):
+            BatchSizeFinder(**wrong)
 
 
 def test_a_fit_after_it_is_a_fit_with_that_size() -> None:
@@ -46,7 +78,7 @@ def test_a_fit_after_it_is_a_fit_with_that_size() -> None:
         tk.seed_everything(3)
         module, made = Net(batch_size=size, in_step=full_above(8)), trainer(*callbacks)
         if search:
-            scale_batch_size(made, module, mode="binsearch")
+            scale_batch_size(made, module, mode="binsearch", margin=0)
         made.fit(module)
         assert module.batch_size == 8
         return left_behind(made, module)
@@ -60,13 +92,17 @@ def test_no_size_that_was_not_tried_with_full_batches() -> None:
     loader = DataLoader(data, batch_size=3)
     assert scale_batch_size(trainer(), Net(), loader) == 8 == loader.batch_size
     assert (
-        scale_batch_size(trainer(), Net(), loader, mode="binsearch")
+        scale_batch_size(trainer(), Net(), loader, mode="binsearch", margin=0)
         == 10
         == loader.batch_sampler.batch_size
     )
     assert (
         scale_batch_size(
-            trainer(), Net(), DataLoader(data, 3, drop_last=True), mode="binsearch"
+            trainer(),
+            Net(),
+            DataLoader(data, 3, drop_last=True),
+            mode="binsearch",
+            margin=0,
         )
         == 10
     )
@@ -136,11 +172,8 @@ def test_two_ranks_agree_when_one_is_out_of_memory() -> None:
             trainer(strategy="ddp", devices=2, accumulate_grad_batches=2),
             generators(),
         )
-        assert (
-            scale_batch_size(made, module, mode=mode, init_val=4)
-            == found
-            == module.batch_size
-        )
+        size = scale_batch_size(made, module, mode=mode, init_val=4, margin=0)
+        assert size == found == module.batch_size
         assert generators() == before
     module = Collating()
     assert (

@@ -29,6 +29,7 @@ from trainer_kit.compat.checkpoint_io import refuse_checkpoint_io
 from trainer_kit.compat.options import FullyShardedDataParallelPlugin
 from trainer_kit.core.arguments import as_list, known_arguments
 from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.devices import count_accelerators
 from trainer_kit.core.empty_init import EmptyInit
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import (
@@ -41,7 +42,8 @@ from trainer_kit.core.location import locate
 from trainer_kit.core.seed import seed_everything
 from trainer_kit.core.tensors import map_leaves, map_tensors, move_to_device
 from trainer_kit.launch import run_agent, run_forked
-from trainer_kit.strategies.gathering import gather_with_gradients
+from trainer_kit.strategies.gathering import TensorGroup, gather_with_gradients
+from trainer_kit.strategies.single import SingleDeviceStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fabric"]
 
+_REDUCTIONS: Final = ("mean", "sum", "max", "min")
 _OVER_PROCESSES: Final = ("auto", "ddp", "ddp_find_unused_parameters_false")
 _FORKED: Final = ("ddp_fork", "ddp_notebook", "ddp_spawn")
 _PRIVATE: Final = {
@@ -61,8 +64,9 @@ _PRIVATE: Final = {
     "_models_setup": "count them where you call fabric.setup",
     "_precision": "fabric.accelerator.precision",
     "_strategy": "fabric.strategy",
+    "run": "write the loop as a function that takes the Fabric first, and call fabric.launch(loop)",
 }
-"""What has the private attributes of Lightning's Fabric, by name."""
+"""What has the private and former attributes of Lightning's Fabric, by name."""
 
 
 class Fabric:
@@ -74,7 +78,8 @@ class Fabric:
     Args:
         accelerator: ``"cpu"``; ``"auto"``, another name for the accelerator of this machine, or an accelerator object.
         strategy: a word of ``Trainer(strategy=...)``, such as ``"auto"``, ``"ddp"`` or ``"fsdp"``, or an object.
-        devices: ``"auto"``, the started processes; or how many processes run on each machine.
+        devices: how many processes run on each machine; ``"auto"``: those that a launcher started, else one for each
+            accelerator of this machine, or a single one on the CPU.
         num_nodes: accepted: the launcher sets the number of nodes.
         precision: as for the Trainer.
         plugins: a precision object.
@@ -123,7 +128,9 @@ class Fabric:
         self.callbacks = as_list(callbacks)
         self.loggers = as_list(loggers)
         environment = Environment.detect()
-        count = _number(devices) or 1
+        count = _number(devices)
+        if count is None:
+            count = _every_device(word, strategy, count_accelerators())
         self._processes_to_start = (
             0 if environment.launched or count == 1 or num_nodes > 1 else count
         )
@@ -258,32 +265,41 @@ class Fabric:
 
         Args:
             data: a tensor, a number, or a pytree of them.
-            group: refused; all processes take part.
+            group: torch's group of the processes that take part and make this call; None: all of them.
             sync_grads: let gradients flow back to the tensors of all processes.
         """
-        _refuse(
-            group is not None, "all_gather always uses all processes", "leave group out"
-        )
         data = map_leaves(
             data, lambda value: torch.tensor(value, device=self.device), (int, float)
         )
         if self.world_size == 1:
             return data
+        ranks = self.accelerator.world if group is None else TensorGroup(group)
         if sync_grads:
-            return map_tensors(
-                data, partial(gather_with_gradients, group=self.accelerator.world)
-            )
+            return map_tensors(data, partial(gather_with_gradients, group=ranks))
+        if group is not None:
+            return map_tensors(data, ranks.all_gather)
         return self.accelerator.gather(map_tensors(data, lambda tensor: tensor[None]))
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
-        """Reduce every tensor over the processes by ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``."""
-        _refuse(
-            group is not None, "all_reduce always uses all processes", "leave group out"
-        )
+        """Reduce every tensor over the processes; a single process returns it unchanged.
+
+        Args:
+            data: a tensor, a number, or a pytree of them.
+            group: torch's group of the processes that take part and make this call; None: all of them.
+            reduce_op: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+        """
         data = map_leaves(
             data, lambda value: torch.tensor(value, device=self.device), (int, float)
         )
-        return self.accelerator.reduce(data, {"avg": "mean"}.get(reduce_op, reduce_op))
+        word = {"avg": "mean"}.get(reduce_op, reduce_op)
+        if group is None or self.world_size == 1:
+            return self.accelerator.reduce(data, word)
+        _refuse(
+            word not in _REDUCTIONS,
+            f"unknown reduction {reduce_op!r}",
+            str(_REDUCTIONS),
+        )
+        return map_tensors(data, partial(TensorGroup(group).all_reduce, op=word))
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Run the block on rank 0 before the other processes; ``local``: on the first process of each machine."""
@@ -303,7 +319,10 @@ class Fabric:
     # -- preparing -------------------------------------------------------------------------------------------------
 
     @known_arguments(
-        {"model": "pass it without a name: fabric.setup(model, optimizer)"}
+        {
+            "model": "pass it without a name: fabric.setup(model, optimizer)",
+            "_reapply_compile": "leave it out, and compile what fabric.setup returns",
+        }
     )
     def setup(
         self,
@@ -643,6 +662,13 @@ class Fabric:
         ]
         states = {parameters[index]: own for index, own in state["state"].items()}
         self.accelerator.strategy.load_optimizer_state(inner, options, states)
+
+
+def _every_device(accelerator: str, strategy: str | Strategy, accelerators: int) -> int:
+    """How many devices ``devices="auto"`` asks for on a machine with this number of accelerators."""
+    if accelerator == "cpu" or isinstance(strategy, SingleDeviceStrategy):
+        return 1
+    return max(accelerators, 1)
 
 
 def _number(devices: Any) -> int | None:

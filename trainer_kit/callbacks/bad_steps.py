@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor
 
+from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -34,11 +38,14 @@ class SpikeDetection(Callback):
         warmup: steps of the run that are not judged.
         atol: a spike is also worse by at least this; None: ``rtol`` alone decides.
         rtol: a spike is worse by this multiple of the mean's size.
+        exclude_batches_path: a directory or ``.json`` file, for the batches of each spike and of the step before it:
+            a list of their ``batch_idx``, in ``skip_batches.json``. None writes none.
         action: ``"raise"`` an error; ``"stop"``: request a stop, with a checkpoint where the run keeps any; ``"warn"``:
             print a line.
 
     Attributes:
         spikes: the steps with a spike, and their losses.
+        bad_batches: the ``batch_idx`` of the batches of each spike and of the step before it.
 
     Raises:
         ConfigurationError: for another mode or action, and for a window below 1.
@@ -56,6 +63,8 @@ class SpikeDetection(Callback):
         warmup: int = 1,
         atol: float | None = None,
         rtol: float = 2.0,
+        exclude_batches_path: str | os.PathLike[str] | None = None,
+        *,
         action: Literal["raise", "stop", "warn"] = "raise",
     ) -> None:
         for name, value, known in (
@@ -85,7 +94,7 @@ class SpikeDetection(Callback):
             atol,
             rtol,
         )
-        self.action = action
+        self.action, self.exclude_batches_path = action, exclude_batches_path
         self._begin()
 
     def _begin(self) -> None:
@@ -94,6 +103,11 @@ class SpikeDetection(Callback):
         self._window: list[Tensor] = []
         self._recent: deque[float] = deque(maxlen=self.window)
         self._judged = 0
+        self.bad_batches: list[int] = []
+        self._indices: list[int] = []
+        self._batches: dict[
+            int, list[int]
+        ] = {}  # by step of this epoch, which are not judged yet
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
@@ -109,6 +123,8 @@ class SpikeDetection(Callback):
             "judged": self._judged,
             "spikes": dict(self.spikes),
             "kept": kept,
+            "bad_batches": list(self.bad_batches),
+            "batches": dict(self._batches),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -116,6 +132,9 @@ class SpikeDetection(Callback):
         self._judged, self.spikes = state_dict["judged"], dict(state_dict["spikes"])
         self._kept = [(step, torch.tensor(loss)) for step, loss in state_dict["kept"]]
         self._window.clear()  # of a step that `NaNGuard` has left
+        self._indices.clear()
+        self.bad_batches = list(state_dict.get("bad_batches", ()))
+        self._batches = dict(state_dict.get("batches", {}))
 
     def on_train_batch_end(
         self,
@@ -125,17 +144,21 @@ class SpikeDetection(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        self._indices.append(batch_idx)
         if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
             self._window.append(outputs["loss"])
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._kept += [(trainer.global_step, loss) for loss in self._window]
         self._window.clear()
+        self._batches[trainer.global_step] = self._indices
+        self._indices = []
         if trainer.global_step % (trainer.log_every_n_steps or 50) == 0:
             self._judge(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._judge(trainer)
+        self._batches.clear()
 
     def _judge(self, trainer: TrainerLike) -> None:
         for step, loss in self._losses(trainer):
@@ -151,6 +174,8 @@ class SpikeDetection(Callback):
                 self._act(trainer, step, loss, mean)
             else:
                 self._recent.append(loss)
+        last = trainer.global_step
+        self._batches = {last: self._batches[last]} if last in self._batches else {}
 
     def _losses(self, trainer: TrainerLike) -> list[tuple[int, float]]:
         """The mean loss of each step over its micro-batches and all ranks, equal on every rank."""
@@ -179,6 +204,12 @@ class SpikeDetection(Callback):
 
     def _act(self, trainer: TrainerLike, step: int, loss: float, mean: float) -> None:
         self.spikes[step] = loss
+        self.bad_batches += [
+            *self._batches.get(step - 1, ()),
+            *self._batches.get(step, ()),
+        ]
+        if self.exclude_batches_path is not None and trainer.is_global_zero:
+            self._write_batches(Path(self.exclude_batches_path))
         problem = f"the loss jumped to {loss:.6g} at step {step}"
         found = f"the mean of the {len(self._recent)} steps before is {mean:.6g}"
         if self.action == "raise":
@@ -192,6 +223,11 @@ class SpikeDetection(Callback):
             trainer.stop(f"{problem}; {found}")
         else:
             trainer.print(f"{problem}; {found}")
+
+    def _write_batches(self, path: Path) -> None:
+        file = path if path.suffix == ".json" else path / "skip_batches.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, json.dumps(self.bad_batches, indent=4).encode())
 
 
 _POLICIES: Final = ("raise", "skip", "rollback")

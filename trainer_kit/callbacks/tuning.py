@@ -96,6 +96,8 @@ class BatchSizeFinder(Callback):
         init_val: the first size.
         max_trials: sizes to try, at most.
         batch_arg_name: the attribute of the module, the datamodule, or their ``hparams``.
+        margin: with ``"binsearch"``, reduce the size that was found by this fraction, as a reserve of memory.
+        max_val: no larger size is tried.
 
     Attributes:
         optimal_batch_size: on each rank; None before a search.
@@ -115,11 +117,13 @@ class BatchSizeFinder(Callback):
         init_val: int = 2,
         max_trials: int = 25,
         batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
     ) -> None:
         from trainer_kit.tuner.batch_size import SizeSearch
 
         self.search = SizeSearch(
-            mode, steps_per_trial, init_val, max_trials, batch_arg_name
+            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val
         )
         self.optimal_batch_size: int | None = None
 

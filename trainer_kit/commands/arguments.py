@@ -438,6 +438,8 @@ def use_optimizer(
     plateau = scheduler is not None and issubclass(
         class_of(scheduler.class_path), ReduceLROnPlateau
     )
+    if plateau and monitor is None:
+        monitor = _init_args(scheduler).get("monitor")  # of Lightning's class
     if plateau and monitor is None and compose is None:
         raise ConfigurationError(
             "ReduceLROnPlateau needs --lr_scheduler_monitor",

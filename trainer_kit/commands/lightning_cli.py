@@ -20,6 +20,7 @@ from trainer_kit.commands.arguments import (
     use_optimizer,
 )
 from trainer_kit.commands.cli import SaveConfigCallback
+from trainer_kit.compat.lightning_utilities import ReduceLROnPlateau
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
@@ -384,7 +385,12 @@ class LightningCLI:
         lightning_module: Any, optimizer: Any, lr_scheduler: Any = None
     ) -> Any:
         """What the module's ``configure_optimizers`` returns for the chosen options; override it to change that."""
-        return optimizer if lr_scheduler is None else ([optimizer], [lr_scheduler])
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            config = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": config}
+        return [optimizer], [lr_scheduler]
 
     def _fixed(self, values: Any) -> dict[str, Any]:
         """The Trainer defaults that are objects, which no option can hold, except those that the options override."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ELSEWHERE", "LIBRARY", "PATHS"]
+__all__ = ["ARGUMENTS", "ELSEWHERE", "LIBRARY", "PATHS"]
 
 LIBRARY: Final = "Accelerate"
+ARGUMENTS: Final[dict[str, dict[str, object]]] = {}
 
 _PROBES: Final = (
     "4bit_bnb 8bit_bnb aim amdsmi bf16 bitsandbytes_multi_backend boto3 clearml comet_ml cuda datasets deepspeed "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ELSEWHERE", "LIBRARY", "PATHS"]
+from trainer_kit.compat.lightning_arguments import ARGUMENTS
+
+__all__ = ["ARGUMENTS", "ELSEWHERE", "LIBRARY", "PATHS"]
 
 LIBRARY: Final = "Lightning"
 
@@ -483,6 +485,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "LightningLSTM": "examples/lm.py has a language model",
     "LightningLite": "trainer_kit.Fabric: setup, backward and your own loop",
     "LoggerCollection": "trainer.loggers is the list of loggers",
+    "LitLogger": "WandbLogger, MLFlowLogger or CometLogger; or an object with log_metrics(metrics, step)",
     "Loop": _LOOP,
     "MODEL_REGISTRY": "leave it out: trainer_kit.cli finds subclasses by their class_path",
     "MODULE_OPTIMIZERS": "torch.optim.Optimizer | list[torch.optim.Optimizer]",
@@ -498,6 +501,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "SimpleLSTM": "examples/lm.py has a language model",
     "SingleDeviceCollective": "leave it out: TorchCollective works on one process, too",
     "SingleDeviceXLAStrategy": "trainer_kit.strategies.XLAStrategy",
+    "SingleTPUStrategy": "trainer_kit.strategies.XLAStrategy",
     "TPUAccelerator": _HARDWARE,
     "TestTubeLogger": "trainer_kit.loggers.CSVLogger or TensorBoardLogger",
     "TorchElasticEnvironment": _ENVIRONMENT,
@@ -505,6 +509,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "UnrepeatedDistributedSampler": "leave it out: each sample counts once, on any number of processes",
     "XLACheckpointIO": _CHECKPOINT_IO,
     "XLAEnvironment": _ENVIRONMENT,
+    "XLAFSDPStrategy": "trainer_kit.strategies.XLAStrategy(shard_parameters=True)",
     "XLAPrecision": 'Trainer(strategy="xla", precision="bf16-true")',
     "XLAProfiler": "torch_xla.debug.profiler",
     "XLAStatsMonitor": "from trainer_kit.callbacks import DeviceStatsMonitor",

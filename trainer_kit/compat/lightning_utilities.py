@@ -26,7 +26,8 @@ from lightning_utilities.core.rank_zero import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
 from trainer_kit.core.datamodule import DataModule
@@ -93,9 +94,9 @@ __all__ = [
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
 TRAIN_DATALOADERS = Any
 EVAL_DATALOADERS = Any
-LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
-LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
-LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
+LRSchedulerTypeTuple = (LRScheduler, TorchReduceLROnPlateau)
+LRSchedulerTypeUnion = LRScheduler | TorchReduceLROnPlateau
+LRSchedulerType = type[LRScheduler] | type[TorchReduceLROnPlateau]
 LRSchedulerPLType = LRSchedulerTypeUnion
 LRSchedulerConfigType = dict[str, Any]
 OptimizerLRScheduler = (
@@ -205,6 +206,23 @@ def is_overridden(
             fix="pass parent=",
         )
     return _is_overridden(method_name, instance, parent)
+
+
+class ReduceLROnPlateau(TorchReduceLROnPlateau):
+    """torch's scheduler, with the name of the logged value that it looks at.
+
+    Args:
+        optimizer: the optimizer.
+        monitor: the logged value.
+        args: torch's arguments.
+        kwargs: torch's arguments by name.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(optimizer, *args, **kwargs)
+        self.monitor = monitor
 
 
 def get_filesystem(path: Any, **options: Any) -> Any:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ELSEWHERE", "LIBRARY", "PATHS", "TRAINER_METHODS", "TRAINING_ARGUMENTS"]
+__all__ = [
+    "ARGUMENTS",
+    "ELSEWHERE",
+    "LIBRARY",
+    "PATHS",
+    "TRAINER_METHODS",
+    "TRAINING_ARGUMENTS",
+]
 
 LIBRARY: Final = "Transformers"
+ARGUMENTS: Final[dict[str, dict[str, object]]] = {}
 PATHS: Final[dict[str, str]] = {}
 _ARGUMENTS: Final = "its arguments are those of trainer_kit.Trainer, such as max_epochs=3; docs/migrate/transformers.md"
 _PADS: Final = "import it from transformers, and pass it to DataLoader(collate_fn=...)"

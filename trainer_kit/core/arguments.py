@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import (
     Any,
     Literal,
+    NamedTuple,
     ParamSpec,
     TypeVar,
     Union,
@@ -26,8 +27,10 @@ from typing import (
 )
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.lazy import argument_rows
 
 __all__ = [
+    "Replaced",
     "as_list",
     "call_check",
     "check_fields",
@@ -35,6 +38,7 @@ __all__ = [
     "check_type",
     "known_arguments",
     "positive",
+    "refuse_replaced",
     "refuse_unknown",
     "typed_arguments",
     "with_typed_arguments",
@@ -47,6 +51,18 @@ _SWITCHES = {
 }  # what `known_arguments` checks, as annotated
 _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
+
+
+class Replaced(NamedTuple):
+    """An argument of another library that has no counterpart here.
+
+    Attributes:
+        instead: what to write; ``{value}`` is the given value.
+        same: values that ask for what happens here anyway; they are accepted.
+    """
+
+    instead: str
+    same: tuple[object, ...] = ()
 
 
 def check_fields(record: Any) -> None:
@@ -87,43 +103,79 @@ def check_fields(record: Any) -> None:
 
 
 def typed_arguments(
-    owner: str, make: Callable[_Taken, _Returned]
+    cls: type, make: Callable[_Taken, _Returned]
 ) -> Callable[_Taken, _Returned]:
     """Return ``make``, an ``__init__``, that first compares its arguments with their annotations, as `check_fields`.
 
     Only numbers, strings, functions, paths, and sequences and mappings of them are compared. The constructor itself
-    answers a word that it does not know, and every other class.
+    answers a word that it does not know, and every other class. Arguments that only the other library's class has are
+    answered by `refuse_replaced`.
 
     Args:
-        owner: the name of the class, for the message.
+        cls: the class.
         make: the method.
     """
 
     @wraps(make)
     def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
         kinds = _plain_hints(make)
+        parameters = inspect.signature(make).parameters
+        refuse_replaced(cls.__name__, cls, parameters, kwargs)
         try:
             given = inspect.signature(make).bind(*args, **kwargs).arguments
         except TypeError:  # Python's own error names the argument
             given = {}
         for name in given.keys() & kinds.keys():
             check_type(
-                owner,
+                cls.__name__,
                 name,
                 given[name],
                 kinds[name],
-                inspect.signature(make).parameters[name].annotation,
+                parameters[name].annotation,
             )
         return make(*args, **kwargs)
 
     return checked
 
 
+def refuse_replaced(
+    owner: str, cls: type | None, parameters: Collection[str], keywords: dict[str, Any]
+) -> None:
+    """Refuse arguments of another library's class or method, and drop those that ask for what happens anyway.
+
+    Args:
+        owner: the class or method, as in the table of `core.lazy.find_names`.
+        cls: the class, for the rows of its base classes; None for a method.
+        parameters: the names that ``owner`` takes.
+        keywords: the arguments by name; dropped ones are removed.
+
+    Raises:
+        ConfigurationError: the message has what to write instead.
+    """
+    unknown = [name for name in keywords if name not in parameters]
+    if not unknown:
+        return
+    owners = [owner] if cls is None else [base.__name__ for base in cls.__mro__]
+    rows = argument_rows(__name__, owners)
+    for name in unknown:
+        row = rows.get(name)
+        if row is None:
+            continue
+        value = keywords[name]
+        if any(
+            value is same or (type(value) is type(same) and value == same)
+            for same in row.same
+        ):
+            del keywords[name]
+        else:
+            refuse_unknown(owner, {name: value}, (), {name: row.instead})
+
+
 def with_typed_arguments(cls: type) -> None:
     """Replace the constructor that a class of this library defines by `typed_arguments` of it."""
     if cls.__module__.startswith("trainer_kit.") and "__init__" in vars(cls):
         made: Any = cls
-        made.__init__ = typed_arguments(cls.__name__, made.__init__)
+        made.__init__ = typed_arguments(cls, made.__init__)
 
 
 def check_type(owner: str, name: str, value: Any, kind: Any, text: str = "") -> None:

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["alias_package", "find_names", "lazy_names", "other_names"]
+__all__ = ["alias_package", "argument_rows", "find_names", "lazy_names", "other_names"]
 
 
 def lazy_names(
@@ -48,12 +48,13 @@ def lazy_names(
 def find_names(package: str, tables: Sequence[str]) -> None:
     """Make module paths and names of other libraries importable from a package.
 
-    Each table is a module with three constants. ``LIBRARY`` names the library. ``PATHS`` maps each module path to its
+    Each table is a module with four constants. ``LIBRARY`` names the library. ``PATHS`` maps each module path to its
     names and where they are defined: ``{"utilities.types": {"STEP_OUTPUT": "compat.types:STEP_OUTPUT"}}``, all relative
     to the package. ``ELSEWHERE`` maps each missing name, ``"Fabric"`` or with its path ``"cli.Fabric"``, to what to use
-    instead. An existing module takes precedence over a path in a table; with `other_names` it has the names of that
-    path too. Modules are attributes of their packages, imported or not: ``package.callbacks.early_stopping``. A path
-    with an entry ``__call__`` is a module that can be called like that function.
+    instead. ``ARGUMENTS`` does the same for arguments, see `argument_rows`. An existing module takes precedence over a
+    path in a table; with `other_names` it has the names of that path too. Modules are attributes of their packages,
+    imported or not: ``package.callbacks.early_stopping``. A path with an entry ``__call__`` is a module that can be
+    called like that function.
 
     Args:
         package: its ``__name__``.
@@ -87,6 +88,22 @@ def other_names(module: str) -> Callable[[str], Any]:
         return finder.get(module, name)
 
     return find
+
+
+def argument_rows(module: str, owners: Sequence[str]) -> Mapping[str, Any]:
+    """Look up the arguments of other libraries that are missing here, by name.
+
+    Args:
+        module: a module of the package whose tables are read.
+        owners: names of classes, or of one method; the rows of an earlier one have priority.
+    """
+    finder = _FINDERS.get(module.partition(".")[0])
+    rows: dict[str, Any] = {}
+    if finder is None:
+        return rows
+    for owner in owners:
+        rows = {**finder.arguments(owner), **rows}
+    return rows
 
 
 def alias_package(alias: str, package: str) -> None:
@@ -151,6 +168,13 @@ class _OtherPaths(MetaPathFinder, Loader):
             for path, homes in table.PATHS.items():
                 merged.setdefault(path, {}).update(homes)
         return merged
+
+    def arguments(self, owner: str) -> dict[str, Any]:
+        """The rows of all tables for a class or method."""
+        rows: dict[str, Any] = {}
+        for table in self._tables:
+            rows.update(table.ARGUMENTS.get(owner, {}))
+        return rows
 
     def find_spec(
         self, fullname: str, path: Any = None, target: ModuleType | None = None

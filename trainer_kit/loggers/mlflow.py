@@ -65,11 +65,11 @@ class MLFlowLogger(RunLogger):
         tags: Mapping[str, Any] | None = None,
         save_dir: str | os.PathLike[str] = ".",
         log_model: Literal["all"] | bool = False,
-        checkpoint_path_prefix: str = "",
         prefix: str = "",
         artifact_location: str | None = None,
         run_id: str | None = None,
         synchronous: bool | None = None,
+        checkpoint_path_prefix: str = "",
     ) -> None:
         super().__init__(
             name=experiment_name,

@@ -41,14 +41,16 @@ class WandbLogger:
         save_dir: where wandb keeps its files.
         version: the run's id; the same as ``id``. A run with that id is resumed.
         offline: write files for ``wandb sync`` instead of sending data.
+        dir: the same as ``save_dir``.
         id: the run's id; by default a new one.
+        anonymous: True lets wandb log without an account, where its version still can.
         project: None for the environment's ``WANDB_PROJECT``, else ``trainer_kit_logs``.
         log_model: upload checkpoints as artifacts: ``"all"`` when they are saved, True those that still exist at the
             end of a run that succeeded.
         experiment: a run to log to; the caller ends it.
         prefix: the start of metric names, followed by ``-``.
         checkpoint_name: the artifact's name; by default ``model-<id>``.
-        **kwargs: for ``wandb.init``: ``entity``, ``group``, ``tags``, ``dir``, ….
+        **kwargs: for ``wandb.init``: ``entity``, ``group``, ``tags``, ….
 
     Raises:
         ConfigurationError: wandb is not installed.
@@ -65,7 +67,9 @@ class WandbLogger:
         save_dir: str | os.PathLike[str] = ".",
         version: str | None = None,
         offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,
         id: str | None = None,
+        anonymous: bool | None = None,
         project: str | None = None,
         log_model: Literal["all"] | bool = False,
         experiment: Any = None,
@@ -84,11 +88,12 @@ class WandbLogger:
             )
         self._init: dict[str, Any] = {
             "name": name,
-            "dir": os.path.expanduser(save_dir),
+            "dir": os.path.expanduser(save_dir if dir is None else dir),
             "id": version or id,
             "project": project or os.environ.get("WANDB_PROJECT", DEFAULT_NAME),
             "resume": "allow",
             **({"mode": "offline"} if offline else {}),
+            **({"anonymous": "allow"} if anonymous else {}),
             **kwargs,
         }
         self._run, self._owned = experiment, False

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.errors import PrecisionError
 
 __all__ = ["EXCHANGING", "EngineSteps", "Precision"]
@@ -38,6 +39,10 @@ class Precision(ABC):
     The Trainer and the Accelerator call these methods; a strategy that steps by itself calls `hand_over`. Every default
     leaves modules, batches, losses and gradients as they are.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        with_typed_arguments(cls)
 
     name: str
     """As in ``Trainer(precision=name)``, for example ``"bf16-mixed"``."""

@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from trainer_kit.core.protocols import Group
+from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["gather_with_gradients"]
+__all__ = ["TensorGroup", "gather_with_gradients"]
 
 
-def gather_with_gradients(tensor: Tensor, group: Group) -> Tensor:
+class _Gathers(Protocol):
+    rank: int
+
+    def all_gather(self, tensor: Tensor) -> Tensor: ...
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor: ...
+
+
+@final
+class TensorGroup:
+    """A group that a custom loop has made with torch, for collectives of tensors alone.
+
+    Args:
+        group: torch's.
+
+    Raises:
+        ConfigurationError: this process is not in the group, or ``group`` is something else.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigurationError(
+                "group= takes a group of torch.distributed that this process is in",
+                found=repr(group),
+                fix="torch.distributed.new_group(ranks), and the call on these ranks alone",
+            )
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack over the ranks: shape (size, *tensor.shape)."""
+        whole = tensor.detach().contiguous()
+        parts = [torch.empty_like(whole) for _ in range(self.size)]
+        dist.all_gather(parts, whole, group=self._group)
+        return torch.stack(parts)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce over the ranks into a new tensor; ``op`` is sum, mean, min or max."""
+        whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if op == "mean" and not whole.is_floating_point() and not whole.is_complex():
+            whole = whole.to(torch.get_default_dtype())
+        kinds = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+        dist.all_reduce(whole, kinds.get(op, dist.ReduceOp.SUM), group=self._group)
+        return whole / self.size if op == "mean" else whole
+
+
+def gather_with_gradients(tensor: Tensor, group: _Gathers) -> Tensor:
     """Stack a tensor over the ranks of a group: shape (ranks, *shape); backward sums the gradients of all ranks.
 
     Every rank must call it, and backward must reach it on every rank.
@@ -26,7 +72,7 @@ def gather_with_gradients(tensor: Tensor, group: Group) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: _Gathers) -> Tensor:
         ctx.group = group
         return group.all_gather(tensor)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer_kit.core.arguments import as_list
+from trainer_kit.core.arguments import as_list, refuse_replaced
 from trainer_kit.core.collective_errors import same_everywhere
 from trainer_kit.core.configuration_sources import Chosen
 from trainer_kit.core.empty_init import EmptyInit
@@ -826,20 +826,29 @@ class Session:
         return self.unsaveable.leave_out(state)
 
     def save_checkpoint(
-        self, filepath: str | os.PathLike[str], weights_only: bool = False
+        self,
+        filepath: str | os.PathLike[str],
+        weights_only: bool | None = False,
+        storage_options: Any = None,
     ) -> None:
         """Write a checkpoint directory now; every rank must call it.
 
         Args:
             filepath: the directory to write, or its URL; an existing one is replaced.
             weights_only: save only weights and hyperparameters.
+            storage_options: must be None: fsspec reads credentials from its configuration and variables.
+
+        Raises:
+            ConfigurationError: ``storage_options`` are given; or nothing was trained yet.
         """
+        method = "Trainer.save_checkpoint"
+        refuse_replaced(method, None, (), {"storage_options": storage_options})
         if self.run is None:
             raise ConfigurationError(
                 "the Trainer has nothing to save yet",
                 fix="call save_checkpoint during or after fit()",
             )
-        save_to(self.run, absolute(filepath), weights_only)
+        save_to(self.run, absolute(filepath), bool(weights_only))
 
     # -- in a step -----------------------------------------------------------------------------------------------
 

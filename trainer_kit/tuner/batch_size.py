@@ -141,7 +141,14 @@ class SizeSearch:
     """
 
     def __init__(
-        self, mode: str, steps_per_trial: int, init_val: int, max_trials: int, name: str
+        self,
+        mode: str,
+        steps_per_trial: int,
+        init_val: int,
+        max_trials: int,
+        name: str,
+        margin: float,
+        max_val: int,
     ) -> None:
         if (
             mode not in ("power", "binsearch")
@@ -159,6 +166,13 @@ class SizeSearch:
             max_trials,
             name,
         )
+        if not 0 <= margin < 1 or max_val < init_val:
+            raise ConfigurationError(
+                "a limit of the batch size search is wrong",
+                found=f"margin={margin}, max_val={max_val}, init_val={init_val}",
+                fix="use a margin from 0 to below 1, and a max_val of at least init_val",
+            )
+        self.margin, self.largest = margin, max_val
 
     def run(
         self,
@@ -182,17 +196,14 @@ class SizeSearch:
                     bad, why = size, f"with {size}, {problem}"
                 else:
                     good = size
+                if good == self.largest:
+                    why = f"max_val={self.largest}"
+                    break
                 if (
                     good and bad and (self.mode == "power" or bad - good == 1)
                 ) or bad == 1:
                     break
-                size = (
-                    (good + bad) // 2
-                    if good and bad
-                    else size * 2
-                    if good
-                    else size // 2
-                )
+                size = self._next_size(good, bad)
         finally:
             set_batch_size(self.name, before, module, loaders, datamodule)
         if not good:
@@ -201,7 +212,16 @@ class SizeSearch:
                 found=why,
                 fix="use a smaller model, or a smaller init_val",
             )
-        return good, why
+        margin = self.margin if self.mode == "binsearch" else 0
+        if margin:
+            why = f"{margin:.0%} below {good}; {why}"
+        return max(1, int(good * (1 - margin))), why
+
+    def _next_size(self, good: int, bad: int) -> int:
+        """The size to try after a largest size that works and a smallest that does not; 0: none yet."""
+        if good and bad:
+            return (good + bad) // 2
+        return min(good * 2, self.largest) if good else bad // 2
 
     def _problem(self, size: int, trainer: Session, *data: Any) -> str:
         """The reason why a size cannot be used; empty if it can."""
@@ -244,13 +264,15 @@ def scale_batch_size(
     init_val: int = 2,
     max_trials: int = 25,
     batch_arg_name: str = "batch_size",
+    margin: float = 0.05,
+    max_val: int = 8192,
 ) -> int:
     """Try batch sizes with a few training steps each, and set the largest that works.
 
-    The size is doubled until memory or data run out; if ``init_val`` does not fit, it is halved. Only a size that was
-    tried with full batches is returned. Each trial trains a copy of the module; nothing but the attribute is changed.
-    Of the callbacks, only gradient accumulation is active. Every rank must call this, and gets the same result: the
-    batch size on each rank.
+    The size is doubled until memory or data run out; if ``init_val`` does not fit, it is halved. No size is returned
+    that is larger than one that was tried with full batches. Each trial trains a copy of the module; nothing but the
+    attribute is changed. Of the callbacks, only gradient accumulation is active. Every rank must call this, and gets
+    the same result: the batch size on each rank.
 
     Args:
         trainer: a `Trainer`.
@@ -266,6 +288,8 @@ def scale_batch_size(
         init_val: the first size.
         max_trials: the maximum number of sizes to try.
         batch_arg_name: the attribute of the module, the datamodule, or their ``hparams``.
+        margin: with ``"binsearch"``, reduce the size that was found by this fraction, as a reserve of memory.
+        max_val: no larger size is tried.
 
     Returns:
         The batch size.
@@ -286,7 +310,9 @@ def scale_batch_size(
         (16, 16)
     """
     check_call(method, dataloaders)
-    search = SizeSearch(mode, steps_per_trial, init_val, max_trials, batch_arg_name)
+    search = SizeSearch(
+        mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val
+    )
     data = model, train_dataloaders, datamodule
     size, why = on_processes(trainer, lambda rank: search.run(trainer, *data))
     set_batch_size(batch_arg_name, size, *data)
