@@ -279,7 +279,6 @@ class PreparedLoader:
         shard: selects the part of a batch that this process computes; None: all of it.
         end: called when the loop has finished a batch outside a window.
         before_epoch: called before the first batch of an epoch.
-        several: the feeds divide several loaders, each by itself, so that each process reads all batches of its feed.
 
     Attributes:
         iteration: the number of epochs begun so far, from which the order of the next one follows.
@@ -308,7 +307,6 @@ class PreparedLoader:
         shard: Callable[[Any], Any] | None = None,
         end: Callable[[], None] | None = None,
         before_epoch: Callable[[], None] | None = None,
-        several: bool = False,
     ) -> None:
         self.dataloader = loader
         self.group = group
@@ -335,9 +333,10 @@ class PreparedLoader:
         )
         self._resume: tuple[int, int] | None = None
         self.batches_read = 0  # batches yielded in all epochs
-        self._several = several
+        # Whether the feed divides several loaders, each by itself, so that each process reads all batches of its feed.
+        self._several = self.feed.size > 1 and not self.feed.indexed
         # Whether the loader divides the data by itself, so that each process reads all of its own batches.
-        self._alone = several or (
+        self._alone = self._several or (
             group.size > 1
             and not self.feed.indexed
             and divide_by_itself(loader) is not None
@@ -993,7 +992,6 @@ def prepare_loader(
         shard=shard,
         end=end,
         before_epoch=before_epoch,
-        several=several and group.size > 1,
     )
     if stream and not asked:
         prepared.compare_first()

@@ -386,6 +386,7 @@ class Feed:
             turn=turn,
         )
         self.loader = loader
+        self.size = size
         self.reproducible = reproducible
         self._asks = rank == 0
         self._source = _open(loader, place)
