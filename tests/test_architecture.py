@@ -61,6 +61,7 @@ WIDE_CONSTRUCTORS = {
     "Trainer": "the Trainer's constructor",
     "Accelerator": "the reference library's arguments",
     "Fit": "a record: everything of one run, composed in one place",
+    "WandbLogger": "the reference library's arguments",
     "ModelCheckpoint": "the reference library's full signature",
     "LightningCLI": "the reference library's arguments",
     "DDPStrategy": "arguments of torch and of the reference library",
