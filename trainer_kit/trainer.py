@@ -47,9 +47,10 @@ from trainer_kit.step.requests import listening
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Policy
-from trainer_kit.training.entry_points import EntryPoint, run_on_processes
+from trainer_kit.training.entry_points import EntryPoint
 from trainer_kit.training.explain import draw, explain, show_results
 from trainer_kit.training.fit import fit
+from trainer_kit.training.on_processes import run_on_processes
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import check_switches, make_settings, plain_arguments
 
@@ -391,7 +392,7 @@ class Trainer(Session):
             run = entry.compose_fit(val_dataloaders, ckpt_path, load_weights_only)
             report.begin(entry.module)
             with listening(self.requests), _watched_fit(self, run, self.hang_timeout):
-                fit(run)
+                fit(run, entry.settler, entry.reload_loaders)
             entry.finish()
 
     @_entry_point

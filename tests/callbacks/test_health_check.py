@@ -221,7 +221,6 @@ def test_time_of_a_check_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("trainer_kit.callbacks.health_check.survey", slow)
     monkeypatch.setattr("trainer_kit.training.settle.time", clock)
-    monkeypatch.setattr("trainer_kit.training.fit.time", clock)
     trainer = train(
         Watched(), make_batches(10), callbacks=[HealthCheck(every=4)], **RUN
     )

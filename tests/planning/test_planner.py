@@ -22,7 +22,7 @@ from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.planner import plan_fit
 from trainer_kit.planning.records import Candidate
 from trainer_kit.strategies import DDPStrategy, PostLocalSGD
-from trainer_kit.training.compose import training_bytes
+from trainer_kit.training.auto_strategy import training_bytes
 
 
 class Net(tk.TrainModule):

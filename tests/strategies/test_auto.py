@@ -17,9 +17,9 @@ from trainer_kit.core.devices import device_memory
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from trainer_kit.testing import run_distributed
 from trainer_kit.testing.conformance import assert_same, whole
-from trainer_kit.training.compose import training_bytes
+from trainer_kit.training.auto_strategy import training_bytes
 
-MEMORY = "trainer_kit.training.compose.device_memory"
+MEMORY = "trainer_kit.training.auto_strategy.device_memory"
 
 
 class Built(tk.TrainModule):

@@ -54,9 +54,12 @@ from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.ddp import DDPStrategy
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.compose import build_module, check_module, compose_fit
-from trainer_kit.training.session import Session
+from trainer_kit.training.auto_strategy import build_module
+from trainer_kit.training.check_module import check_module
+from trainer_kit.training.compose import compose_fit
+from trainer_kit.training.session import Running, Session
 from trainer_kit.training.settings import Settings, make_settings
+from trainer_kit.training.settle import Settler
 
 __all__ = ["AUTOCAST_COPIES", "TrafficCounter", "measure"]
 
@@ -297,15 +300,17 @@ class _Trial:
                 self.candidate.accumulate * (1 + _WARM_UP)
             )
             bus = Bus(session, module, [], None, session.metrics)
-            run = session.run = compose_fit(session, module, None, loader, None, bus)
+            run = compose_fit(session, module, None, loader, None, bus)
+            session.set_running(Running(run, Settler(run)))
         run.windows.loss_weight = None  # it reads the batch, which has no values
         return run
 
     def _session(self, strategy: Strategy, precision: Precision) -> Session:
         candidate, trainer = self.candidate, self.trainer
         if trainer is not None:
-            session = trainer.for_trial(_without_data(trainer.settings))
-            session.strategy, session.precision_plugin = strategy, precision
+            session = trainer.for_trial(
+                _without_data(trainer.settings), strategy=strategy, precision=precision
+            )
         else:
             session = Session(
                 settings=_without_data(_defaults()),
@@ -338,7 +343,7 @@ class _Trial:
             candidate.activation_checkpointing,
             candidate.accumulate,
         )
-        vars(session)["print"] = vars(session)["say"] = lambda *values, **options: None
+        session.is_silent = True
         return session
 
 

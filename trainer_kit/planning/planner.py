@@ -41,7 +41,8 @@ from trainer_kit.planning.search import Question, Row, search
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.strategies.ddp import DDPStrategy
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.compose import check_module, training_bytes, whole_copies_fit
+from trainer_kit.training.auto_strategy import training_bytes, whole_copies_fit
+from trainer_kit.training.check_module import check_module
 from trainer_kit.training.explain import prepare
 from trainer_kit.training.loaders import find_loaders
 from trainer_kit.training.session import Session, nothing

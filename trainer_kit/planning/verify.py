@@ -41,7 +41,7 @@ from trainer_kit.planning.verify_state import differing_state
 from trainer_kit.planning.verify_world import depends, named, same_samples, shares_of
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.precision.precision import Precision
-from trainer_kit.training.compose import check_module
+from trainer_kit.training.check_module import check_module
 from trainer_kit.training.session import Session
 
 __all__ = ["Check", "Verification", "verify"]

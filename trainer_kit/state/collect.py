@@ -97,6 +97,7 @@ def collect(
     seed: int,
     weights_only: bool,
     hooks: bool = True,
+    owes_validation: bool = False,
 ) -> dict[str, Any]:
     """Collect the state after the last completed step. Every rank must call it.
 
@@ -107,6 +108,7 @@ def collect(
         seed: of the order of the data.
         weights_only: leave out everything but weights and hyperparameters.
         hooks: whether ``on_save_checkpoint`` is called.
+        owes_validation: whether a validation that is due at this step has not run.
     """
     progress = run.progress
     weights = fail_together(
@@ -123,7 +125,6 @@ def collect(
         state["progress"] = finished(run)
         state["trainable"] = changed_flags(run)
         state["inside_step"] = run.micro.started == progress.step
-        owes_validation = run.owes_validation or run.schedule.owes_validation(progress)
         state["owes_validation"] = not state["inside_step"] and owes_validation
         if run.stepper.waiting and not state["inside_step"]:
             schedulers = run.stepper.made.schedulers
@@ -308,11 +309,6 @@ def restore(
     fail_together(world, restore_loaders)
     run.schedule.mark_checked(run.progress)
     run.requests.stop = run.requests.stop or state.get("stop")
-    run.finite, run.resumed, run.owes_validation = (
-        run.progress.step,
-        True,
-        state.get("owes_validation") is True,
-    )
     run.stepper.wait(
         made.schedulers[index] for index in state.get("waiting_schedulers", ())
     )
@@ -471,8 +467,7 @@ def _loader_state(run: Fit, done: Mapping[str, Any]) -> dict[str, Any] | None:
     train = run.windows.feed.loader_state.state_dict(
         done["epoch"], done["epoch_batch"], done["batch"]
     )
-    feeds = [] if run.validation is None else run.validation.feeds
-    validation = [feed.loader_state.state_dict() for feed in feeds]
+    validation = [feed.loader_state.state_dict() for feed in run.validation.feeds]
     if train is None and not any(validation):
         return None
     return {"train": train, "validation": validation}
@@ -500,9 +495,7 @@ def _restore_loaders(
     if saved is None:
         return
     feed.loader_state.load_state_dict([own and own["train"] for own in saved], rank)
-    for i, validation in enumerate(
-        run.validation.feeds if run.validation is not None else ()
-    ):
+    for i, validation in enumerate(run.validation.feeds):
         parts = [
             own["validation"][i] if own and i < len(own["validation"]) else None
             for own in saved

@@ -467,8 +467,16 @@ def _end_watch(optimizer: Optimizer) -> None:
     vars(optimizer)[_AFTER_TRAINING] = _options(optimizer)
 
 
-def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
+def exchange_optimizers(
+    run: Fit, optimizers: list[Optimizer], *, resumed: bool, has_guard: bool
+) -> None:
     """Step other optimizers from here on; see docs/decisions/0121-prepared-modules-of-fabric.md.
+
+    Args:
+        run: the fit.
+        optimizers: the new ones.
+        resumed: whether the run continues from a checkpoint.
+        has_guard: whether the run may go back to states of the present optimizers.
 
     Raises:
         ConfigurationError: an element is not an optimizer, or the run cannot exchange its optimizers for these.
@@ -481,7 +489,7 @@ def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
                 found=repr(one),
                 fix="assign a list: trainer.optimizers = [optimizer]",
             )
-    if run.guard is not None:
+    if has_guard:
         raise ConfigurationError(
             "these optimizers cannot be exchanged in a run",
             found="NaNGuard, which goes back to states of the optimizers before",
@@ -489,7 +497,7 @@ def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
         )
     before = list(run.stepper.made.optimizers)
     restored = (
-        run.resumed
+        resumed
         and run.stepper.trained is None
         and any(optimizer.state for optimizer in before)
     )

@@ -60,7 +60,8 @@ class Guard:
     last held state run again, each with a look at its loss and its gradients.
 
     Args:
-        collect: the state of the run without an effect on it; every rank must call it.
+        collect: the state of the run without an effect on it, by whether it owes a validation; every rank must call
+            it.
         restore: puts it back.
         remember: returns what undoes the effects of later steps that no checkpoint holds: see `remember_effects`.
         raises: raise at the step that is not finite; otherwise leave it out.
@@ -74,7 +75,7 @@ class Guard:
 
     def __init__(
         self,
-        collect: Callable[[], dict[str, Any]],
+        collect: Callable[[bool], dict[str, Any]],
         restore: Callable[[Mapping[str, Any]], None],
         remember: Callable[[], Callable[[], None]],
         *,
@@ -95,7 +96,6 @@ class Guard:
         self._until = self._first = self._published = 0
         self._found: TrainerKitError | None = None
         self._met = False
-        self._publish: Any = None
         self._asked: list[tuple[int, list[tuple[str, CheckpointRequest | None]]]] = []
         self._written: list[tuple[int, Mapping[str, bool]]] = []
 
@@ -103,7 +103,7 @@ class Guard:
     def searching(self) -> bool:
         return self._found is not None
 
-    def hold(self, run: Fit) -> None:
+    def hold(self, run: Fit, owes_validation: bool) -> None:
         """Hold the state after this step, if one is due. The losses up to it are finite. Every rank must call it."""
         step, world = run.progress.step, run.strategy.world
         if self.searching:
@@ -126,7 +126,7 @@ class Guard:
                 )
         began = monotonic()
         tensors: dict[str, Tensor] = {}
-        state = self._collect()
+        state = self._collect(owes_validation)
         state.pop("buffers", None)  # each rank keeps its own
         tree = encode(state, tensors, sharded=run.strategy.sharded)
         tensors = (
@@ -164,11 +164,6 @@ class Guard:
             False,
         )
         self._first = run.progress.step
-        self._publish = run.publish
-        publish = run.publish
-        run.publish = lambda values, step: (
-            publish(values, step) if step > self._published else None
-        )
         run.bus.on_before_optimizer_step = (
             lambda optimizer: self._look(run),
             *run.bus.on_before_optimizer_step,
@@ -179,8 +174,12 @@ class Guard:
         )
         raise Rewind
 
-    def rewind(self, run: Fit) -> None:
-        """Put the newest held state before the steps to leave out back. Every rank must call it."""
+    def publishes(self, step: int) -> bool:
+        """Whether the loggers do not have the values of this step yet: the steps of a search run again."""
+        return not self.searching or step > self._published
+
+    def rewind(self, run: Fit) -> Mapping[str, Any]:
+        """Put the newest held state before the steps to leave out back, and return it. Every rank must call it."""
         fits = [held for held in self._states if held.step < self._first]
         held = fits[-1] if fits else self._states[0]
         del self._states[self._states.index(held) + 1 :]
@@ -192,23 +191,22 @@ class Guard:
             self._asked.append((run.progress.step, list(requests.checkpoints)))
         requests.stop = requests.validation = None
         requests.checkpoints.clear()
-        feed = metrics.feed
+        metrics_feed = metrics.feed
         metrics.forget()
-        metrics.use_sizes_of(feed)
-        for one in (
-            run.windows.feed,
-            *(run.validation.feeds if run.validation is not None else ()),
-        ):
-            one.loader_state.reopen()
+        metrics.use_sizes_of(metrics_feed)
+        for feed in (run.windows.feed, *run.validation.feeds):
+            feed.loader_state.reopen()
         run.windows.length = held.length
         run.micro.losses, run.micro.started = [], -1
-        self._restore(held.state())
+        state = held.state()
+        self._restore(state)
         held.undo()
         for parameter in run.module.parameters():
             parameter.grad = (
                 None  # if no optimizer has it, nothing else drops its gradient
             )
-        run.progress.seconds, run.validated = seconds, -1
+        run.progress.seconds = seconds
+        return state
 
     def _ask_again(self, run: Fit) -> None:
         """Request the checkpoints of this step that were requested before the run went back."""
@@ -323,7 +321,6 @@ class Guard:
 
     def _end_search(self, run: Fit) -> None:
         error, self._found = self._found, None
-        run.publish = self._publish
         run.bus.on_before_optimizer_step = run.bus.on_before_optimizer_step[1:]
         run.bus.on_train_step_end = run.bus.on_train_step_end[:-1]
         if self._met:

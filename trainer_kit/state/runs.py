@@ -265,6 +265,11 @@ class RunFiles:
         """Take the seed of the data order from the argument, else from the script; resuming may replace the latter."""
         self.data_seed = order_seed() if self.seed is None else self.seed
 
+    def continue_seed(self, state: Mapping[str, Any]) -> None:
+        """Take the seed of the data order from a checkpoint, unless the argument gives one."""
+        if self.seed is None:
+            self.data_seed = state.get("seed", self.data_seed)
+
     def agree(self, world: Group, fits: bool, keeps_seed: bool) -> None:
         """Choose the run on rank 0, send its directory and seed to every rank, open the journal. Every rank calls it.
 

@@ -9,7 +9,6 @@ continues.
 from __future__ import annotations
 
 import errno
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -24,19 +23,19 @@ from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
 from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.collective_errors import fail_together, shared_error
-from trainer_kit.core.errors import CheckpointError, NonFiniteError
+from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.state_names import state_name
 from trainer_kit.core.tensors import are_finite
 from trainer_kit.state.collect import without_own_buffers
 from trainer_kit.state.runs import call_optional
-from trainer_kit.step.run import Fit, Outcome, Save, Saver
+from trainer_kit.step.run import Fit, Outcome, Save, Saver, StepGuard
 
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.sharded import ShardedSnapshot
 
-__all__ = ["abandon_save", "check_finite", "save_requested", "save_to", "settle_save"]
+__all__ = ["abandon_save", "save_requested", "save_to", "settle_save"]
 
 _SLOW: Final = 60.0
 """Seconds after which a line reports that a save is still under way."""
@@ -44,7 +43,9 @@ _PATIENCE: Final = 2.0
 """Seconds that training waits for a save before a line reports it."""
 
 
-def save_requested(run: Fit, last: bool = False) -> bool:
+def save_requested(
+    run: Fit, last: bool = False, guard: StepGuard | None = None
+) -> bool:
     """Save one state for all checkpoint requests of this step. Every rank must call it at the same step.
 
     Where the storage fails (full, read-only, an I/O error) one line reports it: the checkpoint does not exist, no
@@ -53,6 +54,7 @@ def save_requested(run: Fit, last: bool = False) -> bool:
     Args:
         run: the fit.
         last: no step follows, so the checkpoint must be durable when this returns.
+        guard: notes which checkpoints are written, to request them again after it has left out steps.
 
     Returns:
         Whether every checkpoint is durable or under way; the same on every rank.
@@ -63,7 +65,6 @@ def save_requested(run: Fit, last: bool = False) -> bool:
     asked = run.requests.checkpoints
     if not asked:
         return settle_save(run) if last else True
-    check_finite(run)
     settle_save(run)
     paths = {
         str(_path(run, request)): bool(request and request.weights_only)
@@ -72,8 +73,8 @@ def save_requested(run: Fit, last: bool = False) -> bool:
     paths = run.strategy.world.broadcast(paths)
     save = Save(run.progress.step, [request for _, request in asked], paths, last=last)
     asked.clear()
-    if run.guard is not None:
-        run.guard.wrote(run.progress.step, paths)
+    if guard is not None:
+        guard.wrote(run.progress.step, paths)
     states = {
         weights_only: run.collect(weights_only)
         for weights_only in sorted(set(paths.values()))
@@ -342,7 +343,7 @@ def _write(
 def _written(run: Fit, slow: threading.Timer) -> None:
     slow.cancel()
     if run.strategy.world.size == 1:
-        run.wake()  # several ranks settle it together, at their next agreement
+        run.requests.wake()  # several ranks settle it together, at their next agreement
 
 
 def _outcome(run: Fit, save: Save) -> Outcome:
@@ -439,39 +440,3 @@ def _say_slow(run: Fit, save: Save) -> None:
     run.say(
         f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); {outlook}"
     )
-
-
-_OVERFLOWS: Final = 20
-"""Steps without one finite loss after which a run with gradient scaling ends, too."""
-
-
-_NONE: Final = (math.inf, math.inf, 0.0)
-"""In the place of step, batch and value: all losses are finite."""
-
-
-def check_finite(run: Fit) -> None:
-    """Check the losses since the last check, on all ranks; raise where one is NaN or infinite."""
-    step, world = run.progress.step, run.strategy.world
-    if step == run.finite or (run.precision.scales and step - run.finite < _OVERFLOWS):
-        return  # the scaler skips overflowed steps and adapts the scale: too early to judge
-    before, run.finite = run.finite, step
-    bad = run.micro.first_bad()
-    rows = [list(bad or _NONE)]
-    if world.size > 1:
-        rows = world.agree(rows[0])
-    first = min(rows)
-    if first[0] == _NONE[0]:
-        return
-    rank = rows.index(first)
-    found = f"{first[2]} in {run.windows.feed.name_batch(run.progress.epoch, int(first[1]))}"
-    if world.size > 1:
-        found = world.broadcast(f"{found}, on rank {rank}", rank)
-    error = NonFiniteError(
-        f"the loss is not finite at step {int(first[0])}",
-        found=found,
-        fix="lower the learning rate or clip gradients; detect_anomaly=True names the operation, callbacks=[NaNGuard()]"
-        " the parameter",
-    )
-    if run.guard is not None:
-        run.guard.found(run, error, before)
-    raise error

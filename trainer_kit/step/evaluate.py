@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -96,13 +96,32 @@ class Evaluation:
             for hook in self.listeners(moment):
                 hook()
 
-    def replace_loaders(self, other: Evaluation) -> None:
-        """Read the loaders of another evaluation from the next round on; those of before are closed."""
+    def replace_loaders(
+        self,
+        feeds: Sequence[Feed],
+        limits: Sequence[int | None],
+        expected: Sequence[int | None],
+    ) -> None:
+        """Read other loaders from the next round on, or none; those of before are closed."""
         for feed in self.feeds:
             feed.close()
-        self.feeds = other.feeds
-        self.limits = other.limits
-        self.expected = other.expected
+        if not self.feeds or not feeds:  # validation begins or ends
+            self.seen.clear()
+        self.feeds = feeds
+        self.limits = limits
+        self.expected = expected
+
+    @contextmanager
+    def limited_to(self, batches: int | None) -> Iterator[None]:
+        """A context in which at most so many batches of each loader run, and do not count; None: all of them."""
+        limits, expected = self.limits, self.expected
+        if batches is not None:
+            self.limits = [_smaller(limit, batches) for limit in limits]
+            self.expected = [_smaller(length, batches) for length in expected]
+        yield  # after an exception no evaluation follows
+        self.limits = limits
+        self.expected = expected
+        self.seen.clear()
 
     def run_loader(self, loader: int, epoch: int, outputs: list[Any] | None) -> bool:
         """Run one loader; return whether this rank had a batch.
@@ -201,6 +220,10 @@ class Evaluation:
         effects = without_side_effects(self.module, self.strategy.device)
         with self.metrics.unrecorded(self.step_name), effects, context:
             step()
+
+
+def _smaller(batches: int | None, limit: int) -> int:
+    return limit if batches is None else min(batches, limit)
 
 
 def evaluate(evaluation: Evaluation, epoch: int = 0) -> Reduced:

@@ -32,10 +32,10 @@ class Requests:
         leaving: the number of a signal that all ranks have agreed on, or 0; they leave together.
         at_once: a second signal came: the run no longer waits for anything.
         requeued: SLURM was asked to run this job again.
-        wake: called at each request, so that the loop looks at the end of the running step.
     """
 
     def __init__(self) -> None:
+        self._wake: Callable[[], None] = _no_wake
         self.clear()
 
     def clear(self) -> None:
@@ -47,7 +47,19 @@ class Requests:
         self.leaving = 0
         self.at_once = False
         self.requeued = False
-        self.wake: Callable[[], None] = _no_wake
+        self.end_loop()
+
+    def begin_loop(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` at each request from here on: the loop then settles at the end of the running step."""
+        self._wake = wake
+
+    def end_loop(self) -> None:
+        """No loop waits for requests."""
+        self._wake = _no_wake
+
+    def wake(self) -> None:
+        """Let the loop settle at the end of the running step."""
+        self._wake()
 
     def ask_stop(self, reason: str) -> None:
         """Stop at the end of this step; the first reason stays."""
@@ -87,6 +99,18 @@ class Requests:
             return False
         self.requeued = True
         return True
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context whose requests are dropped at its end."""
+        stop, validation, checkpoints = (
+            self.stop,
+            self.validation,
+            list(self.checkpoints),
+        )
+        yield  # after an exception the requests of the context are settled
+        self.stop, self.validation = stop, validation
+        self.checkpoints[:] = checkpoints
 
     @property
     def named(self) -> bool:

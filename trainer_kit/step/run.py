@@ -35,7 +35,7 @@ class Rewind(Exception):
 class StepGuard(Protocol):
     """What a step that is not finite leads to; `state.rewind.Guard`. Every rank must call each method."""
 
-    def hold(self, run: Fit) -> None:
+    def hold(self, run: Fit, owes_validation: bool) -> None:
         """Hold the state after this step, if one is due; the losses up to it are finite."""
 
     def found(self, run: Fit, error: NonFiniteError, published: int) -> None:
@@ -44,8 +44,11 @@ class StepGuard(Protocol):
     def wrote(self, step: int, paths: Mapping[str, bool]) -> None:
         """Note the checkpoints of this step: by path, whether it holds the weights alone."""
 
-    def rewind(self, run: Fit) -> None:
-        """Put a held state back."""
+    def publishes(self, step: int) -> bool:
+        """Whether the loggers do not have the values of this step yet."""
+
+    def rewind(self, run: Fit) -> Mapping[str, Any]:
+        """Put a held state back, and return it."""
 
 
 @final
@@ -113,12 +116,12 @@ class Saver:
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Fit:
-    """The state of one fit that the loop works on.
+    """Everything that the loop of one fit works on, composed once.
 
     Attributes:
-        due: the step at which `settle_step` has something to do; the loop compares one integer.
+        validation: has no feeds where there is nothing to validate on.
         publish: hands values to the loggers, with the step they belong to.
         collect: the whole state of the run, or of the weights alone.
         directory: the default directory of checkpoints, called when one is due.
@@ -129,20 +132,7 @@ class Fit:
         say: prints.
         saver: the save under way.
         forward_backward: the strategy's, or what takes its place.
-        listen_at: the step at which several ranks look for signals and the time; chosen by pace, so for nothing else.
-        paced: step and monotonic seconds of the last such look.
-        validated: the step at which validation ran last.
-        owes_validation: whether the checkpoint was taken before a validation that is due at its step.
-        since: monotonic seconds up to which time was taken.
-        elapsed: seconds taken that are not in ``progress.seconds`` yet: several ranks count only what they agreed on.
-        finite: step up to which losses were looked at.
-        resumed: whether the run continues from a checkpoint.
         frozen: names of the parameters that were not trained when the run was composed.
-        whole: whether the epoch that ended last was left because its batches were over.
-        deferred: whether the line about a stop request before ``min_epochs`` or ``min_steps`` was printed.
-        trained: whether a step is known to have had a gradient on any rank.
-        guard: what a step that is not finite leads to; None: an error.
-        reload: called before each epoch: gets the loaders from the user again where they are due; None: they stay.
         id: in the info of its checkpoints; "" where the run has no record.
     """
 
@@ -157,7 +147,7 @@ class Fit:
     stepper: Stepper | ManualStepper
     schedule: Schedule
     requests: Requests
-    validation: Evaluation | None
+    validation: Evaluation
     publish: Callable[[Mapping[str, float], int], None]
     collect: Callable[[bool], dict[str, Any]]
     directory: Callable[[], Location]
@@ -168,23 +158,5 @@ class Fit:
     say: Callable[[str], None]
     saver: Saver
     forward_backward: Callable[[MicroBatches], None]
-    due: int = 0
-    listen_at: int = 2**62
-    paced: tuple[int, float] = (0, 0.0)
-    validated: int = -1
-    owes_validation: bool = False
-    since: float = 0.0
-    elapsed: float = 0.0
-    finite: int = 0
-    resumed: bool = False
     frozen: frozenset[str] = frozenset()
-    whole: bool = False
-    deferred: bool = False
-    trained: bool = False
     id: str = ""
-    guard: StepGuard | None = None
-    reload: Callable[[], None] | None = None
-
-    def wake(self) -> None:
-        """Settle at the end of this step."""
-        self.due = 0

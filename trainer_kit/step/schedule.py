@@ -150,6 +150,10 @@ class Schedule:
         """Whether ranks agree about requests at this step; one process always does."""
         return not self.agree_every or progress.step % self.agree_every == 0
 
+    def set_limit(self, name: str, value: int | None) -> None:
+        """Set ``max_epochs`` or ``max_steps`` while the fit runs, on every rank at the same step."""
+        setattr(self, name, value)
+
     def start_epoch(self, progress: Progress) -> None:
         """Restart the interval of validation, unless it counts across epochs."""
         if not self.across_epochs:

@@ -19,11 +19,8 @@ from trainer_kit.data.feed import Feed
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.compose import (
-    check_datamodule,
-    check_module,
-    choose_by_memory,
-)
+from trainer_kit.training.auto_strategy import choose_by_memory
+from trainer_kit.training.check_module import check_datamodule, check_module
 from trainer_kit.training.loaders import find_loaders, training_feed
 from trainer_kit.training.mesh_picture import mesh_picture
 from trainer_kit.training.session import Session

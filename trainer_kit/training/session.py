@@ -8,10 +8,10 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from trainer_kit.core.protocols import (
 )
 from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from trainer_kit.core.tensors import map_leaves, map_tensors
+from trainer_kit.data import EpochLength, Feed
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
@@ -60,14 +61,36 @@ from trainer_kit.training.attributes import (
     PredictLoop,
     missing_attribute,
 )
-from trainer_kit.training.loaders import training_feed
+from trainer_kit.training.loaders import NAMES, training_feed
 from trainer_kit.training.settings import Settings
+from trainer_kit.training.settle import Settler
 
-__all__ = ["Session", "TunesFit", "nothing"]
+__all__ = ["Running", "Session", "TunesFit", "nothing"]
 
 
-def nothing(*arguments: Any) -> None:
+def nothing(*arguments: object) -> None:
     """Do nothing; the default of optional callables."""
+
+
+def _read_values(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The values as numbers."""
+    return {
+        name: float(value) for name, value in metrics.items()
+    }  # sync point: only for tensors
+
+
+@final
+@dataclass(frozen=True)
+class Running:
+    """The objects of one fit, set once when all of them exist.
+
+    Attributes:
+        fit: everything that the loop works on.
+        settler: carries out what is due between two steps.
+    """
+
+    fit: Fit
+    settler: Settler
 
 
 @runtime_checkable
@@ -100,6 +123,8 @@ class Session:
         strategy: places modules and tensors on devices.
         precision_plugin: sets the dtypes of computations.
         files: the run's directory, loggers and record.
+        running: the running or last fit, when it is composed; None before.
+        is_silent: whether `print` and `say` print nothing, as in a trial.
         state_verb: the running entry point (fit, validate, test, predict); empty between entry points.
         last_verb: the entry point that runs, or ran last.
         status: the status of that entry point.
@@ -148,9 +173,11 @@ class Session:
         processes: int,
         resume: str | None,
     ) -> None:
-        self.settings, self.environment = settings, environment
+        self.settings = settings
+        self.environment = environment
         self.strategy, self.precision_plugin = strategy, precision
         self.start, self.processes = start, processes
+        self.is_silent = False
         self.files = RunFiles(
             loggers=loggers,
             root=root,
@@ -159,10 +186,13 @@ class Session:
             records=not settings.fast,
             say=self.say,
         )
-        self.progress, self.requests = Progress(), Requests()
+        self.progress = Progress()
+        self.requests = Requests()
         self.metrics = Metrics(self.progress)
-        self.state_verb, self.sanity_checking = "", False
-        self.status, self.last_verb = TrainerStatus.INITIALIZING, ""
+        self.state_verb = ""
+        self.last_verb = ""
+        self.status = TrainerStatus.INITIALIZING
+        self.sanity_checking = False
         self.restored_from: str | None = None
         self.continues = False
         self.module: Any = None
@@ -175,13 +205,13 @@ class Session:
         self.note: Callable[..., Any] = nothing  # no report
         self._training_batches: int | float | None = None
         self.num_val_batches: list[int | float] = []
-        self.num_sanity_val_batches = self.num_test_batches = (
-            self.num_predict_batches
-        ) = self.num_val_batches
+        self.num_sanity_val_batches: list[int | float] = []
+        self.num_test_batches: list[int | float] = []
+        self.num_predict_batches: list[int | float] = []
         self.train_batch_samples: int | None = None
         self.trained_before = 0  # steps of the fit before the running one
         self.accumulation = 1
-        self.run: Fit | None = None
+        self.running: Running | None = None
         self.steps_were_read = (
             False  # `estimated_stepping_batches`, in `configure_optimizers`
         )
@@ -191,21 +221,33 @@ class Session:
             self._callbacks
         )  # without the module's callbacks
 
-    def for_trial(self, settings: Settings) -> Session:
-        """A Session with copies of this one's strategy and precision, and no loggers, files, callbacks or counts.
+    def for_trial(
+        self,
+        settings: Settings,
+        *,
+        strategy: Strategy | None = None,
+        precision: Precision | None = None,
+    ) -> Session:
+        """A silent Session for a fit without side effects, with no loggers, files, callbacks or counts.
 
-        The copied strategy uses the same processes.
+        It prints nothing: neither messages of this library nor what user code passes to ``trainer.print``.
+
+        Args:
+            settings: its limits and intervals.
+            strategy: by default a copy of this one's, which uses the same processes.
+            precision: by default a copy of this one's.
         """
         trial = object.__new__(type(self))
-        vars(trial).update(
-            vars(self)
-        )  # `copy.copy` would call `__getstate__`, which resets the fit
+        # `copy.copy` would call `__getstate__`, which resets the fit.
+        vars(trial).update(vars(self))
         Session.__init__(
             trial,
             settings=settings,
             environment=self.environment,
-            strategy=copy.copy(self.strategy),
-            precision=copy.deepcopy(self.precision_plugin),
+            strategy=copy.copy(self.strategy) if strategy is None else strategy,
+            precision=copy.deepcopy(self.precision_plugin)
+            if precision is None
+            else precision,
             loggers=[],
             root=self.files.root,
             seed=self.files.seed,
@@ -213,8 +255,107 @@ class Session:
             processes=self.processes,
             resume=None,
         )
-        vars(trial)["print"] = lambda *values, **options: None
+        trial.is_silent = True
         return trial
+
+    # -- an entry point begins and ends ----------------------------------------------------------------------------
+
+    def begin(self, stage: str, module: Any) -> None:
+        """Begin an entry point with this module."""
+        self.state_verb = stage
+        self.module = module
+        self.last_verb = stage
+        self.status = TrainerStatus.RUNNING
+        self.restored_from = None
+
+    def end(self, error: BaseException | None) -> None:
+        """End the running entry point; ``error`` ended it early."""
+        self.state_verb = ""
+        self.evaluation = None
+        self.sanity_checking = False
+        self.find_train_loaders = nothing
+        self.requests.end_loop()
+        self.metrics.leave()
+        self.metrics.hook = ""
+        if error is None:
+            self.status = TrainerStatus.FINISHED
+        else:
+            self.precision_plugin.abandon_step()
+
+    def interrupt(self) -> None:
+        """The running entry point ends by an exception."""
+        self.status = TrainerStatus.INTERRUPTED
+
+    def become_rank(self, environment: Environment, device: torch.device) -> None:
+        """Continue in a process that was forked as a rank."""
+        self.start = None
+        self.environment = environment
+        self.strategy.device = device
+
+    def begin_on_processes(self, stage: str) -> None:
+        """Other processes run an entry point; it counts as interrupted until `take_result`."""
+        self.last_verb = stage
+        self.status = TrainerStatus.INTERRUPTED
+
+    def take_result(
+        self, module: Any, restored_from: str | None, progress: dict[str, int | float]
+    ) -> None:
+        """Take over the state of an entry point that other processes have finished."""
+        self.status = TrainerStatus.FINISHED
+        self.continues = self.continues and self.last_verb != "fit"
+        self.module = module
+        self.restored_from = restored_from
+        self.progress.load_state_dict(progress)
+
+    def set_compiler(
+        self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None
+    ) -> None:
+        """Compile ``training_step`` as the user has compiled the module of the next entry point."""
+        self.compiler = compiler
+
+    def set_datamodule(self, datamodule: Any) -> None:
+        """Show the datamodule of the running entry point to hooks."""
+        self.datamodule = datamodule
+        self.module.trainer = self
+        if datamodule is not None:
+            datamodule.trainer = self
+
+    def load_train_with(self, find_loaders: Callable[[], Any]) -> None:
+        """Get the training loaders of the running fit from this function."""
+        self.find_train_loaders = find_loaders
+
+    def set_running(self, running: Running) -> None:
+        """The running fit is composed."""
+        self.running = running
+        self.continues = False
+        self.num_val_batches = running.fit.validation.counts
+
+    def set_evaluation(self, evaluation: Evaluation) -> None:
+        """The running validation, test or prediction is composed."""
+        self.evaluation = evaluation
+        setattr(self, f"num_{NAMES[evaluation.stage]}_batches", evaluation.counts)
+
+    def restore_from(self, path: Location | None) -> None:
+        """Remember the checkpoint that the entry point loads."""
+        self.restored_from = None if path is None else str(path)
+
+    @contextmanager
+    def checking_sanity(self, batches: list[int | float]) -> Iterator[None]:
+        """A context in which a few validation batches run, before training."""
+        self.num_sanity_val_batches = batches
+        self.sanity_checking = True
+        yield  # after an exception `end` resets it
+        self.sanity_checking = False
+
+    def use_sharded(self, strategy: Strategy) -> None:
+        """Use the sharded alternative from here on: a sharded module stays sharded."""
+        self.strategy = strategy
+        self.sharded_alternative = None
+
+    @property
+    def run(self) -> Fit | None:
+        """The running or last fit, or None."""
+        return None if self.running is None else self.running.fit
 
     # -- position: read-only, each from one place ----------------------------------------------------------------
 
@@ -277,18 +418,15 @@ class Session:
     @property
     def state(self) -> TrainerState:
         """What this Trainer is doing, as Lightning's record."""
-        stage: RunningStage | None = None
+        function = TrainerFn(self.last_verb) if self.last_verb else None
+        return TrainerState(self.status, function, self._running_stage())
+
+    def _running_stage(self) -> RunningStage | None:
         if self.sanity_checking:
-            stage = RunningStage.SANITY_CHECKING
-        elif self.state_verb == "fit":
-            stage = (
-                RunningStage.VALIDATING if self.evaluating else RunningStage.TRAINING
-            )
-        elif self.state_verb:
-            stage = RunningStage(self.state_verb)
-        return TrainerState(
-            self.status, TrainerFn(self.last_verb) if self.last_verb else None, stage
-        )
+            return RunningStage.SANITY_CHECKING
+        if self.state_verb == "fit":
+            return RunningStage.VALIDATING if self.evaluating else RunningStage.TRAINING
+        return RunningStage(self.state_verb) if self.state_verb else None
 
     @property
     def interrupted(self) -> bool:
@@ -326,14 +464,13 @@ class Session:
                 fix="pass -1 for no limit",
             )
         number = None if value == -1 else value
-        changes: dict[str, Any] = {
-            name: number,
-            **({"endless": value == -1} if name == "max_epochs" else {}),
-        }
+        changes: dict[str, Any] = {name: number}
+        if name == "max_epochs":
+            changes["endless"] = value == -1
         self.settings = replace(self.settings, **changes)
         if self.state_verb == "fit" and self.run is not None:
-            setattr(self.run.schedule, name, number)
-            self.run.wake()  # it may be reached
+            self.run.schedule.set_limit(name, number)
+            self.requests.wake()  # it may be reached
         self.continues = not self.state_verb and self.progress.step > 0
 
     @property
@@ -379,7 +516,7 @@ class Session:
     @property
     def epoch_is_whole(self) -> bool:
         """In ``on_train_epoch_end``: whether the epoch is complete; False if the run ends inside it."""
-        return self.run is not None and self.run.whole
+        return self.running is not None and self.running.settler.epoch_is_whole
 
     @property
     def min_epochs(self) -> int:
@@ -394,11 +531,9 @@ class Session:
     @property
     def max_epochs(self) -> int | None:
         """The limit in epochs; -1 if it was given as -1, None if another limit ends the run."""
-        return (
-            -1
-            if self.settings.max_epochs is None and self.settings.endless
-            else self.settings.max_epochs
-        )
+        if self.settings.max_epochs is None and self.settings.endless:
+            return -1
+        return self.settings.max_epochs
 
     @property
     def max_steps(self) -> int:
@@ -500,10 +635,10 @@ class Session:
     @property
     def validation_due(self) -> bool:
         """Whether validation runs at this step; requests of other ranks are unknown until the ranks agree."""
-        if self.run is None or self.run.validation is None:
+        if self.run is None or not self.run.validation.feeds:
             return False
-        asked = self.requests.validation is not None and self.world_size == 1
-        return asked or self.run.schedule.owes_validation(self.progress)
+        is_requested = self.requests.validation is not None and self.world_size == 1
+        return is_requested or self.run.schedule.owes_validation(self.progress)
 
     @property
     def should_stop(self) -> bool:
@@ -532,7 +667,7 @@ class Session:
             self.run.windows.measure = measure
         if self.run is not None and self.run.windows.length != batches:
             self.run.windows.length = batches
-            self.run.wake()
+            self.requests.wake()
 
     # -- data ------------------------------------------------------------------------------------------------------
 
@@ -560,20 +695,32 @@ class Session:
             loaders = self.load_train()
             if loaders is None:
                 return 0
-            feed = training_feed(
+            _, length = training_feed(
                 loaders,
                 self.settings,
                 self.strategy.data,
                 self.data_seed,
                 self.accumulation,
             )
-            expected = feed[1].expected
-            self._training_batches = math.inf if expected is None else expected
+            self._training_batches = (
+                math.inf if length.expected is None else length.expected
+            )
         return self._training_batches
 
     @num_training_batches.setter
     def num_training_batches(self, batches: int | float) -> None:
         self._training_batches = batches
+
+    def set_training_length(self, feed: Feed, length: EpochLength) -> None:
+        """Set the numbers of a training epoch from its loaders."""
+        self._training_batches = (
+            math.inf if length.expected is None else length.expected
+        )
+        self.train_batch_samples = feed.samples(0)
+
+    def keep_loaders(self, stage: str, loaders: Any) -> None:
+        """Show the loaders of an evaluation to callbacks, as ``val_dataloaders`` for example."""
+        setattr(self, f"{NAMES[stage]}_dataloaders", loaders)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -596,6 +743,29 @@ class Session:
         self._own_callbacks = self._callbacks = sorted_callbacks(callbacks)
         self.read_accumulation()
 
+    def add_module_callbacks(self, callbacks: Sequence[Callback]) -> None:
+        """Add callbacks of the running module; each replaces the Trainer's callbacks of its class."""
+        classes = {type(callback) for callback in callbacks}
+        others = [
+            callback
+            for callback in self._own_callbacks
+            if type(callback) not in classes
+        ]
+        self._callbacks = sorted_callbacks([*others, *callbacks])
+
+    def drop_module_callbacks(self) -> None:
+        """Call the Trainer's own callbacks only."""
+        self._callbacks = self._own_callbacks
+
+    def restore_callbacks(self, callbacks: list[Callback]) -> None:
+        """Call the callbacks that were there before an evaluation."""
+        self._callbacks = callbacks
+
+    @property
+    def has_module_callbacks(self) -> bool:
+        """Whether callbacks of a module are active."""
+        return self._callbacks is not self._own_callbacks
+
     @property
     def checkpoint_callbacks(self) -> list[KeepsCheckpoints]:
         """All callbacks that keep checkpoints."""
@@ -609,14 +779,12 @@ class Session:
     @property
     def accumulation_callback(self) -> SetsAccumulation | None:
         """The first callback that decides how many micro-batches a window has, or None."""
-        return next(
-            (
-                callback
-                for callback in self._callbacks
-                if isinstance(callback, SetsAccumulation)
-            ),
-            None,
+        counting = (
+            callback
+            for callback in self._callbacks
+            if isinstance(callback, SetsAccumulation)
         )
+        return next(counting, None)
 
     @property
     def early_stopping_callback(self) -> StopsEarly | None:
@@ -633,14 +801,12 @@ class Session:
     @property
     def progress_bar_callback(self) -> DrawsProgress | None:
         """The progress bar, or None."""
-        return next(
-            (
-                callback
-                for callback in self._callbacks
-                if isinstance(callback, DrawsProgress)
-            ),
-            None,
+        bars = (
+            callback
+            for callback in self._callbacks
+            if isinstance(callback, DrawsProgress)
         )
+        return next(bars, None)
 
     @property
     def loggers(self) -> list[Any]:
@@ -648,8 +814,8 @@ class Session:
         if self.is_global_zero:
             return self.files.loggers
         return [
-            DummyLogger(one) if getattr(one, "writes_alone", False) else one
-            for one in self.files.loggers
+            DummyLogger(logger) if getattr(logger, "writes_alone", False) else logger
+            for logger in self.files.loggers
         ]
 
     @loggers.setter
@@ -658,16 +824,17 @@ class Session:
             raise ConfigurationError(
                 "loggers cannot change while an entry point runs", found=self.state_verb
             )
-        for one in (loggers := as_list(loggers, Logger)):
-            if isinstance(one, type) or not isinstance(one, Logger):
+        loggers = as_list(loggers, Logger)
+        for logger in loggers:
+            if isinstance(logger, type) or not isinstance(logger, Logger):
                 raise ConfigurationError(
                     "this is not a logger",
-                    found=repr(one),
+                    found=repr(logger),
                     fix="assign an object with log_metrics",
                 )
-        self.files.replace_loggers(
-            [] if self.settings.fast else loggers
-        )  # fast_dev_run writes nothing
+        if self.settings.fast:  # fast_dev_run writes nothing
+            loggers = []
+        self.files.replace_loggers(loggers)
 
     @property
     def logger(self) -> Any:
@@ -689,13 +856,19 @@ class Session:
 
     @optimizers.setter
     def optimizers(self, optimizers: Iterable[Optimizer] | Optimizer) -> None:
-        if self.run is None or self.state_verb != "fit":
+        if self.running is None or self.state_verb != "fit":
             raise ConfigurationError(
                 "optimizers can be set only while fit runs",
                 found="trainer.optimizers = ...",
                 fix="return them from configure_optimizers, or set them in a hook of fit: `if trainer.training:`",
             )
-        exchange_optimizers(self.run, as_list(optimizers, Optimizer))
+        settler = self.running.settler
+        exchange_optimizers(
+            self.running.fit,
+            as_list(optimizers, Optimizer),
+            resumed=settler.resumed,
+            has_guard=settler.guard is not None,
+        )
 
     @property
     def manual_optimizers(self) -> list[Any]:
@@ -755,29 +928,22 @@ class Session:
         """
         if not metrics or not self.is_global_zero:
             return
-        values = {
-            name: float(value) for name, value in metrics.items()
-        }  # sync point: only for tensors
+        values = _read_values(metrics)
         progress = self.progress
         if "step" not in values and step in (None, progress.step):
             values.setdefault("epoch", self._epoch_of_step)
-        at = int(values.pop("step", progress.step if step is None else step))
-        counts = {
-            name: count
-            for name in ("samples", "tokens")
-            if (count := getattr(progress, name))
-        }
-        self._deliver(values, at, counts)
+        logged_step = int(values.pop("step", progress.step if step is None else step))
+        counts = {"samples": progress.samples, "tokens": progress.tokens}
+        counts = {name: count for name, count in counts.items() if count}
+        self._deliver(values, logged_step, counts)
 
     def log_evaluation_batch(self, metrics: Mapping[str, Any], number: int) -> None:
         """Queue the values of an evaluation batch; its number is their axis, on which no count of training belongs."""
         if not metrics or not self.is_global_zero:
             return
-        values = {
-            name: float(value) for name, value in metrics.items()
-        }  # sync point: only for tensors
-        at = int(values.pop("step", number))
-        self._deliver(values, at, {})
+        values = _read_values(metrics)
+        batch = int(values.pop("step", number))
+        self._deliver(values, batch, {})
 
     def _deliver(
         self, values: Mapping[str, float], step: int, counts: Mapping[str, int]
@@ -810,6 +976,10 @@ class Session:
         """Discard the training loaders; the next access gets them from the user again."""
         self.train_dataloader = self._training_batches = None
 
+    def forget_steps_read(self) -> None:
+        """``configure_optimizers`` has not read the number of steps yet."""
+        self.steps_were_read = False
+
     def read_accumulation(self) -> None:
         """Set the length of the first window from the callbacks of this fit."""
         counting = self.accumulation_callback
@@ -819,9 +989,14 @@ class Session:
 
     def collect_state(self, weights_only: bool) -> dict[str, Any]:
         """The state of the running fit, or only its weights; every rank must call it."""
-        assert self.run is not None
+        assert self.running is not None
         state = collect(
-            self.run, self._callbacks, self.datamodule, self.data_seed, weights_only
+            self.running.fit,
+            self._callbacks,
+            self.datamodule,
+            self.data_seed,
+            weights_only,
+            owes_validation=self.running.settler.owes_validation,
         )
         return self.unsaveable.leave_out(state)
 
@@ -866,22 +1041,21 @@ class Session:
         self, optimizer: Any, value: float | None, algorithm: str | None
     ) -> None:
         """Unscale and clip the gradients of one optimizer; None: use the Trainer's value or algorithm."""
-        own_value, own_algorithm = self.settings.clip or (None, "norm")
-        value, algorithm = (
-            own_value if value is None else value,
-            algorithm or own_algorithm,
-        )
+        default_value, default_algorithm = self.settings.clip or (None, "norm")
+        if value is None:
+            value = default_value
         if value is None:
             return
-        raw = OptimizerProxy.unwrapped(optimizer)
-        if not isinstance(raw, Optimizer):
+        optimizer = OptimizerProxy.unwrapped(optimizer)
+        if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
                 "clip_gradients takes the optimizer whose gradients it clips",
-                found=f"a {type(raw).__name__}",
+                found=f"a {type(optimizer).__name__}",
                 fix="call self.clip_gradients(self.optimizers(), 1.0), or pass one of them",
             )
-        self.precision_plugin.unscale_gradients(raw)
-        self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
+        self.precision_plugin.unscale_gradients(optimizer)
+        parameters = parameters_of(optimizer)
+        self.strategy.clip_gradients(parameters, value, algorithm or default_algorithm)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Stack every tensor of ``data`` over the data ranks: shape (ranks, *shape); unchanged for one rank.
@@ -893,13 +1067,11 @@ class Session:
         Raises:
             RankError: on every rank, where shapes, dtypes or structure differ.
         """
+        group, device = self.strategy.data, self.strategy.device
         data = map_leaves(
-            data,
-            lambda value: torch.tensor(value, device=self.strategy.device),
-            (int, float),
+            data, lambda value: torch.tensor(value, device=device), (int, float)
         )
-        same_everywhere(self.strategy.data, "all_gather", data)
-        group = self.strategy.data
+        same_everywhere(group, "all_gather", data)
         if group.size == 1:
             return data
         gather = (
@@ -962,35 +1134,43 @@ class Session:
             >>> layer.weight.dtype
             torch.bfloat16
         """
-        place = nullcontext() if self.strategy.sharded else self.strategy.device
-        uninitialized: AbstractContextManager[Any] = nullcontext()
-        if empty_init and not self.strategy.sharded:
-            uninitialized = EmptyInit()
-        elif empty_init and self.strategy.values_on_rank_zero and self.global_rank > 0:
-            place = torch.device("meta")
-        with self.precision_plugin.init_context(), place, uninitialized:
+        strategy = self.strategy
+        device: AbstractContextManager[Any] = (
+            nullcontext() if strategy.sharded else strategy.device
+        )
+        initialization: AbstractContextManager[Any] = nullcontext()
+        if empty_init and not strategy.sharded:
+            initialization = EmptyInit()
+        elif empty_init and strategy.values_on_rank_zero and self.global_rank > 0:
+            device = torch.device("meta")
+        with self.precision_plugin.init_context(), device, initialization:
             yield
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy leaves out what belongs to this process: the objects of a fit, and the report's callback.
-        parts = {
-            "run": None,
+        return {
+            **vars(self),
+            "running": None,
             "evaluation": None,
             "find_train_loaders": nothing,
             "note": nothing,
+            "state_verb": "",
         }
-        return {**vars(self), **parts, "state_verb": ""}
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0, without tearing the progress bar."""
-        if not self.is_global_zero:
+        if self.is_silent or not self.is_global_zero:
             return
         bar = self.progress_bar_callback
-        say = bar.print if bar is not None and bar.is_drawn else print
-        say(*values, **options)
+        if bar is not None and bar.is_drawn:
+            bar.print(*values, **options)
+        else:
+            print(*values, **options)
 
     def say(self, line: str) -> None:
         """Print a message of this library on rank 0, and add it to the report of the run."""
+        if self.is_silent:
+            return
         self.note("note", line)
         self.print(line)  # looked up at each call: a script may replace `trainer.print`
 
@@ -999,9 +1179,8 @@ class Session:
     if not TYPE_CHECKING:  # a checker knows all attributes
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__") or name in dir(
-                type(self)
-            ):  # a property has raised an AttributeError
+            # Where the class has the name, a property has raised an AttributeError.
+            if name.startswith("__") or name in dir(type(self)):
                 return object.__getattribute__(self, name)
             raise missing_attribute(self, name, self.former_methods)
 

@@ -5,271 +5,591 @@ Every rank settles at the same step.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
+from collections.abc import Mapping
+from typing import Any, Final, final
 
-from trainer_kit.core.errors import ConfigurationError, DataError, RankError
+from trainer_kit.core.errors import (
+    ConfigurationError,
+    DataError,
+    NonFiniteError,
+    RankError,
+)
+from trainer_kit.core.progress import Progress
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.metrics.entry import Reduced
-from trainer_kit.state.saving import check_finite, save_requested, settle_save
+from trainer_kit.state.saving import save_requested, settle_save
 from trainer_kit.step.evaluate import evaluate
 from trainer_kit.step.requests import ended_by, requeue_once
-from trainer_kit.step.run import Fit
+from trainer_kit.step.run import Fit, StepGuard
 from trainer_kit.step.schedule import LONGEST
 
-__all__ = [
-    "check_trained",
-    "continues",
-    "epoch_is_over",
-    "next_due",
-    "settle_end",
-    "settle_epoch",
-    "settle_resume",
-    "settle_rewind",
-    "settle_step",
-    "settle_stop",
-    "validate",
-]
+__all__ = ["Settler"]
+
+_NEVER: Final = 2**62
+"""A step that no run reaches."""
+_MAX_OVERFLOWS: Final = 20
+"""Steps without one finite loss after which a run with gradient scaling ends, too."""
+_ALL_FINITE: Final = (math.inf, math.inf, 0.0)
+"""In the place of step, batch and value of a bad loss: there is none."""
 
 
-def settle_step(run: Fit) -> bool:
-    """Carry out the actions that are due after this step. Returns whether to leave the epoch."""
-    progress, schedule, requests = run.progress, run.schedule, run.requests
-    _pass_time(run)
-    agrees = schedule.agrees(progress)
-    listens = agrees or progress.step >= run.listen_at
-    if agrees:
-        _unite(run)
-    elif listens:
-        _listen(run)
-    if run.guard is not None and (
-        agrees or schedule.flushes(progress) or schedule.owes_validation(progress)
-    ):
-        check_finite(run)  # before values of a step that may be skipped are published
-    if schedule.flushes(progress):
-        run.publish(
-            run.metrics.flush_step(run.micro.batch is not None).logger, progress.step
-        )
-        check_finite(run)
-    elif (
-        agrees and progress.step - run.finite >= LONGEST
-    ):  # bounds the number of stored losses
-        check_finite(run)
-    asked = agrees and requests.validation is not None and run.validation is not None
-    if schedule.validation_due(progress) or asked:
-        validate(run)
-        _unite(run)
-        agrees = True
-    _advance_waiting(run)
-    if schedule.intervals:
-        _act(run, listens)
-    over = schedule.epoch_is_over(progress)
-    # At the end of an epoch a stop waits until the epoch is counted: it may be the last one of `min_epochs`.
-    leaves = schedule.finished(progress) is not None or (
-        agrees and not over and _stops(run)
-    )
-    # A request with a path depends on progress alone, so every rank has it at this step without an agreement.
-    # At the end of an epoch the checkpoint waits for the hooks and schedulers of that step. A run that leaves the epoch
-    # early saves here: leaving reduces and resets the running sums that a resumed run needs.
-    if (agrees or requests.named) and not over:
-        save_requested(run)
-    run.due = next_due(
-        run
-    )  # before the check for signals: the next signal sets it to 0
-    if over and not schedule.length.certain:
-        run.due = (
-            progress.step + 1
-        )  # if the epoch goes on, what was put off until its end is settled there
-    if run.saver.ended and run.strategy.world.size == 1:
-        run.wake()  # it ended after the check above
-    if run.guard is not None and run.finite == progress.step and not (over or leaves):
-        run.guard.hold(run)
-    if listens:
-        _leave_on_signal(run)
-    return leaves
+@final
+class _TrainingClock:
+    """Measures the seconds of training that are not in ``progress.seconds`` yet.
 
-
-def epoch_is_over(run: Fit) -> bool:
-    """Whether the epoch that is left after this step has no batch left. Every rank must call it."""
-    if not run.schedule.epoch_is_over(run.progress):
-        return False
-    return run.schedule.length.certain or not run.windows.has_more()
-
-
-def _act(run: Fit, together: bool) -> None:
-    """Call the interval actions that are due; their time is not training time."""
-    due = run.schedule.intervals_due(run.progress, together)
-    for interval in due:
-        interval.act()
-    if due:
-        _pass_time(run, count=False)
-
-
-def _advance_waiting(run: Fit) -> None:
-    """Advance the schedulers that wait for values of this step, unless a validation at the end of the epoch follows.
-
-    In an epoch of unknown length it may follow any step: there they advance at the end, or before the next step.
+    Several ranks count only time that they agreed on, so that limits in time end the run at the same step.
     """
-    schedule, progress = run.schedule, run.progress
-    may_be_last = not schedule.length.certain or schedule.epoch_is_over(progress)
-    if run.stepper.waiting and not (
-        may_be_last and schedule.validates_at_epoch_end(progress)
-    ):
-        run.stepper.advance_waiting()
+
+    def __init__(self, progress: Progress, alone: bool) -> None:
+        self._progress, self._alone = progress, alone
+        self._read_at = 0.0
+        self.uncounted = 0.0
+
+    def start(self) -> None:
+        """Measure from now on."""
+        self._read_at = time.monotonic()
+
+    def stop(self) -> None:
+        """Measure up to now; one process counts it at once."""
+        now = time.monotonic()
+        self.uncounted += now - self._read_at
+        self._read_at = now
+        if self._alone:
+            self.count(self.uncounted)
+
+    def count(self, seconds: float) -> None:
+        """Add the seconds that the ranks agreed on to the progress."""
+        self._progress.seconds += seconds
+        self.uncounted = 0.0
 
 
-def settle_rewind(run: Fit) -> None:
-    """Restore a state that the guard of this run holds. Every rank must call it."""
-    assert run.guard is not None
-    settle_save(run)
-    run.guard.rewind(run)
+@final
+class _Pace:
+    """Measures how many steps pass in a second."""
+
+    def __init__(self) -> None:
+        self._step, self._time = 0, 0.0
+
+    def steps_per_second(self, step: int) -> float:
+        """The pace since the last call."""
+        now = time.monotonic()
+        steps, seconds = step - self._step, now - self._time
+        self._step, self._time = step, now
+        return steps / max(seconds, 1e-6)
 
 
-def settle_resume(run: Fit) -> bool:
-    """Run a validation that was still due when the checkpoint was saved. Returns whether to leave the epoch."""
-    if not run.owes_validation or run.validation is None:
-        _advance_waiting(run)
-        return False
-    run.owes_validation = False
-    validate(run)
-    _unite(run)
-    _advance_waiting(run)
-    if run.schedule.epoch_is_over(run.progress):
-        return False
-    leaves = _stops(run)
-    save_requested(run)
-    return leaves
-
-
-def settle_epoch(run: Fit, completed: bool) -> bool:
-    """Carry out the actions that are due when an epoch, or the run, ends. Returns whether to train another epoch."""
-    progress, schedule, bus = run.progress, run.schedule, run.bus
-    run.whole = completed
-    run.metrics.leave_batch()
-    _pass_time(run)
-    check_finite(run)
-    if (
-        completed
-        and schedule.validates_at_epoch_end(progress)
-        and run.validated != progress.step
-    ):
-        validate(run)
-    ran = run.micro.index >= 0
-    empty = (
-        completed and not ran and progress.epoch_batch == 0
-    )  # every later epoch would be empty too
-    run.metrics.suspend()
-    reduced = run.metrics.flush_epoch(
-        ran
-    )  # before the hooks, which read it; what they log is reduced below
-    for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
-        for hook in listeners:
-            hook()
-        if (
-            listeners or run.strategy.reports.size > 1
-        ):  # listeners may differ between ranks
-            reduced.add(run.metrics.flush_epoch(ran))
-        run.publish(reduced.logger, progress.step)
-        reduced = Reduced()
-    if ran and run.micro.loss is None and run.micro.skipped:
-        run.say(
-            "nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)"
-        )
-    check_trained(run, over=False)
-    run.stepper.advance_waiting()
-    if completed:
-        run.stepper.end_epoch(progress.epoch + 1)
-        progress.epoch += 1
-        progress.epoch_batch = 0
-    run.metrics.end_epoch(completed)
-    _unite(run)
-    if run.requests.validation is not None:  # requested by a hook of the epoch
-        if run.validation is not None and run.validated != progress.step:
-            validate(run)
-            _unite(run)
-        run.requests.validation = None
-    save_requested(run)
-    _leave_on_signal(run)
-    if empty and progress.batch == 0:
-        raise _no_batch(run)
-    if empty:
-        run.say("the training loader returned no batch: training ends here")
-    return schedule.finished(progress) is None and not _stops(run) and not empty
-
-
-def settle_stop(run: Fit) -> None:
-    """Print the stop request that ended training; drop a request whose minimum was not reached."""
-    requests = run.requests
-    if not run.schedule.may_stop(run.progress):
-        requests.stop = None  # a limit came first
-    if requests.stop is not None:
-        run.say(f"stopped after step {run.progress.step}: {requests.stop}")
-
-
-def check_trained(run: Fit, over: bool) -> None:
-    """Raise `ConfigurationError` if no step has had a gradient on any rank. Every rank must call it.
+@final
+class Settler:
+    """Carries out what is due between two steps of a fit. Every rank must call each method at the same step.
 
     Args:
         run: the fit.
-        over: whether training has ended; until then, a resumed or partial epoch may have returned no loss yet.
+        guard: finds and leaves out steps whose loss is not finite; None: such a step is an error.
+
+    Attributes:
+        due: the step at which `settle_step` has something to do; the loop compares one integer.
+        resumed: whether the run continues from a checkpoint.
+        epoch_is_whole: whether the epoch that ended last was left because its batches were over.
     """
-    if run.trained or not run.stepper.made.optimizers:
+
+    def __init__(self, run: Fit, guard: StepGuard | None = None) -> None:
+        self.run, self.guard = run, guard
+        self.due = 0
+        self.resumed = False
+        self._owes_validation = False
+        self.epoch_is_whole = False
+        self._clock = _TrainingClock(run.progress, run.strategy.world.size == 1)
+        self._pace = _Pace()
+        self._exchanges_signals_at = _NEVER  # several ranks only; chosen by pace
+        self._validated_at = -1
+        self._checked_until = 0  # the losses of these steps were looked at
+        self._stop_is_deferred = False
+        self._has_trained = (
+            False  # whether a step is known to have had a gradient on any rank
+        )
+
+    # -- what the rest of the fit calls ------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Settle at the end of this step."""
+        self.due = 0
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Take over what a restored state says about its step; a state of weights alone says nothing."""
+        if "optimizer_states" not in state:
+            return
+        self._checked_until = self.run.progress.step
+        self.resumed = True
+        self._owes_validation = state.get("owes_validation") is True
+
+    @property
+    def owes_validation(self) -> bool:
+        """Whether a run that resumes from the state of this step must validate before it trains."""
+        return self._owes_validation or self.run.schedule.owes_validation(
+            self.run.progress
+        )
+
+    def release_guard(self) -> None:
+        """A step that is not finite is an error from here on: the run ends, and goes back to no earlier state."""
+        self.guard = None
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def starts_training(self) -> bool:
+        """Whether training starts: no limit is reached, and no stop request is granted before the first step."""
+        run = self.run
+        self._exchange_requests()
+        limit = run.schedule.finished(run.progress)
+        if limit is None:
+            return not self._grants_stop()
+        is_empty = run.windows.feed.length == 0 and run.schedule.length.expected == 0
+        if is_empty and run.progress.batch == 0:
+            raise _no_batch(run)
+        run.say(f"nothing to train: {limit}")
+        return False
+
+    def begin_epoch(self) -> None:
+        """Start the clock, and look for the first step at which something is due."""
+        self._clock.start()
+        # Requests made between the epochs are settled after the first step.
+        self.due = 0 if any(self.run.requests.pending) else self._next_due()
+        if self.guard is not None:
+            self.guard.hold(self.run, self.owes_validation)
+
+    def settle_resume(self) -> bool:
+        """Run a validation that was still due when the checkpoint was saved. Returns whether to leave the epoch."""
+        run = self.run
+        if not self._owes_validation or not run.validation.feeds:
+            self._advance_waiting()
+            return False
+        self._owes_validation = False
+        self._validate()
+        self._exchange_requests()
+        self._advance_waiting()
+        if run.schedule.epoch_is_over(run.progress):
+            return False
+        leaves = self._grants_stop()
+        self.save_requested()
+        return leaves
+
+    def settle_step(self) -> bool:
+        """Carry out the actions that are due after this step. Returns whether to leave the epoch."""
+        run = self.run
+        progress, schedule = run.progress, run.schedule
+        self._clock.stop()
+        agrees = schedule.agrees(progress)
+        exchanges_signals = agrees or progress.step >= self._exchanges_signals_at
+        if agrees:
+            self._exchange_requests()
+        elif exchanges_signals:
+            self._exchange_signals()
+        self._flush_step(agrees)
+        if self._validates_now(agrees):
+            self._validate()
+            self._exchange_requests()
+            agrees = True
+        self._advance_waiting()
+        if schedule.intervals:
+            self._run_intervals(exchanges_signals)
+        is_last = schedule.epoch_is_over(progress)
+        leaves = schedule.finished(progress) is not None
+        # At the end of an epoch a stop waits until the epoch is counted: it may be the last one of `min_epochs`.
+        if not leaves and agrees and not is_last:
+            leaves = self._grants_stop()
+        # A request with a path depends on progress alone, so every rank has it at this step without an agreement.
+        # At the end of an epoch the checkpoint waits for the hooks and schedulers of that step. A run that leaves the
+        # epoch early saves here: leaving reduces and resets the running sums that a resumed run needs.
+        if (agrees or run.requests.named) and not is_last:
+            self.save_requested()
+        self.due = (
+            self._next_due()
+        )  # before the check for signals: the next signal sets it to 0
+        if is_last and not schedule.length.certain:
+            # If the epoch goes on, what was put off until its end is settled there.
+            self.due = progress.step + 1
+        if run.saver.ended and run.strategy.world.size == 1:
+            self.wake()  # it ended after the check above
+        is_checked = self._checked_until == progress.step
+        if self.guard is not None and is_checked and not is_last and not leaves:
+            self.guard.hold(run, self.owes_validation)
+        if exchanges_signals:
+            self._leave_on_signal()
+        return leaves
+
+    def epoch_is_over(self) -> bool:
+        """Whether the epoch that is left after this step has no batch left."""
+        run = self.run
+        if not run.schedule.epoch_is_over(run.progress):
+            return False
+        return run.schedule.length.certain or not run.windows.has_more()
+
+    def settle_rewind(self) -> None:
+        """Restore a state that the guard of this run holds."""
+        assert self.guard is not None
+        settle_save(self.run)
+        state = self.guard.rewind(self.run)
+        self._validated_at = -1
+        self.continue_from(state)
+
+    def settle_epoch(self, completed: bool) -> bool:
+        """Carry out what is due when an epoch, or the run, ends. Returns whether to train another epoch."""
+        run = self.run
+        progress, schedule = run.progress, run.schedule
+        self.epoch_is_whole = completed
+        run.metrics.leave_batch()
+        self._clock.stop()
+        self.check_finite()
+        validates = completed and schedule.validates_at_epoch_end(progress)
+        if validates and self._validated_at != progress.step:
+            self._validate()
+        has_run = run.micro.index >= 0
+        is_empty = completed and not has_run and progress.epoch_batch == 0
+        self._end_epoch_hooks(has_run)
+        if has_run and run.micro.loss is None and run.micro.skipped:
+            run.say(
+                "nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)"
+            )
+        self.check_trained(over=False)
+        run.stepper.advance_waiting()
+        if completed:
+            run.stepper.end_epoch(progress.epoch + 1)
+            progress.epoch += 1
+            progress.epoch_batch = 0
+        run.metrics.end_epoch(completed)
+        self._exchange_requests()
+        self._validate_on_request()
+        self.save_requested()
+        self._leave_on_signal()
+        if is_empty:  # every later epoch would be empty too
+            if progress.batch == 0:
+                raise _no_batch(run)
+            run.say("the training loader returned no batch: training ends here")
+            return False
+        return schedule.finished(progress) is None and not self._grants_stop()
+
+    def settle_stop(self) -> None:
+        """Print the stop request that ended training; drop a request whose minimum was not reached."""
+        run, requests = self.run, self.run.requests
+        if not run.schedule.may_stop(run.progress):
+            requests.stop = None  # a limit came first
+        if requests.stop is not None:
+            run.say(f"stopped after step {run.progress.step}: {requests.stop}")
+
+    def settle_end(self) -> None:
+        """Save the checkpoints that the last hooks of any rank requested."""
+        self._exchange_requests()
+        self.save_requested(last=True)
+
+    def save_requested(self, last: bool = False) -> bool:
+        """Save one state for all checkpoint requests of this step; see `trainer_kit.state.saving.save_requested`."""
+        if self.run.requests.checkpoints:
+            self.check_finite()
+        return save_requested(self.run, last, self.guard)
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def check_finite(self) -> None:
+        """Check the losses since the last check, on all ranks; raise where one is NaN or infinite."""
+        run, world = self.run, self.run.strategy.world
+        step, published = run.progress.step, self._checked_until
+        if step == published:
+            return
+        if run.precision.scales and step - published < _MAX_OVERFLOWS:
+            return  # the scaler skips overflowed steps and adapts the scale: too early to judge
+        self._checked_until = step
+        rows = [list(run.micro.first_bad() or _ALL_FINITE)]
+        if world.size > 1:
+            rows = world.agree(rows[0])
+        first = min(rows)
+        bad_step, bad_batch, value = first
+        if bad_step == _ALL_FINITE[0]:
+            return
+        # Only the rank whose loss it is can name the batch.
+        batch = run.windows.feed.name_batch(run.progress.epoch, int(bad_batch))
+        found = f"{value} in {batch}"
+        if world.size > 1:
+            rank = rows.index(first)
+            found = world.broadcast(f"{found}, on rank {rank}", rank)
+        error = NonFiniteError(
+            f"the loss is not finite at step {int(bad_step)}",
+            found=found,
+            fix="lower the learning rate or clip gradients; detect_anomaly=True names the operation,"
+            " callbacks=[NaNGuard()] the parameter",
+        )
+        if self.guard is not None:
+            self.guard.found(run, error, published)
+        raise error
+
+    def check_trained(self, over: bool) -> None:
+        """Raise `ConfigurationError` if no step has had a gradient on any rank.
+
+        Args:
+            over: whether training has ended; until then, a resumed or partial epoch may have returned no loss yet.
+        """
+        run = self.run
+        optimizers = run.stepper.made.optimizers
+        if self._has_trained or not optimizers:
+            return
+        had_gradient, skipped = run.stepper.trained, run.micro.skipped
+        votes: list[float] = [had_gradient is True, had_gradient is not None, skipped]
+        rows = run.strategy.world.agree(votes)
+        any_gradient, any_step, most_skipped = (
+            max(column) for column in zip(*rows, strict=True)
+        )
+        self._has_trained = bool(any_gradient)
+        if self._has_trained:
+            return
+        if any_step:
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+            raise ConfigurationError(
+                "nothing was trained: no parameter received a gradient",
+                found=f"{run.progress.step} steps, and no parameter of {names} has ever had a gradient",
+                fix="compute the loss from parameters of the optimizer; an overridden backward or optimizer_step must"
+                " not drop gradients before the step",
+            )
+        if most_skipped and (over or (self.epoch_is_whole and not self.resumed)):
+            raise ConfigurationError(
+                "nothing was trained: no training_step returned a loss",
+                found=f"{int(most_skipped)} times None",
+                fix="return the loss, or set automatic_optimization = False if the module steps the optimizers; without"
+                " anything to step, return None from configure_optimizers",
+            )
+
+    # -- actions -------------------------------------------------------------------------------------------------
+
+    def _next_due(self) -> int:
+        """The next step at which `settle_step` has something to do."""
+        run = self.run
+        step, schedule = run.progress.step, run.schedule
+        next_look = max(self._exchanges_signals_at, step + 1)
+        due = min(schedule.due(run.progress, run.windows.length), next_look)
+        if run.requests.stop is not None and step < schedule.min_steps:
+            return min(due, schedule.min_steps)  # the request waits until that step
+        return due
+
+    def _publish(self, reduced: Reduced) -> None:
+        """Hand values to the loggers, unless these steps run again and the loggers have their values."""
+        step = self.run.progress.step
+        if self.guard is None or self.guard.publishes(step):
+            self.run.publish(reduced.logger, step)
+
+    def _flush_step(self, agrees: bool) -> None:
+        """Reduce and publish the logged values of this step, and check the losses, where they are due."""
+        run, schedule = self.run, self.run.schedule
+        flushes = schedule.flushes(run.progress)
+        if self.guard is not None and (
+            agrees or flushes or schedule.owes_validation(run.progress)
+        ):
+            self.check_finite()  # before values of a step that may be skipped are published
+        if flushes:
+            self._publish(run.metrics.flush_step(run.micro.batch is not None))
+            self.check_finite()
+        elif agrees and run.progress.step - self._checked_until >= LONGEST:
+            self.check_finite()  # bounds the number of stored losses
+
+    def _validates_now(self, agrees: bool) -> bool:
+        run = self.run
+        is_requested = (
+            agrees
+            and run.requests.validation is not None
+            and bool(run.validation.feeds)
+        )
+        return run.schedule.validation_due(run.progress) or is_requested
+
+    def _validate(self) -> None:
+        """Run validation, without an effect on the training that follows."""
+        run = self.run
+        run.requests.validation = None
+        self._validated_at = run.progress.step
+        run.module.on_validation_model_zero_grad()
+        try:
+            with (
+                preserved_rng(run.strategy.device),
+                run.strategy.shared_buffers(run.module),
+            ):
+                reduced = evaluate(run.validation, run.progress.epoch)
+        except BaseException:
+            self._owes_validation = (
+                True  # a run that resumes from here has no values of it
+            )
+            raise
+        self._publish(reduced)
+        self._clock.start()  # validation is not training time
+
+    def _validate_on_request(self) -> None:
+        """Run the validation that a hook of the epoch requested."""
+        run = self.run
+        if run.requests.validation is None:
+            return
+        if run.validation.feeds and self._validated_at != run.progress.step:
+            self._validate()
+            self._exchange_requests()
+        run.requests.validation = None
+
+    def _end_epoch_hooks(self, has_run: bool) -> None:
+        """Call the hooks of the end of an epoch, and publish its values."""
+        run = self.run
+        run.metrics.suspend()
+        reduced = run.metrics.flush_epoch(has_run)  # before the hooks, which read it
+        for listeners in (run.bus.on_train_epoch_end, run.bus.on_train_epoch_end_late):
+            for hook in listeners:
+                hook()
+            if (
+                listeners or run.strategy.reports.size > 1
+            ):  # listeners may differ between ranks
+                reduced.add(run.metrics.flush_epoch(has_run))  # what the hooks logged
+            self._publish(reduced)
+            reduced = Reduced()
+
+    def _run_intervals(self, together: bool) -> None:
+        """Call the interval actions that are due; their time is not training time."""
+        due = self.run.schedule.intervals_due(self.run.progress, together)
+        for interval in due:
+            interval.act()
+        if due:
+            self._clock.start()
+
+    def _advance_waiting(self) -> None:
+        """Advance the schedulers that wait for values of this step, unless the epoch's validation follows.
+
+        In an epoch of unknown length it may follow any step: there they advance at the end, or before the next step.
+        """
+        stepper, schedule, progress = (
+            self.run.stepper,
+            self.run.schedule,
+            self.run.progress,
+        )
+        if not stepper.waiting:
+            return
+        may_be_last = not schedule.length.certain or schedule.epoch_is_over(progress)
+        if not (may_be_last and schedule.validates_at_epoch_end(progress)):
+            stepper.advance_waiting()
+
+    # -- agreement of ranks --------------------------------------------------------------------------------------
+
+    def _exchange_requests(self) -> None:
+        """Exchange requests and elapsed time, so that every rank has the requests of all and the same time."""
+        run = self.run
+        world, requests, micro = run.strategy.world, run.requests, run.micro
+        if world.size == 1:
+            if run.saver.ended:
+                settle_save(run)
+            return
+        rows = world.agree(
+            [
+                *requests.pending,
+                micro.skipped,
+                micro.padded,
+                run.saver.ended,
+                self._clock.uncounted,
+                self._steps_until_look(),
+            ]
+        )
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        stops, validations, signals, saves, skipped, padded, ended, seconds, looks = (
+            columns
+        )
+        self._exchanges_signals_at = run.progress.step + int(looks[0])
+        self._clock.count(max(seconds))
+        _check_skipped(skipped, padded)
+        # Signals that arrive after this wait for the next agreement.
+        requests.leaving = int(max(signals))
+        if any(stops) or any(validations):
+            reasons = world.all_gather_object((requests.stop, requests.validation))
+            requests.stop = next((stop for stop, _ in reasons if stop), None)
+            requests.validation = next(
+                (validation for _, validation in reasons if validation), None
+            )
+        if any(ended):
+            settle_save(run)
+        if any(saves) and not requests.checkpoints:
+            requests.checkpoints.append(("requested by another rank", None))
+
+    def _exchange_signals(self) -> None:
+        """Exchange signals and elapsed time between two agreements, which may be far apart if steps are slow."""
+        run = self.run
+        votes = [run.requests.signal, self._clock.uncounted, self._steps_until_look()]
+        signals, seconds, looks = zip(*run.strategy.world.agree(votes), strict=True)
+        run.requests.leaving = int(max(signals))
+        self._clock.count(max(seconds))
+        self._exchanges_signals_at = run.progress.step + int(looks[0])
+
+    def _steps_until_look(self) -> int:
+        """Steps of about a second, at most the interval of agreements; rank 0's number is used."""
+        steps = int(self._pace.steps_per_second(self.run.progress.step))
+        return max(1, min(self.run.schedule.agree_every, steps))
+
+    def _grants_stop(self) -> bool:
+        """Whether a stop request is granted; before ``min_epochs`` and ``min_steps`` it waits."""
+        run, schedule = self.run, self.run.schedule
+        reason = run.requests.stop
+        if reason is None:
+            return False
+        if schedule.may_stop(run.progress):
+            return True
+        if not self._stop_is_deferred:
+            self._stop_is_deferred = True
+            minimums = {
+                "min_epochs": schedule.min_epochs,
+                "min_steps": schedule.min_steps,
+            }
+            minimum = " and ".join(
+                f"{name}={value}" for name, value in minimums.items() if value
+            )
+            run.say(
+                f"stop requested at step {run.progress.step}: {reason}; training continues until {minimum}"
+            )
+        return False
+
+    def _leave_on_signal(self) -> None:
+        """Save and end the run after a signal; with several ranks, once they have agreed on it."""
+        run, requests = self.run, self.run.requests
+        alone = run.strategy.world.size == 1
+        number = requests.signal if alone else requests.leaving
+        if not number:
+            return
+        requests.signal = number
+        name = signal.Signals(number).name
+        outcome = self._save_on_signal(name) if run.checkpoints else "nothing to save"
+        exit_code = (
+            "KeyboardInterrupt"
+            if number == signal.SIGINT
+            else f"exiting {128 + number}"
+        )
+        run.say(f"{name}: {outcome}, {exit_code}")
+        raise ended_by(number)
+
+    def _save_on_signal(self, signal_name: str) -> str:
+        """Save a checkpoint before the run ends; returns what to print."""
+        run = self.run
+        began = time.monotonic()
+        run.requests.ask_checkpoint(signal_name, None)
+        is_saved = self.save_requested(last=True)
+        seconds = time.monotonic() - began
+        outcome = f"step {run.progress.step} could not be saved"
+        if is_saved:
+            outcome = f"saved step {run.progress.step} in {seconds:.1f} s"
+        if run.strategy.world.rank == 0:
+            outcome = ", ".join(filter(None, [outcome, requeue_once(run.requests)]))
+        run.strategy.world.barrier()  # every rank waits until SLURM has answered rank 0
+        return outcome
+
+
+def _check_skipped(skipped: list[float], padded: list[float]) -> None:
+    """Raise `RankError` if only some ranks skipped a step; a rank that ran a padding batch may count it as skipped."""
+    most_that_all_may_have = min(map(sum, zip(skipped, padded, strict=True)))
+    if max(skipped) <= most_that_all_may_have:
         return
-    trained, skipped = run.stepper.trained, run.micro.skipped
-    rows = run.strategy.world.agree([trained is True, trained is not None, skipped])
-    had, stepped, without = (max(column) for column in zip(*rows, strict=True))
-    run.trained = bool(had)
-    if had:
-        return
-    if stepped:
-        names = ", ".join(
-            type(optimizer).__name__ for optimizer in run.stepper.made.optimizers
-        )
-        raise ConfigurationError(
-            "nothing was trained: no parameter received a gradient",
-            found=f"{run.progress.step} steps, and no parameter of {names} has ever had a gradient",
-            fix="compute the loss from parameters of the optimizer; an overridden backward or optimizer_step must"
-            " not drop gradients before the step",
-        )
-    if without and (over or (run.whole and not run.resumed)):
-        raise ConfigurationError(
-            "nothing was trained: no training_step returned a loss",
-            found=f"{int(without)} times None",
-            fix="return the loss, or set automatic_optimization = False if the module steps the optimizers; without"
-            " anything to step, return None from configure_optimizers",
-        )
-
-
-def settle_end(run: Fit) -> None:
-    """Save the checkpoints that the last hooks of any rank requested."""
-    _unite(run)
-    save_requested(run, last=True)
-
-
-def next_due(run: Fit) -> int:
-    """The next step at which `settle_step` has something to do."""
-    schedule, progress = run.schedule, run.progress
-    due = min(
-        schedule.due(progress, run.windows.length),
-        max(run.listen_at, progress.step + 1),
+    raise RankError(
+        "training_step returned None on some ranks only",
+        found=", ".join(
+            f"rank {rank}: {int(count)} times" for rank, count in enumerate(skipped)
+        ),
+        fix="return None on all ranks or on none; a loss of zero has the same effect",
     )
-    if (
-        run.requests.stop is not None and progress.step < schedule.min_steps
-    ):  # the request waits until that step
-        return min(due, schedule.min_steps)
-    return due
-
-
-def continues(run: Fit) -> bool:
-    """Whether training starts: no limit is reached, and no stop request is granted before the first step."""
-    _unite(run)
-    reached = run.schedule.finished(run.progress)
-    empty = run.windows.feed.length == 0 and run.schedule.length.expected == 0
-    if reached is not None and empty and run.progress.batch == 0:
-        raise _no_batch(run)
-    if reached is not None:
-        run.say(f"nothing to train: {reached}")
-    return reached is None and not _stops(run)
 
 
 def _no_batch(run: Fit) -> DataError:
@@ -278,148 +598,3 @@ def _no_batch(run: Fit) -> DataError:
         found=run.windows.feed.describe(),
         fix="pass a loader with data; drop_last=True drops the only batch of a dataset that is smaller than a batch",
     )
-
-
-def validate(run: Fit) -> None:
-    """Run validation, without an effect on the training that follows."""
-    assert run.validation is not None
-    run.requests.validation = None
-    run.validated = run.progress.step
-    run.module.on_validation_model_zero_grad()
-    try:
-        with (
-            preserved_rng(run.strategy.device),
-            run.strategy.shared_buffers(run.module),
-        ):
-            reduced = evaluate(run.validation, run.progress.epoch)
-    except BaseException:
-        run.owes_validation = True  # a run that resumes from here has no values of it
-        raise
-    run.publish(reduced.logger, run.progress.step)
-    _pass_time(run, count=False)
-
-
-def _pass_time(run: Fit, count: bool = True) -> None:
-    now = time.monotonic()
-    if count:
-        run.elapsed += now - run.since
-        if run.strategy.world.size == 1:
-            _count_time(run, run.elapsed)
-    run.since = now
-
-
-def _count_time(run: Fit, seconds: float) -> None:
-    run.progress.seconds += seconds
-    run.elapsed = 0.0
-
-
-def _unite(run: Fit) -> None:
-    """Exchange requests and elapsed time, so that every rank has the requests of all and the same time."""
-    world, requests = run.strategy.world, run.requests
-    if world.size == 1:
-        if run.saver.ended:
-            settle_save(run)
-        return
-    micro = run.micro
-    rows = world.agree(
-        [
-            *requests.pending,
-            micro.skipped,
-            micro.padded,
-            run.saver.ended,
-            run.elapsed,
-            _pace(run),
-        ]
-    )
-    stops, validations, signals, saves, skipped, padding, saved, elapsed, _ = map(
-        list, zip(*rows, strict=True)
-    )
-    run.listen_at = run.progress.step + int(rows[0][-1])
-    _count_time(run, max(elapsed))
-    # A rank that ran a padding batch may count it as skipped.
-    if max(skipped) > min(map(sum, zip(skipped, padding, strict=True))):
-        raise RankError(
-            "training_step returned None on some ranks only",
-            found=", ".join(
-                f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)
-            ),
-            fix="return None on all ranks or on none; a loss of zero has the same effect",
-        )
-    # Signals that arrive after this wait for the next agreement.
-    requests.leaving = int(max(signals))
-    if any(stops) or any(validations):
-        reasons = world.all_gather_object((requests.stop, requests.validation))
-        requests.stop = next((stop for stop, _ in reasons if stop), None)
-        requests.validation = next(
-            (validation for _, validation in reasons if validation), None
-        )
-    if any(saved):
-        settle_save(run)
-    if any(saves) and not requests.checkpoints:
-        requests.checkpoints.append(("requested by another rank", None))
-
-
-def _listen(run: Fit) -> None:
-    """Exchange signals and elapsed time between two agreements, which may be far apart if steps are slow."""
-    rows = run.strategy.world.agree([run.requests.signal, run.elapsed, _pace(run)])
-    run.requests.leaving = int(max(row[0] for row in rows))
-    _count_time(run, max(row[1] for row in rows))
-    run.listen_at = run.progress.step + int(rows[0][2])
-
-
-def _pace(run: Fit) -> int:
-    """Steps per second, at least 1 and at most the interval of agreements; rank 0's value is used."""
-    now, step = time.monotonic(), run.progress.step
-    steps, seconds = step - run.paced[0], now - run.paced[1]
-    run.paced = (step, now)
-    return max(1, min(run.schedule.agree_every, int(steps / max(seconds, 1e-6))))
-
-
-def _stops(run: Fit) -> bool:
-    """Whether a stop request is granted; before ``min_epochs`` and ``min_steps`` it waits."""
-    reason, schedule = run.requests.stop, run.schedule
-    if reason is None:
-        return False
-    if schedule.may_stop(run.progress):
-        return True
-    if not run.deferred:
-        run.deferred = True
-        minimums = {"min_epochs": schedule.min_epochs, "min_steps": schedule.min_steps}
-        minimum = " and ".join(
-            f"{name}={value}" for name, value in minimums.items() if value
-        )
-        run.say(
-            f"stop requested at step {run.progress.step}: {reason}; training continues until {minimum}"
-        )
-    return False
-
-
-def _leave_on_signal(run: Fit) -> None:
-    """Save and end the run after a signal; with several ranks, once they have agreed on it."""
-    number, step = (
-        run.requests.signal if run.strategy.world.size == 1 else run.requests.leaving,
-        run.progress.step,
-    )
-    if not number:
-        return
-    name = signal.Signals(number).name
-    run.requests.signal = number
-    saved = "nothing to save"
-    if run.checkpoints:
-        began = time.monotonic()
-        run.requests.ask_checkpoint(name, None)
-        done = save_requested(run, last=True)
-        seconds = time.monotonic() - began
-        saved = (
-            f"saved step {step} in {seconds:.1f} s"
-            if done
-            else f"step {step} could not be saved"
-        )
-        if run.strategy.world.rank == 0:
-            saved = ", ".join(filter(None, [saved, requeue_once(run.requests)]))
-        run.strategy.world.barrier()  # every rank waits until SLURM has answered rank 0
-    leaving = (
-        "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
-    )
-    run.say(f"{name}: {saved}, {leaving}")
-    raise ended_by(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, final
 
 from torch.utils.data import DataLoader
@@ -12,7 +13,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.entry_points import on_processes
+from trainer_kit.training.on_processes import on_processes
 from trainer_kit.training.session import Session
 from trainer_kit.tuner.trial import check_call, holders, release_copies, run_trial
 
@@ -70,7 +71,7 @@ class _Attempt:
         self.size, self.name = size, name
         self.world: Group | None = None
 
-    def watch(self, run: Fit) -> None:
+    def watch(self, run: Fit) -> Fit:
         """See `run_trial`."""
         feed = run.windows.feed
         if feed.length == 0:
@@ -87,7 +88,7 @@ class _Attempt:
         )
         self.world = run.strategy.world
         if self.world.size == 1:
-            return
+            return run
         inside = run.strategy.without_exchange()
         if inside is None:
             raise ConfigurationError(
@@ -108,8 +109,8 @@ class _Attempt:
             run.strategy.exchange_gradients()
 
         step = run.stepper.step
-        run.forward_backward = both
         vars(run.stepper)["step"] = lambda: self._together(run, step)
+        return replace(run, forward_backward=both)
 
     def _together(self, run: Fit, act: Callable[[], None]) -> None:
         """Run a part of a step that has no communication, and agree on whether it fits on every rank."""

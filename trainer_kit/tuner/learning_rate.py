@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.step.run import Fit
-from trainer_kit.training.entry_points import on_processes
+from trainer_kit.training.on_processes import on_processes
 from trainer_kit.training.session import Session
 from trainer_kit.tuner.trial import check_call, holders, run_trial
 
@@ -229,7 +229,7 @@ class RangeTest:
         )
         return LearningRates(self.rates[: len(self.losses)], self.losses, self.mode)
 
-    def _watch(self, run: Fit) -> None:
+    def _watch(self, run: Fit) -> Fit:
         optimizers = run.stepper.made.optimizers
         if len(optimizers) != 1:
             raise ConfigurationError(
@@ -261,6 +261,7 @@ class RangeTest:
             *run.bus.on_train_step_end,
             lambda: self._read(run),
         )
+        return run
 
     def _read(self, run: Fit) -> None:
         """Take the mean loss of the step over its micro-batches and all ranks: every rank gets the same number."""
@@ -291,10 +292,9 @@ class RangeTest:
             self._lowest = min(self._lowest, mean)
             if self.threshold is None or mean <= self.threshold * self._lowest:
                 return
-        run.schedule.max_steps = (
-            run.progress.step
-        )  # every rank knows that this was the last step
-        run.wake()
+        # Every rank knows that this was the last step.
+        run.schedule.set_limit("max_steps", run.progress.step)
+        run.requests.wake()
 
 
 def attribute_of(module: Any, name: str = "") -> str:

@@ -61,7 +61,7 @@ def run_trial(
     loaders: Any,
     datamodule: Any,
     steps: int,
-    watch: Callable[[Fit], None],
+    watch: Callable[[Fit], Fit],
     *,
     keeps: Sequence[str],
     is_set_up: bool,
@@ -77,7 +77,8 @@ def run_trial(
         loaders: as for ``fit``.
         datamodule: as for ``fit``.
         steps: the maximum number of optimizer steps.
-        watch: called with the composed fit before its first step; it may add listeners to the bus.
+        watch: called with the composed fit before its first step; it may add listeners to the bus, and returns the fit
+            to run.
         keeps: copies of the callbacks with any of these attributes are active; all others are not.
         is_set_up: whether a running fit has set up the module and the datamodule.
 
@@ -137,9 +138,9 @@ def run_trial(
                 trial.train_dataloader = _without_trace(trial.load_train(), generators)
                 states = generator_states(generators)
                 run = entry.compose_fit(None, None, False)
-                watch(run)
+                watched_run = watch(run)
                 with listening(trial.requests):
-                    fit(run)
+                    fit(watched_run, entry.settler)
                 entry.finish()
         finally:
             restore_generators(generators, states)

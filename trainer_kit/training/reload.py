@@ -1,0 +1,103 @@
+"""Gets the loaders from the user again, between two epochs: ``reload_dataloaders_every_n_epochs``."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from trainer_kit.step.run import Fit
+from trainer_kit.training.compose import batch_movers, load_training, make_schedule
+from trainer_kit.training.compose_evaluation import find_validation_loaders
+from trainer_kit.training.session import Session
+
+__all__ = ["LoaderReload"]
+
+
+@final
+class LoaderReload:
+    """Reloads the loaders of a fit before each epoch whose number is a multiple of an interval.
+
+    Not before the first epoch, which has new ones; but a run that resumes where an epoch begins makes them once more,
+    with the generators of its checkpoint.
+
+    Args:
+        trainer: the Trainer that runs the fit.
+        run: the fit.
+        datamodule: has hooks for loaders, or None.
+        val_loaders: the validation loaders passed to ``fit``, or None.
+        passed: whether the training loaders were passed to ``fit``: they stay.
+        every: epochs between two reloads.
+        resumed: whether the fit continues from a checkpoint.
+    """
+
+    def __init__(
+        self,
+        trainer: Session,
+        run: Fit,
+        datamodule: Any,
+        *,
+        val_loaders: Any,
+        passed: bool,
+        every: int,
+        resumed: bool,
+    ) -> None:
+        self._trainer, self._run, self._datamodule = trainer, run, datamodule
+        self._val_loaders, self._passed, self._every = val_loaders, passed, every
+        progress = run.progress
+        self._loaded_at = progress.epoch - progress.epoch % every
+        if resumed and progress.epoch == self._loaded_at and not progress.epoch_batch:
+            self._loaded_at -= every
+
+    def begin_epoch(self) -> None:
+        """Call the hooks that make the loaders, if they are due. Every rank must call it."""
+        progress = self._run.progress
+        if progress.epoch < self._loaded_at + self._every or progress.epoch_batch:
+            return
+        self._loaded_at = progress.epoch
+        if not self._passed:
+            self._reload_training()
+        self._reload_validation()
+
+    def _reload_training(self) -> None:
+        trainer, run, windows = self._trainer, self._run, self._run.windows
+        trainer.forget_loaders()
+        feed, length = load_training(trainer, trainer.load_train())
+        if trainer.metrics.feed is not None:
+            trainer.metrics.use_sizes_of(feed)
+        windows.feed.close()
+        windows.feed, windows.limit = feed, length.limit
+        move, windows.ahead = batch_movers(trainer, run.module, self._datamodule, feed)
+        run.micro.move = move if windows.ahead is None else None
+        trainer.set_training_length(feed, length)
+        schedule = make_schedule(
+            trainer.settings,
+            length,
+            bool(run.validation.feeds),
+            trainer.strategy.world.size,
+        )
+        run.schedule.length = length
+        run.schedule.validate_every = schedule.validate_every
+
+    def _reload_validation(self) -> None:
+        """A hook that gives no validation loader, or none with a batch, ends validation until it gives one."""
+        trainer, run, validation = self._trainer, self._run, self._run.validation
+        validated = bool(validation.feeds)
+        if not validated and self._val_loaders is not None:
+            return  # they had no batch, or validation_step is missing
+        loaders = find_validation_loaders(
+            trainer, run.module, self._datamodule, self._val_loaders
+        )
+        validates = bool(loaders.feeds)
+        if validates and not validated:
+            trainer.say(
+                f"validation from epoch {run.progress.epoch} on: val_dataloader gave a batch"
+            )
+        if validated and not validates:
+            trainer.say(
+                f"no validation from epoch {run.progress.epoch} on: val_dataloader gave no batch"
+            )
+        validation.replace_loaders(loaders.feeds, loaders.limits, loaders.expected)
+        if not (validated and validates):
+            # Intervals without a loader are not due when there is one.
+            run.schedule.mark_checked(run.progress)
+        run.schedule.validates = validates
+        trainer.num_val_batches = validation.counts

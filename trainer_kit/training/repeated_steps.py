@@ -1,0 +1,152 @@
+"""Composes what runs steps again, for AutoMicroBatch, ReplayCheck and NaNGuard; refuses runs that cannot repeat one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.protocols import LeavesOutSteps, ReplaysSteps, SplitsBatches
+from trainer_kit.state.collect import collect, restore
+from trainer_kit.state.rewind import Guard
+from trainer_kit.step.accumulation_window import WindowLoader
+from trainer_kit.step.micro_batch import MicroBatches
+from trainer_kit.step.optimize import ManualStepper, Stepper
+from trainer_kit.step.run import Fit
+from trainer_kit.step.side_effects import remember_effects
+from trainer_kit.step.split_batches import ReplayedSteps, SplitBatches
+from trainer_kit.training.session import Session
+
+__all__ = ["compose_forward_backward", "compose_guard"]
+
+
+def compose_forward_backward(
+    trainer: Session,
+    module: TrainModule,
+    stepper: Stepper | ManualStepper,
+    micro: MicroBatches,
+    windows: WindowLoader,
+) -> Callable[[MicroBatches], None]:
+    """The strategy's ``forward_backward``, or what a callback puts in its place to repeat steps."""
+    strategy = trainer.strategy
+    callbacks = trainer.callbacks
+    splitting = next(
+        (item for item in callbacks if isinstance(item, SplitsBatches)), None
+    )
+    replaying = next(
+        (item for item in callbacks if isinstance(item, ReplaysSteps)), None
+    )
+    without_exchange = strategy.without_exchange()
+    if replaying is not None:
+        if micro.manual or stepper.evaluates or splitting is not None:
+            raise ConfigurationError(
+                "ReplayCheck cannot repeat a step of this run",
+                found="manual optimization, an optimizer that evaluates the loss several times, or AutoMicroBatch",
+                fix="leave one of them out",
+            )
+        return ReplayedSteps(
+            strategy, without_exchange, module, replaying.replays_every
+        )
+    if splitting is None:
+        return strategy.forward_backward
+    obstacle = _obstacle_to_splitting(trainer, module, stepper, micro)
+    if obstacle is not None or without_exchange is None:
+        raise ConfigurationError(
+            "AutoMicroBatch cannot repeat a step of this run",
+            found=obstacle,
+            fix="use smaller batches with accumulate_grad_batches=; one device and DDP can repeat a step",
+        )
+    return SplitBatches(
+        strategy,
+        without_exchange,
+        module,
+        trainer.callbacks,
+        trainer.metrics,
+        windows.loss_weight,
+        splitting,
+        trainer.print,
+    )
+
+
+def _obstacle_to_splitting(
+    trainer: Session,
+    module: TrainModule,
+    stepper: Stepper | ManualStepper,
+    micro: MicroBatches,
+) -> str | None:
+    """Why a step of this run cannot be repeated in smaller parts; None if it can."""
+    strategy = trainer.strategy
+    if micro.manual:
+        return "manual optimization"
+    if stepper.evaluates or stepper.several is not None:
+        return "an optimizer that evaluates the loss several times, or several losses"
+    if strategy.without_exchange() is None:
+        return strategy.describe()
+    if strategy.world.size > 1 and any(
+        isinstance(m, nn.SyncBatchNorm) for m in module.modules()
+    ):
+        return "SyncBatchNorm, whose forward needs every rank"
+    return None
+
+
+def compose_guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
+    """The guard of the callback that leaves out steps that are not finite, or None."""
+    leaving_out = next(
+        (item for item in trainer.callbacks if isinstance(item, LeavesOutSteps)), None
+    )
+    if leaving_out is None:
+        return None
+    obstacle = _obstacle_to_rewinding(trainer, run)
+    if obstacle is not None:
+        raise ConfigurationError(
+            f"NaNGuard cannot undo a step with {obstacle}",
+            fix="leave it out: without it, a loss that is not finite raises an error",
+        )
+    # A rewind does not reset the checkpoint callbacks (their files stay), nor the guard's list of skipped steps.
+    not_reset = {id(leaving_out), *map(id, trainer.checkpoint_callbacks)}
+    callbacks = [
+        callback for callback in trainer.callbacks if id(callback) not in not_reset
+    ]
+    policy, steps_back, max_steps, left_out_steps = leaving_out.non_finite
+
+    def collect_state(owes_validation: bool) -> dict[str, Any]:
+        state = collect(
+            run,
+            callbacks,
+            datamodule,
+            trainer.data_seed,
+            weights_only=False,
+            owes_validation=owes_validation,
+        )
+        return trainer.unsaveable.leave_out(state)
+
+    return Guard(
+        collect_state,
+        lambda state: restore(
+            run, state, run.stepper.made, callbacks, datamodule, strict=True
+        ),
+        lambda: remember_effects(run.module, trainer.callbacks),
+        raises=policy == "raise",
+        back=steps_back,
+        most=max_steps,
+        left_out=left_out_steps,
+    )
+
+
+def _obstacle_to_rewinding(trainer: Session, run: Fit) -> str | None:
+    """Why this run cannot go back to a state that it holds in memory; None if it can."""
+    strategy = trainer.strategy
+    if run.precision.scales:
+        return "loss scaling, which skips such steps by itself"
+    if strategy.owns_step or strategy.keeps_gradients or strategy.per_rank_state:
+        return f"the engine {strategy.name}"
+    if strategy.names_on_all_ranks():
+        return f"the engine {strategy.name}"
+    if run.windows.feed.once:
+        return "a loader that can be read only once"
+    if trainer.reload_dataloaders_every_n_epochs:
+        return "loaders that change between epochs"
+    return None
