@@ -18,7 +18,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import LaunchError, RankError
 from trainer_kit.launch import run_forked
 from trainer_kit.strategies import FSDPStrategy
-from trainer_kit.strategies.process_group import swap_kept
+from trainer_kit.strategies.process_group import swap_world_cache
 
 
 def _place(rank: int) -> Environment:
@@ -85,7 +85,7 @@ def test_ranks_can_be_forked_after_a_process_group_was_destroyed(
         dist.destroy_process_group()
         assert run_forked(start, 2) == 2
     finally:
-        swap_kept({})
+        swap_world_cache({})
 
 
 def test_a_process_in_a_group_forks_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from trainer_kit.strategies.process_group import _let_gloo_finish
+from trainer_kit.strategies.process_group import _wait_for_gloo_threads
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="threads are looked at in /proc"
@@ -38,7 +38,7 @@ def test_the_end_waits_for_a_busy_thread_of_gloo(
     thread.start()
     working.wait()
     start = time.monotonic()
-    _let_gloo_finish()
+    _wait_for_gloo_threads()
     assert least - 0.05 <= time.monotonic() - start <= most
     done.set()
     thread.join()

@@ -100,7 +100,7 @@ def test_whole_parameters_are_handed_out_in_place() -> None:
     tied[1].weight = tied[0].weight
     before, values = list(tied.parameters()), copy.deepcopy(tied.state_dict())
     # As far as a machine of one device shows it: another device than that which they are on, by its index.
-    InitialWeights(tied, Alone()).hand_out(
+    InitialWeights(tied, Alone()).distribute(
         tied, torch.device("cpu", 0), torch.device("cpu")
     )
     assert all(now is then for now, then in zip(tied.parameters(), before, strict=True))

@@ -137,7 +137,9 @@ def check_timeouts() -> None:
             strategy.start()
             groups = [*strategy.mesh.get_all_groups(), strategy.data.group or world]
             assert {timeout(group) for group in groups} == {timedelta(seconds=71)}
-        assert timeout(process_group._beside(None, None)) == timedelta(seconds=71)
+        assert timeout(process_group._create_side_group(None, None)) == timedelta(
+            seconds=71
+        )
     finally:
         dist.distributed_c10d._set_pg_timeout(before, world)
 

@@ -51,7 +51,7 @@ from trainer_kit.precision.converted import ConvertedPrecision
 from trainer_kit.precision.native import make_scaler
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.launcher_options import MESH_KEYS
-from trainer_kit.strategies.mesh_layout import places
+from trainer_kit.strategies.mesh_layout import resolve_sizes
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
@@ -215,7 +215,7 @@ def _mesh(
             found=f"parallelism_config={config.sizes} and {type(engine).__name__}",
             fix="leave one out; FSDP (dp_shard_size=) divides what the other axes leave",
         )
-    places(config.sizes, environment.world_size)
+    resolve_sizes(config.sizes, environment.world_size)
     return None if dims == ["dp_replicate"] and engine is None else config
 
 

@@ -17,7 +17,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.state_names import plain_state, state_name
 from trainer_kit.core.tensors import local
-from trainer_kit.strategies.state import part_of
+from trainer_kit.strategies.state import shard_like
 
 __all__ = [
     "Averages",
@@ -315,7 +315,7 @@ class Averages:
                 new.append(name)
                 self._since[name] = self.count
                 continue
-            local(average).copy_(local(part_of(found, average)))
+            local(average).copy_(local(shard_like(found, average)))
             for other in begun.keys() & set(names):
                 self._since[name] = int(begun[other])
         self._sort()

@@ -82,7 +82,7 @@ def prepare_pippy(
     pipeline.has(model)  # raises an error if another pipeline has split the model
     weights = InitialWeights(model, world)
     pipeline.divide(model, plan, make_precision("32-true", device.type))
-    weights.hand_out(model, device, device)
+    weights.distribute(model, device, device)
     pipeline.find_parameters(model)
     model.__dict__["hf_split_points"] = [names[0] for names in blocks[1:]]
     model.__dict__["forward"] = _Chunked(pipeline, chunks, gather_output)

@@ -31,7 +31,7 @@ from trainer_kit.core.seed import restore_rng, rng_state, swap_last_seed
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.launch.processes import local_environment
 from trainer_kit.planning.fake_world import forget_layouts
-from trainer_kit.strategies.process_group import swap_kept
+from trainer_kit.strategies.process_group import swap_world_cache
 
 __all__ = ["run_local"]
 
@@ -62,7 +62,7 @@ class _State:
 
     def __init__(self) -> None:
         self.random, self.environ = rng_state(), dict(os.environ)
-        self.seed, self.kept = swap_last_seed(None), swap_kept({})
+        self.seed, self.kept = swap_last_seed(None), swap_world_cache({})
         self.dtype, self.anomaly = torch.get_default_dtype(), torch.is_anomaly_enabled()
         self.deterministic = torch.are_deterministic_algorithms_enabled()
         self.warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -78,7 +78,7 @@ class _State:
             if os.environ.get(name) != value:
                 os.environ[name] = value
         swap_last_seed(self.seed)
-        swap_kept(self.kept)
+        swap_world_cache(self.kept)
         torch.set_default_dtype(self.dtype)
         torch.autograd.set_detect_anomaly(self.anomaly)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.costs import Costs, held, own_part
@@ -38,12 +39,12 @@ from trainer_kit.strategies.process_group import (
     borrowed_buffers,
     inherit_timeout,
     join_world,
-    once_a_world,
+    once_per_world,
 )
-from trainer_kit.strategies.rank_sync import InitialWeights, built_once
+from trainer_kit.strategies.rank_sync import InitialWeights, build_on_rank_zero
 from trainer_kit.strategies.state import (
-    Moved,
-    parameters_of,
+    ReplacedParameters,
+    refer_to_parameters,
     refuse_unprepared,
     step_by_kind,
 )
@@ -58,8 +59,8 @@ from trainer_kit.strategies.transforms.blocks import (
 __all__ = [
     "ExchangingBackward",
     "FSDPStrategy",
-    "abandon",
-    "resharding",
+    "reset_unit",
+    "reshard_after",
     "sharded_units",
 ]
 
@@ -122,54 +123,56 @@ class FSDPStrategy(Strategy):
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        word = sharding_strategy.upper()
-        if word not in _RESHARDS:
-            found, fix = (
-                repr(sharding_strategy),
-                f"use {', '.join(_RESHARDS)}, or DDPStrategy, which shards nothing",
+        kind = sharding_strategy.upper()
+        if kind not in _RESHARDS:
+            raise StrategyError(
+                "unknown sharding strategy",
+                found=repr(sharding_strategy),
+                fix=f"use {', '.join(_RESHARDS)}, or DDPStrategy, which shards nothing",
             )
-            raise StrategyError("unknown sharding strategy", found=found, fix=fix)
         if offload_activations and activation_checkpointing_policy is False:
-            fix = "activation_checkpointing_policy=True, or the modules"
             raise StrategyError(
                 "activation offload needs activation checkpointing",
                 found="offload_activations",
-                fix=fix,
+                fix="activation_checkpointing_policy=True, or the modules",
             )
-        self._offloads = offload_activations
+        check_timeout(timeout, "FSDPStrategy")
         self.device = torch.device(device)
-        self.hybrid, self._mesh_shape = word.startswith("HYBRID"), device_mesh
-        self._reshards = (
-            _RESHARDS[word] if reshard_after_forward is None else reshard_after_forward
-        )
-        self._policy, self._recomputes = (
-            auto_wrap_policy,
-            activation_checkpointing_policy,
-        )
-        self.cpu_offload, self._mixed, self._ignored = (
-            cpu_offload,
-            mixed_precision,
-            ignored_modules,
-        )
+        self.hybrid = kind.startswith("HYBRID")
+        self._mesh_shape = device_mesh
+        self._reshards = reshard_after_forward
+        if reshard_after_forward is None:
+            self._reshards = _RESHARDS[kind]
+        self._wrap_policy = auto_wrap_policy
+        self._checkpointing_policy = activation_checkpointing_policy
+        self._offloads_activations = offload_activations
+        self.cpu_offload = cpu_offload
+        self._mixed_precision = mixed_precision
+        self._ignored_modules = ignored_modules
         self.needs_processes = (
             not cpu_offload and activation_checkpointing_policy is False
         )
-        check_timeout(timeout, "FSDPStrategy")
-        self.backend, self.timeout = process_group_backend, timeout
-        self._root: Any = None  # what gathers the rest of its module; None where that is several modules
-        self._around_steps: Any = None  # the root, where steps must run between its hooks: a step does not call it
+        self.backend = process_group_backend
+        self.timeout = timeout
+        # The module that gathers the parameters outside of all units; None if several modules do.
+        self._root: Any = None
+        # The root if a step must run between its hooks, because it calls a method of the module, not the module.
+        self._hooked_root: nn.Module | None = None
         self._units: list[FSDPModule] = []
         self._parameters: list[nn.Parameter] = []
-        self._hooks: list[Any] = []
-        self._moved = Moved()
+        self._hooks: list[RemovableHandle] = []
+        self._replaced_parameters = ReplacedParameters()
         self.weights: InitialWeights | None = None
-        """The initial weights, where `MeshStrategy` has divided the module along other axes first."""
-        self._every_backward = False  # exchanges, because there are several for one optimizer step, or the user's
+        """The initial weights if `MeshStrategy` has divided the module along other axes first."""
+        # Whether each backward reduces gradients: there are several for one optimizer step, or the user runs them.
+        self._every_backward = False
 
     @property
     def parameters_on(self) -> torch.device:
-        """Where parts are kept."""
-        return torch.device("cpu") if self.cpu_offload else self.device
+        """Where shards are kept."""
+        if self.cpu_offload:
+            return torch.device("cpu")
+        return self.device
 
     @property
     def gradient_divisor(self) -> int:
@@ -184,69 +187,72 @@ class FSDPStrategy(Strategy):
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
         shape = self._shape(self.world.size)
-        places = (
-            shape.size() if isinstance(shape, DeviceMesh) else torch.Size(shape).numel()
-        )
-        if len(shape) > 2 if isinstance(shape, tuple) else shape.ndim > 2:
+        sizes = _sizes_of(shape)
+        if len(sizes) > 2:
             raise StrategyError(
                 "parameters are sharded over one axis, or two for replicas",
                 found=f"{shape}",
             )
-        if places != self.world.size:
-            found = f"device_mesh={shape} and {self.world.size} processes"
+        if math.prod(sizes) != self.world.size:
             raise StrategyError(
-                "the size of the mesh differs from the number of processes", found=found
+                "the size of the mesh differs from the number of processes",
+                found=f"device_mesh={shape} and {self.world.size} processes",
             )
-        if not isinstance(shape, DeviceMesh):
-            sizes, names, kind = (
-                tuple(shape),
-                ("replicate", "shard")[-len(shape) :],
-                self.device.type,
-            )
-            shape = once_a_world(
-                ("fsdp", kind, sizes),
-                lambda: inherit_timeout(
-                    init_device_mesh(kind, sizes, mesh_dim_names=names)
-                ),
-            )
-        self.mesh = shape
+        self.mesh = shape if isinstance(shape, DeviceMesh) else self._create_mesh(sizes)
+
+    def _create_mesh(self, sizes: tuple[int, ...]) -> DeviceMesh:
+        names = ("replicate", "shard")[-len(sizes) :]
+        device_type = self.device.type
+        return once_per_world(
+            ("fsdp", device_type, sizes),
+            lambda: inherit_timeout(
+                init_device_mesh(device_type, sizes, mesh_dim_names=names)
+            ),
+        )
+
+    def use_group(self, group: ProcessGroup, mesh: DeviceMesh) -> None:
+        """Shard over the ranks of another strategy's mesh, in place of `start`."""
+        self.world = group
+        self.data = group
+        self.losses = group
+        self.mesh = mesh
+
+    def use_initial_weights(self, weights: InitialWeights) -> None:
+        """Take the weights that were read before another strategy divided the module."""
+        self.weights = weights
 
     def _shape(self, ranks: int) -> tuple[int, ...] | DeviceMesh:
-        """Of the mesh; (replicas, shards) where there are two axes."""
-        if self._mesh_shape is not None or not self.hybrid:
+        """The shape of the mesh, or the user's mesh; two axes are (replicas, shards)."""
+        if self._mesh_shape is not None:
             return self._mesh_shape or (ranks,)
-        here = Environment.detect()
-        inside = here.local_world_size if here.launched else ranks
-        return (ranks // inside, inside)
+        if not self.hybrid:
+            return (ranks,)
+        environment = Environment.detect()
+        ranks_per_node = ranks
+        if environment.launched:
+            ranks_per_node = environment.local_world_size
+        return (ranks // ranks_per_node, ranks_per_node)
 
     def stop(self) -> None:
-        """Release the module; it stays divided, and keeps its activations again."""
+        """Release the module; it stays sharded, and keeps its activations again."""
         for hook in self._hooks:
             hook.remove()
         for unit in self._units:
             ActivationCheckpointing().undo(unit)  # type: ignore[arg-type]  # torch mixes it into the module's class
-        self._root, self._around_steps, self._units, self._hooks, self._parameters = (
-            None,
-            None,
-            [],
-            [],
-            [],
-        )
+        self._root = None
+        self._hooked_root = None
+        self._units = []
+        self._hooks = []
+        self._parameters = []
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Build layers on rank 0, in host memory; the other ranks get their shards from it."""
-        return built_once(self.world)
+        return build_on_rank_zero(self.world)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Shard the module, for evaluation too: a rank may have no memory for full weights."""
         self.stop()
-        self._divide(
-            module,
-            precision,
-            [module]
-            if getattr(module, "automatic_optimization", True)
-            else outer_modules(module),
-        )
+        self._shard_module(module, precision, _find_roots(module))
 
     def prepare_module(
         self, module: nn.Module, manual: bool, precision: Precision
@@ -258,41 +264,40 @@ class FSDPStrategy(Strategy):
         """
         self.stop()
         self._every_backward = manual
-        self._divide(module, precision, outer_modules(module) if manual else [module])
+        roots = outer_modules(module) if manual else [module]
+        self._shard_module(module, precision, roots)
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Shard the module; it is called as before."""
-        self._divide(module, precision, [module])
-        if (
-            self._reshards is None
-        ):  # the optimizer of a raw loop may step at any time, so reshard after each forward
+        self._shard_module(module, precision, [module])
+        if self._reshards is None:
+            # The optimizer of a raw loop may step at any time, so reshard after each forward.
             root: Any = module
             root.set_reshard_after_forward(True, recurse=False)
         return module
 
-    def _divide(
+    def _shard_module(
         self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]
     ) -> None:
-        weights, before = (
-            self.weights or InitialWeights(module, self.world),
-            parameters_of(module),
-        )
-        if self._recomputes is not False:
-            blocks = self._policy if self._recomputes is True else self._recomputes
-            ActivationCheckpointing(blocks, self._offloads).apply(module)
+        """Shard a module, fill it with rank 0's weights, and average the gradients that are not sharded."""
+        weights = self.weights or InitialWeights(module, self.world)
+        before = refer_to_parameters(module)
+        if self._checkpointing_policy is not False:
+            blocks = self._checkpointing_policy
+            if blocks is True:
+                blocks = self._wrap_policy
+            ActivationCheckpointing(blocks, self._offloads_activations).apply(module)
         self.shard(module, precision, roots)
-        weights.hand_out(module, self.device, self.parameters_on)
-        self._root = self._around_steps = module if list(roots) == [module] else None
+        weights.distribute(module, self.device, self.parameters_on)
+        self._root = module if list(roots) == [module] else None
+        self._hooked_root = self._root
         # A raw loop may have several modules, and its optimizers step any of them.
-        self._units += [unit for root in roots for unit in sharded_units(root)]
+        for root in roots:
+            self._units += sharded_units(root)
         self._parameters += module.parameters()
-        self._moved.note(before, module)
-        whole = (
-            parameter
-            for parameter in module.parameters()
-            if not hasattr(parameter, "placements")
-        )
-        self._hooks += average_in_backward(whole, self.world)
+        self._replaced_parameters.record(before, module)
+        unsharded = [p for p in module.parameters() if not hasattr(p, "placements")]
+        self._hooks += average_in_backward(unsharded, self.world)
 
     def adopt(self, module: nn.Module, every_backward: bool = False) -> None:
         """Train a module that its own code has sharded; its units and their options stay as they are.
@@ -301,16 +306,17 @@ class FSDPStrategy(Strategy):
             module: has units; parameters outside of them are not exchanged.
             every_backward: each backward reduces gradients.
         """
-        found = sharded_units(module)
-        inner = {part for unit in found for part in unit.modules() if part is not unit}  # type: ignore[attr-defined]
-        roots = [unit for unit in found if unit not in inner]
-        self._root = (
-            roots[0]
-            if len(roots) == 1 and not self._units and not every_backward
-            else None
-        )
-        self._around_steps = module if isinstance(module, FSDPModule) else None
-        self._units += found
+        module_units = sharded_units(module)
+        nested: set[int] = set()
+        for unit in module_units:
+            modules = unit.modules()  # type: ignore[attr-defined]  # torch mixes it into the module's class
+            nested.update(id(inner) for inner in modules if inner is not unit)
+        roots = [unit for unit in module_units if id(unit) not in nested]
+        # In a window of several micro-batches one root can defer the reduction for all of its units.
+        has_one_root = len(roots) == 1 and not self._units and not every_backward
+        self._root = roots[0] if has_one_root else None
+        self._hooked_root = module if isinstance(module, FSDPModule) else None
+        self._units += module_units
         self._parameters += module.parameters()
         self._every_backward = every_backward
 
@@ -336,110 +342,101 @@ class FSDPStrategy(Strategy):
         """
         # Parameters come as they are stored: autocast casts what may be cast, as in one process. Gathered in 16 bits,
         # norms would compute in them too, and on a CPU refuse to.
-        policy = self._mixed or MixedPrecisionPolicy(
+        policy = self._mixed_precision or MixedPrecisionPolicy(
             reduce_dtype=precision.reduce_dtype
         )
-        offload = (
-            CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
-            if self.cpu_offload
-            else OffloadPolicy()
-        )
+        offload = OffloadPolicy()
+        if self.cpu_offload:
+            offload = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
+        if reshards is None:
+            reshards = self._reshards
         separate = _separate_units(module, precision, policy)
-        ignored = self._left_whole(module, whole)
-        if isinstance(self._ignored, str) and not ignored:
+        ignored = self._unsharded_parameters(module, whole)
+        if isinstance(self._ignored_modules, str) and not ignored:
             raise StrategyError(
                 "ignored_modules names no module that has parameters",
-                found=repr(self._ignored),
-                fix=f"pass a regular expression of whole names, such as {_some_name(module)!r}",
+                found=repr(self._ignored_modules),
+                fix=f"pass a regular expression of whole names, such as {_example_name(module)!r}",
             )
-        for part in [*self._units_of(module, separate), *roots]:
-            if not isinstance(part, FSDPModule):
-                fully_shard(
-                    part,
-                    mesh=self.mesh,
-                    reshard_after_forward=self._reshards
-                    if reshards is None
-                    else reshards,
-                    mp_policy=replace(policy, param_dtype=None)
-                    if part in separate
-                    else policy,
-                    offload_policy=offload,
-                    ignored_params=ignored,
-                )
+        for unit in [*self._find_units(module, separate), *roots]:
+            if isinstance(unit, FSDPModule):
+                continue
+            unit_policy = policy
+            if unit in separate:  # it computes in the dtype in which it is stored
+                unit_policy = replace(policy, param_dtype=None)
+            fully_shard(
+                unit,
+                mesh=self.mesh,
+                reshard_after_forward=reshards,
+                mp_policy=unit_policy,
+                offload_policy=offload,
+                ignored_params=ignored,
+            )
 
-    def _left_whole(
+    def _unsharded_parameters(
         self, module: nn.Module, whole: Iterable[nn.Module] = ()
     ) -> set[nn.Parameter]:
         """Return the parameters that are not sharded; their gradients are averaged."""
-        matching = self._ignored or whole
-        if isinstance(matching, str):
-            matching = [
-                part
-                for name, part in module.named_modules()
-                if name and re.fullmatch(matching, name)
+        ignored = self._ignored_modules or whole
+        if isinstance(ignored, str):
+            ignored = [
+                submodule
+                for name, submodule in module.named_modules()
+                if name and re.fullmatch(ignored, name)
             ]
-        return {parameter for part in matching for parameter in part.parameters()}
+        parameters: set[nn.Parameter] = set()
+        for submodule in ignored:
+            parameters.update(submodule.parameters())
+        return parameters
 
-    def _units_of(
+    def _find_units(
         self, module: nn.Module, separate: Sequence[nn.Module] = ()
     ) -> list[nn.Module]:
         """Return the modules that are gathered separately, inner ones first, without the roots.
 
-        A module that shares a parameter with a module outside of it does not become a unit: both are gathered with the
-        rest.
+        A module that shares a parameter with a module outside of it does not become a unit: the root gathers both.
         """
-        owners = Counter(
-            id(p) for part in module.modules() for p in part.parameters(recurse=False)
-        )
-        shared = {number for number, count in owners.items() if count > 1}
-        found, picked = [], {*units(module, self._policy).values(), *separate}
-        for part in reversed(list(module.modules())):
-            if part not in picked or part is module:
+        uses = _count_uses(module)
+        candidates = {*units(module, self._wrap_policy).values(), *separate}
+        unit_modules = []
+        for submodule in reversed(list(module.modules())):
+            if submodule not in candidates or submodule is module:
                 continue
-            inside = Counter(
-                id(p)
-                for inner in part.modules()
-                for p in inner.parameters(recurse=False)
-            )
+            uses_inside = _count_uses(submodule)
             if all(
-                inside[number] == owners[number] for number in shared & inside.keys()
+                count == uses[parameter] for parameter, count in uses_inside.items()
             ):
-                found.append(part)
-        return found
+                unit_modules.append(submodule)
+        return unit_modules
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the parameters that the optimizer had before sharding by their shards."""
-        self._moved.follow(optimizer)
+        self._replaced_parameters.replace_in(optimizer)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Call the method between the root's hooks, which gather the parameters outside of all units."""
         self._every_backward = self._every_backward or several
-        return (
-            method
-            if self._around_steps is None
-            else _through(self._around_steps, method)
-        )
+        return self._between_hooks(method)
 
     def bind_evaluation(
         self, method: Callable[..., Any], whole: bool = False
     ) -> Callable[..., Any]:
         """Like `bind`; weights are sharded again after each call, as hooks and checkpoints expect."""
-        call = (
-            method
-            if self._around_steps is None
-            else _through(self._around_steps, method)
-        )
-        return resharding(call, self._units)
+        return reshard_after(self._between_hooks(method), self._units)
+
+    def _between_hooks(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method between the root's hooks; the method itself if no root needs them."""
+        if self._hooked_root is None:
+            return method
+        return _with_hooks_of(self._hooked_root, method)
 
     def bind_backward(
         self, backward: Callable[..., None] | None
     ) -> Callable[..., None] | None:
         """The module's backward, or autograd's; with ``inputs`` it keeps all other gradients."""
-        return (
-            ExchangingBackward(self._parameters, backward)
-            if self._every_backward
-            else backward
-        )
+        if not self._every_backward:
+            return backward
+        return ExchangingBackward(self._parameters, backward)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's own step, called once per kind of parameter, after all units are sharded again."""
@@ -459,12 +456,13 @@ class FSDPStrategy(Strategy):
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other; the last backward reduces gradients."""
-        last, root = micro.count - 1, self._root
-        waits = last > 0 and root is not None and not self._every_backward
+        last = micro.count - 1
+        root = self._root
+        defers_reduction = last > 0 and root is not None and not self._every_backward
         try:
             for index in range(micro.count):
                 micro.begin(index)
-                if waits and index in (0, last):
+                if defers_reduction and index in (0, last):
                     root.set_requires_gradient_sync(index == last)
                 loss = micro.forward(index)
                 if loss is not None:
@@ -478,7 +476,7 @@ class FSDPStrategy(Strategy):
                 micro.end(index)
         except BaseException:
             for unit in self._units:
-                abandon(unit)
+                reset_unit(unit)
             raise
 
     def clip_gradients(
@@ -497,51 +495,62 @@ class FSDPStrategy(Strategy):
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """A shard of everything; parameters are gathered in forward and again in backward, gradients are reduced."""
-        shape = self.mesh or self._shape(ranks)
-        rank = (
-            shape.get_local_rank(shape.ndim - 1) if isinstance(shape, DeviceMesh) else 0
-        )
-        *replicas, shards = shape.shape if isinstance(shape, DeviceMesh) else shape
+        mesh = self.mesh or self._shape(ranks)
+        *replicas, shards = _sizes_of(mesh)
         copies = math.prod(replicas)
-        automatic = getattr(module, "automatic_optimization", True)
-        roots = [module] if automatic else outer_modules(module)
-        divided = {p for root in roots for p in root.parameters()} - self._left_whole(
-            module
-        )
-        often = ", in each backward" if self._every_backward or not automatic else ""
-        sent = []
-        if shards > 1:
-            again = self._reshards is not False and (
-                self._reshards or self._units_of(module)
-            )
-            each = "forward, and again for backward" if again else "forward"
-            sent = [
-                f"parameters: all-gather over {shards} ranks for each {each}",
-                f"gradients: reduce-scatter over {shards} ranks{often}",
-            ]
+        shard_rank = 0
+        if isinstance(mesh, DeviceMesh):
+            shard_rank = mesh.get_local_rank(mesh.ndim - 1)
+        sharded: set[nn.Parameter] = set()
+        for root in _find_roots(module):
+            sharded.update(root.parameters())
+        sharded -= self._unsharded_parameters(module)
+        layout = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
         if copies > 1:
-            sent.append(f"their parts: all-reduce over {copies} copies{often}")
-        if shards * copies > 1 and any(
-            p.requires_grad for p in module.parameters() if p not in divided
-        ):
-            sent.append(
-                f"gradients of what stays whole: all-reduce over {shards * copies} ranks"
+            layout = f"{copies} copies, each over {layout}"
+
+        def part(parameter: nn.Parameter) -> Tensor:
+            return own_part(
+                parameter, shards if parameter in sharded else 1, shard_rank
             )
-        among = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
-        layout = f"{copies} copies, each over {among}" if copies > 1 else among
-        during = _autocast_copies(divided, precision, self._mixed)
-        return held(
-            module,
-            layout,
-            sent,
-            lambda p: own_part(p, shards if p in divided else 1, rank),
-            during,
-        )
+
+        exchanges = self._describe_exchanges(module, shards, copies, sharded)
+        during = _autocast_copies(sharded, precision, self._mixed_precision)
+        return held(module, layout, exchanges, part, during)
+
+    def _describe_exchanges(
+        self,
+        module: nn.Module,
+        shards: int,
+        copies: int,
+        sharded: Collection[nn.Parameter],
+    ) -> list[str]:
+        when = ""
+        if self._every_backward or not getattr(module, "automatic_optimization", True):
+            when = ", in each backward"
+        lines = []
+        if shards > 1:
+            regathers = self._reshards is not False and (
+                self._reshards or self._find_units(module)
+            )
+            passes = "forward, and again for backward" if regathers else "forward"
+            lines.append(
+                f"parameters: all-gather over {shards} ranks for each {passes}"
+            )
+            lines.append(f"gradients: reduce-scatter over {shards} ranks{when}")
+        if copies > 1:
+            lines.append(f"their parts: all-reduce over {copies} copies{when}")
+        unsharded = [p for p in module.parameters() if p not in sharded]
+        ranks = shards * copies
+        if ranks > 1 and any(p.requires_grad for p in unsharded):
+            lines.append(
+                f"gradients of what stays whole: all-reduce over {ranks} ranks"
+            )
+        return lines
 
     def places(self, processes: int) -> dict[str, int]:
-        """The numbers of replicas, where there are any, and of shards."""
-        shape = self._shape(processes)
-        sizes = tuple(shape.shape) if isinstance(shape, DeviceMesh) else shape
+        """The number of shards, and of replicas if there are any."""
+        sizes = _sizes_of(self._shape(processes))
         return dict(
             zip(("dp_replicate", "dp_shard")[-len(sizes) :], sizes, strict=False)
         )
@@ -551,17 +560,38 @@ class FSDPStrategy(Strategy):
         kind = "hybrid FSDP" if self.hybrid else "FSDP"
         if self.mesh is None:
             return f"{kind} on {self.device.type}"
-        names = self.mesh.mesh_dim_names or ()
-        axes = " × ".join(
-            f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=False)
-        )
-        kept = ", gathered until backward" if self._reshards is False else ""
-        where = ", parts in host memory" if self.cpu_offload else ""
-        units = f", {len(self._units)} units" if self._units else ""
-        return f"{kind} ({axes}) on {self.device.type}{units}{kept}{where}"
+        sizes = zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=False)
+        axes = " × ".join(f"{name}={size}" for name, size in sizes)
+        facts = [f"{kind} ({axes}) on {self.device.type}"]
+        if self._units:
+            facts.append(f"{len(self._units)} units")
+        if self._reshards is False:
+            facts.append("gathered until backward")
+        if self.cpu_offload:
+            facts.append("parts in host memory")
+        return ", ".join(facts)
 
 
-def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+def _sizes_of(mesh: tuple[int, ...] | DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.shape if isinstance(mesh, DeviceMesh) else mesh)
+
+
+def _find_roots(module: nn.Module) -> list[nn.Module]:
+    """The modules that gather the parameters outside of all units; several in manual optimization."""
+    if getattr(module, "automatic_optimization", True):
+        return [module]
+    return outer_modules(module)
+
+
+def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
+    """How many layers of a module have each parameter."""
+    uses: Counter[nn.Parameter] = Counter()
+    for layer in module.modules():
+        uses.update(layer.parameters(recurse=False))
+    return uses
+
+
+def _with_hooks_of(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method wrapped in the root's hooks; the module is not changed."""
     root.__dict__["_step"] = method
     register_fsdp_forward_method(root, "_step")
@@ -578,14 +608,12 @@ def _autocast_copies(
     dtype = precision.param_dtype
     if dtype is None or (policy is not None and policy.param_dtype is not None):
         return ""
-    wide = [p for p in gathered if p.dtype == torch.float32 and p.ndim > 1]
-    size = sum(p.numel() for p in wide) * dtype.itemsize
-    word = str(dtype).removeprefix("torch.")
-    return (
-        f"from forward to backward up to {in_units(size)} of autocast's {word} copies of all weights"
-        if size
-        else ""
-    )
+    cast = [p for p in gathered if p.dtype == torch.float32 and p.ndim > 1]
+    size = sum(p.numel() for p in cast) * dtype.itemsize
+    if size == 0:
+        return ""
+    dtype_name = str(dtype).removeprefix("torch.")
+    return f"from forward to backward up to {in_units(size)} of autocast's {dtype_name} copies of all weights"
 
 
 def _separate_units(
@@ -612,7 +640,8 @@ class ExchangingBackward:
     def __init__(
         self, parameters: Sequence[nn.Parameter], run: Callable[..., None] | None
     ) -> None:
-        self.parameters, self.run = parameters, run or _autograd
+        self.parameters = parameters
+        self.run = run or _autograd
 
     def __call__(
         self, loss: Tensor, *arguments: Any, inputs: Any = None, **options: Any
@@ -621,13 +650,15 @@ class ExchangingBackward:
         if inputs is None:
             self.run(loss, *arguments, **options)
             return
-        # ``inputs=`` of autograd cannot name the parts: its graph has the gathered parameters.
-        reached = {id(parameter) for parameter in inputs}
-        others = [(p, p.grad) for p in self.parameters if id(p) not in reached]
-        for parameter, _ in others:
+        # ``inputs=`` of autograd cannot name the shards: its graph has the gathered parameters. So all gradients are
+        # computed, and those of other parameters are put back as they were.
+        selected = {id(parameter) for parameter in inputs}
+        unselected = [p for p in self.parameters if id(p) not in selected]
+        gradients = [p.grad for p in unselected]
+        for parameter in unselected:
             parameter.grad = None
         self.run(loss, *arguments, **options)
-        for parameter, gradient in others:
+        for parameter, gradient in zip(unselected, gradients, strict=True):
             parameter.grad = gradient
 
 
@@ -635,23 +666,20 @@ def _autograd(loss: Tensor, **options: Any) -> None:
     loss.backward(**options)  # type: ignore[no-untyped-call]
 
 
-def _some_name(module: nn.Module) -> str:
-    return next(
-        (
-            name
-            for name, part in module.named_modules()
-            if name and any(True for _ in part.parameters())
-        ),
-        "net",
-    )
+def _example_name(module: nn.Module) -> str:
+    """The name of a submodule that has parameters, for an error."""
+    for name, submodule in module.named_modules():
+        if name and any(True for _ in submodule.parameters()):
+            return str(name)
+    return "net"
 
 
 def sharded_units(module: nn.Module) -> list[FSDPModule]:
     """Return all units of a module, the module first where it is a unit."""
-    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
-def abandon(unit: FSDPModule) -> None:
+def reset_unit(unit: FSDPModule) -> None:
     """Drop the gradients of a window that an error has ended before its last backward."""
     unit.set_requires_gradient_sync(True, recurse=False)
     state: Any = unit._get_fsdp_state()
@@ -665,7 +693,9 @@ def abandon(unit: FSDPModule) -> None:
                 parameter._unsharded_param.grad = None
 
 
-def resharding(call: Callable[..., Any], units: Sequence[Any]) -> Callable[..., Any]:
+def reshard_after(
+    call: Callable[..., Any], units: Sequence[FSDPModule]
+) -> Callable[..., Any]:
     """``call``, after which the weights of ``units`` are sharded again: hooks and checkpoints expect them so."""
 
     def resharded(*arguments: Any) -> Any:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
@@ -27,7 +27,12 @@ from trainer_kit.core.state_names import (
     without_wrappers,
 )
 from trainer_kit.precision.precision import EXCHANGING, Precision
-from trainer_kit.strategies.fsdp import FSDPStrategy, abandon, resharding, sharded_units
+from trainer_kit.strategies.fsdp import (
+    FSDPStrategy,
+    reset_unit,
+    reshard_after,
+    sharded_units,
+)
 from trainer_kit.strategies.gradients import (
     clip_sharded_gradients,
     local_gradients,
@@ -36,31 +41,31 @@ from trainer_kit.strategies.gradients import (
 from trainer_kit.strategies.mesh_layout import (
     AXES,
     MeshGroups,
-    axes_in_words,
     check_options,
     check_sizes,
-    parameters_held,
-    places,
-    same_batches,
+    describe_equal_batches,
+    describe_shard,
+    format_axes,
+    resolve_sizes,
 )
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     average_gradients,
     borrowed_buffers,
     join_world,
-    once_a_world,
+    once_per_world,
 )
 from trainer_kit.strategies.rank_sync import (
     InitialWeights,
     agree_on_rng,
-    built_once,
+    build_on_rank_zero,
     with_equal_rng,
 )
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.state import (
-    Moved,
+    ReplacedParameters,
     load_module_parts,
-    parameters_of,
+    refer_to_parameters,
     refuse_unprepared,
     step_by_kind,
 )
@@ -74,7 +79,11 @@ from trainer_kit.strategies.transforms.pipeline import (
     check_schedule,
 )
 from trainer_kit.strategies.transforms.pipeline_stages import has_stages
-from trainer_kit.strategies.transforms.tensor import TensorParallel, complete_gradients
+from trainer_kit.strategies.transforms.tensor import (
+    TensorParallel,
+    complete_gradients,
+    find_replicated,
+)
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = ["MeshStrategy"]
@@ -154,15 +163,14 @@ class MeshStrategy(Strategy):
         self.schedule = pp_schedule
         self.pipeline: Pipeline | None = None
         self.plan = plan
-        self._recomputes = activation_checkpointing_policy
+        self._checkpointing_policy = activation_checkpointing_policy
         self._fsdp = dict(fsdp or {})
-        self._offloads = bool(self._fsdp.pop("offload_activations", False))
-        if self._offloads and activation_checkpointing_policy is False:
-            fix = "activation_checkpointing_policy=True, or the modules"
+        self._offloads_activations = bool(self._fsdp.pop("offload_activations", False))
+        if self._offloads_activations and activation_checkpointing_policy is False:
             raise StrategyError(
                 "activation offload needs activation checkpointing",
                 found="offload_activations",
-                fix=fix,
+                fix="activation_checkpointing_policy=True, or the modules",
             )
         FSDPStrategy(self.device, **self._fsdp)  # raises for unknown options now
         check_timeout(timeout, "MeshStrategy")
@@ -172,9 +180,9 @@ class MeshStrategy(Strategy):
         self._shards: FSDPStrategy | None = None
         self._transforms: tuple[Transform, ...] = ()
         self._modules: list[nn.Module] = []
-        self._moved = Moved()
+        self._replaced_parameters = ReplacedParameters()
         self._parameters: list[nn.Parameter] = []
-        self._summed: list[nn.Parameter] = []
+        self._summed_parameters: list[nn.Parameter] = []
         self._first_window_done = False
         self._raw_loop = False
 
@@ -186,32 +194,30 @@ class MeshStrategy(Strategy):
         Raises:
             StrategyError: the sizes of the mesh do not match the number of processes.
         """
-        again = self.started
+        was_started = self.started
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
-        if again:
+        if was_started:
             return
         sizes = self.places(self.world.size)
         check_options(sizes, self._fsdp)
         # Groups hold threads and sockets until the process ends, so later fits with these sizes reuse them.
-        self.groups: MeshGroups = once_a_world(
+        self.groups: MeshGroups = once_per_world(
             (str(self.device), *sizes.items()), lambda: MeshGroups(self.device, sizes)
         )
         self.mesh = self.groups.mesh
         self.data = self.groups.data
         self.losses = self.groups.losses
         self.reports = self.groups.reports
-        self._same_batch = self._same_numbers = list(self.groups.same.values())
+        self._equal_batch_groups = list(self.groups.same.values())
+        self._equal_rng_groups = list(self.groups.same.values())
         self.reporter = self.world.rank
         self.sharded = self.world.size > 1  # a single rank has all parameters
-        self.lockstep = (
-            self.losses.size > 1
-        )  # a forward gathers parameters that are sharded over the data axes
+        # A forward gathers parameters that are sharded over the data axes.
+        self.lockstep = self.losses.size > 1
         if self.losses.size > 1:
-            self._shards = made = FSDPStrategy(
-                self.device, device_mesh=self.groups.data_mesh, **self._fsdp
-            )
-            made.world = made.data = made.losses = self.losses
-            made.mesh = self.groups.data_mesh
+            mesh = self.groups.data_mesh
+            self._shards = FSDPStrategy(self.device, device_mesh=mesh, **self._fsdp)
+            self._shards.use_group(self.losses, mesh)
         self._data_axes = self._shards or SingleDeviceStrategy(self.device)
         if sizes["pp"] > 1:
             self.pipeline = Pipeline(
@@ -220,11 +226,11 @@ class MeshStrategy(Strategy):
             self.reporter = self.pipeline.reporter
             self.why_not_again = "each rank of a pipeline has other parameters"
             self._data_axes = _StagedStrategy(self.pipeline, self.groups, self._shards)
-            self._same_numbers = []  # each stage draws its own random numbers
+            self._equal_rng_groups = []  # each stage draws its own random numbers
 
     def places(self, processes: int) -> dict[str, int]:
-        """The size of each axis, with -1 resolved; see `trainer_kit.strategies.mesh_layout.places`."""
-        return places(self.sizes, processes)
+        """The size of each axis, with -1 resolved; see `trainer_kit.strategies.mesh_layout.resolve_sizes`."""
+        return resolve_sizes(self.sizes, processes)
 
     @property
     def gradient_divisor(self) -> int:
@@ -243,18 +249,18 @@ class MeshStrategy(Strategy):
                 transform.undo(module)
         self._modules = []
         self._parameters = []
-        self._summed = []
+        self._summed_parameters = []
         self._raw_loop = False
 
     # -- the module ----------------------------------------------------------------------------------------------
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Build layers on rank 0, in host memory; the other ranks receive their shards."""
-        return built_once(self.world)
+        return build_on_rank_zero(self.world)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Divide the module for evaluation: it may not fit on one rank there either."""
-        self._divide(
+        self._shard_module(
             module, precision, lambda: self._data_axes.place_module(module, precision)
         )
 
@@ -262,7 +268,7 @@ class MeshStrategy(Strategy):
         self, module: nn.Module, manual: bool, precision: Precision
     ) -> None:
         """Divide the module for training; every rank gets its shards of rank 0's weights."""
-        self._divide(
+        self._shard_module(
             module,
             precision,
             lambda: self._data_axes.prepare_module(module, manual, precision),
@@ -274,19 +280,20 @@ class MeshStrategy(Strategy):
         Raises:
             StrategyError: the plan needs a wrapper around whole steps, which a raw loop does not have.
         """
-        pp, divided = self.mesh["pp"].size(), self._plan_of(module).loss_parallel
-        if divided or pp > 1:
+        pp = self.mesh["pp"].size()
+        loss_parallel = self._find_plan(module).loss_parallel
+        if loss_parallel or pp > 1:
             raise StrategyError(
                 "pipelines and loss parallelism need a Trainer that runs whole steps",
-                found=f"pp={pp}, loss_parallel={divided}",
+                found=f"pp={pp}, loss_parallel={loss_parallel}",
                 fix="train with a Trainer, or use pp=1 and loss_parallel=False; prepare_pippy runs inference in stages",
             )
-        others = self._modules
+        earlier_modules = self._modules
         self._raw_loop = True
-        self._divide(
+        self._shard_module(
             module, precision, lambda: self._data_axes.wrap_module(module, precision)
         )
-        self._modules = [*others, module]  # a raw loop may have several
+        self._modules = [*earlier_modules, module]  # a raw loop may have several
         return module
 
     def transforms_of(
@@ -297,80 +304,90 @@ class MeshStrategy(Strategy):
         Stages come first, because each later transform changes only the stages of this rank. Recomputation runs
         around split layers. Data sharding comes last, because it shards the parts that the other axes leave on a rank.
         """
-        plan = self._plan_of(module)
-        several = {axis: self.mesh[axis].size() > 1 for axis in ("cp", "tp")}
-        context = plan.context is not None and plan.context.positions is not None
-        staged = plan.pipeline or PipelinePlan()
-        blocks = None if self._recomputes is True else self._recomputes
-        ordered = (
-            None
-            if self.pipeline is None
-            else PipelineParallel(self.pipeline, staged, precision),
-            TensorParallel(plan, copies=self._raw_loop and self.losses.size > 1)
-            if several["tp"]
-            else None,
-            ContextParallel.planned(module, plan)
-            if (several["cp"] or context) and not self._raw_loop
-            else None,
-            None
-            if self._recomputes is False
-            else ActivationCheckpointing(blocks, self._offloads),
-        )
-        return tuple(transform for transform in ordered if transform is not None)
+        plan = self._find_plan(module)
+        transforms: list[Transform] = []
+        if self.pipeline is not None:
+            stage_plan = plan.pipeline or PipelinePlan()
+            transforms.append(PipelineParallel(self.pipeline, stage_plan, precision))
+        if self.mesh["tp"].size() > 1:
+            # `bind` copies the outputs of a step. A raw loop calls the module itself, and FSDP loses hooks on views.
+            copies = self._raw_loop and self.losses.size > 1
+            transforms.append(TensorParallel(plan, copies=copies))
+        if self._needs_context(plan):
+            transforms.append(ContextParallel.planned(module, plan))
+        if self._checkpointing_policy is not False:
+            blocks = (
+                None
+                if self._checkpointing_policy is True
+                else self._checkpointing_policy
+            )
+            transforms.append(
+                ActivationCheckpointing(blocks, self._offloads_activations)
+            )
+        return tuple(transforms)
 
-    def _divide(
-        self, module: nn.Module, precision: Precision, along_data: Callable[[], Any]
+    def _needs_context(self, plan: ParallelPlan) -> bool:
+        """Whether batches are split along the sequence, or need positions; a raw loop does both itself."""
+        if self._raw_loop:
+            return False
+        adds_positions = plan.context is not None and plan.context.positions is not None
+        return adds_positions or self.mesh["cp"].size() > 1
+
+    def _mesh_for(self, transform: Transform) -> DeviceMesh:
+        """The mesh axis of a transform; the full mesh if it has none."""
+        if transform.axis:
+            return self.mesh[transform.axis]
+        return self.mesh
+
+    def _shard_module(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        shard_over_data: Callable[[], object],
     ) -> None:
-        before = parameters_of(module)
+        """Apply the transforms, then the data axes; every rank gets its part of rank 0's weights."""
+        before = refer_to_parameters(module)
         # If an earlier fit has made stages, each rank already has its weights, under its own names.
-        weights = InitialWeights(
-            module, self.world, given=self.pipeline is not None and has_stages(module)
-        )
+        placed = self.pipeline is not None and has_stages(module)
+        weights = InitialWeights(module, self.world, placed)
         self._transforms = self.transforms_of(module, precision)
+        self.shard_batch = None
         for transform in self._transforms:
-            transform.apply(
-                module, self.mesh[transform.axis] if transform.axis else self.mesh
-            )
-        shards = [
-            transform.shard_batch
-            for transform in self._transforms
-            if transform.divides_batch
-        ]
-        self.shard_batch = shards[0] if shards else None
+            transform.apply(module, self._mesh_for(transform))
+            if transform.divides_batch:
+                self.shard_batch = transform.shard_batch
         if self._shards is None:
-            weights.hand_out(module, self.device, self.device)
+            weights.distribute(module, self.device, self.device)
         else:  # FSDP shards before the weights are placed: a rank never holds more than its shard
-            self._shards.weights = weights
-        along_data()
+            self._shards.use_initial_weights(weights)
+        shard_over_data()
+        if not self._raw_loop:  # a raw loop may have several modules
+            self._parameters = []
+            self._summed_parameters = []
         self._modules = [module]
-        self._parameters = [
-            *(self._parameters if self._raw_loop else []),
-            *module.parameters(),
-        ]
+        self._parameters += module.parameters()
         self._first_window_done = False
-        self._moved.note(before, module)
+        self._replaced_parameters.record(before, module)
         if self.losses.size == 1:  # FSDP sums them itself
-            known = self._summed if self._raw_loop else []
-            mine = (
-                p
-                for p in module.parameters()
-                if isinstance(p, DTensor) and Replicate() in p.placements
-            )
-            self._summed = [*known, *mine]
-        agree_on_rng(self._same_batch, self.device)
+            self._summed_parameters += find_replicated(module)
+        agree_on_rng(self._equal_batch_groups, self.device)
 
-    def _plan_of(self, module: nn.Module) -> ParallelPlan:
+    def _find_plan(self, module: nn.Module) -> ParallelPlan:
+        """The user's plan, or the module's."""
         if self.plan is not None:
             return self.plan
         configure = getattr(module, "configure_parallel", None)
-        return (None if configure is None else configure(self.mesh)) or ParallelPlan()
+        if configure is None:
+            return ParallelPlan()
+        plan: ParallelPlan | None = configure(self.mesh)
+        return plan or ParallelPlan()
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's original parameters by this rank's shards."""
         self._data_axes.prepare_optimizer(optimizer)
-        self._moved.follow(optimizer)
+        self._replaced_parameters.replace_in(optimizer)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The step of the data axes; a multi-tensor optimizer is called once for each kind of parameter."""
@@ -384,11 +401,9 @@ class MeshStrategy(Strategy):
         for transform in self._transforms:
             method = transform.bind(method)
         call = self._data_axes.bind(method, several)
-        return (
-            with_equal_rng(call, self._same_numbers, self.device)
-            if self._same_numbers
-            else call
-        )
+        if not self._equal_rng_groups:
+            return call
+        return with_equal_rng(call, self._equal_rng_groups, self.device)
 
     def bind_evaluation(
         self, method: Callable[..., Any], whole: bool = False
@@ -415,23 +430,21 @@ class MeshStrategy(Strategy):
                     transform.computing(first=not self._first_window_done)
                 )
             self._data_axes.forward_backward(micro)
-        self._complete()
+        self._complete_window()
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Finish a window of a raw loop; return this rank's shards of the gradients."""
-        self._complete()
+        self._complete_window()
         return local_gradients(optimizer)
 
-    def _complete(self) -> None:
-        complete_gradients(self._summed)
+    def _complete_window(self) -> None:
+        complete_gradients(self._summed_parameters)
         if self._first_window_done:
             return
         self._first_window_done = True
         for module in self._modules:
             for transform in self._transforms:
-                transform.check_gradients(
-                    module, self.mesh[transform.axis] if transform.axis else self.mesh
-                )
+                transform.check_gradients(module, self._mesh_for(transform))
 
     def arm(self, loss: Tensor) -> None:
         """Prepare the data axes for the backward of ``loss``."""
@@ -446,7 +459,7 @@ class MeshStrategy(Strategy):
     ) -> Tensor | None:
         """Clip by norm or by value; the norm is over all shards."""
         complete_gradients(
-            self._summed
+            self._summed_parameters
         )  # manual optimization clips before a window ends
         if self.pipeline is None:
             return clip_sharded_gradients(parameters, value, algorithm, norm_type)
@@ -477,9 +490,9 @@ class MeshStrategy(Strategy):
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context in which every rank has the running statistics of rank 0, as checkpoints do."""
-        return borrowed_buffers(
-            module, self.world if self.pipeline is None else self.losses
-        )
+        if self.pipeline is None:
+            return borrowed_buffers(module, self.world)
+        return borrowed_buffers(module, self.losses)  # stages have other buffers
 
     # -- what it costs -------------------------------------------------------------------------------------------
 
@@ -489,83 +502,93 @@ class MeshStrategy(Strategy):
         The size of that part is known once the module is divided.
         """
         sizes = self.places(ranks)
-        copies = sizes["dp_replicate"]
-        shards = sizes["dp_shard"] * sizes["cp"]
-        shape = (
-            self.groups.data_mesh
-            if self.started
-            else ((copies, shards) if copies > 1 else (shards,))
-        )
-        along_data = FSDPStrategy(device_mesh=shape, **self._fsdp).costs(
-            module, precision, copies * shards
-        )
-        held, sent = _model_axes(sizes)
-        layout = "; ".join(
-            [
-                axes_in_words(sizes),
-                *held,
-                *([along_data.layout] if copies * shards > 1 else []),
-            ]
-        )
+        data_ranks = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"]
+        fsdp = FSDPStrategy(device_mesh=self._data_shape(sizes), **self._fsdp)
+        data_costs = fsdp.costs(module, precision, data_ranks)
+        axis_layouts, exchanges = _costs_of_model_axes(sizes)
+        layouts = [format_axes(sizes), *axis_layouts]
+        if data_ranks > 1:
+            layouts.append(data_costs.layout)
         divided = has_stages(module) or any(
             isinstance(p, DTensor) for p in module.parameters()
         )
-        if sizes["tp"] * sizes["pp"] > 1 and not divided:
-            layout += "; how much is known when a run has divided the module"
+        if divided:
+            layouts.append(self._describe_shard([module]))
+        elif sizes["tp"] * sizes["pp"] > 1:
+            layouts.append("how much is known when a run has divided the module")
             return replace(
-                along_data,
-                layout=layout,
+                data_costs,
+                layout="; ".join(layouts),
                 parameters=None,
                 gradients=None,
-                exchanges=sent,
+                exchanges=exchanges,
             )
-        if divided:
-            layout += f"; {self._held([module])}"
         return replace(
-            along_data, layout=layout, exchanges=[*sent, *along_data.exchanges]
+            data_costs,
+            layout="; ".join(layouts),
+            exchanges=[*exchanges, *data_costs.exchanges],
         )
+
+    def _data_shape(self, sizes: Mapping[str, int]) -> DeviceMesh | tuple[int, ...]:
+        """The mesh of the data axes; before `start` only its shape."""
+        if self.started:
+            return self.groups.data_mesh
+        copies = sizes["dp_replicate"]
+        shards = sizes["dp_shard"] * sizes["cp"]
+        if copies > 1:
+            return (copies, shards)
+        return (shards,)
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        sizes = (
-            dict(zip(AXES, self.mesh.shape, strict=True))
-            if self.started
-            else self.sizes
-        )
-        staged = f" ({self.schedule})" if sizes["pp"] != 1 else ""
-        facts = [f"mesh {axes_in_words(sizes)} on {self.device.type}{staged}"]
-        facts += [same_batches(self.mesh)] if self.started else []
-        facts += [self._held(self._modules)] if self._modules else []
+        sizes = self.sizes
+        if self.started:
+            sizes = dict(zip(AXES, self.mesh.shape, strict=True))
+        line = f"mesh {format_axes(sizes)} on {self.device.type}"
+        if sizes["pp"] != 1:
+            line += f" ({self.schedule})"
+        facts = [line]
+        if self.started:
+            facts.append(describe_equal_batches(self.mesh))
+        if self._modules:
+            facts.append(self._describe_shard(self._modules))
         return "; ".join(filter(None, facts))
 
-    def _held(self, modules: Sequence[nn.Module]) -> str:
-        return parameters_held(
-            modules, 0 if self.pipeline is None else self.pipeline.elsewhere
-        )
+    def _describe_shard(self, modules: Sequence[nn.Module]) -> str:
+        if self.pipeline is None:
+            return describe_shard(modules)
+        return describe_shard(modules, self.pipeline.elsewhere)
 
 
-def _model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """What each rank holds and what it sends, for each axis that splits the model or the sequence."""
-    along = {
-        "pp": (
-            "each of {} pipeline ranks holds its stages",
-            "activations to the next stage, their gradients back",
-        ),
-        "tp": (
-            "each of {} tensor ranks a part of every layer in the plan",
-            "activations of divided layers: all-reduce over {} tensor ranks, forward and backward",
-        ),
-        "cp": (
-            "each of {} context ranks computes a part of every sequence",
-            "keys and values, or heads: among {} context ranks, forward and backward",
-        ),
-    }
-    several = [
-        [words.format(sizes[axis]) for words in both]
-        for axis, both in along.items()
-        if sizes[axis] > 1
-    ]
-    return [holds for holds, _ in several], [sent for _, sent in several]
+_MODEL_AXES: Final = (
+    (
+        "pp",
+        "each of {} pipeline ranks holds its stages",
+        "activations to the next stage, their gradients back",
+    ),
+    (
+        "tp",
+        "each of {} tensor ranks a part of every layer in the plan",
+        "activations of divided layers: all-reduce over {} tensor ranks, forward and backward",
+    ),
+    (
+        "cp",
+        "each of {} context ranks computes a part of every sequence",
+        "keys and values, or heads: among {} context ranks, forward and backward",
+    ),
+)
+"""For each axis that splits the model or the sequence: what a rank has of it, and what the ranks exchange."""
+
+
+def _costs_of_model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
+    """The layout and the exchanges along each axis of `_MODEL_AXES` that has several ranks."""
+    layouts = []
+    exchanges = []
+    for axis, layout, exchange in _MODEL_AXES:
+        if sizes[axis] > 1:
+            layouts.append(layout.format(sizes[axis]))
+            exchanges.append(exchange.format(sizes[axis]))
+    return layouts, exchanges
 
 
 @final
@@ -587,7 +610,8 @@ class _StagedStrategy(Strategy):
         self.groups = groups
         self.sharding = sharding
         self._units: list[FSDPModule] = []
-        self._scales = self._begun = False
+        self._scales = False
+        self._has_run_window = False
 
     def start(self) -> None:
         """Do nothing: the mesh has joined the process group."""
@@ -599,59 +623,64 @@ class _StagedStrategy(Strategy):
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Shard each stage."""
         if self.sharding is not None:
-            for stage in self.pipeline.stages:
-                # Some schedules compute the gradients of weights after those of activations, and need the weights
-                # that the forward used: keep them gathered.
-                keeps = False if self.pipeline.splits_backward else None
-                self.sharding.shard(
-                    stage, precision, [stage], whole=[stage.loose], reshards=keeps
-                )
-            assert self.sharding.weights is not None
-            self.sharding.weights.hand_out(
-                module, self.sharding.device, self.sharding.parameters_on
-            )
+            self._shard_stages(self.sharding, module, precision)
         self.pipeline.find_parameters(module)
-        self._units = [
-            unit for stage in self.pipeline.stages for unit in sharded_units(stage)
-        ]
-        self._begun = False
+        self._units = []
+        for stage in self.pipeline.stages:
+            self._units += sharded_units(stage)
+        self._has_run_window = False
+
+    def _shard_stages(
+        self, sharding: FSDPStrategy, module: nn.Module, precision: Precision
+    ) -> None:
+        # Some schedules compute the gradients of weights after those of activations, and need the weights that the
+        # forward used: keep them gathered.
+        reshards = False if self.pipeline.splits_backward else None
+        for stage in self.pipeline.stages:
+            sharding.shard(
+                stage, precision, [stage], whole=[stage.loose], reshards=reshards
+            )
+        assert sharding.weights is not None
+        sharding.weights.distribute(module, sharding.device, sharding.parameters_on)
 
     def configure(self, **facts: Any) -> str | None:
         """Return a warning if windows are too short to keep all stages busy, else None."""
         batches = facts.get("accumulation")
-        return None if batches is None else bubble(batches, self.pipeline.count)
+        if batches is None:
+            return None
+        return bubble(batches, self.pipeline.count)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Remove the parameters of other stages from groups created before the model was split."""
-        gone = self.pipeline.gone
         for group in optimizer.param_groups:
-            group["params"] = [
-                p
-                for p in group["params"]
-                if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))
-            ]
+            group["params"] = [p for p in group["params"] if not self._is_removed(p)]
+
+    def _is_removed(self, parameter: nn.Parameter) -> bool:
+        """Whether only other ranks have a parameter. Ids are reused, so the object itself is compared."""
+        if parameter.is_meta:
+            return True
+        reference = self.pipeline.removed.get(id(parameter))
+        return reference is not None and reference() is parameter
 
     def load_module_state(
         self, module: nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None:
         """Load this rank's part of the state of the whole module; a missing name is an error on every rank."""
         state = without_wrappers(state)
-        whole = dict.fromkeys(map(state_name, self.pipeline.names))
-        missing, foreign = (
-            [name for name in whole if name not in state],
-            [name for name in state if name not in whole],
-        )
-        if strict and (missing or foreign):
+        names = dict.fromkeys(map(state_name, self.pipeline.names))
+        missing = [name for name in names if name not in state]
+        unexpected = [name for name in state if name not in names]
+        if strict and (missing or unexpected):
             raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {foreign}"
+                f"Error(s) in loading state_dict for {type(module).__name__}:"
+                f" missing {missing}, unexpected {unexpected}"
             )
-        report_differences(missing, foreign)
-        own = plain_state(module)
-        load_module_parts(
-            module,
-            {name: value for name, value in state.items() if name in own},
-            strict=True,
-        )
+        report_differences(missing, unexpected)
+        names_on_rank = plain_state(module).keys()
+        state_on_rank = {
+            name: value for name, value in state.items() if name in names_on_rank
+        }
+        load_module_parts(module, state_on_rank, strict=True)
 
     def prepare_module(
         self, module: nn.Module, manual: bool, precision: Precision
@@ -662,22 +691,25 @@ class _StagedStrategy(Strategy):
             StrategyError: optimization is manual, or loss scaling is used and a rank has no trainable parameter.
         """
         if manual:
-            raise _not_with_stages(
+            raise _unsupported_in_pipeline(
                 "manual optimization",
                 "set automatic_optimization = True, or train without pp=",
             )
         self.place_module(module, precision)
         self._scales = precision.scales
         if self._scales:
-            rows = self.pipeline.world.agree(
-                [any(p.requires_grad for p in module.parameters())]
+            self._check_trained_everywhere(module)
+
+    def _check_trained_everywhere(self, module: nn.Module) -> None:
+        is_trained = any(p.requires_grad for p in module.parameters())
+        rows = self.pipeline.world.agree([is_trained])
+        idle_ranks = [str(rank) for rank, row in enumerate(rows) if not row[0]]
+        if idle_ranks:
+            raise StrategyError(
+                "gradient scaling needs trainable parameters on every rank of a pipeline",
+                found=f"nothing on ranks {', '.join(idle_ranks)}",
+                fix='use precision="bf16-mixed", which needs no scaling, or other split_points',
             )
-            if not all(row[0] for row in rows):
-                raise StrategyError(
-                    "gradient scaling needs trainable parameters on every rank of a pipeline",
-                    found=f"nothing on ranks {', '.join(str(rank) for rank, row in enumerate(rows) if not row[0])}",
-                    fix='use precision="bf16-mixed", which needs no scaling, or other split_points',
-                )
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Bind the step: every rank runs it up to the call of the model, the last rank all of it."""
@@ -688,7 +720,7 @@ class _StagedStrategy(Strategy):
                 fix='use compile={"regional": True}, which compiles each block of a stage',
             )
         if several:
-            raise _not_with_stages(
+            raise _unsupported_in_pipeline(
                 "several named losses", "use one optimizer, or a mesh without pp="
             )
         return self.pipeline.bind(method)
@@ -698,14 +730,14 @@ class _StagedStrategy(Strategy):
     ) -> Callable[..., Any]:
         """Bind evaluation to all stages; weights are resharded after each call, for hooks and checkpoints."""
         call = self.pipeline.bind_evaluation(method)
-        return resharding(call, self._units)
+        return reshard_after(call, self._units)
 
     def bind_backward(
         self, backward: Callable[..., None] | None
     ) -> Callable[..., None] | None:
         """Return None: the schedule runs backward. A module's own backward is an error."""
         if backward is not None:
-            raise _not_with_stages(
+            raise _unsupported_in_pipeline(
                 "a backward of the module's own",
                 "leave it out, or use a mesh without pp=",
             )
@@ -722,41 +754,38 @@ class _StagedStrategy(Strategy):
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run a window as one schedule; then average the gradients that FSDP2 does not reduce."""
-        # Hooks may have drawn random numbers on one rank only; the last group is that of the stages.
-        same = list(self.groups.same.values())
-        agree_on_rng(
-            same if not self._begun or micro.first == 0 else same[:-1],
-            self.pipeline.device,
-        )
-        self._begun = True
+        # Hooks may have drawn random numbers on one rank only.
+        groups = list(self.groups.same.values())
+        if self._has_run_window and micro.first != 0:
+            groups.pop()  # the stages, which draw from their own seeds within an epoch
+        agree_on_rng(groups, self.pipeline.device)
+        self._has_run_window = True
         try:
             self.pipeline.forward_backward(micro)
         except BaseException:
             for unit in self._units:
-                abandon(unit)
+                reset_unit(unit)
             raise
-        self._average()
+        self._complete_gradients()
 
-    def _average(self) -> None:
+    def _complete_gradients(self) -> None:
+        """Average the gradients that FSDP2 does not reduce; an overflow on one stage skips the step on all stages."""
         loose = self.pipeline.loose
         if self.sharding is not None and loose:
             average_gradients(loose, self.groups.losses)
-        if self._scales:  # an overflow on one stage must skip the step on all stages
-            gradients = [
-                p.grad
-                for stage in self.pipeline.stages
-                for p in stage.parameters()
-                if p.grad is not None
-            ]
-            spread_overflow(gradients, self.groups.stages.group)
+        if not self._scales:
+            return
+        gradients: list[Tensor] = []
+        for stage in self.pipeline.stages:
+            gradients += [p.grad for p in stage.parameters() if p.grad is not None]
+        spread_overflow(gradients, self.groups.stages.group)
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
         """The names in the state that only other stages have."""
-        return (
-            set(self.pipeline.names)
-            - module.state_dict().keys()
-            - set(self.pipeline.ties.names.values())
+        names_on_rank = module.state_dict().keys() | set(
+            self.pipeline.ties.names.values()
         )
+        return set(self.pipeline.names) - names_on_rank
 
     def names_on_all_ranks(self) -> Sequence[str] | None:
         """The names of all stages."""
@@ -767,7 +796,9 @@ class _StagedStrategy(Strategy):
         return self.pipeline.ties.names
 
 
-def _not_with_stages(what: str, fix: str) -> StrategyError:
+def _unsupported_in_pipeline(feature: str, fix: str) -> StrategyError:
     return StrategyError(
-        f"{what} is not supported in a pipeline", found="MeshStrategy(pp=...)", fix=fix
+        f"{feature} is not supported in a pipeline",
+        found="MeshStrategy(pp=...)",
+        fix=fix,
     )

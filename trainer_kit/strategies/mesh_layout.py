@@ -17,13 +17,13 @@ from trainer_kit.strategies.process_group import ProcessGroup, inherit_timeout
 __all__ = [
     "AXES",
     "MeshGroups",
-    "axes_in_words",
     "check_options",
     "check_sizes",
     "data_mesh",
-    "parameters_held",
-    "places",
-    "same_batches",
+    "describe_equal_batches",
+    "describe_shard",
+    "format_axes",
+    "resolve_sizes",
 ]
 
 
@@ -31,7 +31,7 @@ AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From outermost to innermost. The last axis communicates most, and its ranks are on one machine."""
 
 
-def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
+def resolve_sizes(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
     """The size of each axis, with -1 resolved.
 
     Args:
@@ -42,29 +42,38 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
         StrategyError: the sizes do not match the number of processes.
 
     Example:
-        >>> places({"dp_shard": -1, "tp": 2}, 8)
+        >>> resolve_sizes({"dp_shard": -1, "tp": 2}, 8)
         {'dp_shard': 4, 'tp': 2}
     """
-    count = math.prod(size for size in sizes.values() if size != -1)
-    free = -1 in sizes.values()
-    if processes % count if free else processes != count:
-        given = " × ".join(
-            f"{axis}={size}" for axis, size in sizes.items() if size != 1
+    ranks = math.prod(size for size in sizes.values() if size != -1)
+    open_size, remainder = divmod(processes, ranks)
+    has_open_axis = -1 in sizes.values()
+    matches = remainder == 0 if has_open_axis else processes == ranks
+    if not matches:
+        raise _wrong_number(sizes, processes, ranks, has_open_axis)
+    return {axis: open_size if size == -1 else size for axis, size in sizes.items()}
+
+
+def _wrong_number(
+    sizes: Mapping[str, int], processes: int, ranks: int, has_open_axis: bool
+) -> StrategyError:
+    """The error that the number of processes does not fit a mesh of ``ranks``, or of a multiple of it."""
+    axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+    found = f"{axes or '1 in every axis'} in MeshStrategy(...)"
+    launched = f"{processes} processes were launched"
+    if processes == 1:
+        launched = "1 process was launched"
+    if not has_open_axis:
+        fix = f"launch {ranks} processes, or leave one axis at -1"
+        return StrategyError(
+            f"the mesh has {ranks} places but {launched}", found=found, fix=fix
         )
-        launched = (
-            "1 process was launched"
-            if processes == 1
-            else f"{processes} processes were launched"
-        )
-        raise StrategyError(
-            f"the mesh has {count} places{' or a multiple' if free else ''} but {launched}",
-            found=f"{given or '1 in every axis'} in MeshStrategy(...)",
-            fix=f"launch {count * max(1, round(processes / count)) if free else count} processes"
-            + ("" if free else ", or leave one axis at -1"),
-        )
-    return {
-        axis: processes // count if size == -1 else size for axis, size in sizes.items()
-    }
+    nearest = ranks * max(1, round(processes / ranks))
+    return StrategyError(
+        f"the mesh has {ranks} places or a multiple but {launched}",
+        found=found,
+        fix=f"launch {nearest} processes",
+    )
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
@@ -74,31 +83,28 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         StrategyError: a size is below 1, or more than one is -1.
     """
     for axis, size in sizes.items():
-        if (
-            not isinstance(size, int)
-            or isinstance(size, bool)
-            or (size < 1 and size != -1)
-        ):
+        is_whole = isinstance(size, int) and not isinstance(size, bool)
+        if not is_whole or (size < 1 and size != -1):
             raise StrategyError(
                 "the size of a mesh axis is a whole number that is at least 1",
                 found=f"{axis}={size!r}",
             )
-    if list(sizes.values()).count(-1) > 1:
-        found = ", ".join(axis for axis, size in sizes.items() if size == -1)
-        raise StrategyError("at most one axis can be -1", found=f"-1 for {found}")
+    open_axes = [axis for axis, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise StrategyError(
+            "at most one axis can be -1", found=f"-1 for {', '.join(open_axes)}"
+        )
 
 
-def axes_in_words(sizes: Mapping[str, int]) -> str:
+def format_axes(sizes: Mapping[str, int]) -> str:
     """Format the axes with a size above 1.
 
     Example:
-        >>> axes_in_words({"dp_shard": 2, "cp": 1, "tp": 2})
+        >>> format_axes({"dp_shard": 2, "cp": 1, "tp": 2})
         'dp_shard=2 × tp=2'
     """
-    return (
-        " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
-        or "of one process"
-    )
+    axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+    return axes or "of one process"
 
 
 def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
@@ -114,36 +120,42 @@ def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
     if fsdp and sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] == 1:
         raise StrategyError(
             "fsdp= needs more than one rank on the data and context axes",
-            found=f"fsdp with {', '.join(fsdp)}, {axes_in_words(sizes)}",
+            found=f"fsdp with {', '.join(fsdp)}, {format_axes(sizes)}",
             fix="leave fsdp= out, or launch more processes",
         )
-    for option, axes, fix in (
-        (
-            "ignored_modules",
-            ("tp", "pp"),
-            "leave it out, or use tp=1 and pp=1: nothing averages these gradients",
-        ),
-        (
-            "activation_checkpointing_policy",
-            ("pp",),
-            "give activation_checkpointing_policy to MeshStrategy itself",
-        ),
-    ):
+    for option, axes, fix in _REFUSED_OPTIONS:
         if fsdp.get(option) and any(sizes[axis] > 1 for axis in axes):
-            found = f"fsdp={{{option!r}: ...}}, {axes_in_words(sizes)}"
             raise StrategyError(
-                f"{option} is not supported by this mesh", found=found, fix=fix
+                f"{option} is not supported by this mesh",
+                found=f"fsdp={{{option!r}: ...}}, {format_axes(sizes)}",
+                fix=fix,
             )
+
+
+_REFUSED_OPTIONS: Final = (
+    (
+        "ignored_modules",
+        ("tp", "pp"),
+        "leave it out, or use tp=1 and pp=1: nothing averages these gradients",
+    ),
+    (
+        "activation_checkpointing_policy",
+        ("pp",),
+        "give activation_checkpointing_policy to MeshStrategy itself",
+    ),
+)
+"""Options of `FSDPStrategy`, the axes with which each is refused, and what to do instead."""
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh over which gradients are averaged: replicas, and shards, which include the context ranks."""
-    replicas, shards = mesh["dp_replicate"], mesh["dp_shard"]
+    replicas = mesh["dp_replicate"]
+    shards = mesh["dp_shard"]
     if mesh["cp"].size() > 1:
         shards = inherit_timeout(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
-    return (
-        shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
-    )
+    if replicas.size() == 1:
+        return shards
+    return DeviceMesh._concatenate([replicas, shards])
 
 
 @final
@@ -165,68 +177,73 @@ class MeshGroups:
     """
 
     def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
+        # All ranks create these groups in this order: torch matches them by their position.
         self._device = device
+        shape = tuple(sizes[axis] for axis in AXES)
         self.mesh: DeviceMesh = inherit_timeout(
-            init_device_mesh(
-                device.type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES
-            )
+            init_device_mesh(device.type, shape, mesh_dim_names=AXES)
         )
-        context = ["cp"] if sizes["cp"] > 1 else []
-        self.data = self._over("dp_replicate", "dp_shard")
-        self.losses = (
-            self._over("dp_replicate", "dp_shard", *context) if context else self.data
-        )
+        data_axes = ["dp_replicate", "dp_shard"]
+        loss_axes = list(data_axes)
+        self.data = self._group_over(data_axes)
+        self.losses = self.data
+        if sizes["cp"] > 1:
+            loss_axes.append("cp")
+            self.losses = self._group_over(loss_axes)
         self.data_mesh = data_mesh(self.mesh)
-        self.same = {
-            axis: self._along(axis) for axis in ("tp", "cp", "pp") if sizes[axis] > 1
-        }
-        self.reports, self.stages = self.losses, self._along("pp")
+        model_axes = [axis for axis in ("tp", "cp", "pp") if sizes[axis] > 1]
+        self.same = {axis: self._group_along(axis) for axis in model_axes}
+        self.stages = self._group_along("pp")
+        self.reports = self.losses
         if sizes["pp"] > 1:
-            self.reports = self._over("pp", "dp_replicate", "dp_shard", *context)
+            self.reports = self._group_over(["pp", *loss_axes])
 
-    def _along(self, axis: str) -> ProcessGroup:
+    def _group_along(self, axis: str) -> ProcessGroup:
+        """The ranks of one axis."""
         return ProcessGroup(self._device, self.mesh[axis].get_group())
 
-    def _over(self, *axes: str) -> ProcessGroup:
-        flat = inherit_timeout(self.mesh[axes]._flatten("_".join(axes) + "_flat"))
+    def _group_over(self, axes: Sequence[str]) -> ProcessGroup:
+        """The ranks of several axes together, as one group."""
+        submesh = self.mesh[tuple(axes)]
+        flat = inherit_timeout(submesh._flatten("_".join(axes) + "_flat"))
         return ProcessGroup(self._device, flat.get_group())
 
 
 _SHOWN = 4
+"""The number of groups of ranks that a description names."""
 
 
-def same_batches(mesh: DeviceMesh) -> str:
+def describe_equal_batches(mesh: DeviceMesh) -> str:
     """Describe which ranks get the same batches; empty if none do.
 
     Args:
         mesh: a mesh with the axes ``dp_replicate`` and ``dp_shard``.
     """
     names = mesh.mesh_dim_names or ()
-    data = [names.index("dp_replicate"), names.index("dp_shard")]
-    others = [axis for axis in range(mesh.ndim) if axis not in data]
-    places = mesh.mesh.permute(*data, *others).reshape(
-        mesh.shape[data[0]] * mesh.shape[data[1]], -1
-    )
-    if places.shape[1] == 1:
+    data_axes = [names.index("dp_replicate"), names.index("dp_shard")]
+    model_axes = [axis for axis in range(mesh.ndim) if axis not in data_axes]
+    data_ranks = math.prod(mesh.shape[axis] for axis in data_axes)
+    groups = mesh.mesh.permute(*data_axes, *model_axes).reshape(data_ranks, -1)
+    if groups.shape[1] == 1:
         return ""
-    shown = [
-        " ".join(map(str, ranks)) for ranks in places[:_SHOWN].tolist()
-    ]  # no sync point: on the host
-    more = ", …" if len(places) > _SHOWN else ""
-    return f"the same batches on ranks {', '.join(shown)}{more}"
+    rows = groups[:_SHOWN].tolist()  # no sync point: on the host
+    shown = [" ".join(map(str, ranks)) for ranks in rows]
+    if len(groups) > _SHOWN:
+        shown.append("…")
+    return f"the same batches on ranks {', '.join(shown)}"
 
 
-def parameters_held(modules: Sequence[nn.Module], elsewhere: int = 0) -> str:
+def describe_shard(modules: Sequence[nn.Module], elsewhere: int = 0) -> str:
     """Describe how many parameters this rank holds.
 
     Args:
         modules: the modules as they are on this rank.
         elsewhere: the number of parameters that only stages of other ranks have.
     """
-    whole, held = elsewhere, 0
-    for parameter in (
-        parameter for module in modules for parameter in module.parameters()
-    ):
-        whole += parameter.numel()
-        held += local(parameter).numel()
-    return f"this rank holds {held:,} of {whole:,} parameters"
+    total = elsewhere
+    on_this_rank = 0
+    for module in modules:
+        for parameter in module.parameters():
+            total += parameter.numel()
+            on_this_rank += local(parameter).numel()
+    return f"this rank holds {on_this_rank:,} of {total:,} parameters"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +13,7 @@ from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
@@ -26,28 +26,29 @@ from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy, sharded_units
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local_gradients
-from trainer_kit.strategies.mesh_layout import axes_in_words, parameters_held
+from trainer_kit.strategies.mesh_layout import describe_shard, format_axes
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     borrowed_buffers,
     inherit_timeout,
     join_world,
-    once_a_world,
+    once_per_world,
 )
 from trainer_kit.strategies.rank_sync import (
     InitialWeights,
     agree_on_rng,
-    built_once,
+    build_on_rank_zero,
     compare_models,
-    empty,
+    release_storage,
     with_equal_rng,
 )
-from trainer_kit.strategies.state import refuse_whole, step_by_kind
+from trainer_kit.strategies.state import refuse_unshardable, step_by_kind
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.tensor import (
-    check_whole_parameters,
+    check_replicated_gradients,
     complete_gradients,
-    whole_outputs,
+    find_replicated,
+    gather_outputs,
 )
 
 __all__ = ["ModelParallelStrategy"]
@@ -108,20 +109,19 @@ class ModelParallelStrategy(Strategy):
         super().__init__()
         self._sizes = {_DATA: data_parallel_size, _TENSOR: tensor_parallel_size}
         for axis, size in self._sizes.items():
-            if size != "auto" and (
-                not isinstance(size, int) or isinstance(size, bool) or size < 1
-            ):
-                found = f"{axis}_size={size!r}"
+            if size == "auto":
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise StrategyError(
                     "the size of an axis is a whole number that is at least 1, or 'auto'",
-                    found=found,
+                    found=f"{axis}_size={size!r}",
                 )
         if not save_distributed_checkpoint:
-            fix = "leave it out: a checkpoint in shards loads under any strategy, trainer-kit checkpoint export writes"
             raise StrategyError(
                 "checkpoints of divided modules are written in shards",
                 found="save_distributed_checkpoint=False",
-                fix=f"{fix} whole weights",
+                fix="leave it out: a checkpoint in shards loads under any strategy, trainer-kit checkpoint export"
+                " writes whole weights",
             )
         self.timeout = timedelta(minutes=30) if timeout is None else timeout
         check_timeout(self.timeout, "ModelParallelStrategy")
@@ -129,34 +129,37 @@ class ModelParallelStrategy(Strategy):
         self._parallelize = parallelize_fn
         self._shards: FSDPStrategy | None = None
         self._modules: list[nn.Module] = []
-        self._summed: list[nn.Parameter] = []
+        self._summed_parameters: list[nn.Parameter] = []
         self._first_window_done = False
 
     # -- the mesh ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Join the process group, or make one; then the mesh of data and tensor ranks."""
-        again = self.started
+        was_started = self.started
         self.world = join_world(self.device, self.backend, self.timeout, alone=True)
-        if again:
+        if was_started:
             return
         sizes = tuple(self.places(self.world.size).values())
-        kind = self.device.type
-        self.mesh, self.data, tensor = once_a_world(
-            ("model_parallel", kind, sizes), lambda: self._axes(kind, sizes)
+        key = ("model_parallel", self.device.type, sizes)
+        self.mesh, self.data, tensor_group = once_per_world(
+            key, lambda: self._create_mesh(sizes)
         )
-        self.losses = self.reports = self.data
+        self.losses = self.data
+        self.reports = self.data
         self.reporter = self.world.rank
         self.lockstep = self.data.size > 1
-        self._same = [tensor] if tensor.size > 1 else []
+        # The ranks that get the same batches; none if each rank has its own.
+        self._tensor_groups = [tensor_group] if tensor_group.size > 1 else []
 
-    def _axes(
-        self, kind: str, sizes: tuple[int, ...]
+    def _create_mesh(
+        self, sizes: tuple[int, ...]
     ) -> tuple[DeviceMesh, ProcessGroup, ProcessGroup]:
-        mesh = inherit_timeout(init_device_mesh(kind, sizes, mesh_dim_names=_AXES))
-        data, tensor = (
-            ProcessGroup(self.device, mesh[axis].get_group()) for axis in _AXES
+        mesh = inherit_timeout(
+            init_device_mesh(self.device.type, sizes, mesh_dim_names=_AXES)
         )
+        data = ProcessGroup(self.device, mesh[_DATA].get_group())
+        tensor = ProcessGroup(self.device, mesh[_TENSOR].get_group())
         return mesh, data, tensor
 
     def places(self, processes: int) -> dict[str, int]:
@@ -165,13 +168,7 @@ class ModelParallelStrategy(Strategy):
         Raises:
             StrategyError: their product is not the number of processes.
         """
-        data, tensor = (
-            0 if size == "auto" else int(size) for size in self._sizes.values()
-        )
-        data = data or (
-            max(1, processes // tensor) if tensor else Environment.detect().num_nodes
-        )
-        tensor = tensor or max(1, processes // data)
+        data, tensor = self._resolve_sizes(processes)
         if data * tensor != processes:
             raise StrategyError(
                 "the sizes of the axes do not match the number of processes",
@@ -180,6 +177,17 @@ class ModelParallelStrategy(Strategy):
                 fix=f"launch {data * tensor} processes, or leave one size at 'auto'",
             )
         return {_DATA: data, _TENSOR: tensor}
+
+    def _resolve_sizes(self, processes: int) -> tuple[int, int]:
+        """The sizes of both axes, with ``"auto"`` replaced."""
+        data = self._sizes[_DATA]
+        tensor = self._sizes[_TENSOR]
+        if data != "auto" and tensor != "auto":
+            return data, tensor
+        if tensor != "auto":
+            return max(1, processes // tensor), tensor
+        data_ranks = Environment.detect().num_nodes if data == "auto" else data
+        return data_ranks, max(1, processes // data_ranks)
 
     @property
     def gradient_divisor(self) -> int:
@@ -190,7 +198,9 @@ class ModelParallelStrategy(Strategy):
         """Release the module; it stays divided."""
         if self._shards is not None:
             self._shards.stop()
-        self._shards, self._modules, self._summed = None, [], []
+        self._shards = None
+        self._modules = []
+        self._summed_parameters = []
 
     # -- the module ----------------------------------------------------------------------------------------------
 
@@ -211,54 +221,47 @@ class ModelParallelStrategy(Strategy):
         if "_built" in vars(module):  # an earlier entry point has divided it
             yield
             return
-        with torch.device("cpu"), self._from_rank_zero(module):
+        with torch.device("cpu"), self._with_weights_of_rank_zero(module):
             yield
-        fail_together(self.world, lambda: self._check(module))
+        fail_together(self.world, lambda: self._check_sharding(module))
 
     @contextmanager
-    def _from_rank_zero(self, module: nn.Module) -> Iterator[None]:
-        agree_on_rng(
-            [self.world], self.device
-        )  # layers that are made inside start equal on every rank
+    def _with_weights_of_rank_zero(self, module: nn.Module) -> Iterator[None]:
+        # Layers that are created inside start equal on every rank.
+        agree_on_rng([self.world], self.device)
         weights = InitialWeights(module, self.world, resets=True)
-        bare = bool(
-            max(
-                row[0]
-                for row in self.world.agree(
-                    [any(p.is_meta for p in module.parameters())]
-                )
-            )
-        )
-        if bare:
-            empty(module)
+        has_meta_weights = any(p.is_meta for p in module.parameters())
+        rows = self.world.agree([has_meta_weights])
+        if any(row[0] for row in rows):
+            release_storage(module)
         else:  # the user's code may also set weights, so it gets values
-            weights.hand_out(module, torch.device("cpu"), torch.device("cpu"))
+            weights.distribute(module, torch.device("cpu"), torch.device("cpu"))
         yield
         compare_models(
-            _layout(module),
+            _describe_layout(module),
             self.world,
             "the ranks divided the module in different ways",
             "divide the same layers on every rank, regardless of the rank",
         )
         fail_together(self.world, lambda: weights.reset(module))
-        weights.hand_out(module, self.device, self.device)
+        weights.distribute(module, self.device, self.device)
         module.to(self.device)
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Build layers on rank 0, in host memory; the other ranks receive their parts."""
-        return built_once(self.world)
+        return build_on_rank_zero(self.world)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Take the module as it is: ``configure_model`` has divided it."""
         self.stop()
-        self._take(module)
+        self._adopt_module(module)
 
     def prepare_module(
         self, module: nn.Module, manual: bool, precision: Precision
     ) -> None:
         """As `place_module`; ``manual``: every backward reduces gradients."""
         self.stop()
-        self._take(module, manual)
+        self._adopt_module(module, manual)
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Divide the module of a raw loop by ``parallelize_fn``; one that its loop has divided stays as it is.
@@ -267,15 +270,15 @@ class ModelParallelStrategy(Strategy):
             StrategyError: as `building`.
         """
         if self._parallelize is not None:
-            with self._from_rank_zero(module):
+            with self._with_weights_of_rank_zero(module):
                 module = self._parallelize(module, self.mesh)
-        fail_together(self.world, lambda: self._check(module))
-        others, self._modules = self._modules, []
-        self._take(module)
-        self._modules = [*others, module]  # a raw loop may have several
+        fail_together(self.world, lambda: self._check_sharding(module))
+        earlier_modules = self._modules
+        self._adopt_module(module)
+        self._modules = [*earlier_modules, module]  # a raw loop may have several
         return module
 
-    def _take(self, module: nn.Module, every_backward: bool = False) -> None:
+    def _adopt_module(self, module: nn.Module, every_backward: bool = False) -> None:
         if every_backward and isinstance(module, FSDPModule):
             raise StrategyError(
                 "manual optimization may step between two forwards of the layers, and the module is sharded as a whole",
@@ -283,55 +286,44 @@ class ModelParallelStrategy(Strategy):
                 fix='shard its layers: fully_shard(self.net, mesh=self.device_mesh["data_parallel"])',
             )
         if sharded_units(module):
-            self._shards = self._shards or FSDPStrategy(
-                self.device, device_mesh=self.mesh[_DATA]
-            )
-            self._shards.world = self._shards.data = self._shards.losses = self.data
+            if self._shards is None:
+                data_mesh = self.mesh[_DATA]
+                self._shards = FSDPStrategy(self.device, device_mesh=data_mesh)
+                self._shards.use_group(self.data, data_mesh)
             self._shards.adopt(module, every_backward)
-        elif self._same:  # FSDP2 sums them itself
-            self._summed += [
-                p
-                for p in module.parameters()
-                if isinstance(p, DTensor) and Replicate() in p.placements
-            ]
+        elif self._tensor_groups:  # FSDP2 sums them itself
+            self._summed_parameters += find_replicated(module)
         self._modules = [module]
         self._first_window_done = False
-        agree_on_rng(self._same, self.device)
+        agree_on_rng(self._tensor_groups, self.device)
 
-    def _check(self, module: nn.Module) -> None:
+    def _check_sharding(self, module: nn.Module) -> None:
         """Refuse what this strategy would train differently from one process."""
-        outer = [
-            name
-            for name, part in module.named_modules()
-            if isinstance(part, FullyShardedDataParallel)
-        ]
-        if outer:
-            raise StrategyError(
-                "FullyShardedDataParallel wraps a part of the module",
-                found=outer[0] or type(module).__name__,
-                fix='use fully_shard(layer, mesh=self.device_mesh["data_parallel"]) of torch.distributed.fsdp',
-            )
-        loose, foreign = [], []
+        for name, submodule in module.named_modules():
+            if isinstance(submodule, FullyShardedDataParallel):
+                raise StrategyError(
+                    "FullyShardedDataParallel wraps a part of the module",
+                    found=name or type(module).__name__,
+                    fix='use fully_shard(layer, mesh=self.device_mesh["data_parallel"]) of torch.distributed.fsdp',
+                )
+        not_averaged = []
+        on_unknown_mesh = []
         for name, parameter in module.named_parameters():
-            axes = (
-                (parameter.device_mesh.mesh_dim_names or ("?",))
-                if isinstance(parameter, DTensor)
-                else ()
-            )
-            if not {*axes} <= {*_AXES}:
-                foreign.append(name)
+            axes = _axes_of(parameter)
+            if not axes <= {*_AXES}:
+                on_unknown_mesh.append(name)
             elif self.data.size > 1 and parameter.requires_grad and _DATA not in axes:
-                loose.append(name)
-        if foreign:
+                not_averaged.append(name)
+        if on_unknown_mesh:
             raise StrategyError(
                 "parameters are divided over a mesh that does not belong to this strategy",
-                found=_some(foreign),
+                found=_list_names(on_unknown_mesh),
                 fix='pass self.device_mesh["tensor_parallel"] or self.device_mesh["data_parallel"]',
             )
-        if loose:
+        if not_averaged:
             raise StrategyError(
                 f"the gradients of these parameters would differ between the {self.data.size} data ranks",
-                found=_some(loose),
+                found=_list_names(not_averaged),
                 fix='end configure_model with fully_shard(self, mesh=self.device_mesh["data_parallel"])',
             )
 
@@ -339,42 +331,41 @@ class ModelParallelStrategy(Strategy):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that needs whole parameters."""
-        if any(
-            isinstance(p, DTensor)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        ):
-            refuse_whole(optimizer)
+        for group in optimizer.param_groups:
+            if any(isinstance(parameter, DTensor) for parameter in group["params"]):
+                refuse_unshardable(optimizer)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's step; a multi-tensor optimizer is called once for each kind of parameter."""
-        return (
-            step_by_kind(optimizer, optimizer.step)
-            if self._shards is None
-            else self._shards.bind_step(optimizer)
-        )
+        if self._shards is not None:
+            return self._shards.bind_step(optimizer)
+        return step_by_kind(optimizer, optimizer.step)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Bind a step, whose loss and outputs are gathered; tensor ranks draw the same random numbers in it."""
-        call = whole_outputs(method)
+        call = gather_outputs(method)
         if self._shards is not None:
             call = self._shards.bind(call, several)
-        return with_equal_rng(call, self._same, self.device) if self._same else call
+        if not self._tensor_groups:
+            return call
+        return with_equal_rng(call, self._tensor_groups, self.device)
 
     def bind_evaluation(
         self, method: Callable[..., Any], whole: bool = False
     ) -> Callable[..., Any]:
         """Bind an evaluation step; weights are sharded again after each call."""
-        call = whole_outputs(method)
-        return call if self._shards is None else self._shards.bind_evaluation(call)
+        call = gather_outputs(method)
+        if self._shards is None:
+            return call
+        return self._shards.bind_evaluation(call)
 
     def bind_backward(
         self, backward: Callable[..., None] | None
     ) -> Callable[..., None] | None:
         """The module's backward, or autograd's."""
-        return (
-            backward if self._shards is None else self._shards.bind_backward(backward)
-        )
+        if self._shards is None:
+            return backward
+        return self._shards.bind_backward(backward)
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run a window; FSDP2 reduces in its last backward. After the first one, check the gradients."""
@@ -382,20 +373,22 @@ class ModelParallelStrategy(Strategy):
             super().forward_backward(micro)
         else:
             self._shards.forward_backward(micro)
-        self._complete()
+        self._complete_window()
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Finish a window of a raw loop; return this rank's shards of the gradients."""
-        self._complete()
+        self._complete_window()
         return local_gradients(optimizer)
 
-    def _complete(self) -> None:
-        complete_gradients(self._summed)
+    def _complete_window(self) -> None:
+        complete_gradients(self._summed_parameters)
         if self._first_window_done:
             return
         self._first_window_done = True
-        for module in self._modules if self._same else ():
-            check_whole_parameters(module.named_parameters(), self.mesh[_TENSOR])
+        if not self._tensor_groups:
+            return
+        for module in self._modules:
+            check_replicated_gradients(module.named_parameters(), self.mesh[_TENSOR])
 
     def clip_gradients(
         self,
@@ -406,7 +399,7 @@ class ModelParallelStrategy(Strategy):
     ) -> Tensor | None:
         """Clip by norm or by value, over the shards of all ranks."""
         complete_gradients(
-            self._summed
+            self._summed_parameters
         )  # manual optimization clips before a window ends
         return clip_sharded_gradients(parameters, value, algorithm, norm_type)
 
@@ -417,55 +410,70 @@ class ModelParallelStrategy(Strategy):
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """This rank's parts, once ``configure_model`` has divided the module."""
         sizes = self.places(ranks)
-        layout, sent = f"{axes_in_words(sizes)}, divided by the module", []
-        tensor, shards = sizes[_TENSOR], sizes[_DATA]
+        tensor = sizes[_TENSOR]
+        shards = sizes[_DATA]
+        exchanges = []
         if tensor > 1:
-            sent = [
+            exchanges.append(
                 f"activations of divided layers: among {tensor} tensor ranks, forward and backward"
-            ]
+            )
         if shards > 1:
-            sent += [
-                f"parameters: all-gather over {shards} data ranks for each forward, for backward where released",
-                f"gradients: reduce-scatter over {shards} data ranks",
-            ]
+            exchanges.append(
+                f"parameters: all-gather over {shards} data ranks for each forward, for backward where released"
+            )
+            exchanges.append(f"gradients: reduce-scatter over {shards} data ranks")
+        layout = f"{format_axes(sizes)}, divided by the module"
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            return held(module, f"{layout}; {parameters_held([module])}", sent)
+            return held(module, f"{layout}; {describe_shard([module])}", exchanges)
         if ranks > 1:
             layout += "; how much is known when a run has divided the module"
-            return replace(held(module, layout, sent), parameters=None, gradients=None)
-        return held(module, layout, sent)
+            return replace(
+                held(module, layout, exchanges), parameters=None, gradients=None
+            )
+        return held(module, layout, exchanges)
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        sizes = (
-            dict(zip(_AXES, self.mesh.shape, strict=True))
-            if self.started
-            else self._sizes
-        )
+        sizes: Mapping[str, int | str] = self._sizes
+        if self.started:
+            sizes = dict(zip(_AXES, self.mesh.shape, strict=True))
         axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
-        held = f"; {parameters_held(self._modules)}" if self._modules else ""
-        return f"divided by the module ({axes}) on {self.device.type}{held}"
+        line = f"divided by the module ({axes}) on {self.device.type}"
+        if not self._modules:
+            return line
+        return f"{line}; {describe_shard(self._modules)}"
 
 
-def _layout(module: nn.Module) -> dict[str, str]:
+def _describe_layout(module: nn.Module) -> dict[str, str]:
     """How each parameter is divided, and the parts that ``fully_shard`` gathers together, by name."""
-    found = {
-        name: "a unit of fully_shard"
-        for name, part in module.named_modules()
-        if isinstance(part, FSDPModule)
-    }
+    layouts: dict[str, str] = {}
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, FSDPModule):
+            layouts[name] = "a unit of fully_shard"
     for name, parameter in module.named_parameters():
+        shape = list(parameter.shape)
         if isinstance(parameter, DTensor):
             axes = ", ".join(parameter.device_mesh.mesh_dim_names or ())
-            found[name] = (
-                f"{list(parameter.shape)} as {parameter.placements} over {axes or 'a mesh without names'}"
-            )
+            mesh = axes or "a mesh without names"
+            layouts[name] = f"{shape} as {parameter.placements} over {mesh}"
         else:
-            found[name] = f"{list(parameter.shape)} whole"
-    return found
+            layouts[name] = f"{shape} whole"
+    return layouts
 
 
-def _some(names: Sequence[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (
-        f" and {len(names) - most} more" if len(names) > most else ""
-    )
+def _axes_of(parameter: nn.Parameter) -> set[str]:
+    """The names of the mesh axes that a parameter is divided over."""
+    if not isinstance(parameter, DTensor):
+        return set()
+    return {*(parameter.device_mesh.mesh_dim_names or ("?",))}
+
+
+_LISTED = 3
+"""The number of names in an error."""
+
+
+def _list_names(names: Sequence[str]) -> str:
+    text = ", ".join(names[:_LISTED])
+    if len(names) > _LISTED:
+        text += f" and {len(names) - _LISTED} more"
+    return text

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -42,19 +42,19 @@ __all__ = [
     "broadcast_buffers",
     "inherit_timeout",
     "join_world",
-    "once_a_world",
-    "swap_kept",
+    "once_per_world",
+    "swap_world_cache",
 ]
 
 
-_FOR_WRITERS: Final = timedelta(days=1)
+_STORAGE_TIMEOUT: Final = timedelta(days=1)
 """How long ranks wait for the slowest storage; training waits only where it needs the next checkpoint."""
-_KEPT: dict[Any, Any] = {}
-"""What `once_a_world` has made, by key."""
+_WORLD_CACHE: dict[Hashable, Any] = {}
+"""The results of `once_per_world`, by key."""
 _WORLD: Final = "world"
 """The key of the world that all other entries belong to."""
-_INHERITED: Final[list[Any]] = []
-"""What `once_a_world` had made in the parent of this forked process; never released."""
+_INHERITED_CACHES: Final[list[dict[Hashable, object]]] = []
+"""The cache of the parent of this forked process; never released."""
 _T = TypeVar("_T")
 
 
@@ -72,7 +72,7 @@ def join_world(
         timeout: how long a collective may take.
         alone: whether a process without a launcher makes a group of one rank.
     """
-    _mind_the_exit()
+    _wait_for_gloo_at_exit()
     make_current(device)  # first: everything after it uses the current device
     if not dist.is_initialized():
         if backend is None and device.type == "cpu":
@@ -83,25 +83,25 @@ def join_world(
             and ":" not in backend
         ):
             backend = f"cpu:gloo,{device.type}:{backend}"  # parts that are offloaded are exchanged on the host
-        here = Environment.detect()
+        environment = Environment.detect()
         try:
-            if here.launched:
-                store = meet_without_agent(here, timeout)
+            if environment.launched:
+                store = meet_without_agent(environment, timeout)
                 if store is None:
                     store = next(rendezvous("env://", timeout=timeout))[0]
-                wait_for_all(store, here, timeout)
-                with named_while_connecting(store, here):
+                wait_for_all(store, environment, timeout)
+                with named_while_connecting(store, environment):
                     dist.init_process_group(
                         backend,
                         timeout=timeout,
                         store=store,
-                        rank=here.rank,
-                        world_size=here.world_size,
+                        rank=environment.rank,
+                        world_size=environment.world_size,
                     )
             elif alone:
-                mine = dist.HashStore()  # type: ignore[attr-defined]
+                store = dist.HashStore()  # type: ignore[attr-defined]
                 dist.init_process_group(
-                    backend, timeout=timeout, store=mine, rank=0, world_size=1
+                    backend, timeout=timeout, store=store, rank=0, world_size=1
                 )
             else:
                 dist.init_process_group(backend, timeout=timeout)
@@ -120,24 +120,21 @@ def _leave_world() -> None:
     # A reducer that outlives its group aborts the process on its way out ("terminate called without an active
     # exception", exit code 134): collect reference cycles first.
     gc.collect()
-    if (
-        not dist.is_initialized() or "TRAINER_KIT_AGENT_PID" in os.environ
-    ):  # our agent's ranks end without C++'s exit
+    # Ranks of our agent end without C++'s exit.
+    if not dist.is_initialized() or "TRAINER_KIT_AGENT_PID" in os.environ:
         return
     # A raw loop may hold a wrapped model to the end. Groups that have gloo only need no teardown.
-    if any(
-        backend != "gloo"
-        for backend in re.findall(r":(\w+)", str(dist.get_backend_config()))
-    ):
+    backends = re.findall(r":(\w+)", str(dist.get_backend_config()))
+    if any(backend != "gloo" for backend in backends):
         dist.destroy_process_group()
 
 
 @functools.cache
-def _mind_the_exit() -> None:
-    atexit.register(_let_gloo_finish)
+def _wait_for_gloo_at_exit() -> None:
+    atexit.register(_wait_for_gloo_threads)
 
 
-def _let_gloo_finish() -> None:
+def _wait_for_gloo_threads() -> None:
     """Return when no thread of gloo is busy, or after a second.
 
     gloo's thread releases what a backward gave to a collective, maybe after the collective has ended, and needs the
@@ -147,29 +144,37 @@ def _let_gloo_finish() -> None:
     threads = Path("/proc/self/task")
     if not threads.is_dir():
         return
-    states = [
-        thread / "stat"
-        for thread in threads.iterdir()
-        if "gloo_runloop" in _read(thread / "comm")
+    gloo_threads = [
+        t for t in threads.iterdir() if "gloo_runloop" in _read_file(t / "comm")
     ]
-    asleep, end = 0, time.monotonic() + 1
-    while states and asleep < 3 and time.monotonic() < end:
+    idle_checks = 0
+    deadline = time.monotonic() + 1
+    while gloo_threads and idle_checks < 3 and time.monotonic() < deadline:
         time.sleep(
             0.001
         )  # releases the interpreter's lock: a thread that waits for it sleeps, too
-        asleep = (
-            asleep + 1
-            if all(") S " in (text := _read(state)) or not text for state in states)
-            else 0
-        )
+        # One idle moment proves nothing: the thread may be between two tasks.
+        idle_checks += 1
+        if not all(_is_idle(thread) for thread in gloo_threads):
+            idle_checks = 0
 
 
-def _read(file: Path) -> str:
-    """The text of a thread's file; empty where the thread has ended."""
+def _is_idle(thread: Path) -> bool:
+    """Whether a thread of this process sleeps or has ended."""
+    state = _read_file(thread / "stat")
+    return not state or ") S " in state
+
+
+def _read_file(file: Path) -> str:
+    """The text of a thread's file; empty if the thread has ended."""
     try:
         return file.read_text()
     except OSError:
         return ""
+
+
+_REDUCE_OPS: Final = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+"""torch's operation for each reduction that is not computed from a sum."""
 
 
 @final
@@ -189,17 +194,20 @@ class ProcessGroup:
         group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.device, self.group = device, group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._cpu = group
+        self.device = device
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
         # torch's fake backend sends nothing: one process measures a run of many, whose ranks all have its values.
-        self._alike = dist.get_backend(group) == "fake"
-        if not self._alike and "gloo" not in str(dist.get_backend_config(group)):
-            # One side group serves the whole world. For other groups, this rank cannot know whether all ranks have one.
-            made = partial(_beside, group, timeout)
-            self._cpu = (
-                once_a_world(("beside", timeout), made) if group is None else made()
-            )
+        self._is_fake = dist.get_backend(group) == "fake"
+        self._cpu = group
+        if self._is_fake or "gloo" in str(dist.get_backend_config(group)):
+            return
+        # One side group serves the whole world. For other groups, this rank cannot know whether all ranks have one.
+        create = partial(_create_side_group, group, timeout)
+        self._cpu = (
+            once_per_world(("cpu", timeout), create) if group is None else create()
+        )
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
@@ -207,28 +215,28 @@ class ProcessGroup:
             raise ConfigurationError(
                 f"unknown reduction {op!r}", fix="use one of: sum, mean, min, max"
             )
-        kind = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(
-            op, dist.ReduceOp.SUM
-        )
+        reduce_op = _REDUCE_OPS.get(op, dist.ReduceOp.SUM)
         # gloo reduces wrongly when ranks differ in their stride layout; a rank without data may have zeros on the host
-        whole = tensor.to(self.device).contiguous()
-        dist.all_reduce(whole, kind, group=self.group)
+        reduced = tensor.to(self.device).contiguous()
+        dist.all_reduce(reduced, reduce_op, group=self.group)
         if op in ("mean", "avg"):
-            whole = whole / self.size
-        if whole is not tensor and whole.dtype == tensor.dtype:
-            return tensor.copy_(whole)
-        return whole.to(tensor.device)
+            reduced = reduced / self.size
+        if reduced is not tensor and reduced.dtype == tensor.dtype:
+            return tensor.copy_(reduced)
+        return reduced.to(tensor.device)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack over the ranks: shape (size, *tensor.shape)."""
-        whole = tensor.detach().to(self.device).contiguous()  # see above
-        parts = [torch.empty_like(whole) for _ in range(self.size)]
-        dist.all_gather(parts, whole, group=self.group)
-        return torch.stack(parts).to(tensor.device)
+        sent = (
+            tensor.detach().to(self.device).contiguous()
+        )  # for gloo, as in all_reduce
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent, group=self.group)
+        return torch.stack(received).to(tensor.device)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable value from every rank, in rank order."""
-        if self._alike:
+        if self._is_fake:
             return [value] * self.size
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._cpu)
@@ -236,17 +244,21 @@ class ProcessGroup:
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """One picklable value from every rank, in rank order, on the first; None on the others."""
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        values: list[Any] | None = None
+        if self.rank == 0:
+            values = [None] * self.size
         dist.gather_object(value, values, group=self._cpu, group_dst=0)
         return values
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """A tensor (in place), or one small picklable value, from the group's rank ``source``."""
         if isinstance(value, Tensor):
-            whole = value.contiguous()
-            dist.broadcast(whole, group=self.group, group_src=source)
-            return value if whole is value else value.copy_(whole)
-        if self._alike:
+            sent = value.contiguous()
+            dist.broadcast(sent, group=self.group, group_src=source)
+            if sent is value:
+                return value
+            return value.copy_(sent)
+        if self._is_fake:
             return value
         box = [value]
         dist.broadcast_object_list(box, group=self._cpu, group_src=source)
@@ -254,128 +266,131 @@ class ProcessGroup:
 
     def barrier(self) -> None:
         """Wait for every rank."""
-        if not self._alike:
+        if not self._is_fake:
             dist.barrier(group=self._cpu)
 
     def agree(self, values: list[float]) -> list[list[float]]:
         """A few numbers of every rank, one row a rank, on the CPU."""
-        if self._alike:
+        if self._is_fake:
             return [values] * self.size
-        mine = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(rows, mine, group=self._cpu)
+        row = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row, group=self._cpu)
         return [row.tolist() for row in rows]  # no sync point: on the host
 
     def side_group(self, recreate: bool = False) -> dist.ProcessGroup:
-        """torch's gloo group of the same processes that training does not use; the first call makes it.
+        """A gloo group of the same processes for control traffic; the first call creates it.
 
-        Its ranks wait for each other for a day, however short the others' timeout is: they wait for disks.
-        ``recreate``, on every rank: make a new one after a timeout.
+        Its timeout is a day, however short that of training's group is: its ranks wait for storage.
+        ``recreate``, on every rank: create a new one after a timeout.
         """
         key = "side_group", *dist.get_process_group_ranks(self.group)
         if recreate:
-            _KEPT.pop(key, None)
-        return once_a_world(key, lambda: _beside(self.group, _FOR_WRITERS))
+            _WORLD_CACHE.pop(key, None)
+        return once_per_world(
+            key, lambda: _create_side_group(self.group, _STORAGE_TIMEOUT)
+        )
 
 
-def once_a_world(key: Any, make: Callable[[], _T]) -> _T:
-    """Return what ``make`` returned at the first call with this key in this world; a collective call.
+def once_per_world(key: Hashable, create: Callable[[], _T]) -> _T:
+    """Return what ``create`` returned at the first call with this key in this world; a collective call.
 
     Process groups keep threads and sockets, so a new fit reuses those of an earlier fit.
 
     Args:
-        key: says what it is.
-        make: makes it.
+        key: identifies the result, the same on every rank.
+        create: called once.
     """
     world = dist.group.WORLD
-    if _KEPT.get(_WORLD) is not world:
-        _KEPT.clear()
-        _KEPT[_WORLD] = world
-    if key not in _KEPT:
-        _KEPT[key] = make()
-    made: _T = _KEPT[key]
-    return made
+    if _WORLD_CACHE.get(_WORLD) is not world:
+        _WORLD_CACHE.clear()
+        _WORLD_CACHE[_WORLD] = world
+    if key not in _WORLD_CACHE:
+        _WORLD_CACHE[key] = create()
+    cached: _T = _WORLD_CACHE[key]
+    return cached
 
 
-def _inherit_kept() -> None:
+def _keep_inherited_groups() -> None:
     """Keep the parent's groups referenced in a forked child: their destructors join threads that do not exist there."""
-    _INHERITED.append(dict(_KEPT))
-    _KEPT.clear()
+    _INHERITED_CACHES.append(dict(_WORLD_CACHE))
+    _WORLD_CACHE.clear()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_inherit_kept)
+    os.register_at_fork(after_in_child=_keep_inherited_groups)
 
 
-def swap_kept(kept: dict[Any, Any]) -> dict[Any, Any]:
-    """Replace what `once_a_world` has made; returns what it was. For ranks that take turns in one process."""
-    before = dict(_KEPT)
-    _KEPT.clear()
-    _KEPT.update(kept)
+def swap_world_cache(cache: dict[Hashable, object]) -> dict[Hashable, object]:
+    """Replace the cache of `once_per_world`, and return the earlier one: for ranks that take turns in one process."""
+    before = dict(_WORLD_CACHE)
+    _WORLD_CACHE.clear()
+    _WORLD_CACHE.update(cache)
     return before
 
 
-def _beside(
+def _create_side_group(
     group: dist.ProcessGroup | None, timeout: timedelta | None
 ) -> dist.ProcessGroup:
-    """Make a gloo group of the same processes; all processes make all such groups, in the same order."""
-    mine = tuple(
-        range(dist.get_world_size())
-        if group is None
-        else dist.get_process_group_ranks(group)
-    )
-    everyone: list[Any] = [mine]
-    if group is not None:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    made: dict[Any, dist.ProcessGroup] = {
-        ranks: dist.new_group(list(ranks), timeout or _timeout(), backend="gloo")
-        for ranks in sorted(set(everyone))
+    """Create a gloo group of the same processes. All processes create all such groups, in the same order."""
+    timeout = timeout or _world_timeout()
+    if group is None:
+        everyone = list(range(dist.get_world_size()))
+        side_group: dist.ProcessGroup = dist.new_group(
+            everyone, timeout, backend="gloo"
+        )
+        return side_group
+    ranks = tuple(dist.get_process_group_ranks(group))
+    ranks_of_processes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks_of_processes, ranks)
+    # torch requires every process to create every group, also those that it is not a member of.
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+        members: dist.new_group(list(members), timeout, backend="gloo")
+        for members in sorted(set(ranks_of_processes))
     }
-    return made[mine]
+    return groups[ranks]
 
 
 def inherit_timeout(mesh: DeviceMesh) -> DeviceMesh:
     """Give the collectives of all axes the timeout of the world; torch gives them half an hour."""
-    timeout = _timeout()
+    timeout = _world_timeout()
     for group in mesh.get_all_groups():
         if timeout is not None and group is not dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
     return mesh
 
 
-def _timeout() -> timedelta | None:
-    """Return the timeout of the world, where its backend has one."""
+def _world_timeout() -> timedelta | None:
+    """Return the timeout of the world; None if no backend of it has one."""
     world = dist.distributed_c10d._get_default_group()
-    backends = [world._get_backend(device) for device in world._device_types]
-    known = [
-        options
-        for backend in backends
-        if (options := getattr(backend, "options", None)) is not None
-    ]
-    found: list[timedelta] = [options._timeout for options in known]
-    return found[0] if found else None
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return None
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
-    """Average whole gradients over the ranks in one exchange for each dtype.
+    """Average full gradients over the ranks in one exchange for each dtype.
 
-    A parameter that has a gradient on some ranks only counts as zero on the others; one that has none anywhere is
-    left without.
+    A parameter that has a gradient on some ranks only counts as zero on the others; one that has none on any rank
+    gets none.
     """
-    everyone = [p for p in parameters if p.requires_grad]
-    present = torch.tensor(
-        [p.grad is not None for p in everyone], dtype=torch.float32, device=group.device
+    trained = [p for p in parameters if p.requires_grad]
+    has_gradient = torch.tensor(
+        [p.grad is not None for p in trained], dtype=torch.float32, device=group.device
     )
     used = group.all_reduce(
-        present, "max"
-    ).tolist()  # sync point: which gradients exist differs from rank to rank
+        has_gradient, "max"
+    ).tolist()  # sync point: ranks differ in what they use
     gradients = []
-    for parameter, is_used in zip(everyone, used, strict=True):
-        if is_used:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
+    for parameter, is_used in zip(trained, used, strict=True):
+        if not is_used:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
     average(gradients, group)
 
 
@@ -393,8 +408,8 @@ def average_in_backward(
             continue
         frozen = not parameter.requires_grad
         parameter.requires_grad_()  # torch registers no hook while it is frozen
-        average_one = partial(_average_gradient, group)
-        handles.append(parameter.register_post_accumulate_grad_hook(average_one))  # type: ignore[no-untyped-call]
+        hook = partial(_average_gradient, group)
+        handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]  # torch's
         parameter.requires_grad_(not frozen)
     return handles
 
@@ -405,45 +420,46 @@ def _average_gradient(group: Group, parameter: Tensor) -> None:
 
 
 def average(tensors: Iterable[Tensor], group: Group) -> None:
-    """Average whole tensors over the ranks, in place, in one exchange for each dtype.
+    """Average full tensors over the ranks, in place, in one exchange for each dtype.
 
     Integers and bools, such as steps and quantized weights, have no mean and stay as they are.
     """
-    means = (t for t in tensors if t.is_floating_point() or t.is_complex())
-    _exchange(means, lambda flat: group.all_reduce(flat).div_(group.size))
+    averaged = (t for t in tensors if t.is_floating_point() or t.is_complex())
+    _exchange_flat(averaged, lambda flat: group.all_reduce(flat).div_(group.size))
 
 
 def broadcast_buffers(module: nn.Module, group: ProcessGroup) -> None:
     """Give every rank the buffers of rank 0, in one exchange for each dtype."""
-    _exchange(module.buffers(), group.broadcast)
+    _exchange_flat(module.buffers(), group.broadcast)
 
 
-def _exchange(tensors: Iterable[Tensor], exchange: Callable[[Tensor], Tensor]) -> None:
-    """Write into tensors what an exchange of all of one dtype and device, laid end to end, returns."""
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+def _exchange_flat(
+    tensors: Iterable[Tensor], exchange: Callable[[Tensor], Tensor]
+) -> None:
+    """Concatenate the tensors of each dtype and device, exchange the result, and copy it back into them."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for same in alike.values():
-        flat = exchange(torch.cat([t.reshape(-1) for t in same]))
-        for tensor, part in zip(
-            same, torch.split(flat, [t.numel() for t in same]), strict=True
-        ):
-            tensor.copy_(part.view_as(tensor))
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for bucket in buckets.values():
+        flat = exchange(torch.cat([tensor.reshape(-1) for tensor in bucket]))
+        lengths = [tensor.numel() for tensor in bucket]
+        for tensor, values in zip(bucket, torch.split(flat, lengths), strict=True):
+            tensor.copy_(values.view_as(tensor))
 
 
 @contextmanager
 def borrowed_buffers(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
     """Give every rank rank 0's buffers inside the context; restore its own after it, except those written inside."""
-    own = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     broadcast_buffers(module, group)
-    lent = [
+    replaced = [
         (buffer, before, buffer.detach().clone())
-        for buffer, before in own
+        for buffer, before in copies
         if not torch.equal(buffer.detach(), before)  # sync point: an evaluation begins
     ]
     try:
         yield
     finally:
-        for buffer, before, borrowed in lent:
+        for buffer, before, borrowed in replaced:
             if torch.equal(buffer.detach(), borrowed):  # sync point: an evaluation ends
                 buffer.detach().copy_(before)

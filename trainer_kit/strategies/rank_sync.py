@@ -16,30 +16,29 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import state_name
-from trainer_kit.strategies.state import part_of
+from trainer_kit.strategies.state import shard_like
 
 __all__ = [
     "InitialWeights",
     "agree_on_rng",
-    "built_once",
+    "build_on_rank_zero",
     "compare_models",
     "digest",
-    "empty",
+    "release_storage",
     "with_equal_rng",
 ]
 
 
 @contextmanager
-def built_once(group: Group) -> Iterator[None]:
+def build_on_rank_zero(group: Group) -> Iterator[None]:
     """Inside, rank 0 builds modules in host memory, the others on the meta device; random streams stay equal."""
     before = torch.get_rng_state()
     with torch.device("cpu" if group.rank == 0 else "meta"):
         yield
-    began, ended = group.broadcast((before, torch.get_rng_state()))
-    if began is before or torch.equal(
-        before, began
-    ):  # the others drew nothing: their next numbers would differ
-        torch.set_rng_state(ended)
+    before_on_zero, after_on_zero = group.broadcast((before, torch.get_rng_state()))
+    # The other ranks drew nothing: with equal streams before, their next numbers would differ.
+    if before_on_zero is before or torch.equal(before, before_on_zero):
+        torch.set_rng_state(after_on_zero)
 
 
 @final
@@ -49,7 +48,7 @@ class InitialWeights:
     Args:
         module: as the user built it; on ranks other than the first its tensors may be on the meta device.
         group: every rank of it makes the same calls.
-        given: an earlier fit has placed all weights.
+        placed: an earlier fit has placed all weights.
         resets: tensors that rank 0 has without values are left to `reset`.
 
     Raises:
@@ -57,153 +56,160 @@ class InitialWeights:
     """
 
     def __init__(
-        self, module: nn.Module, group: Group, given: bool = False, resets: bool = False
+        self,
+        module: nn.Module,
+        group: Group,
+        placed: bool = False,
+        resets: bool = False,
     ) -> None:
         self._group = group
+        # Each tensor once, by the first of its names.
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        self._whole: dict[str, Tensor] = {}
+        self._values: dict[str, Tensor] = {}
         self._names: dict[str, list[str]] = {}
-        if given:
+        if placed:
             return
-        found: dict[str, Tensor] = {}
-        first: dict[int, str] = {}
-        for name, tensor in _tensors(module):
+        tensors: dict[str, Tensor] = {}
+        first_names: dict[int, str] = {}
+        for name, tensor in _named_tensors(module):
             if hasattr(tensor, "placements"):
                 continue
-            self._names.setdefault(first.setdefault(id(tensor), name), []).append(name)
-            if first[id(tensor)] == name:
-                found[name] = tensor.detach()
-        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
-        compare_models(
-            {name: f"{list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()},
-            group,
+            first_name = first_names.setdefault(id(tensor), name)
+            self._names.setdefault(first_name, []).append(name)
+            if first_name == name:
+                tensors[name] = tensor.detach()
+        texts = {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}
+        compare_models(texts, group)
+        without_values = group.broadcast(
+            [name for name, t in tensors.items() if t.is_meta]
         )
-        empty = group.broadcast(
-            [name for name, tensor in found.items() if tensor.is_meta]
-        )
-        self._shapes = {
-            name: shape for name, shape in shapes.items() if name not in empty
-        }
-        self._whole = (
-            {name: found[name] for name in self._shapes} if group.rank == 0 else {}
-        )
-        for name in empty:
+        for name in without_values:
             del self._names[name]
-        if empty and not resets:
+        if without_values and not resets:
             raise StrategyError(
                 "the initial weights have no values",
-                found=f"{', '.join(empty[:3])} on the meta device on rank 0",
+                found=f"{', '.join(without_values[:3])} on the meta device on rank 0",
                 fix='build layers in configure_model without torch.device("meta")',
             )
+        for name in self._names:
+            self._shapes[name] = (tensors[name].shape, tensors[name].dtype)
+            if group.rank == 0:
+                self._values[name] = tensors[name]
 
     def reset(self, module: nn.Module) -> None:
-        """Take values for layers that have no storage and were made since: rank 0 calls their ``reset_parameters``.
+        """Take values for layers without storage that were created since: rank 0 calls their ``reset_parameters``.
 
-        It does so on whole tensors, however the layers are divided, so that the values are those of one process.
+        It does so on full tensors, however the layers are divided, so that the values are those of one process.
 
         Raises:
-            StrategyError: a layer has no such method, or known layers have other names.
+            StrategyError: a layer has no such method, or layers with values have other names now.
         """
-        known = (
-            {name for names in self._names.values() for name in names}
-            if self._shapes
-            else set()
-        )
-        first: dict[int, str] = {}
-        for name, tensor in _tensors(module):
-            if tensor.is_meta and name not in known:
-                self._names.setdefault(first.setdefault(id(tensor), name), []).append(
-                    name
-                )
-                self._shapes[first[id(tensor)]] = (tensor.shape, tensor.dtype)
-        if not first:
+        names_with_values: set[str] = set()
+        if self._shapes:
+            names_with_values.update(*self._names.values())
+        first_names: dict[int, str] = {}
+        for name, tensor in _named_tensors(module):
+            if tensor.is_meta and name not in names_with_values:
+                first_name = first_names.setdefault(id(tensor), name)
+                self._names.setdefault(first_name, []).append(name)
+                self._shapes[first_name] = (tensor.shape, tensor.dtype)
+        if not first_names:
             return
-        gone = sorted(known - {name for name, _ in _tensors(module)})
-        if gone:
+        missing = sorted(
+            names_with_values - {name for name, _ in _named_tensors(module)}
+        )
+        if missing:
             raise StrategyError(
                 "configure_model renames or replaces layers whose values exist only on rank 0",
-                found=f"{gone[0]} before, {next(iter(first.values()))} now",
+                found=f"{missing[0]} before, {next(iter(first_names.values()))} now",
                 fix="rename them in __init__, or create them without init_module(empty_init=True)",
             )
         layers = {
-            name: part
-            for name, part in module.named_modules()
-            if {*map(id, _own(part))} & first.keys()
+            name: layer
+            for name, layer in module.named_modules()
+            if any(id(tensor) in first_names for tensor in _direct_tensors(layer))
         }
-        calls = [
-            getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
-            for part in layers.values()
+        reset_methods = [_find_reset(layer) for layer in layers.values()]
+        without_reset = [
+            name
+            for name, reset in zip(layers, reset_methods, strict=True)
+            if not callable(reset)
         ]
-        lacking = [
-            name for name, call in zip(layers, calls, strict=True) if not callable(call)
-        ]
-        if lacking:
+        if without_reset:
             raise StrategyError(
                 "layers on the meta device cannot initialise their weights",
-                found=f"{', '.join(lacking[:3])} without reset_parameters",
+                found=f"{', '.join(without_reset[:3])} without reset_parameters",
                 fix="define reset_parameters(self), or create these layers in __init__",
             )
-        with built_once(self._group):
+        with build_on_rank_zero(self._group):
             if self._group.rank == 0:
-                self._whole.update(_reset(list(layers.values()), calls, first))
+                values = _compute_initial_values(
+                    layers.values(), reset_methods, first_names
+                )
+                self._values.update(values)
 
-    def hand_out(
+    def distribute(
         self, module: nn.Module, device: torch.device, parameters_on: torch.device
     ) -> None:
-        """Fill the divided module on every rank; each rank keeps only its own parts.
+        """Fill the divided module on every rank; each rank keeps only its own parts. A second call does nothing.
 
         Args:
-            module: the same one.
+            module: the module, after it was divided.
             device: where it computes.
-            parameters_on: where the parts of its parameters are kept; whole ones are where it computes.
-
-        A second call does nothing.
+            parameters_on: where shards of its parameters are kept; full parameters are on ``device``.
         """
-        shapes, self._shapes = self._shapes, {}
+        shapes = self._shapes
+        self._shapes = {}
         if not shapes:
             return
-        if any(tensor.is_meta for _, tensor in _tensors(module)):
-            # Unlike to_empty(), keep what submodules such as metrics store outside of buffers: it is not broadcast.
-            with _kept_tied(module):
-                apply: Any = module._apply
-                apply(
-                    lambda tensor: (
-                        torch.empty_like(tensor, device=parameters_on)
-                        if tensor.is_meta
-                        else tensor
-                    )
-                )
-        for parameter in module.parameters():
-            # Whole parameters move in place: optimizers hold them, and some are tied.
-            if not hasattr(parameter, "placements") and parameter.device != device:
-                parameter.data = parameter.data.to(device)
-        for part in module.modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = buffer.to(device)
-        if (
-            dist.is_initialized() and dist.get_backend(self._group.group) == "fake"
-        ):  # weights have no values
-            self._whole = {}
+        _allocate(module, parameters_on)
+        _move_full_tensors(module, device)
+        if dist.is_initialized() and dist.get_backend(self._group.group) == "fake":
+            self._values = {}  # weights have no values in a fake world
             return
-        held = dict(_tensors(module))
+        targets = dict(_named_tensors(module))
         with torch.no_grad():
             for name, (shape, dtype) in shapes.items():
-                whole = self._whole.pop(name).to(device) if self._whole else None
-                if whole is None:
-                    whole = torch.empty(shape, dtype=dtype, device=device)
-                self._group.broadcast(whole)
+                if self._values:  # on rank 0
+                    values = self._values.pop(name).to(device)
+                else:
+                    values = torch.empty(shape, dtype=dtype, device=device)
+                self._group.broadcast(values)
                 # Under each of its names: a stage of a pipeline may have a later name only.
-                for own in {
-                    id(held[known]): held[known]
-                    for known in self._names[name]
-                    if known in held
-                }.values():
-                    own.detach().copy_(part_of(whole, own))
+                filled: set[int] = set()
+                for alias in self._names[name]:
+                    target = targets.get(alias)
+                    if target is not None and id(target) not in filled:
+                        filled.add(id(target))
+                        target.detach().copy_(shard_like(values, target))
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Give tensors on the meta device storage, without values."""
+    if not any(tensor.is_meta for _, tensor in _named_tensors(module)):
+        return
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    # Unlike to_empty(), keep what submodules such as metrics store outside of buffers: it is not broadcast.
+    with _preserving_ties(module):
+        module._apply(allocate)  # type: ignore[no-untyped-call]  # torch's
+
+
+def _move_full_tensors(module: nn.Module, device: torch.device) -> None:
+    """Move buffers and unsharded parameters; parameters in place, because optimizers hold them and some are tied."""
+    for parameter in module.parameters():
+        if not hasattr(parameter, "placements") and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    for layer in module.modules():
+        for name, buffer in layer._buffers.items():
+            if buffer is not None:
+                layer._buffers[name] = buffer.to(device)
 
 
 def compare_models(
-    mine: Mapping[str, str],
+    description: Mapping[str, str],
     group: Group,
     problem: str = "the ranks built different models",
     fix: str = "build the same model on every rank, regardless of the rank and its data",
@@ -211,7 +217,7 @@ def compare_models(
     """Refuse, on every rank, models that differ from rank to rank; a collective call.
 
     Args:
-        mine: of this rank's model: by the name of a tensor or a part, what has to be equal.
+        description: what has to be equal of this rank's model, by the name of a tensor or module.
         group: the ranks that are compared.
         problem: of the error.
         fix: of the error.
@@ -219,24 +225,25 @@ def compare_models(
     Raises:
         StrategyError: on every rank; it names the first difference.
     """
-    if len({row[0] for row in group.agree([zlib.crc32(repr(mine).encode())])}) == 1:
+    checksum = zlib.crc32(repr(description).encode())
+    if len({row[0] for row in group.agree([checksum])}) == 1:
         return
-    first, *others = group.all_gather_object(mine)
-    rank, theirs = next(
-        (rank, one) for rank, one in enumerate(others, 1) if one != first
-    )
+    descriptions = group.all_gather_object(description)
+    first = descriptions[0]
+    rank = next(rank for rank, other in enumerate(descriptions) if other != first)
+    other = descriptions[rank]
     name = next(
-        name for name in {**first, **theirs} if first.get(name) != theirs.get(name)
+        name for name in {**first, **other} if first.get(name) != other.get(name)
     )
     raise StrategyError(
         problem,
-        found=f"{name}: {first.get(name, 'nothing')} on rank 0, {theirs.get(name, 'nothing')} on rank {rank}",
+        found=f"{name}: {first.get(name, 'nothing')} on rank 0, {other.get(name, 'nothing')} on rank {rank}",
         fix=fix,
     )
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """By name, which a wrapper of a part, such as a compiled one, does not change."""
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, by names without the prefixes of wrappers such as compiled modules."""
     for name, tensor in chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
@@ -244,86 +251,91 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield state_name(name), tensor
 
 
-def _own(part: nn.Module) -> list[Tensor]:
-    return [
-        tensor
-        for tensor in (*part._parameters.values(), *part._buffers.values())
-        if tensor is not None
-    ]
+def _direct_tensors(layer: nn.Module) -> list[Tensor]:
+    tensors = (*layer._parameters.values(), *layer._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
 
 
-def _reset(
-    parts: Sequence[nn.Module], calls: Sequence[Any], names: dict[int, str]
+def _find_reset(layer: nn.Module) -> Any:
+    """The method that initializes a layer; torch's attention has it under another name."""
+    return getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
+
+
+def _compute_initial_values(
+    layers: Iterable[nn.Module],
+    reset_methods: Iterable[Callable[[], object]],
+    names: dict[int, str],
 ) -> dict[str, Tensor]:
-    """Call the methods while the parts have whole tensors in host memory; return these by name."""
-    made: dict[int, Any] = {}
-    before = [(tensors, dict(tensors)) for part in parts for tensors in _places(part)]
+    """Call the methods while the layers have full tensors in host memory; return these by name."""
+    full_tensors: dict[int, Tensor] = {}
+    originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for layer in layers:
+        originals += [(tensors, dict(tensors)) for tensors in _tensor_dicts(layer)]
     try:
-        for tensors, old in before:
-            for key, tensor in old.items():
+        for tensors, before in originals:
+            for key, tensor in before.items():
                 if tensor is None or id(tensor) not in names:
                     continue
-                if id(tensor) not in made:
-                    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    made[id(tensor)] = (
-                        nn.Parameter(whole, tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else whole
-                    )
-                tensors[key] = made[id(tensor)]
-        for call in calls:
-            call()
-        return {names[number]: tensor.detach() for number, tensor in made.items()}
+                if id(tensor) not in full_tensors:
+                    full = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    full_tensors[id(tensor)] = _as_parameter(full, tensor)
+                tensors[key] = full_tensors[id(tensor)]
+        for reset in reset_methods:
+            reset()
+        return {names[key]: tensor.detach() for key, tensor in full_tensors.items()}
     finally:
-        for tensors, old in before:
-            tensors.update(old)
+        for tensors, before in originals:
+            tensors.update(before)
 
 
-def _places(part: nn.Module) -> list[dict[str, Any]]:
-    return [part._parameters, part._buffers]
+def _as_parameter(tensor: Tensor, original: Tensor) -> Tensor:
+    """The tensor as a parameter if the original is one."""
+    if isinstance(original, nn.Parameter):
+        return nn.Parameter(tensor, original.requires_grad)
+    return tensor
 
 
-def empty(module: nn.Module) -> None:
+def _tensor_dicts(layer: nn.Module) -> list[dict[str, Any]]:
+    return [layer._parameters, layer._buffers]
+
+
+def release_storage(module: nn.Module) -> None:
     """Release the storage of all parameters and buffers in place; shared parameters remain shared."""
-    made: dict[int, Any] = {}
-    for part in module.modules():
-        for tensors in _places(part):
+    replacements: dict[int, Tensor] = {}
+    for layer in module.modules():
+        for tensors in _tensor_dicts(layer):
             for key, tensor in tensors.items():
                 if tensor is None or tensor.is_meta:
                     continue
-                if id(tensor) not in made:
+                if id(tensor) not in replacements:
                     bare = torch.empty_like(tensor, device="meta")
-                    made[id(tensor)] = (
-                        nn.Parameter(bare, tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else bare
-                    )
-                tensors[key] = made[id(tensor)]
+                    replacements[id(tensor)] = _as_parameter(bare, tensor)
+                tensors[key] = replacements[id(tensor)]
 
 
 @contextmanager
-def _kept_tied(module: nn.Module) -> Iterator[None]:
-    """Inside, shared parameters may be replaced; afterwards all their places have the first replacement."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for part in module.modules():
-        for key, parameter in part._parameters.items():
-            places.setdefault(id(parameter), []).append((part, key))
+def _preserving_ties(module: nn.Module) -> Iterator[None]:
+    """Inside, shared parameters may be replaced; afterwards all layers that share one have its first replacement."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for layer in module.modules():
+        for key, parameter in layer._parameters.items():
+            owners.setdefault(id(parameter), []).append((layer, key))
     yield
-    for (part, key), *others in places.values():
-        for other, its_key in others:
-            if other._parameters[its_key] is not None:
-                other._parameters[its_key] = part._parameters[key]
+    for sharing in owners.values():
+        first_layer, first_key = sharing[0]
+        for layer, key in sharing[1:]:
+            if layer._parameters[key] is not None:
+                layer._parameters[key] = first_layer._parameters[first_key]
 
 
 def agree_on_rng(groups: Iterable[Group], device: torch.device) -> None:
     """Give every rank of a group the generator states of its first rank. Equal states cost one exchanged number."""
     for group in groups:
-        if (
-            group.group is not None and dist.get_backend(group.group) == "fake"
-        ):  # its ranks are all this one
-            continue
+        if group.group is not None and dist.get_backend(group.group) == "fake":
+            continue  # its ranks are all this one
         state = rng_state(device)
-        if len({row[0] for row in group.agree([digest(state)])}) > 1:
+        digests = {row[0] for row in group.agree([digest(state)])}
+        if len(digests) > 1:
             restore_rng(group.broadcast(state), device)
 
 
@@ -346,17 +358,19 @@ def digest(state: dict[str, Any]) -> int:
         >>> digest(rng_state()) == digest(rng_state())
         True
     """
-    _, keys, *rest = state["numpy"]
-    version, words, gauss = state["python"]
-    # Numbers only: before Python 3.12 the hash of None is its address.
-    numbers = (version, words, -1 if gauss is None else gauss, *rest)
-    found = zlib.crc32(keys.tobytes(), hash(numbers) & 0xFFFFFFFF)
+    _, numpy_keys, *numpy_position = state["numpy"]
+    version, python_keys, gauss = state["python"]
+    if gauss is None:  # before Python 3.12 the hash of None is its address
+        gauss = -1
+    numbers = (version, python_keys, gauss, *numpy_position)
+    checksum = zlib.crc32(numpy_keys.tobytes(), hash(numbers) & 0xFFFFFFFF)
     for name in ("torch", "device"):
-        one = state.get(name)
-        if isinstance(one, Tensor):
-            found = zlib.crc32(
-                one.numpy().tobytes(), found
-            )  # no sync point: generators' states are on the host
-        elif one is not None:
-            found = zlib.crc32(repr(one).encode(), found)
-    return found
+        generator_state = state.get(name)
+        if isinstance(generator_state, Tensor):
+            content = (
+                generator_state.numpy().tobytes()
+            )  # no sync point: it is on the host
+            checksum = zlib.crc32(content, checksum)
+        elif generator_state is not None:
+            checksum = zlib.crc32(repr(generator_state).encode(), checksum)
+    return checksum

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -22,22 +22,25 @@ from trainer_kit.core.state_names import (
 from trainer_kit.precision.converted import QuantizedLayer
 from trainer_kit.precision.optimizers import from_parts, to_parts, why_not_divided
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = [
+    "FlatShard",
     "GroupOptions",
-    "Moved",
-    "Piece",
+    "ReplacedParameters",
     "States",
+    "gather_flat",
     "load_module_parts",
     "load_optimizer_state",
-    "optimizer_parts",
     "optimizer_state",
-    "parameters_of",
-    "part_of",
+    "placeholder_tensor",
+    "refer_to_parameters",
     "refuse_unprepared",
-    "refuse_whole",
+    "refuse_unshardable",
+    "shard_like",
+    "shard_optimizer_state",
     "step_by_kind",
-    "unkept",
-    "whole_of",
 ]
 
 
@@ -50,7 +53,7 @@ GroupOptions: TypeAlias = Sequence[Mapping[str, Any]]
 def optimizer_state(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
     """The parameters of each group, and the state of each parameter that has any."""
     states: dict[Any, Mapping[str, Any]] = {
-        p: to_parts(state) for p, state in optimizer.state.items()
+        parameter: to_parts(state) for parameter, state in optimizer.state.items()
     }
     return [list(group["params"]) for group in optimizer.param_groups], states
 
@@ -66,56 +69,48 @@ def load_optimizer_state(
         groups: the options of each of its groups.
         state: of its parameters; one that is missing has none.
     """
-    given = {parameter: from_parts(own) for parameter, own in state.items()}
-    numbered: dict[int, Any] = {}
-    packed, index = [], 0
+    saved_states = {
+        parameter: from_parts(values) for parameter, values in state.items()
+    }
+    state_by_number: dict[int, Mapping[str, Any]] = {}
+    packed_groups: list[dict[str, Any]] = []
+    number = 0
     for group, options in zip(optimizer.param_groups, groups, strict=True):
-        numbers = range(index, index + len(group["params"]))
-        numbered.update(
-            {
-                i: given[p]
-                for i, p in zip(numbers, group["params"], strict=True)
-                if p in given
-            }
-        )
-        packed.append({**options, "params": list(numbers)})
-        index = numbers.stop
-    optimizer.load_state_dict({"state": numbered, "param_groups": packed})
-    for parameter, own in given.items():
-        kept = optimizer.state.get(parameter, {})
-        kept.update(
-            {
-                name: _in_dtype_of(value, kept[name])
-                for name, value in own.items()
-                if name in kept
-            }
-        )
+        first = number
+        for parameter in group["params"]:
+            if parameter in saved_states:
+                state_by_number[number] = saved_states[parameter]
+            number += 1
+        packed_groups.append({**options, "params": list(range(first, number))})
+    optimizer.load_state_dict({"state": state_by_number, "param_groups": packed_groups})
+    for parameter, saved in saved_states.items():
+        loaded = optimizer.state.get(parameter, {})
+        for name, value in saved.items():
+            if name in loaded:
+                loaded[name] = _with_saved_dtype(value, loaded[name])
 
 
-def _in_dtype_of(given: Any, loaded: Any) -> Any:
-    """Return the loaded value; a tensor that ``load_state_dict`` has cast keeps the given dtype."""
-    if isinstance(given, Tensor) and isinstance(loaded, Tensor):
-        return (
-            loaded
-            if given.dtype == loaded.dtype
-            else given.detach().to(loaded.device, copy=True)
-        )
-    if isinstance(given, Mapping) and isinstance(loaded, dict):
-        return {
-            key: _in_dtype_of(given[key], value) if key in given else value
-            for key, value in loaded.items()
-        }
-    if (
-        isinstance(given, (list, tuple))
-        and type(given) is type(loaded)
-        and len(given) == len(loaded)
-    ):
-        return type(loaded)(map(_in_dtype_of, given, loaded))
+def _with_saved_dtype(saved: Any, loaded: Any) -> Any:
+    """Return the loaded value; a tensor that ``load_state_dict`` has cast gets the saved dtype again."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        if saved.dtype == loaded.dtype:
+            return loaded
+        return saved.detach().to(loaded.device, copy=True)
+    if isinstance(saved, Mapping) and isinstance(loaded, dict):
+        restored = dict(loaded)
+        for key in loaded.keys() & saved.keys():
+            restored[key] = _with_saved_dtype(saved[key], loaded[key])
+        return restored
+    is_sequence = isinstance(saved, (list, tuple)) and type(saved) is type(loaded)
+    if is_sequence and len(saved) == len(loaded):
+        return type(loaded)(map(_with_saved_dtype, saved, loaded))
     return loaded
 
 
-def parameters_of(module: nn.Module) -> dict[str, Callable[[], nn.Parameter | None]]:
-    """Return a module's parameters by name, for `Moved.note`, through weak references where torch allows them."""
+def refer_to_parameters(
+    module: nn.Module,
+) -> dict[str, Callable[[], nn.Parameter | None]]:
+    """Return references to a module's parameters by name, for `ReplacedParameters.record`; weak if torch allows."""
 
     def refer(parameter: nn.Parameter) -> Callable[[], nn.Parameter | None]:
         if type(parameter.data) is Tensor:
@@ -124,195 +119,202 @@ def parameters_of(module: nn.Module) -> dict[str, Callable[[], nn.Parameter | No
             parameter
         )  # torch refuses to convert a subclass that has weak references
 
-    return {
-        name: refer(parameter)
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-    }
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: refer(parameter) for name, parameter in named}
 
 
 @final
-class Moved:
+class ReplacedParameters:
     """Maps the parameters that a module had before sharding to its present ones."""
 
     def __init__(self) -> None:
         # By id, and only while the old parameter lives: ids are reused. The new parameter is found by its name: torch
         # refuses to convert parameters that have weak references.
-        self._now: dict[
-            int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]
-        ] = {}
+        self._replacements: dict[int, _Replacement] = {}
 
-    def note(
+    def record(
         self, before: Mapping[str, Callable[[], nn.Parameter | None]], module: nn.Module
     ) -> None:
-        """Compare a module's parameters, by name, with what `parameters_of` has returned ``before``."""
-        self._now = {
-            key: known
-            for key, known in self._now.items()
-            if None not in (known[0](), known[1]())
+        """Compare a module's parameters, by name, with what `refer_to_parameters` returned ``before``."""
+        self._replacements = {
+            key: replacement
+            for key, replacement in self._replacements.items()
+            if replacement.is_alive
         }
-        for name, now in module.named_parameters():
-            if (was := before[name]()) is not None and now is not was:
-                self._now[id(was)] = (weakref.ref(was), weakref.ref(module), name)
+        for name, parameter in module.named_parameters():
+            original = before[name]()
+            if original is not None and parameter is not original:
+                self._replacements[id(original)] = _Replacement(
+                    weakref.ref(original), weakref.ref(module), name
+                )
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def replace_in(self, optimizer: Optimizer) -> None:
         """Replace the parameters of an optimizer's groups by those that the module has now.
 
         Raises:
-            StrategyError: the optimizer has stepped them already, or does not work with parts.
+            StrategyError: the optimizer has stepped them already, or does not support sharded parameters.
         """
+        is_sharded = False
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
-                before, owner, name = self._now.get(id(parameter), (None, None, ""))
-                module = None if owner is None else owner()
-                if module is None or before is None or before() is not parameter:
-                    continue
-                if parameter in optimizer.state:
-                    fix = "make the optimizer before its first step, or after prepare()"
+                replacement = self._find(parameter)
+                if replacement is not None and parameter in optimizer.state:
                     raise StrategyError(
                         "the optimizer was used before its parameters were sharded",
-                        fix=fix,
+                        fix="make the optimizer before its first step, or after prepare()",
                     )
-                group["params"][index] = module.get_parameter(name)
-        divided = any(
-            hasattr(p, "placements")
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
-        if divided:
-            refuse_whole(optimizer)
+                if replacement is not None:
+                    group["params"][index] = replacement
+                is_sharded = is_sharded or hasattr(group["params"][index], "placements")
+        if is_sharded:
+            refuse_unshardable(optimizer)
+
+    def _find(self, original: nn.Parameter) -> nn.Parameter | None:
+        """The parameter that has replaced ``original``; None if none has."""
+        replacement = self._replacements.get(id(original))
+        if replacement is None or replacement.original() is not original:
+            return None
+        module = replacement.module()
+        return None if module is None else module.get_parameter(replacement.name)
 
 
-def refuse_whole(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs whole parameters.
+@final
+@dataclass(frozen=True)
+class _Replacement:
+    """A parameter before sharding, and the name under which its module has the shard."""
+
+    original: weakref.ref[nn.Parameter]
+    module: weakref.ref[nn.Module]
+    name: str
+
+    @property
+    def is_alive(self) -> bool:
+        return self.original() is not None and self.module() is not None
+
+
+def refuse_unshardable(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs full parameters.
 
     Raises:
-        StrategyError: saying why it does.
+        StrategyError: with the reason.
     """
     reason = why_not_divided(optimizer)
     if reason is not None:
-        fix = "train with DDP, or with an optimizer of torch"
         raise StrategyError(
             f"{type(optimizer).__name__} does not support sharded parameters",
             found=reason,
-            fix=fix,
+            fix="train with DDP, or with an optimizer of torch",
         )
 
 
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the part of a whole tensor that this rank holds of ``like``, without communication.
+def shard_like(full: Tensor, like: Tensor) -> Tensor:
+    """Shard a full tensor as ``like`` is sharded, without communication.
 
     Args:
-        whole: the same on every rank.
-        like: a ``DTensor`` says how it is divided; for anything else it stays whole, as it does in another shape.
+        full: the same on every rank.
+        like: a ``DTensor`` of the same shape; for any other tensor ``full`` itself is returned.
     """
-    divided: Any = like
     placements = getattr(like, "placements", None)
-    if placements is None or whole.shape != like.shape or hasattr(whole, "placements"):
-        return whole
+    if placements is None or hasattr(full, "placements") or full.shape != like.shape:
+        return full
+    # Imported here: one process without a mesh does not need it.
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(
-        whole.detach(), divided.device_mesh, placements, src_data_rank=None
-    )
+    mesh = getattr(like, "device_mesh", None)
+    return distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
 
 
 def load_module_parts(
     module: nn.Module, state: Mapping[str, Any], strict: bool
 ) -> None:
-    """``load_state_dict`` of whole tensors or parts into a module whose parameters are divided."""
-    state, own = dict(without_wrappers(state)), plain_state(module)
+    """``load_state_dict`` of full tensors or shards into a module whose parameters are sharded."""
+    loaded = dict(without_wrappers(state))
+    present = plain_state(module)
     for name, layer in module.named_modules():
         if isinstance(layer, QuantizedLayer):
-            layer.take_floats(state, state_name(f"{name}.") if name else "")
-    parts = {
-        name: part_of(value, own[name]) if name in own else value
-        for name, value in state.items()
-    }
-    load_module_weights(module, parts, strict)
+            layer.take_floats(loaded, state_name(f"{name}.") if name else "")
+    for name in loaded.keys() & present.keys():
+        loaded[name] = shard_like(loaded[name], present[name])
+    load_module_weights(module, loaded, strict)
 
 
-def optimizer_parts(state: States) -> dict[nn.Parameter, dict[str, Any]]:
-    """Divide the state that has the shape of its parameter as the parameter is divided."""
-    return {
-        parameter: {
-            name: part_of(value, parameter) if isinstance(value, Tensor) else value
-            for name, value in own.items()
-        }
-        for parameter, own in state.items()
-    }
+def shard_optimizer_state(state: States) -> dict[nn.Parameter, dict[str, Any]]:
+    """Shard each tensor that has the shape of its parameter as the parameter is sharded."""
+    shards: dict[nn.Parameter, dict[str, Any]] = {}
+    for parameter, values in state.items():
+        shards[parameter] = dict(values)
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                shards[parameter][name] = shard_like(value, parameter)
+    return shards
 
 
 @final
 @dataclass(frozen=True)
-class Piece:
-    """Where this rank has its piece of a parameter.
+class FlatShard:
+    """The contiguous elements of a parameter that this rank optimizes.
 
     Attributes:
-        master: what the optimizer steps.
-        start: the first element in it.
-        first: the first element in the parameter.
-        count: how many; 0 where other ranks have all of it.
-        divided: whether other ranks have other pieces.
+        master: the tensor that the optimizer steps.
+        master_start: the index of the first of these elements in the flattened master.
+        parameter_start: the index of the first of these elements in the flattened parameter.
+        length: the number of elements; 0 if other ranks have the whole parameter.
+        is_sharded: whether other ranks have other elements.
     """
 
     master: Tensor
-    start: int
-    first: int
-    count: int
-    divided: bool = True
+    master_start: int
+    parameter_start: int
+    length: int
+    is_sharded: bool = True
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The same elements of the master, or of a moment of it; a view."""
-        return tensor.detach().view(-1).narrow(0, self.start, self.count)
+    def view_in_master(self, tensor: Tensor) -> Tensor:
+        """These elements of the master, or of a moment of it; a view."""
+        return tensor.detach().view(-1).narrow(0, self.master_start, self.length)
 
-    def in_whole(self, tensor: Tensor) -> Tensor:
-        """The same elements of the whole parameter, or of a whole moment of it; a view where it is contiguous."""
-        return tensor.detach().reshape(-1).narrow(0, self.first, self.count)
+    def view_in_parameter(self, tensor: Tensor) -> Tensor:
+        """These elements of the full parameter, or of a full moment of it; a view if the tensor is contiguous."""
+        return tensor.detach().reshape(-1).narrow(0, self.parameter_start, self.length)
 
 
-def whole_of(
-    piece: Piece,
+def gather_flat(
+    shard: FlatShard,
     shape: torch.Size,
     tensor: Tensor,
     keep: bool,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The pieces of all ranks as one tensor, on the CPU; zeros that take no memory where it is not kept.
+    """Gather the shards of all ranks into one tensor on the CPU; without ``keep``, return a placeholder of its shape.
 
     Args:
-        piece: this rank's.
-        shape: of the whole parameter.
+        shard: this rank's elements.
+        shape: the shape of the full parameter.
         tensor: the master, or a moment of it.
-        keep: whether this rank needs the values; every rank calls it.
-        group: those that have the pieces; all ranks by default.
+        keep: whether this rank needs the values; every rank makes the call.
+        group: the ranks that have the shards; all ranks by default.
     """
-    if not piece.divided:
-        return (
-            piece.of(tensor).view(shape).clone()
-            if keep
-            else unkept(shape, tensor.dtype)
+    if not shard.is_sharded and keep:
+        return shard.view_in_master(tensor).view(shape).clone()
+    if shard.is_sharded:
+        gathered = torch.zeros(
+            shape.numel(), dtype=tensor.dtype, device=_exchange_device(tensor)
         )
-    whole = torch.zeros(
-        shape.numel(), dtype=tensor.dtype, device=_exchange_device(tensor)
-    )
-    piece.in_whole(whole).copy_(piece.of(tensor))
-    # As integers: one rank's bits and zeros add up to exactly these bits, the sign of a zero included.
-    dist.all_reduce(
-        whole.view(torch.int32 if whole.element_size() == 4 else torch.int16),
-        group=group,
-    )
-    if not keep:
-        return unkept(shape, tensor.dtype)
-    return whole.view(shape).cpu()  # sync point: a checkpoint
+        shard.view_in_parameter(gathered).copy_(shard.view_in_master(tensor))
+        # As integers: one rank's bits and zeros add up to exactly these bits, the sign of a zero included.
+        bits = torch.int32 if gathered.element_size() == 4 else torch.int16
+        dist.all_reduce(gathered.view(bits), group=group)
+        if keep:
+            return gathered.view(shape).cpu()  # sync point: a checkpoint
+    return placeholder_tensor(shape, tensor.dtype)
 
 
-def unkept(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def placeholder_tensor(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a tensor of this shape with the memory of one element: every rank shows the shapes of a state."""
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def _exchange_device(tensor: Tensor) -> torch.device:
-    """Where collectives run: an offloaded master is on the host."""
+    """The device of collectives: NCCL has none for an offloaded master, which is in host memory."""
     if tensor.device.type == "cpu" and "nccl" in str(dist.get_backend_config()):
         return torch.device("cuda", torch.cuda.current_device())
     return tensor.device
@@ -328,32 +330,39 @@ def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[...
         optimizer: with its parameters as they are by now.
         step: how it is stepped.
     """
-    # With None torch chooses: foreach on an accelerator.
-    if all(
-        group.get(way, False) is False
-        for group in optimizer.param_groups
-        for way in ("foreach", "fused")
-    ):
+    if not any(_is_multi_tensor(group) for group in optimizer.param_groups):
         return step
-    if len(_kinds(optimizer)) < 2:
+    if len(_parameters_by_mesh(optimizer)) < 2:
         return step
 
-    def each(*arguments: Any, **options: Any) -> Any:
-        whole = [group["params"] for group in optimizer.param_groups]
+    def step_each_kind(*arguments: Any, **options: Any) -> Any:
+        all_parameters = [group["params"] for group in optimizer.param_groups]
         result = None
         try:
-            for kind in _kinds(optimizer).values():  # in each step: groups may be added
+            for kind in _parameters_by_mesh(
+                optimizer
+            ).values():  # in each step: groups may be added
                 for group, parameters in zip(
-                    optimizer.param_groups, whole, strict=True
+                    optimizer.param_groups, all_parameters, strict=True
                 ):
                     group["params"] = [p for p in parameters if p in kind]
                 result = step(*arguments, **options)
         finally:
-            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            for group, parameters in zip(
+                optimizer.param_groups, all_parameters, strict=True
+            ):
                 group["params"] = parameters
         return result
 
-    return each
+    return step_each_kind
+
+
+def _is_multi_tensor(group: Mapping[str, Any]) -> bool:
+    """Whether torch may step all parameters of a group in one call; with None it does so on an accelerator."""
+    return (
+        group.get("foreach", False) is not False
+        or group.get("fused", False) is not False
+    )
 
 
 def refuse_unprepared(
@@ -380,32 +389,39 @@ def refuse_unprepared(
         for group in optimizer.param_groups:
             count += len(group["params"])
         if count != checked:
-            _compare(optimizer, set(prepared()), engine)
+            _check_prepared(optimizer, set(prepared()), engine)
             checked = count
         return step(*arguments, **options)
 
     return run
 
 
-def _compare(optimizer: Optimizer, prepared: set[nn.Parameter], engine: str) -> None:
-    parameters = [
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    ]
-    others = [p for p in parameters if p not in prepared and p.requires_grad]
-    if others:
+def _check_prepared(
+    optimizer: Optimizer, prepared: set[nn.Parameter], engine: str
+) -> None:
+    count = 0
+    unprepared: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        count += len(group["params"])
+        unprepared += [
+            p for p in group["params"] if p not in prepared and p.requires_grad
+        ]
+    if unprepared:
         raise StrategyError(
             f"an optimizer steps parameters that were not prepared for {engine}: each rank would train its own",
-            found=f"{len(others)} of the {len(parameters)} parameters of {type(optimizer).__name__}, the first of"
-            f" shape {list(others[0].shape)}",
+            found=f"{len(unprepared)} of the {count} parameters of {type(optimizer).__name__}, the first of"
+            f" shape {list(unprepared[0].shape)}",
             fix="create the layer before the model is prepared, as a part of it; or prepare the module that has it too",
         )
 
 
-def _kinds(optimizer: Optimizer) -> dict[Any, set[nn.Parameter]]:
-    kinds: dict[Any, set[nn.Parameter]] = {}
+def _parameters_by_mesh(
+    optimizer: Optimizer,
+) -> dict[DeviceMesh | None, set[nn.Parameter]]:
+    """The optimizer's parameters by the mesh that shards them; under None those that are not sharded."""
+    parameters: dict[DeviceMesh | None, set[nn.Parameter]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            kinds.setdefault(getattr(parameter, "device_mesh", None), set()).add(
-                parameter
-            )
-    return kinds
+            mesh = getattr(parameter, "device_mesh", None)
+            parameters.setdefault(mesh, set()).add(parameter)
+    return parameters

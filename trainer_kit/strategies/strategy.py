@@ -24,8 +24,8 @@ from trainer_kit.strategies.state import (
     States,
     load_module_parts,
     load_optimizer_state,
-    optimizer_parts,
     optimizer_state,
+    shard_optimizer_state,
 )
 
 if TYPE_CHECKING:
@@ -432,7 +432,7 @@ class Strategy(ABC):
         self, optimizer: Optimizer, groups: GroupOptions, state: States
     ) -> None:
         """Restore the options of each group and the state of each parameter, from whole tensors or parts."""
-        load_optimizer_state(optimizer, groups, optimizer_parts(state))
+        load_optimizer_state(optimizer, groups, shard_optimizer_state(state))
 
     def own_state(self) -> AbstractContextManager[Any]:
         """Inside, `module_state` and `optimizer_state` are this rank's own; used where `per_rank_state` is true."""

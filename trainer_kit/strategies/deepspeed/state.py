@@ -27,7 +27,12 @@ from trainer_kit.core.state_names import (
     report_differences,
     without_wrappers,
 )
-from trainer_kit.strategies.state import Piece, States, unkept, whole_of
+from trainer_kit.strategies.state import (
+    FlatShard,
+    States,
+    gather_flat,
+    placeholder_tensor,
+)
 
 __all__ = [
     "deepspeed_costs",
@@ -55,11 +60,11 @@ def _shape_of(parameter: nn.Parameter) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
+def find_pieces(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
     """Find this rank's piece of every parameter whose master is another tensor; `optimizer` is the engine's."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
         return dict(_pieces_of_stage_3(optimizer))
-    found: dict[nn.Parameter, Piece] = {}
+    found: dict[nn.Parameter, FlatShard] = {}
     if hasattr(optimizer, "bit16_groups") or hasattr(
         optimizer, "fp32_groups_flat_partition"
     ):  # stages 1 and 2
@@ -72,10 +77,10 @@ def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
             for parameter in group:
                 fragment = parameter._hp_mapping
                 if fragment is None:  # all of it is on other ranks
-                    found[parameter] = Piece(master, 0, 0, 0)
+                    found[parameter] = FlatShard(master, 0, 0, 0)
                 else:
                     own = fragment.lp_fragment_address
-                    found[parameter] = Piece(
+                    found[parameter] = FlatShard(
                         master, fragment.hp_fragment_address.start, own.start, own.numel
                     )
     elif hasattr(
@@ -86,8 +91,8 @@ def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
         ):
             start = 0
             for parameter in group:
-                found[parameter] = Piece(
-                    master, start, 0, parameter.numel(), divided=False
+                found[parameter] = FlatShard(
+                    master, start, 0, parameter.numel(), is_sharded=False
                 )
                 start += parameter.numel()
     elif hasattr(
@@ -97,11 +102,13 @@ def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
             optimizer.fp16_groups, optimizer.fp32_groups, strict=True
         ):
             for parameter, master in zip(group, masters, strict=True):
-                found[parameter] = Piece(master, 0, 0, parameter.numel(), divided=False)
+                found[parameter] = FlatShard(
+                    master, 0, 0, parameter.numel(), is_sharded=False
+                )
     return found
 
 
-def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
+def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
     for group in optimizer.fp16_groups:
         for parameter in group:
             number, start, size = optimizer.grad_position[
@@ -113,7 +120,7 @@ def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
             )  # the last ranks' pieces are padded
             yield (
                 parameter,
-                Piece(
+                FlatShard(
                     optimizer.fp32_partitioned_groups_flat[number],
                     start,
                     min(first, parameter.ds_numel),
@@ -123,7 +130,7 @@ def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
 
 
 def module_state(
-    pieces: Mapping[nn.Parameter, Piece],
+    pieces: Mapping[nn.Parameter, FlatShard],
     module: nn.Module,
     own: Mapping[str, Any],
     keep: bool,
@@ -150,7 +157,7 @@ def module_state(
             ):
                 seen[parameter] = state[name]  # not rounded, and whole on every rank
             else:
-                seen[parameter] = whole_of(
+                seen[parameter] = gather_flat(
                     piece, _shape_of(parameter), piece.master, keep
                 )
         state[name] = seen[parameter]
@@ -164,12 +171,12 @@ def _frozen_weight(parameter: nn.Parameter, own: Tensor, keep: bool) -> Tensor:
 
     with deepspeed.zero.GatheredParameters([parameter]):
         if not keep:
-            return unkept(_shape_of(parameter), parameter.dtype)
+            return placeholder_tensor(_shape_of(parameter), parameter.dtype)
         return parameter.detach().clone().cpu()  # sync point: a checkpoint
 
 
 def load_module(
-    pieces: Mapping[nn.Parameter, Piece],
+    pieces: Mapping[nn.Parameter, FlatShard],
     module: nn.Module,
     state: Mapping[str, Any],
     strict: bool,
@@ -186,7 +193,9 @@ def load_module(
         piece = pieces.get(parameter)
         if piece is not None and name in state:
             # The parameter may be in half precision; its master is not rounded.
-            piece.of(piece.master).copy_(piece.in_whole(state[name]))
+            piece.view_in_master(piece.master).copy_(
+                piece.view_in_parameter(state[name])
+            )
 
 
 def _load_divided(
@@ -244,7 +253,7 @@ def _check_names(
 
 
 def optimizer_states(
-    pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, keep: bool
+    pieces: Mapping[nn.Parameter, FlatShard], optimizer: Optimizer, keep: bool
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """The whole state of each parameter; every rank must call it. Without ``keep``: zeros that take no memory."""
     found: dict[nn.Parameter, dict[str, Any]] = {}
@@ -253,7 +262,7 @@ def optimizer_states(
         if not own:
             continue
         found[parameter] = {
-            key: whole_of(piece, _shape_of(parameter), value, keep)
+            key: gather_flat(piece, _shape_of(parameter), value, keep)
             if isinstance(value, Tensor)
             and key != _STEP
             and value.shape == piece.master.shape
@@ -266,7 +275,7 @@ def optimizer_states(
 
 
 def load_optimizer(
-    pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, state: States
+    pieces: Mapping[nn.Parameter, FlatShard], optimizer: Optimizer, state: States
 ) -> None:
     """Restore `optimizer_states`, or the state of the same parameters under any other strategy."""
     as_tensor = type(optimizer).__module__.startswith("torch.")
@@ -286,7 +295,7 @@ def load_optimizer(
             elif isinstance(value, Tensor) and value.shape == _shape_of(parameter):
                 if key not in own:
                     own[key] = torch.zeros_like(piece.master, requires_grad=False)
-                piece.of(own[key]).copy_(piece.in_whole(value))
+                piece.view_in_master(own[key]).copy_(piece.view_in_parameter(value))
             else:
                 own[key] = value.clone() if isinstance(value, Tensor) else value
 

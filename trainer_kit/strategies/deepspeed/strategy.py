@@ -62,12 +62,12 @@ from trainer_kit.strategies.process_group import (
     join_world,
 )
 from trainer_kit.strategies.state import (
+    FlatShard,
     GroupOptions,
-    Piece,
     States,
     load_optimizer_state,
     optimizer_state,
-    refuse_whole,
+    refuse_unshardable,
 )
 from trainer_kit.strategies.strategy import EngineModule, Strategy
 
@@ -151,7 +151,7 @@ class DeepSpeedStrategy(Strategy):
         self._optimizer: Optimizer | None = None
         self._groups: list[list[nn.Parameter]] = []
         self._trained: list[bool] = []  # for each parameter in the groups
-        self._pieces: dict[nn.Parameter, Piece] = {}
+        self._pieces: dict[nn.Parameter, FlatShard] = {}
         self._clip = self._own_clip = 0.0
         self._unfinished = (
             False  # whether there are gradients that have not been stepped
@@ -305,7 +305,7 @@ class DeepSpeedStrategy(Strategy):
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Make the engine of module and optimizer; it puts its flat masters into the optimizer's groups."""
         self._check_optimizer(optimizer)
-        refuse_whole(
+        refuse_unshardable(
             optimizer
         )  # the engine steps flat masters, of which each rank has a part
         self._groups = [
@@ -325,7 +325,9 @@ class DeepSpeedStrategy(Strategy):
         ):  # without ZeRO the engine tries a step, which counts and decays weights
             optimizer.state.clear()
             for parameter, piece in self._pieces.items():
-                piece.of(piece.master).copy_(piece.in_whole(parameter))
+                piece.view_in_master(piece.master).copy_(
+                    piece.view_in_parameter(parameter)
+                )
         # On the user's object, which the user's code and schedulers call: the engine drops gradients in its step, and
         # needs those of offloaded masters until then; it divides the groups once.
         drop = _keep_gradients if self._window is None else self._window.drop

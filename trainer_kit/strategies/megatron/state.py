@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import local
-from trainer_kit.strategies.state import Piece, part_of, whole_of
+from trainer_kit.strategies.state import FlatShard, gather_flat, shard_like
 
 __all__ = [
     "TensorParts",
@@ -69,7 +69,7 @@ class TensorParts:
 
 def find_pieces(
     stepper: Any, parameters: Iterable[nn.Parameter], divided: bool
-) -> dict[nn.Parameter, Piece]:
+) -> dict[nn.Parameter, FlatShard]:
     """Find which piece of each parameter this rank steps.
 
     Args:
@@ -80,10 +80,10 @@ def find_pieces(
     if not divided:
         masters = {p: getattr(p, "main_param", p) for p in parameters}
         return {
-            p: Piece(master, 0, 0, p.numel(), divided=False)
+            p: FlatShard(master, 0, 0, p.numel(), is_sharded=False)
             for p, master in masters.items()
         }
-    found = {p: Piece(torch.empty(0, device=p.device), 0, 0, 0) for p in parameters}
+    found = {p: FlatShard(torch.empty(0, device=p.device), 0, 0, 0) for p in parameters}
     for whole, parts in (
         (stepper.model_fp32_groups, stepper.shard_fp32_groups),
         (stepper.model_float16_groups, stepper.shard_fp32_from_float16_groups),
@@ -91,7 +91,7 @@ def find_pieces(
         for ours, theirs in zip(whole, parts, strict=True):
             for parameter, master in zip(ours, theirs, strict=True):
                 place = stepper._get_model_param_range_map(parameter)["param"]
-                found[parameter] = Piece(
+                found[parameter] = FlatShard(
                     master, 0, place.start, place.end - place.start
                 )
     return found
@@ -99,7 +99,7 @@ def find_pieces(
 
 def optimizer_states(
     stepper: Any,
-    pieces: Mapping[nn.Parameter, Piece],
+    pieces: Mapping[nn.Parameter, FlatShard],
     parts: TensorParts,
     data: Group,
     keep: bool,
@@ -115,7 +115,7 @@ def optimizer_states(
     """
     kinds, steps = _kinds(stepper.optimizer)
     if any(
-        piece.divided for piece in pieces.values()
+        piece.is_sharded for piece in pieces.values()
     ):  # a rank may hold padding of the last bucket only
         kinds, steps = max(
             data.all_gather_object((kinds, steps)), key=lambda found: len(found[0])
@@ -128,7 +128,7 @@ def optimizer_states(
         )
         for name, dtype in kinds.items():
             moment = own.get(name, torch.empty(0, dtype=dtype, device=parameter.device))
-            whole = whole_of(piece, parameter.shape, moment, keep, data.group)
+            whole = gather_flat(piece, parameter.shape, moment, keep, data.group)
             found[parameter][name] = parts.placed(whole, parameter)
     return found
 
@@ -155,7 +155,7 @@ def _kinds(optimizer: Any) -> tuple[dict[str, torch.dtype], float | None]:
 
 def load_state(
     stepper: Any,
-    pieces: Mapping[nn.Parameter, Piece],
+    pieces: Mapping[nn.Parameter, FlatShard],
     state: Mapping[nn.Parameter, Mapping[str, Any]],
     parts: TensorParts,
 ) -> None:
@@ -176,7 +176,7 @@ def load_state(
         if steps is not None:
             for group in stepper.optimizer.param_groups if by_group else ():
                 group[_STEP] = int(steps)  # sync point: a checkpoint
-        if not piece.count:
+        if not piece.length:
             continue
         like = parts.placed(parameter.detach(), parameter)
         master = piece.master
@@ -187,9 +187,11 @@ def load_state(
             ).clone()
         for name, value in own.items():
             if isinstance(value, Tensor) and value.shape == like.shape:
-                part = local(part_of(value, like)).detach()
+                part = local(shard_like(value, like)).detach()
                 value = (
-                    piece.in_whole(part).view(master.shape).to(master.device, copy=True)
+                    piece.view_in_parameter(part)
+                    .view(master.shape)
+                    .to(master.device, copy=True)
                 )
             mine[name] = value
         stepper.optimizer.state[master] = mine

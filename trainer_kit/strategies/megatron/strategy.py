@@ -45,13 +45,13 @@ from trainer_kit.strategies.process_group import (
     join_world,
 )
 from trainer_kit.strategies.state import (
+    FlatShard,
     GroupOptions,
-    Piece,
     States,
+    gather_flat,
     load_optimizer_state,
     optimizer_state,
-    part_of,
-    whole_of,
+    shard_like,
 )
 from trainer_kit.strategies.strategy import Strategy
 
@@ -130,7 +130,7 @@ class MegatronStrategy(Strategy):
         self._schedule: Any = None  # None: a raw loop
         self._scaler = MegatronScaler()
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._pieces: dict[nn.Parameter, Piece] = {}
+        self._pieces: dict[nn.Parameter, FlatShard] = {}
         self._parts = TensorParts(tensor_parallel)
         self._inside = False
         self._half = ""
@@ -294,8 +294,8 @@ class MegatronStrategy(Strategy):
             piece = self._pieces[parameter]
             gradient = parameter.main_grad
             kept[parameter] = (
-                piece.in_whole(gradient)
-                if piece.divided
+                piece.view_in_parameter(gradient)
+                if piece.is_sharded
                 else self._parts.placed(gradient, parameter)
             )
         return kept[parameter]
@@ -411,7 +411,7 @@ class MegatronStrategy(Strategy):
             parameter = parameters.get(name)
             piece = None if parameter is None else self._pieces.get(parameter)
             if piece is not None and piece.master.dtype != value.dtype:
-                value = whole_of(
+                value = gather_flat(
                     piece, value.shape, piece.master, self._keeps, self.data.group
                 )
             state[name] = self._parts.placed(value, parameter)
@@ -437,7 +437,7 @@ class MegatronStrategy(Strategy):
             if n not in extra
         }
         parts = {
-            name: local(part_of(value, like[name])) if name in like else value
+            name: local(shard_like(value, like[name])) if name in like else value
             for name, value in state.items()
         }
         load_module_weights(module, {**extra, **parts}, strict)
@@ -448,7 +448,9 @@ class MegatronStrategy(Strategy):
             if (
                 piece is not None and name in parts
             ):  # the checkpoint may be more precise than the weights
-                piece.of(piece.master).copy_(piece.in_whole(parts[name]))
+                piece.view_in_master(piece.master).copy_(
+                    piece.view_in_parameter(parts[name])
+                )
 
     def optimizer_state(
         self, optimizer: Optimizer

@@ -8,7 +8,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import torch
@@ -27,19 +27,27 @@ from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.transforms.pipeline_stages import (
     Stage,
-    Ties,
     Turn,
     has_stages,
     lay_out,
     make_stages,
     pipelined_model,
 )
+from trainer_kit.strategies.transforms.pipeline_ties import Ties
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = ["SCHEDULES", "Pipeline", "PipelineParallel", "bubble", "check_schedule"]
 
 
-class _Taken(BaseException):
+_ModelCall: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+"""Takes the positional and the keyword arguments of the model."""
+_BatchKey: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""The shape and dtype of each tensor of a batch."""
+_StageShapes: TypeAlias = dict[int, tuple[Tensor, ...]]
+"""Meta tensors: the inputs of stage ``i`` at ``i``, its outputs at ``i + 1``."""
+
+
+class _ModelCalled(BaseException):
     """Ends a dry run of the step: the step has called the model, so its inputs are known."""
 
 
@@ -52,7 +60,7 @@ SCHEDULES: Final = {
     "ZBVZeroBubble": "v",
 }
 """For each schedule: one stage per rank, or several, placed over the ranks in a loop or in a V."""
-_KEPT: Final = 4
+_MAX_SCHEDULES: Final = 4
 """The number of cached schedules, each with its buffers: for full windows, and for shorter ones."""
 
 
@@ -104,7 +112,7 @@ class Pipeline:
         elsewhere: the number of parameters that only stages of other ranks have.
         ties: parameters that several stages share.
         names: the names in the state of the whole module.
-        gone: weak references, by id, to parameters that only other ranks have.
+        removed: weak references, by id, to parameters that only other ranks have.
         last: whether this rank has the last stage.
         reporter: the world rank of the last stage, which has the losses and logged values.
     """
@@ -116,35 +124,28 @@ class Pipeline:
         device: torch.device,
         schedule: str = "1F1B",
     ) -> None:
-        kind = check_schedule(schedule)
-        self.group, self.world, self.device, self.schedule = (
-            group,
-            world,
-            device,
-            schedule,
-        )
-        rank, size = group.rank, group.size
-        self.count = size * (1 if kind == "one" else 2)
-        self.ranks = [
-            s % size if kind != "v" or s < size else 2 * size - 1 - s
-            for s in range(self.count)
+        self.group = group
+        self.world = world
+        self.device = device
+        self.schedule = schedule
+        self.ranks = _place_stages(check_schedule(schedule), group.size)
+        self.count = len(self.ranks)
+        self.rank_stages = [
+            stage for stage, rank in enumerate(self.ranks) if rank == group.rank
         ]
-        self.own = [index for index, owner in enumerate(self.ranks) if owner == rank]
-        self.last = self.count - 1 in self.own
+        self.last = self.count - 1 in self.rank_stages
         self.stages: list[Stage] = []
         self.names: list[str] = []
         self.elsewhere = 0
-        everyone = dist.get_process_group_ranks(group.group)
-        self.reporter = everyone[self.ranks[-1]]
-        self._source = everyone[0]
+        world_ranks = dist.get_process_group_ranks(group.group)
+        self.reporter = world_ranks[self.ranks[-1]]
+        self._source_rank = world_ranks[0]
         self._module: weakref.ref[nn.Module] | None = None
-        self._answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] = (
-            self._evaluate
-        )
-        self.gone: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._handle_model_call: _ModelCall = self._evaluate
+        self.removed: dict[int, weakref.ref[nn.Parameter]] = {}
         self.ties: Ties
-        self._known: dict[Any, dict[int, tuple[Tensor, ...]]] = {}
-        self._schedules: dict[tuple[Any, int], Any] = {}
+        self._shapes: dict[_BatchKey, _StageShapes] = {}
+        self._schedules: dict[tuple[_BatchKey, int], Any] = {}
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -157,11 +158,9 @@ class Pipeline:
             StrategyError: the module cannot be split that way.
         """
         name, model = pipelined_model(module, plan)
-        inside = {id(parameter) for parameter in model.parameters()}
+        model_parameters = {id(parameter) for parameter in model.parameters()}
         outside = [
-            key
-            for key, parameter in module.named_parameters()
-            if id(parameter) not in inside
+            key for key, p in module.named_parameters() if id(p) not in model_parameters
         ]
         if outside:
             raise StrategyError(
@@ -178,29 +177,30 @@ class Pipeline:
             )
         prefix = f"{name}." if name else ""
         shared = [
-            [(prefix + key, stage) for key, stage in places] for places in layout.shared
+            [(prefix + key, stage) for key, stage in aliases]
+            for aliases in layout.shared
         ]
         self.ties = Ties(shared, self.ranks, self.group)
         self.names = list(module.state_dict())
-        self.elsewhere = sum(parameter.numel() for parameter in module.parameters())
         before = list(module.parameters())
-        self.stages = make_stages(model, layout, self.own, self.device)
-        kept = {id(parameter) for parameter in module.parameters()}
-        self.gone = {id(one): weakref.ref(one) for one in before if id(one) not in kept}
-        self.elsewhere -= sum(parameter.numel() for parameter in module.parameters())
+        self.stages = make_stages(model, layout, self.rank_stages, self.device)
+        remaining = {id(parameter) for parameter in module.parameters()}
+        removed = [parameter for parameter in before if id(parameter) not in remaining]
+        self.removed = {id(parameter): weakref.ref(parameter) for parameter in removed}
+        self.elsewhere = sum(parameter.numel() for parameter in removed)
         context = precision.forward_context()
         for stage in self.stages:
-            stage.context, stage.splits_backward = context, self.splits_backward
-        model.__dict__["forward"] = self._called
+            stage.configure(context, self.splits_backward)
+        model.__dict__["forward"] = self._forward
         rows = self.world.agree([torch.initial_seed() % 2**32])
-        self._seed = int(rows[self._source][0])
-        self._noise = self._seed + 1 + self.group.rank
+        self._seed = int(rows[self._source_rank][0])
+        self._stage_seed = self._seed + 1 + self.group.rank
 
     def find_parameters(self, module: nn.Module) -> None:
         """Look up parameters after all transforms have replaced them."""
         for stage in self.stages:
             stage.find_loose()
-        self.ties.find(module)
+        self.ties.find_copies(module)
 
     def has(self, module: nn.Module) -> bool:
         """Return whether this pipeline has split the module earlier; it becomes the current module.
@@ -218,29 +218,25 @@ class Pipeline:
         self._module = weakref.ref(module)
         return False
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the split model."""
-        return self._answer(args, kwargs)
+        return self._handle_model_call(args, kwargs)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the stages and return the output of the last; every rank of the pipeline must call it."""
-        with (
-            torch.no_grad(),
-            _drawing(self._noise, self.device),
-        ):  # separate from the random stream of the step
-            output, _ = self._pass(Turn(args, kwargs))
+        # Seeded separately from the random stream of the step.
+        with torch.no_grad(), _seeded(self._stage_seed, self.device):
+            output, _ = self._run_stages(Turn(args, kwargs))
             return self.share(output)
 
     @contextmanager
-    def _answering(
-        self, answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-    ) -> Iterator[None]:
-        """A context in which a call of the model returns ``answer(args, kwargs)``."""
-        self._answer = answer
+    def _handling_model_calls(self, handler: _ModelCall) -> Iterator[None]:
+        """A context in which a call of the model returns ``handler(args, kwargs)``."""
+        self._handle_model_call = handler
         try:
             yield
         finally:
-            self._answer = self._evaluate
+            self._handle_model_call = self._evaluate
 
     # -- how steps are called ------------------------------------------------------------------------------------
 
@@ -249,7 +245,7 @@ class Pipeline:
 
         def step(batch: Any, index: int) -> Any:
             # The ranks of the first and last stage must draw the same numbers in the step.
-            with _drawing(self._seed + index, self.device):
+            with _seeded(self._seed + index, self.device):
                 return method(batch, index)
 
         return step
@@ -260,14 +256,15 @@ class Pipeline:
         def step(*args: Any) -> Any:
             # Draw the seeds from the global generator, which checkpoints hold, so that a resumed run evaluates alike.
             seeds = self._draw_seeds()
-            own, self._noise = self._noise, seeds[1 + self.group.rank]
+            rows = self.world.agree([seeds[0]])
+            step_seed = int(rows[self._source_rank][0])
+            training_seed = self._stage_seed
+            self._stage_seed = seeds[1 + self.group.rank]
             try:
-                with _drawing(
-                    int(self.world.agree([seeds[0]])[self._source][0]), self.device
-                ):
+                with _seeded(step_seed, self.device):
                     return method(*args)
             finally:
-                self._noise = own
+                self._stage_seed = training_seed
 
         return step
 
@@ -277,95 +274,97 @@ class Pipeline:
         self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
     ) -> list[Any]:
         """Run several batches in sequence; the outputs are valid on the rank of the last stage."""
-        with (
-            torch.no_grad(),
-            _drawing(self._draw_seeds()[1 + self.group.rank], self.device),
-        ):
-            return [self._pass(Turn(*one))[0] for one in inputs]
+        seed = self._draw_seeds()[1 + self.group.rank]
+        outputs = []
+        with torch.no_grad(), _seeded(seed, self.device):
+            for args, kwargs in inputs:
+                output, _ = self._run_stages(Turn(args, kwargs))
+                outputs.append(output)
+        return outputs
 
     def share(self, value: Any, last: bool = True) -> Any:
         """Broadcast a value from the rank of the last stage (or the first): its structure, then its tensors."""
-        owner = self.ranks[-1 if last else 0]
-        mine = self.group.rank == owner
-        structure = map_tensors(value, _without_storage) if mine else None
-        (structure,) = self.group.broadcast([structure], owner)
+        source = self.ranks[-1 if last else 0]
+        if self.group.rank == source:
+            self._send_to_all(value, source)
+            return value
+        (structure,) = self.group.broadcast([None], source)
 
-        def pass_on(tensor: Tensor) -> Tensor:
-            sent = (
-                tensor.detach()
-                if mine
-                else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            )
-            return self.group.broadcast(sent.contiguous(), owner)  # type: ignore[no-any-return]
+        def receive(tensor: Tensor) -> Tensor:
+            received = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            self.group.broadcast(received, source)
+            return received
 
-        shared = map_tensors(value if mine else structure, pass_on)
-        return value if mine else shared
+        return map_tensors(structure, receive)
 
-    def _learn(
-        self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def _send_to_all(self, value: Any, source: int) -> None:
+        def send(tensor: Tensor) -> Tensor:
+            self.group.broadcast(tensor.detach().contiguous(), source)
+            return tensor
+
+        self.group.broadcast([map_tensors(value, _without_storage)], source)
+        map_tensors(value, send)
+
+    def _infer_shapes(
+        self, key: _BatchKey, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Store under ``key`` the input and output shapes of this rank's stages, without other effects."""
+        buffers: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad(), preserved_rng(self.device):
-            before = [
-                (b, b.detach().clone())
-                for stage in self.stages
-                for b in stage.buffers()
-            ]
-            _, self._known[key] = self._pass(Turn(args, kwargs), to_end=False)
-            for buffer, value in before:
+            for stage in self.stages:
+                buffers += [
+                    (buffer, buffer.detach().clone()) for buffer in stage.buffers()
+                ]
+            _, self._shapes[key] = self._run_stages(Turn(args, kwargs), to_end=False)
+            for buffer, value in buffers:
                 buffer.detach().copy_(value)
-            for part in (part for stage in self.stages for part in stage.modules()):
-                if isinstance(
-                    part, FSDPModule
-                ):  # gradients and optimizers belong to the shards
-                    part.reshard()
+            for stage in self.stages:
+                for submodule in stage.modules():
+                    if isinstance(submodule, FSDPModule):  # optimizers have the shards
+                        submodule.reshard()
 
-    def _pass(
-        self, turn: Turn, to_end: bool = True
-    ) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
+    def _run_stages(self, turn: Turn, to_end: bool = True) -> tuple[Any, _StageShapes]:
         """Pass one micro-batch from stage to stage, without a schedule.
 
         Returns:
             The output of this rank's last stage; and meta tensors, with the inputs of stage ``i`` at ``i`` and its
             outputs at ``i + 1``.
         """
-        shapes: dict[int, tuple[Tensor, ...]] = {}
-        handed: Any = ()
+        shapes: _StageShapes = {}
+        activations: Any = ()
         for stage in self.stages:
             index = stage.index
             if index and self.ranks[index - 1] != self.group.rank:
-                handed = self._receive(self.ranks[index - 1])
-            shapes[index] = tuple(map(_without_storage, handed))
+                activations = self._receive(self.ranks[index - 1])
+            shapes[index] = tuple(map(_without_storage, activations))
             if stage.last and not to_end:
                 break
-            stage.turns = iter([turn])
-            handed = stage(*handed)
-            if not stage.last:
-                shapes[index + 1] = tuple(map(_without_storage, handed))
-                if self.ranks[index + 1] != self.group.rank:
-                    self._send(handed, self.ranks[index + 1])
-        return handed, shapes
+            stage.set_turns([turn])
+            activations = stage(*activations)
+            if stage.last:
+                break
+            shapes[index + 1] = tuple(map(_without_storage, activations))
+            if self.ranks[index + 1] != self.group.rank:
+                self._send(activations, self.ranks[index + 1])
+        return activations, shapes
 
     def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
+        group = self.group.group
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        dist.send_object_list(
-            [shapes], group=self.group.group, group_dst=rank, device=self.device
-        )
+        dist.send_object_list([shapes], group=group, group_dst=rank, device=self.device)
         for tensor in tensors:
-            dist.send(tensor.detach(), group=self.group.group, group_dst=rank)
+            dist.send(tensor.detach(), group=group, group_dst=rank)
 
     def _receive(self, rank: int) -> tuple[Tensor, ...]:
-        shapes: list[Any] = [None]
-        dist.recv_object_list(
-            shapes, group=self.group.group, group_src=rank, device=self.device
-        )
-        tensors = tuple(
-            torch.empty(shape, dtype=dtype, device=self.device)
-            for shape, dtype in shapes[0]
-        )
-        for tensor in tensors:
-            dist.recv(tensor, group=self.group.group, group_src=rank)
-        return tensors
+        group = self.group.group
+        message: list[Any] = [None]
+        dist.recv_object_list(message, group=group, group_src=rank, device=self.device)
+        tensors = []
+        for shape, dtype in message[0]:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            dist.recv(tensor, group=group, group_src=rank)
+            tensors.append(tensor)
+        return tuple(tensors)
 
     # -- a window ------------------------------------------------------------------------------------------------
 
@@ -391,9 +390,10 @@ class Pipeline:
                 "the loader is empty on all ranks",
                 fix="pass a loader that has at least one batch",
             )
-        starts, unknown = self._agree(batches)
+        starts, unknown = self._agree_on_schedules(batches)
         inputs = [
-            self._take(micro, batch, index) for index, batch in enumerate(batches)
+            self._capture_arguments(micro, batch, index)
+            for index, batch in enumerate(batches)
         ]
         micro.start_gradients()
         micro.contributed = True
@@ -402,72 +402,79 @@ class Pipeline:
         def finish(index: int) -> Callable[[Any], Any]:
             def run(output: Any) -> Any:
                 if index in absent:
-                    return _nothing_of(output)
-                micro.turn_to(index, _copied(batches[index]))
-                loss = self._loss(micro, index, output)
+                    return _zero_loss(output)
+                micro.turn_to(index, _copy_containers(batches[index]))
+                loss = self._compute_loss(micro, index, output)
                 outputs[index] = micro.outputs
                 return loss
 
             return run
 
         for start in sorted(unknown):
-            self._learn(_shapes_of(batches[start]), *inputs[start])
-        for start, end in zip(starts, [*starts[1:], micro.count], strict=True):
+            self._infer_shapes(_shapes_of(batches[start]), *inputs[start])
+        for start, stop in zip(starts, [*starts[1:], micro.count], strict=True):
             key = _shapes_of(batches[start])
-            turns = [Turn(*inputs[index], finish(index)) for index in range(start, end)]
+            turns = [
+                Turn(*inputs[index], finish(index)) for index in range(start, stop)
+            ]
             # Stages draw from their own seeds and restore the generators: collate functions and hooks must draw the
             # same on every rank, so that the inputs of the first stage and targets of the last are of one batch.
-            with self._own_errors(), _drawing(self._noise + start, self.device):
-                self._run(key, turns)
+            with (
+                self._raising_stage_errors(),
+                _seeded(self._stage_seed + start, self.device),
+            ):
+                self._run_schedule(key, turns)
         self.ties.add_gradients()
         for index, batch in enumerate(batches):
             micro.turn_to(index, None if index in absent else batch, outputs[index])
             micro.end(index)
 
-    def _run(self, key: Any, turns: Sequence[Turn]) -> None:
+    def _run_schedule(self, key: _BatchKey, turns: Sequence[Turn]) -> None:
         """Run micro-batches of one shape as one schedule; their gradients are added to the existing ones.
 
         Args:
-            key: the key of the shape in ``_known``.
+            key: the key of the shape in ``_shapes``.
             turns: the micro-batches.
         """
         schedule = self._schedules.pop((key, len(turns)), None)
-        # The first run of a schedule in torch clears the gradients of parameters that FSDP shards: keep them.
-        # A dict has each parameter once, although two stages may share it.
-        parameters = (
-            {}
-            if schedule is not None
-            else {p: p.grad for s in self.stages for p in s.parameters()}
-        )
-        schedule = schedule or self._make(len(turns), self._known[key])
+        gradients: dict[nn.Parameter, Tensor] = {}
+        if schedule is None:
+            # The first run of a schedule in torch clears the gradients of parameters that FSDP shards.
+            gradients = self._set_gradients_aside()
+            schedule = self._create_schedule(len(turns), self._shapes[key])
         self._schedules[key, len(turns)] = schedule  # the most recently used is last
-        if len(self._schedules) > _KEPT:
+        if len(self._schedules) > _MAX_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
-        for parameter in parameters:
-            parameter.grad = None
         for stage in self.stages:
-            stage.turns = iter(turns)
+            stage.set_turns(turns)
         numbers = torch.arange(len(turns), device=self.device)
         inputs = (numbers,) if self.stages[0].index == 0 else ()
         schedule.step(
             *inputs, target=numbers if self.last else None, return_outputs=False
         )
-        for parameter, gradient in parameters.items():
-            if gradient is not None:
-                parameter.grad = (
-                    gradient
-                    if parameter.grad is None
-                    else parameter.grad.add_(gradient)
-                )
+        for parameter, gradient in gradients.items():
+            if parameter.grad is not None:
+                gradient = parameter.grad.add_(gradient)
+            parameter.grad = gradient
 
-    def _make(self, batches: int, shapes: Mapping[int, tuple[Tensor, ...]]) -> Any:
+    def _set_gradients_aside(self) -> dict[nn.Parameter, Tensor]:
+        """Remove all gradients, and return them; a dict has each parameter once, although two stages may share it."""
+        gradients: dict[nn.Parameter, Tensor] = {}
+        for stage in self.stages:
+            for parameter in stage.parameters():
+                if parameter.grad is not None:
+                    gradients[parameter] = parameter.grad
+                    parameter.grad = None
+        return gradients
+
+    def _create_schedule(self, batches: int, shapes: _StageShapes) -> Any:
         """Create torch's schedule for this number of micro-batches and these shapes of inputs and outputs."""
         from torch.distributed.pipelining import PipelineStage, schedules
 
         # The input of the first stage is the index of the micro-batch, the output of the last stage is the loss.
         numbers = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        stages: list[Any] = [
+        stages = [
             PipelineStage(
                 stage,
                 stage.index,
@@ -484,73 +491,77 @@ class Pipeline:
             "loss_fn": lambda loss, _: loss,
             "scale_grads": False,
         }
-        one = SCHEDULES[self.schedule] == "one"
-        held: Any = stages[0] if one else stages
+        schedule_class: Any = schedules.get_schedule_class(self.schedule)
+        fallback: Any = schedules.ScheduleLoopedBFS
+        rank_stages: Any = stages
+        if SCHEDULES[self.schedule] == "one":
+            fallback = schedules.ScheduleGPipe
+            rank_stages = stages[0]
         try:
-            return schedules.get_schedule_class(self.schedule)(held, **options)
+            return schedule_class(rank_stages, **options)
         except ValueError:  # the schedule does not support this number of micro-batches
-            return (schedules.ScheduleGPipe if one else schedules.ScheduleLoopedBFS)(
-                held, **options
-            )
+            return fallback(rank_stages, **options)
 
-    def _agree(self, batches: Sequence[Any]) -> tuple[list[int], set[int]]:
+    def _agree_on_schedules(self, batches: Sequence[Any]) -> tuple[list[int], set[int]]:
         """Agree on seeds, the micro-batches at which shapes change on any rank, and which of these are new on any.
 
         All data ranks take part in the collectives of a schedule, so they must run the same schedules.
         """
-        shapes = [_shapes_of(batch) for batch in batches]
+        keys = [_shapes_of(batch) for batch in batches]
         changes = [
-            index == 0 or shapes[index] != shapes[index - 1]
-            for index in range(len(shapes))
+            index == 0 or keys[index] != keys[index - 1] for index in range(len(keys))
         ]
-        new = [shape not in self._known for shape in shapes]
+        unknown = [key not in self._shapes for key in keys]
         seeds = self._draw_seeds()
-        rows = self.world.agree([seeds[0], *changes, *new])
-        self._seed = int(rows[self._source][0])
-        self._noise = seeds[1 + self.group.rank]
-        count = len(batches)
-        starts = [
-            index for index in range(count) if any(row[1 + index] for row in rows)
-        ]
-        return starts, {
-            index for index in starts if any(row[1 + count + index] for row in rows)
-        }
+        rows = self.world.agree([seeds[0], *changes, *unknown])
+        self._seed = int(rows[self._source_rank][0])
+        self._stage_seed = seeds[1 + self.group.rank]
+        # One column for each value of a row: whether it is true on any rank.
+        columns = [any(column) for column in zip(*rows, strict=True)]
+        changes_anywhere = columns[1 : 1 + len(keys)]
+        unknown_anywhere = columns[1 + len(keys) :]
+        starts = [index for index, changed in enumerate(changes_anywhere) if changed]
+        return starts, {index for index in starts if unknown_anywhere[index]}
 
     def _draw_seeds(self) -> list[int]:
         """Draw a seed that all ranks share, and one for each rank, from the global generator."""
-        size = self.group.size
+        count = 1 + self.group.size
         if (
             dist.get_backend(self.group.group) == "fake"
-        ):  # a world of fake ranks has no values to draw
-            return [0] * (1 + size)
-        seeds: list[int] = torch.randint(
-            2**31, (1 + size,), device="cpu"
-        ).tolist()  # no sync point: on the CPU
+        ):  # a fake world has no values to draw
+            return [0] * count
+        numbers = torch.randint(2**31, (count,), device="cpu")
+        seeds: list[int] = numbers.tolist()  # no sync point: on the CPU
         return seeds
 
-    def _take(
+    def _capture_arguments(
         self, micro: MicroSteps, batch: Any, index: int
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Dry-run the step up to its call of the model, and return the arguments of that call."""
-        found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+        calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
-        def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            found.append((args, kwargs))
-            raise _Taken
+        def capture(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            calls.append((args, kwargs))
+            raise _ModelCalled
 
-        with self._answering(take), _untouched(batch), suppress(_Taken):
-            micro.dry_run(_copied(batch), micro.first + index)
-        if not found:
+        with (
+            self._handling_model_calls(capture),
+            _forbidding_changes(batch),
+            suppress(_ModelCalled),
+        ):
+            micro.dry_run(_copy_containers(batch), micro.first + index)
+        if not calls:
             raise StrategyError(
                 "training_step did not call the pipelined model",
                 fix="call it once in every step; a pipeline cannot skip a step",
             )
-        return found[0]
+        return calls[0]
 
-    def _loss(self, micro: MicroSteps, index: int, output: Any) -> Any:
+    def _compute_loss(self, micro: MicroSteps, index: int, output: Any) -> Any:
+        """Continue the step with the output of the last stage; return its loss."""
         outputs = [output]
 
-        def answer(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def return_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             if not outputs:
                 raise StrategyError(
                     "training_step calls the pipelined model twice",
@@ -558,7 +569,7 @@ class Pipeline:
                 )
             return outputs.pop()
 
-        with self._answering(answer):
+        with self._handling_model_calls(return_output):
             loss = micro.forward(index)
         if not isinstance(loss, Tensor):
             raise StrategyError(
@@ -569,7 +580,7 @@ class Pipeline:
         return loss
 
     @contextmanager
-    def _own_errors(self) -> Iterator[None]:
+    def _raising_stage_errors(self) -> Iterator[None]:
         """A context that raises a stage's own error in place of torch's error about the schedule."""
         try:
             yield
@@ -589,37 +600,51 @@ class Pipeline:
     @property
     def loose(self) -> list[nn.Parameter]:
         """Direct parameters of the model, which no module of a stage has: FSDP does not shard them."""
-        return [parameter for stage in self.stages for parameter in stage.loose]
+        parameters: list[nn.Parameter] = []
+        for stage in self.stages:
+            parameters += stage.loose
+        return parameters
 
     def describe(self) -> str:
         """One line for ``explain()``."""
         size = len(set(self.ranks))
-        each = f", {self.count // size} a rank" if self.count > size else ""
-        return (
-            f"pipeline of {self.count} stages over {size} ranks{each} ({self.schedule})"
-        )
+        text = f"pipeline of {self.count} stages over {size} ranks"
+        if self.count > size:
+            text += f", {self.count // size} a rank"
+        return f"{text} ({self.schedule})"
+
+
+def _place_stages(kind: str, ranks: int) -> list[int]:
+    """The rank of each stage.
+
+    Example:
+        >>> _place_stages("loop", 2), _place_stages("v", 2)
+        ([0, 1, 0, 1], [0, 1, 1, 0])
+    """
+    forth = list(range(ranks))
+    if kind == "one":
+        return forth
+    if kind == "v":
+        return forth + forth[::-1]
+    return forth + forth
 
 
 def _without_storage(tensor: Tensor) -> Tensor:
     """A meta tensor with the shape and dtype of another; it requires gradients if its dtype allows them."""
-    return (
-        torch.empty_like(tensor.detach(), device="meta")
-        .contiguous()
-        .requires_grad_(tensor.is_floating_point())
-    )
+    bare = torch.empty_like(tensor.detach(), device="meta").contiguous()
+    return bare.requires_grad_(tensor.is_floating_point())
 
 
-def _nothing_of(output: Any) -> Tensor:
+def _zero_loss(output: Any) -> Tensor:
     """Return a loss that depends on the output and has zero gradients."""
-    floats = [
-        leaf
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
+    leaves = tree_leaves(output)
+    tensors = [
+        leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad
     ]
-    return torch.stack([leaf.sum() * 0 for leaf in floats]).sum()
+    return torch.stack([tensor.sum() * 0 for tensor in tensors]).sum()
 
 
-def _copied(batch: Any) -> Any:
+def _copy_containers(batch: Any) -> Any:
     """Copy the containers of a batch but not its tensors, so that a pop does not change the original.
 
     Args:
@@ -627,38 +652,36 @@ def _copied(batch: Any) -> Any:
 
     Example:
         >>> batch = {"tokens": [1, 2], "labels": [3]}
-        >>> _copied(batch).pop("labels"), list(batch)
+        >>> _copy_containers(batch).pop("labels"), list(batch)
         ([3], ['tokens', 'labels'])
     """
     if isinstance(batch, tuple):
-        parts = [_copied(part) for part in batch]
-        return sequence_like(batch, parts)
+        return sequence_like(batch, [_copy_containers(entry) for entry in batch])
     if isinstance(batch, MutableMapping):
-        made = copy.copy(batch)
+        copied = copy.copy(
+            batch
+        )  # of the same class: batches of tokenizers have further attributes
         for key, value in batch.items():
-            made[key] = _copied(value)
-        return made
+            copied[key] = _copy_containers(value)
+        return copied
     if isinstance(batch, list):
-        same = copy.copy(batch)
-        same[:] = [_copied(part) for part in batch]
-        return same
+        copied_list = copy.copy(batch)
+        copied_list[:] = [_copy_containers(entry) for entry in batch]
+        return copied_list
     return batch
 
 
 @contextmanager
-def _untouched(batch: Any) -> Iterator[None]:
+def _forbidding_changes(batch: Any) -> Iterator[None]:
     """A context that refuses in-place changes of a batch's tensors.
 
     Raises:
         StrategyError: a tensor was changed; the second run of the step would change it again.
     """
-    before = [
-        (tensor, tensor._version)
-        for tensor in tensors_of(batch)
-        if not tensor.is_inference()
-    ]
+    tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
+    versions = [tensor._version for tensor in tensors]
     yield
-    for tensor, version in before:
+    for tensor, version in zip(tensors, versions, strict=True):
         if tensor._version != version:
             raise StrategyError(
                 "training_step changes its batch in place before the pipelined model, in code that runs twice",
@@ -668,13 +691,13 @@ def _untouched(batch: Any) -> Iterator[None]:
             )
 
 
-def _shapes_of(batch: Any) -> tuple[Any, ...]:
+def _shapes_of(batch: Any) -> _BatchKey:
     """Return a key of the shapes and dtypes of a batch, which determine those of all stage outputs."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(batch))
 
 
 @contextmanager
-def _drawing(seed: int, device: torch.device) -> Iterator[None]:
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """A context in which every global generator is seeded with ``seed``; its end restores their states."""
     with preserved_rng(device):
         random.seed(seed)

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
-from trainer_kit.core.tensors import local
-from trainer_kit.strategies.process_group import ProcessGroup
 
 __all__ = [
     "Layout",
     "Stage",
     "StandIn",
-    "Ties",
     "Turn",
     "has_stages",
     "lay_out",
     "make_stages",
     "pipelined_model",
-    "whole_names",
+    "submodule_names",
 ]
 
 
@@ -63,16 +65,17 @@ def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Modu
                     plan.model, [name for name, _ in module.named_children()]
                 ),
             ) from None
-    found = [
-        (name, child)
+    candidates = {
+        name: child
         for name, child in module.named_children()
         if any(True for _ in child.parameters())
-    ]
-    if len(found) == 1 and not any(True for _ in module.parameters(recurse=False)):
-        return found[0]
+    }
+    has_direct_parameters = any(True for _ in module.parameters(recurse=False))
+    if len(candidates) == 1 and not has_direct_parameters:
+        return candidates.popitem()
     raise StrategyError(
         "the submodule that becomes the pipeline stages is ambiguous",
-        found=f"{type(module).__name__} has parameters in {', '.join(name for name, _ in found) or 'itself'}",
+        found=f"{type(module).__name__} has parameters in {', '.join(candidates) or 'itself'}",
         fix="put all layers into one submodule, or name the submodule in configure_parallel:"
         " ParallelPlan(pipeline=PipelinePlan("
         'model="net")), where "" is the module itself',
@@ -94,32 +97,32 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
         >>> lay_out(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), PipelinePlan(), 2).blocks
         [['0', '1'], ['2', '3']]
     """
-    container, points = _container(model, plan, stages)
+    container, starts = _find_container(model, plan, stages)
+    names = _child_names(model, container)
+    outer_modules = _assign_outer_modules(model, container, plan)
+    if starts is None:
+        sizes = [_count_parameters(model.get_submodule(name)) for name in names]
+        for name, stage in outer_modules.items():
+            sizes[stage] += _count_parameters(_get_part(model, name))
+        starts = _balance(sizes, stages)
+    ends = [*starts[1:], len(names)]
+    blocks = [names[start:stop] for start, stop in zip(starts, ends, strict=True)]
+    owners = {name: stage % stages for name, stage in outer_modules.items()}
+    for index, block_names in enumerate(blocks):
+        owners.update(dict.fromkeys(block_names, index))
+    shared, repeated = _find_ties(model, owners)
+    return Layout(blocks, owners, shared, repeated)
+
+
+def _child_names(model: nn.Module, container: str) -> list[str]:
+    """The names of a submodule's children in the model."""
     prefix = f"{container}." if container else ""
-    names = [
+    return [
         prefix + name for name, _ in model.get_submodule(container).named_children()
     ]
-    outside = _outside(model, container, plan)
-    sizes = [_size(model.get_submodule(name)) for name in names]
-    ends = {
-        at: sum(
-            _size(_at(model, name)) for name, where in outside.items() if where == at
-        )
-        for at in (0, -1)
-    }
-    sizes[0] += ends[0]
-    sizes[-1] += ends[-1]
-    starts = points if points is not None else _even(sizes, stages)
-    blocks = [
-        names[start:end]
-        for start, end in zip(starts, [*starts[1:], len(names)], strict=True)
-    ]
-    owners = {name: at % stages for name, at in outside.items()}
-    owners.update({name: index for index, part in enumerate(blocks) for name in part})
-    return Layout(blocks, owners, *_ties(model, owners))
 
 
-def _container(
+def _find_container(
     model: nn.Module, plan: PipelinePlan, stages: int
 ) -> tuple[str, list[int] | None]:
     """The name of the module that holds the blocks, and the first block of each stage if the plan gives them."""
@@ -129,34 +132,18 @@ def _container(
                 'split_points is "auto" or names of blocks',
                 found=repr(plan.split_points),
             )
-        holders = [
-            (name, part)
-            for name, part in model.named_modules()
-            if isinstance(part, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-            and len(part) >= stages
-        ]
-        if not holders:
-            raise StrategyError(
-                f"{type(model).__name__} cannot be split into {stages} stages",
-                found="no ModuleList or Sequential with as many blocks",
-                fix="use fewer stages (pp=), or keep all blocks in one nn.ModuleList",
-            )
-        # The largest container; of equally large ones the outermost, which comes first.
-        return max(holders, key=lambda entry: _size(entry[1]))[0], None
+        return _find_largest_container(model, stages), None
     points = list(plan.split_points)
-    holders_of = {name.rpartition(".")[0] for name in points}
-    if len(holders_of) != 1 or len(points) != stages - 1:
+    containers = {name.rpartition(".")[0] for name in points}
+    if len(containers) != 1 or len(points) != stages - 1:
         raise StrategyError(
-            f"split_points names {len(points)} blocks of {len(holders_of)} lists of blocks",
+            f"split_points names {len(points)} blocks of {len(containers)} lists of blocks",
             found=", ".join(points) or "none",
             fix=f"name the {stages - 1} blocks of one list at which the second and later of {stages} stages begin",
         )
-    container = holders_of.pop()
-    prefix = f"{container}." if container else ""
+    container = containers.pop()
     try:
-        names = [
-            prefix + name for name, _ in model.get_submodule(container).named_children()
-        ]
+        names = _child_names(model, container)
     except AttributeError:
         names = []
     for point in points:
@@ -172,120 +159,138 @@ def _container(
     return container, starts
 
 
-def _outside(model: nn.Module, container: str, plan: PipelinePlan) -> dict[str, int]:
-    """Return the modules around the blocks: 0 for those that run before the blocks, -1 for those that run after them.
+def _find_largest_container(model: nn.Module, stages: int) -> str:
+    """The name of the list with the most parameters; of equally large ones the outermost, which comes first."""
+    sizes = {
+        name: _count_parameters(submodule)
+        for name, submodule in model.named_modules()
+        if isinstance(submodule, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        and len(submodule) >= stages
+    }
+    if not sizes:
+        raise StrategyError(
+            f"{type(model).__name__} cannot be split into {stages} stages",
+            found="no ModuleList or Sequential with as many blocks",
+            fix="use fewer stages (pp=), or keep all blocks in one nn.ModuleList",
+        )
+    return str(max(sizes, key=sizes.__getitem__))
+
+
+def _assign_outer_modules(
+    model: nn.Module, container: str, plan: PipelinePlan
+) -> dict[str, int]:
+    """Return the stage of each module around the blocks: 0 if it runs before the blocks, -1 if it runs after them.
 
     Modules are called in the order in which they are defined, unless the plan says otherwise. A module
     without parameters and state runs on every stage.
     """
-    found: dict[str, int] = {}
+    stages: dict[str, int] = {}
     path = container.split(".") if container else []
-    for depth, towards in enumerate(path):
+    for depth, next_key in enumerate(path):
         prefix = "".join(f"{name}." for name in path[:depth])
-        home = model.get_submodule(".".join(path[:depth]))
-        at = 0
-        for key, child in home.named_children():
-            if key == towards:
-                at = -1
+        parent = model.get_submodule(".".join(path[:depth]))
+        stage = 0
+        for key, child in parent.named_children():
+            if key == next_key:  # the blocks are inside of this child
+                stage = -1
             elif child.state_dict() or any(True for _ in child.parameters()):
-                found[prefix + key] = at
-        found.update(
-            (prefix + key, 0) for key, _ in home.named_parameters(recurse=False)
-        )
+                stages[prefix + key] = stage
+        for key, _ in parent.named_parameters(recurse=False):
+            stages[prefix + key] = 0
     prefix = f"{container}." if container else ""
-    found.update(
-        (prefix + key, 0)
-        for key, _ in model.get_submodule(container).named_parameters(recurse=False)
-    )
+    for key, _ in model.get_submodule(container).named_parameters(recurse=False):
+        stages[prefix + key] = 0
     for name in (*plan.first, *plan.last, *plan.everywhere):
-        if name not in found:
+        if name not in stages:
             raise StrategyError(
-                f"PipelinePlan names {name!r}", fix=did_you_mean(name, list(found))
+                f"PipelinePlan names {name!r}", fix=did_you_mean(name, list(stages))
             )
-        if name in plan.everywhere:
-            if any(p.requires_grad for p in _at(model, name).parameters()):
-                raise StrategyError(
-                    f"PipelinePlan(everywhere=): {name!r} has parameters to train",
-                    fix="name it in first= or last=",
-                )
-            del found[name]
-        else:
-            found[name] = 0 if name in plan.first else -1
-    return found
+        if name not in plan.everywhere:
+            stages[name] = 0 if name in plan.first else -1
+            continue
+        if any(
+            parameter.requires_grad for parameter in _get_part(model, name).parameters()
+        ):
+            raise StrategyError(
+                f"PipelinePlan(everywhere=): {name!r} has parameters to train",
+                fix="name it in first= or last=",
+            )
+        del stages[name]
+    return stages
 
 
-def _home(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _parent_and_key(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, key = name.rpartition(".")
     return model.get_submodule(parent), key
 
 
-def _at(model: nn.Module, name: str) -> Any:
-    home, key = _home(model, name)
-    return home._parameters[key] if key in home._parameters else home.get_submodule(key)
+def _get_part(model: nn.Module, name: str) -> Any:
+    """The submodule or direct parameter of this name."""
+    parent, key = _parent_and_key(model, name)
+    if key in parent._parameters:
+        return parent._parameters[key]
+    return parent.get_submodule(key)
 
 
-def _size(part: Any) -> int:
-    if isinstance(part, nn.Parameter):
-        return part.numel()
-    return sum(parameter.numel() for parameter in part.parameters())
+def _count_parameters(module: nn.Module | nn.Parameter) -> int:
+    if isinstance(module, nn.Parameter):
+        return module.numel()
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _even(sizes: Sequence[int], stages: int) -> list[int]:
+def _balance(sizes: Sequence[int], stages: int) -> list[int]:
     """The first block of each stage, such that the largest stage is as small as possible."""
-    total = [0]
-    for size in sizes:
-        total.append(total[-1] + size)
-    # best[n][e]: (the largest of n stages over the first e blocks, where each begins)
-    best: list[tuple[int, list[int]]] = [
-        (total[end], [0]) for end in range(len(sizes) + 1)
-    ]
+    total_before = [0, *accumulate(sizes)]
+    # Dynamic programming over the number of stages. divisions[end] is the best division of the first `end` blocks:
+    # the size of its largest stage, and the first block of each stage.
+    divisions: list[tuple[int, list[int]]] = [(total, [0]) for total in total_before]
+    impossible: tuple[int, list[int]] = (total_before[-1] + 1, [])
     for count in range(2, stages + 1):
-        best = [
-            min(
-                (
-                    (max(best[at][0], total[end] - total[at]), [*best[at][1], at])
-                    for at in range(count - 1, end)
-                ),
-                default=(total[-1] + 1, []),
-            )
-            for end in range(len(sizes) + 1)
-        ]
-    return best[-1][1]
+        extended = []
+        for stop in range(len(sizes) + 1):
+            candidates = [impossible]
+            for start in range(count - 1, stop):
+                largest, starts = divisions[start]
+                last_stage = total_before[stop] - total_before[start]
+                candidates.append((max(largest, last_stage), [*starts, start]))
+            extended.append(min(candidates))
+        divisions = extended
+    _, starts = divisions[-1]
+    return starts
 
 
-def _ties(
+def _find_ties(
     model: nn.Module, owners: Mapping[str, int]
 ) -> tuple[list[list[tuple[str, int]]], list[list[str]]]:
-    found: dict[int, dict[str, int]] = {}
-    for name, stage in owners.items():
-        part = _at(model, name)
-        inner = (
-            [("", part)]
-            if isinstance(part, nn.Parameter)
-            else part.named_parameters(remove_duplicate=False)
-        )
-        for key, parameter in inner:
-            found.setdefault(id(parameter), {})[f"{name}.{key}" if key else name] = (
-                stage
-            )
-    order = {
-        name: at
-        for at, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))
-    }
-    shared = (places for places in found.values() if len(set(places.values())) > 1)
-    repeated = (
-        places for places in found.values() if len(set(places.values())) < len(places)
-    )
-    return [
-        sorted(places.items(), key=lambda place: order[place[0]]) for places in shared
-    ], [*map(list, repeated)]
+    """The parameters that are tied across stages, and those that are tied inside one; see `Layout`."""
+    stages_of_parameters: dict[int, dict[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = _find_owner(name, owners)
+        if owner is not None:
+            stages_of_parameters.setdefault(id(parameter), {})[name] = owners[owner]
+    shared = []
+    repeated = []
+    for stages in stages_of_parameters.values():
+        distinct = set(stages.values())
+        if len(distinct) > 1:
+            shared.append(list(stages.items()))
+        if len(distinct) < len(stages):
+            repeated.append(list(stages))
+    return shared, repeated
 
 
-class _Meaningless(Tensor):
+def _find_owner(name: str, owners: Mapping[str, int]) -> str | None:
+    """The module or parameter of one stage that a parameter belongs to; None if it runs on every stage."""
+    while name and name not in owners:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+class _Placeholder(Tensor):
     """A placeholder tensor with the right shape; results computed from it are placeholders too."""
 
 
-class _Left(BaseException):
+class _StageEnd(BaseException):
     """Ends a forward at the end of the stage; a BaseException, so that the model does not catch it."""
 
 
@@ -295,14 +300,25 @@ class StandIn(nn.Module):
 
     def __init__(self, original: nn.Module, name: str, device: torch.device) -> None:
         super().__init__()
-        held = [*original.parameters(), *original.buffers()]
-        memo = {id(tensor): _without_storage(tensor) for tensor in held}
+        tensors = [*original.parameters(), *original.buffers()]
+        memo = {id(tensor): _without_storage(tensor) for tensor in tensors}
         # Set without nn.Module.__setattr__, which would register the original as a submodule.
-        self.__dict__.update(
-            twin=copy.deepcopy(original, memo), name=name, device=device, known={}
-        )
-        self.arrived: Sequence[Tensor] | None = None
-        self.is_entry = self.is_exit = False
+        self.__dict__["twin"] = copy.deepcopy(original, memo)
+        self.name = name
+        self.device = device
+        self._output_cache: dict[tuple[object, ...], tuple[list[Any], TreeSpec]] = {}
+        self._received: Sequence[Tensor] | None = None
+        self._is_entry = False
+        self._is_exit = False
+
+    def mark_entry(self, is_entry: bool, received: Sequence[Tensor] | None) -> None:
+        """Set whether the running stage begins behind this module; then a call returns what it received."""
+        self._is_entry = is_entry
+        self._received = received
+
+    def mark_exit(self, is_exit: bool) -> None:
+        """Set whether the running stage ends ahead of this module; then a call ends the forward."""
+        self._is_exit = is_exit
 
     def __getattr__(self, name: str) -> Any:
         if "twin" not in self.__dict__:
@@ -310,83 +326,80 @@ class StandIn(nn.Module):
         return getattr(self.__dict__["twin"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_exit:
-            raise _Left
-        leaves, spec = self._outputs(args, kwargs)
-        if not self.is_entry:
+        if self._is_exit:
+            raise _StageEnd
+        leaves, spec = self._compute_outputs(args, kwargs)
+        if not self._is_entry:
             return tree_unflatten(
-                [_placeholder(leaf, self.device) for leaf in leaves], spec
+                [_make_placeholder(leaf, self.device) for leaf in leaves], spec
             )
-        if self.arrived is None:
+        if self._received is None:
             raise StrategyError(
                 f"{self.name} is called more than once in a forward",
                 fix="use a model whose blocks run one after the other, each of them once",
             )
-        arrived, self.arrived = iter(self.arrived), None
-        return tree_unflatten(
-            [next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-            spec,
-        )
+        received = iter(self._received)
+        self._received = None
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[index] = next(received)
+        return tree_unflatten(leaves, spec)
 
-    def _outputs(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    def _compute_outputs(self, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
         """The outputs of the original module for inputs of these shapes, on the meta device."""
-        key = tuple(
-            (tuple(leaf.shape), leaf.dtype)
-            if isinstance(leaf, Tensor)
-            else _plain(leaf)
-            for leaf in tree_leaves((args, kwargs))
-        )
-        if key not in self.known:
+        key = tuple(map(_shape_key, tree_leaves((args, kwargs))))
+        if key not in self._output_cache:
             with torch.no_grad():
                 args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
-                self.known[key] = tree_flatten(self.twin(*args, **kwargs))
-        leaves, spec = self.known[key]
+                self._output_cache[key] = tree_flatten(self.twin(*args, **kwargs))
+        leaves, spec = self._output_cache[key]
         return list(leaves), spec
 
 
 def has_stages(module: nn.Module) -> bool:
     """Return whether other ranks hold some modules of this one, as stages of a pipeline."""
-    return any(isinstance(part, StandIn) for part in module.modules())
+    return any(isinstance(submodule, StandIn) for submodule in module.modules())
 
 
-def whole_names(module: nn.Module) -> list[str]:
+def submodule_names(module: nn.Module) -> list[str]:
     """The names of all submodules, including those of other stages."""
-    found = []
-    for name, part in module.named_modules():
-        if isinstance(part, StandIn):
-            found += [
-                f"{name}.{inner}" if inner else name
-                for inner, _ in part.twin.named_modules()
-            ]
+    names = []
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, StandIn):
+            inner_names = [inner for inner, _ in submodule.twin.named_modules()]
+            names += [f"{name}.{inner}" if inner else name for inner in inner_names]
         elif name:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
-def _placeholder(leaf: Any, device: torch.device) -> Any:
+def _make_placeholder(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-    return (
-        made.as_subclass(_Meaningless) if type(made) is Tensor else made
-    )  # a fake tensor has a class already
+    zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    if type(zeros) is not Tensor:  # a fake tensor has a class already
+        return zeros
+    return zeros.as_subclass(_Placeholder)
 
 
 def _without_storage(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor.detach(), device="meta")
-    return (
-        nn.Parameter(empty, tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else empty
-    )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, tensor.requires_grad)
+    return empty
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")
 
 
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, type(None))) else type(value)
+def _shape_key(value: object) -> object:
+    """What outputs depend on in their shape: of a tensor its shape and dtype, of other objects their class."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (int, float, str, type(None))):
+        return value
+    return type(value)
 
 
 @final
@@ -409,16 +422,31 @@ class _Slot:
     real: Any
     stand_in: Any
 
-    def put(self, real: bool) -> None:
+    def put_real(self) -> None:
+        """Give the parent the module or parameter itself."""
         if isinstance(self.real, nn.Parameter):
-            if real:
-                self.parent.__dict__.pop(self.key, None)
-                self.parent._parameters[self.key] = self.real
-            else:
-                self.parent._parameters.pop(self.key, None)
-                self.parent.__dict__[self.key] = self.stand_in
+            self.parent.__dict__.pop(self.key, None)
+            self.parent._parameters[self.key] = self.real
         else:
-            self.parent._modules[self.key] = self.real if real else self.stand_in
+            self.parent._modules[self.key] = self.real
+
+    def put_stand_in(self) -> None:
+        """Give the parent the stand-in."""
+        if isinstance(self.real, nn.Parameter):
+            self.parent._parameters.pop(self.key, None)
+            # A plain attribute, not a parameter, so that optimizers and state_dict do not see it.
+            self.parent.__dict__[self.key] = self.stand_in
+        else:
+            self.parent._modules[self.key] = self.stand_in
+
+    def release(self) -> None:
+        """Leave only the stand-in: the module or parameter belongs to another rank."""
+        self.put_stand_in()
+        self.real = None
+
+    def look_up_parameter(self) -> None:
+        """Take the parent's present parameter: other transforms may have replaced it."""
+        self.real = self.parent._parameters[self.key]
 
 
 @final
@@ -427,145 +455,167 @@ class Stage(nn.Module):
 
     Args:
         index: the number of this stage.
-        places: the slots of all stages, by name in the model.
+        slots: the slots of all stages, by name in the model.
         blocks: the names of the blocks of each stage.
-        own: the stages of this rank.
+        rank_stages: the stages of this rank.
         run: the model's own forward.
 
     Attributes:
+        layers: the modules of this stage.
+        loose: the model's direct parameters that belong to this stage.
         turns: the micro-batches, in the order in which they run.
-        context: the context manager around each forward.
     """
 
     run: Callable[..., Any]
-    others: Sequence[_Slot]
-    entry: StandIn | None
-    exit: StandIn | None
-    end: nn.Module
+    _other_slots: Sequence[_Slot]
+    _entry: StandIn | None
+    _exit: StandIn | None
+    _last_block: nn.Module
 
     def __init__(
         self,
         index: int,
-        places: Mapping[str, _Slot],
+        slots: Mapping[str, _Slot],
         blocks: Sequence[Sequence[str]],
-        own: Sequence[int],
+        rank_stages: Sequence[int],
         run: Callable[..., Any],
     ) -> None:
         super().__init__()
-        self.index, self.last = index, index == len(blocks) - 1
-        mine = {name: slot for name, slot in places.items() if slot.stage == index}
-        self.__dict__.update(  # without nn.Module.__setattr__: these modules are not children of the stage
-            run=run,
-            others=[
-                slot
-                for slot in places.values()
-                if slot.stage in own and slot.stage != index
-            ],
-            entry=places[blocks[index - 1][-1]].stand_in if index else None,
-            exit=None if self.last else places[blocks[index + 1][0]].stand_in,
-            end=mine[blocks[index][-1]].real,
+        self.index = index
+        self.last = index == len(blocks) - 1
+        # In __dict__, without nn.Module.__setattr__: these modules are not children of the stage.
+        attributes = self.__dict__
+        attributes["run"] = run
+        attributes["_entry"] = slots[blocks[index - 1][-1]].stand_in if index else None
+        attributes["_exit"] = (
+            None if self.last else slots[blocks[index + 1][0]].stand_in
         )
-        held = {
-            name: slot.real
-            for name, slot in mine.items()
-            if isinstance(slot.real, nn.Module)
-        }
-        self.held, self.names = nn.ModuleList(held.values()), list(held)
-        self._loose = [
-            slot for slot in mine.values() if isinstance(slot.real, nn.Parameter)
-        ]
+        attributes["_last_block"] = slots[blocks[index][-1]].real
+        self._other_slots = []
+        self._loose_slots: list[_Slot] = []
+        self._layer_names: list[str] = []
+        self.layers = nn.ModuleList()
+        for name, slot in slots.items():
+            if slot.stage != index:
+                if slot.stage in rank_stages:
+                    self._other_slots.append(slot)
+            elif isinstance(slot.real, nn.Parameter):
+                self._loose_slots.append(slot)
+            else:
+                self._layer_names.append(name)
+                self.layers.append(slot.real)
         self.find_loose()
         self._output: Any = None
-        self._hooked = False
+        self._has_hooks = False
         self.turns: Iterator[Turn] = iter(())
-        self.context: AbstractContextManager[Any] | None = None
-        self.running = False
-        self.splits_backward = False
+        self._context: AbstractContextManager[Any] = nullcontext()
+        self._is_running = False
+        self._splits_backward = False
+
+    def configure(
+        self, context: AbstractContextManager[Any] | None, splits_backward: bool
+    ) -> None:
+        """Set how forwards run.
+
+        Args:
+            context: is entered around each forward.
+            splits_backward: the schedule computes gradients of weights after those of activations.
+        """
+        self._context = context or nullcontext()
+        self._splits_backward = splits_backward
+
+    def set_turns(self, turns: Iterable[Turn]) -> None:
+        """Set the micro-batches of the next forwards."""
+        self.turns = iter(turns)
 
     def find_loose(self) -> None:
         """Look up the model's direct parameters again: other transforms may have replaced them."""
-        for slot in self._loose:
-            slot.real = slot.parent._parameters[slot.key]
-        self.loose = nn.ParameterList([slot.real for slot in self._loose])
+        for slot in self._loose_slots:
+            slot.look_up_parameter()
+        self.loose = nn.ParameterList([slot.real for slot in self._loose_slots])
 
-    def forward(self, *arrived: Tensor) -> Any:
+    def forward(self, *received: Tensor) -> Any:
         """Return the last block's outputs, flattened and contiguous; the last stage returns what ``Turn.finish`` makes.
 
         Args:
-            arrived: the outputs of the previous stage.
+            received: the outputs of the previous stage.
         """
-        if not self._hooked:
-            self._hook()
+        if not self._has_hooks:
+            self._register_hooks()
         turn = next(self.turns)
-        if self.splits_backward:
-            arrived = tuple(map(_with_contiguous_gradient, arrived))
-        with self._alone(arrived), self.context or nullcontext():
+        if self._splits_backward:
+            received = tuple(map(_with_contiguous_gradient, received))
+        with self._running_alone(received), self._context:
             try:
                 output = self.run(*turn.args, **turn.kwargs)
-            except _Left:
+            except _StageEnd:
                 output = None
         if self.last:
-            _check(output, "what the model returns")
+            _refuse_placeholders(output, "what the model returns")
             return output if turn.finish is None else turn.finish(output)
-        left, self._output = self._output, None
-        if left is None:
+        block_output = self._output
+        self._output = None
+        if block_output is None:
             raise StrategyError(
                 f"stage {self.index} of the pipeline did not reach its end",
                 found="the forward ended before its last block",
                 fix="use a model whose blocks run one after the other, each of them once",
             )
-        _check(left, f"the output of stage {self.index}")
+        _refuse_placeholders(block_output, f"the output of stage {self.index}")
         # The next stage receives into contiguous tensors: gloo refuses others, and NCCL sends their memory as it lies.
-        return tuple(
-            leaf.contiguous() for leaf in tree_leaves(left) if isinstance(leaf, Tensor)
-        )
+        tensors = [
+            leaf for leaf in tree_leaves(block_output) if isinstance(leaf, Tensor)
+        ]
+        return tuple(tensor.contiguous() for tensor in tensors)
 
-    def _hook(self) -> None:
+    def _register_hooks(self) -> None:
         """Register hooks after those of other transforms, so that the kept output includes their changes."""
-        self._hooked = True
-        for name, module in zip(self.names, self.held, strict=True):
-            module.register_forward_pre_hook(
-                _checker(name), with_kwargs=True, prepend=True
+        self._has_hooks = True
+        for name, layer in zip(self._layer_names, self.layers, strict=True):
+            layer.register_forward_pre_hook(
+                _input_check(name), with_kwargs=True, prepend=True
             )
 
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if self.running:
+        def store_output(module: nn.Module, args: object, output: object) -> None:
+            if self._is_running:
                 self._output = output
 
-        self.end.register_forward_hook(keep)
+        self._last_block.register_forward_hook(store_output)
 
     @contextmanager
-    def _alone(self, arrived: Sequence[Tensor]) -> Iterator[None]:
+    def _running_alone(self, received: Sequence[Tensor]) -> Iterator[None]:
         """Replace the other stages' modules by stand-ins, and give the entry the received tensors."""
-        for slot in self.others:
-            slot.put(real=False)
-        self._mark(True, arrived)
+        for slot in self._other_slots:
+            slot.put_stand_in()
+        self._set_borders(True, received)
         try:
             yield
         finally:
-            self._mark(False, None)
-            for slot in self.others:
-                slot.put(real=True)
+            self._set_borders(False, None)
+            for slot in self._other_slots:
+                slot.put_real()
 
-    def _mark(self, running: bool, arrived: Sequence[Tensor] | None) -> None:
-        self.running = running
-        if self.entry is not None:
-            self.entry.is_entry, self.entry.arrived = running, arrived
-        if self.exit is not None:
-            self.exit.is_exit = running
+    def _set_borders(self, is_running: bool, received: Sequence[Tensor] | None) -> None:
+        """Mark the modules ahead of the first block and behind the last one."""
+        self._is_running = is_running
+        if self._entry is not None:
+            self._entry.mark_entry(is_running, received)
+        if self._exit is not None:
+            self._exit.mark_exit(is_running)
 
 
-def _checker(name: str) -> Callable[..., None]:
-    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
-        _check((args, kwargs), f"the input of {name}")
+def _input_check(name: str) -> Callable[..., None]:
+    def check(module: nn.Module, args: object, kwargs: object) -> None:
+        _refuse_placeholders((args, kwargs), f"the input of {name}")
 
     return check
 
 
-def _check(values: Any, what: str) -> None:
-    if any(isinstance(leaf, _Meaningless) for leaf in tree_leaves(values)):
+def _refuse_placeholders(values: object, subject: str) -> None:
+    """Refuse values that were computed from placeholders: a stage would use a tensor that it did not receive."""
+    if any(isinstance(leaf, _Placeholder) for leaf in tree_leaves(values)):
         raise StrategyError(
-            f"{what} depends on what another stage of the pipeline computed",
+            f"{subject} depends on what another stage of the pipeline computed",
             found="more than what one block hands to the next crosses the border between two stages",
             fix="pass it on through the blocks; or name the module it comes from in PipelinePlan(first=, last= or "
             "everywhere=), where the order in which the model defines its modules is not that in which it calls them",
@@ -580,179 +630,40 @@ def _with_contiguous_gradient(tensor: Tensor) -> Tensor:
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     view = tensor.view_as(tensor)
-    view.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    view.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]  # torch's
     return view
 
 
 def make_stages(
-    model: nn.Module, layout: Layout, own: Sequence[int], device: torch.device
+    model: nn.Module, layout: Layout, rank_stages: Sequence[int], device: torch.device
 ) -> list[Stage]:
     """Replace, in place, all modules of a model that belong to stages of other ranks; return this rank's stages.
 
     Args:
         model: the full model.
         layout: the stage of each module.
-        own: the stages of this rank.
+        rank_stages: the stages of this rank.
         device: the device of this rank.
     """
     slots = {
-        name: _slot(model, name, stage, device) for name, stage in layout.owners.items()
+        name: _make_slot(model, name, stage, device)
+        for name, stage in layout.owners.items()
     }
     for slot in slots.values():
-        if slot.stage not in own:
-            slot.put(real=False)
-            slot.real = None
-    return [Stage(index, slots, layout.blocks, own, model.forward) for index in own]
+        if slot.stage not in rank_stages:
+            slot.release()
+    return [
+        Stage(index, slots, layout.blocks, rank_stages, model.forward)
+        for index in rank_stages
+    ]
 
 
-def _slot(model: nn.Module, name: str, stage: int, device: torch.device) -> _Slot:
-    real, (home, key) = _at(model, name), _home(model, name)
+def _make_slot(model: nn.Module, name: str, stage: int, device: torch.device) -> _Slot:
+    parent, key = _parent_and_key(model, name)
+    real = _get_part(model, name)
+    stand_in: Tensor | StandIn
     if isinstance(real, nn.Parameter):
-        return _Slot(stage, home, key, real, _placeholder(real.detach(), device))
-    return _Slot(stage, home, key, real, StandIn(real, name, device))
-
-
-@final
-class Ties:
-    """Parameters that are tied across stages: this rank's copies, and the exchange of their gradients.
-
-    Args:
-        shared: for each tied parameter, its names in the module, with the stage of each.
-        ranks: the group rank of every stage.
-        group: the ranks that hold the stages of one model.
-
-    Attributes:
-        names: for each name of a copy on this rank, the name that checkpoints use: the first of all its names.
-        repeated: copies on this rank that an earlier stage holds too: norms count their gradients once.
-    """
-
-    def __init__(
-        self,
-        shared: Sequence[Sequence[tuple[str, int]]],
-        ranks: Sequence[int],
-        group: ProcessGroup,
-    ) -> None:
-        self._shared, self._ranks, self._group = shared, ranks, group
-        self._me = group.rank
-        self._copies: list[list[nn.Parameter]] = []
-        self.names: dict[str, str] = {}
-        self.repeated: set[nn.Parameter] = set()
-
-    def find(self, module: nn.Module) -> None:
-        """Look up the copies in a module whose parameters are already sharded.
-
-        Raises:
-            StrategyError: on every rank, if copies are sharded differently.
-        """
-        self._copies, self.names, self.repeated = [], {}, set()
-        for places in self._shared:
-            own = [name for name, stage in places if self._ranks[stage] == self._me]
-            copies = list({id(p): p for p in map(module.get_parameter, own)}.values())
-            first = self._ranks[places[0][1]] == self._me
-            self._copies.append(copies)
-            self.names.update(
-                {name: places[0][0] for name in own if name != places[0][0]}
-            )
-            self.repeated.update(copies[1:] if first else copies)
-        mine = [[_layout(copy) for copy in copies] for copies in self._copies]
-        for places, layouts in self._compared(mine):
-            raise StrategyError(
-                "stages that share a parameter split it differently",
-                found=f"{' and '.join(name for name, _ in places)}: {', '.join(layouts)}",
-                fix="use 'embedding_rowwise' and 'colwise_rep', which split an embedding and a head in the same way",
-            )
-
-    def check_groups(self, optimizer: Optimizer) -> None:
-        """Check that the optimizer has the same options for all copies of a parameter.
-
-        Raises:
-            StrategyError: on every rank.
-        """
-        if not self._shared:
-            return
-        options = {
-            id(p): repr({k: v for k, v in group.items() if k != "params"})
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        mine = [
-            [options.get(id(copy), "not trained") for copy in copies]
-            for copies in self._copies
-        ]
-        for places, found in self._compared(mine):
-            raise StrategyError(
-                f"{' and '.join(name for name, _ in places)} are one parameter, but would be trained with"
-                " different options",
-                found="; ".join(found),
-                fix="put both names into groups with the same options: each stage has the parameter under one name",
-            )
-
-    def _compared(
-        self, mine: list[list[str]]
-    ) -> list[tuple[Sequence[tuple[str, int]], list[str]]]:
-        """The tied parameters for which the texts of the ranks differ, with the texts."""
-        if not self._shared:
-            return []
-        everyone = self._group.all_gather_object(mine)
-        by_parameter = [
-            sorted({one for copies in theirs for one in copies})
-            for theirs in zip(*everyone, strict=True)
-        ]
-        return [
-            (places, found)
-            for places, found in zip(self._shared, by_parameter, strict=True)
-            if len(found) > 1
-        ]
-
-    def add_gradients(self) -> None:
-        """Set the gradient of every copy to the sum over all stages."""
-        for places, copies in zip(self._shared, self._copies, strict=True):
-            if not copies or not copies[0].requires_grad:
-                continue
-            for parameter in copies:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            parts = [
-                local(parameter.grad)
-                for parameter in copies
-                if parameter.grad is not None
-            ]
-            mine = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-            whole = self._summed(
-                mine, sorted({self._ranks[stage] for _, stage in places})
-            )
-            for part in parts:
-                part.copy_(whole)
-
-    def _summed(self, mine: Tensor, ranks: Sequence[int]) -> Tensor:
-        """The sum over these ranks of the group, added in rank order so that the bits are the same on each."""
-        if len(ranks) == 1:
-            return mine
-        mine = mine.contiguous()
-        parts = {
-            rank: mine if rank == self._me else torch.empty_like(mine) for rank in ranks
-        }
-        ways = []
-        for rank in ranks:
-            if rank != self._me:
-                ways += [
-                    dist.P2POp(
-                        dist.isend, mine, group=self._group.group, group_peer=rank
-                    ),
-                    dist.P2POp(
-                        dist.irecv,
-                        parts[rank],
-                        group=self._group.group,
-                        group_peer=rank,
-                    ),
-                ]
-        for work in dist.batch_isend_irecv(ways):
-            work.wait()
-        whole = parts[ranks[0]].clone()
-        for rank in ranks[1:]:
-            whole += parts[rank]
-        return whole
-
-
-def _layout(parameter: nn.Parameter) -> str:
-    return f"{getattr(parameter, 'placements', 'whole')} {list(local(parameter).shape)}"
+        stand_in = _make_placeholder(real.detach(), device)
+    else:
+        stand_in = StandIn(real, name, device)
+    return _Slot(stage, parent, key, real, stand_in)

@@ -27,18 +27,19 @@ from torch.distributed.tensor.parallel import (
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.tensors import local, map_leaves, map_tensors
-from trainer_kit.strategies.transforms.pipeline_stages import StandIn, whole_names
+from trainer_kit.strategies.transforms.pipeline_stages import StandIn, submodule_names
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = [
     "TensorParallel",
-    "check_whole_parameters",
+    "check_replicated_gradients",
     "complete_gradients",
     "find_plans",
+    "find_replicated",
+    "gather_outputs",
     "named_style",
     "preset",
     "return_copies",
-    "whole_outputs",
 ]
 
 
@@ -108,7 +109,7 @@ class TensorParallel(Transform):
 
     def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Complete the outputs of a step: a split layer returns before its collective has ended."""
-        return whole_outputs(method)
+        return gather_outputs(method)
 
     def bind_evaluation(
         self, step: Callable[..., Any], whole: bool
@@ -122,7 +123,7 @@ class TensorParallel(Transform):
 
     def check_gradients(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Refuse replicated parameters whose gradients differ over the axis."""
-        check_whole_parameters(module.named_parameters(), mesh)
+        check_replicated_gradients(module.named_parameters(), mesh)
 
     def styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
         """The style of each split layer, by name."""
@@ -139,7 +140,7 @@ class TensorParallel(Transform):
         plan: Mapping[str, Any] = (
             preset(module, self.plan) if isinstance(given, str) else given
         )
-        names = whole_names(
+        names = submodule_names(
             module
         )  # a plan may also name layers of other pipeline stages
         here = {
@@ -273,6 +274,15 @@ def _check_sequence(size: int, layer: nn.Module, given: tuple[Any, ...]) -> None
         )
 
 
+def find_replicated(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are replicated over an axis of their mesh: their gradients may be partial sums."""
+    return [
+        parameter
+        for parameter in module.parameters()
+        if isinstance(parameter, DTensor) and Replicate() in parameter.placements
+    ]
+
+
 def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sum partial gradients over the ranks: of replicated parameters that are applied to a part of the activations."""
     for parameter in parameters:
@@ -284,7 +294,7 @@ def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def check_whole_parameters(
+def check_replicated_gradients(
     named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh
 ) -> None:
     """Refuse a first step in which ranks have different gradients for a replicated parameter.
@@ -337,7 +347,7 @@ def check_whole_parameters(
         )
 
 
-def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
+def gather_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a step so that it gathers sharded losses and logits in its result, and waits for collectives under way."""
 
     def whole(output: Any) -> Tensor:

@@ -23,7 +23,7 @@ from trainer_kit.strategies.local_sgd import fill_absent
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.state import (
     GroupOptions,
-    Moved,
+    ReplacedParameters,
     States,
     load_optimizer_state,
     optimizer_state,
@@ -80,7 +80,7 @@ class XLAStrategy(Strategy):
         self.device = torch.device("xla")
         self._mesh: Any = None
         self._parameters: list[nn.Parameter] = []
-        self._moved = Moved()
+        self._replaced_parameters = ReplacedParameters()
 
     @property
     def gradient_divisor(self) -> int:
@@ -187,12 +187,14 @@ class XLAStrategy(Strategy):
             module.named_parameters()
         )  # torch_xla does not convert parameters with weak references
         self.place_module(module, precision)
-        self._moved.note({name: partial(held.get, name) for name in held}, module)
+        self._replaced_parameters.record(
+            {name: partial(held.get, name) for name in held}, module
+        )
         return module
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Point the optimizer at the parameters on the device: they are other objects than those on the host."""
-        self._moved.follow(optimizer)
+        self._replaced_parameters.replace_in(optimizer)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """The method itself."""

@@ -1,0 +1,167 @@
+"""Parameters that several pipeline stages share: this rank's copies, and the exchange of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.tensors import local
+from trainer_kit.strategies.process_group import ProcessGroup
+
+__all__ = ["Ties"]
+
+_Aliases: TypeAlias = Sequence[tuple[str, int]]
+"""All names of one parameter in the module, with the stage of each."""
+
+
+@final
+class Ties:
+    """Parameters that are tied across stages: this rank's copies, and the exchange of their gradients.
+
+    Args:
+        shared: for each tied parameter, its names in the module, with the stage of each.
+        ranks: the group rank of every stage.
+        group: the ranks that hold the stages of one model.
+
+    Attributes:
+        names: for each name of a copy on this rank, the name that checkpoints use: the first of all its names.
+        repeated: copies on this rank that an earlier stage holds too: norms count their gradients once.
+    """
+
+    def __init__(
+        self, shared: Sequence[_Aliases], ranks: Sequence[int], group: ProcessGroup
+    ) -> None:
+        self._shared = shared
+        self._ranks = ranks
+        self._group = group
+        self._copies: list[list[nn.Parameter]] = []
+        self.names: dict[str, str] = {}
+        self.repeated: set[nn.Parameter] = set()
+
+    def find_copies(self, module: nn.Module) -> None:
+        """Look up the copies in a module whose parameters are already sharded.
+
+        Raises:
+            StrategyError: on every rank, if copies are sharded differently.
+        """
+        self._copies = []
+        self.names = {}
+        self.repeated = set()
+        for aliases in self._shared:
+            names_here = [name for name, stage in aliases if self._is_here(stage)]
+            # Two names of one stage may be one parameter.
+            copies = list(dict.fromkeys(map(module.get_parameter, names_here)))
+            self._copies.append(copies)
+            first_name, first_stage = aliases[0]
+            self.names.update(
+                (name, first_name) for name in names_here if name != first_name
+            )
+            self.repeated.update(copies[1:] if self._is_here(first_stage) else copies)
+        layouts = [
+            [_describe_layout(copy) for copy in copies] for copies in self._copies
+        ]
+        for aliases, differing in self._compare(layouts):
+            raise StrategyError(
+                "stages that share a parameter split it differently",
+                found=f"{_join_names(aliases)}: {', '.join(differing)}",
+                fix="use 'embedding_rowwise' and 'colwise_rep', which split an embedding and a head in the same way",
+            )
+
+    def check_groups(self, optimizer: Optimizer) -> None:
+        """Check that the optimizer has the same options for all copies of a parameter.
+
+        Raises:
+            StrategyError: on every rank.
+        """
+        if not self._shared:
+            return
+        options: dict[int, str] = {}
+        for group in optimizer.param_groups:
+            text = repr({key: value for key, value in group.items() if key != "params"})
+            options.update((id(parameter), text) for parameter in group["params"])
+        options_of_copies = [
+            [options.get(id(copy), "not trained") for copy in copies]
+            for copies in self._copies
+        ]
+        for aliases, differing in self._compare(options_of_copies):
+            raise StrategyError(
+                f"{_join_names(aliases)} are one parameter, but would be trained with different options",
+                found="; ".join(differing),
+                fix="put both names into groups with the same options: each stage has the parameter under one name",
+            )
+
+    def add_gradients(self) -> None:
+        """Set the gradient of every copy to the sum over all stages."""
+        for aliases, copies in zip(self._shared, self._copies, strict=True):
+            if not copies or not copies[0].requires_grad:
+                continue
+            for parameter in copies:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = [local(p.grad) for p in copies if p.grad is not None]
+            sum_here = gradients[0]
+            if len(gradients) > 1:
+                sum_here = torch.stack(gradients).sum(0)
+            total = self._sum_over(
+                sum_here, sorted({self._ranks[stage] for _, stage in aliases})
+            )
+            for gradient in gradients:
+                gradient.copy_(total)
+
+    def _is_here(self, stage: int) -> bool:
+        return self._ranks[stage] == self._group.rank
+
+    def _compare(self, texts: list[list[str]]) -> Iterator[tuple[_Aliases, list[str]]]:
+        """Yield the tied parameters for which the texts of the ranks differ, with the different texts.
+
+        Args:
+            texts: for each tied parameter, a text for each of this rank's copies.
+        """
+        if not self._shared:
+            return
+        texts_of_ranks = self._group.all_gather_object(texts)
+        for index, aliases in enumerate(self._shared):
+            distinct: set[str] = set()
+            for rank_texts in texts_of_ranks:
+                distinct.update(rank_texts[index])
+            if len(distinct) > 1:
+                yield aliases, sorted(distinct)
+
+    def _sum_over(self, tensor: Tensor, ranks: Sequence[int]) -> Tensor:
+        """The sum over these ranks of the group, added in rank order so that the bits are the same on each."""
+        if len(ranks) == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        addends: dict[int, Tensor] = {}
+        transfers = []
+        group = self._group.group
+        for rank in ranks:
+            addends[rank] = tensor
+            if rank != self._group.rank:
+                addends[rank] = torch.empty_like(tensor)
+                transfers.append(
+                    dist.P2POp(dist.isend, tensor, group=group, group_peer=rank)
+                )
+                transfers.append(
+                    dist.P2POp(dist.irecv, addends[rank], group=group, group_peer=rank)
+                )
+        for work in dist.batch_isend_irecv(transfers):
+            work.wait()
+        total = addends[ranks[0]].clone()
+        for rank in ranks[1:]:
+            total += addends[rank]
+        return total
+
+
+def _join_names(aliases: _Aliases) -> str:
+    return " and ".join(name for name, _ in aliases)
+
+
+def _describe_layout(parameter: nn.Parameter) -> str:
+    return f"{getattr(parameter, 'placements', 'whole')} {list(local(parameter).shape)}"
