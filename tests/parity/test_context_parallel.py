@@ -109,8 +109,8 @@ class Around:
         self, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> Tensor:
         self.calls.append({**options, "heads": (query.shape[1], key.shape[1])})
-        mask = self.context._causal(query, key) if options["is_causal"] else None
-        keys, values = self.context._gathered(key), self.context._gathered(value)
+        mask = self.context._causal_mask(query, key) if options["is_causal"] else None
+        keys, values = self.context._all_gather(key), self.context._all_gather(value)
         return torch.ops.aten.scaled_dot_product_attention(
             query, keys, values, mask, scale=options["scale"]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -46,122 +46,134 @@ def units(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
         >>> list(units(net, None)), list(units(net, 30)), list(units(net, "Embedding"))
         (['1.1', '1.0'], ['2', '1', '0'], ['0'])
     """
-    if not (
+    is_policy = (
         policy is None or callable(policy) or isinstance(policy, (int, str, Iterable))
-    ) or (isinstance(policy, int) and policy < 0):
+    )
+    if not is_policy or (isinstance(policy, int) and policy < 0):
         raise StrategyError(
             "blocks are chosen by class names, classes, a number of parameters, or a callable",
             found=repr(policy),
         )
     if policy is None:
-        return dict(_inner_first(module, _repeated(module)))
+        return _named_inner_first(module, _find_repeated(module))
     if isinstance(policy, int):
-        return _by_size(module, policy)
-    if callable(policy) and not isinstance(policy, type):
-        wraps: Callable[..., bool] = policy
-        picks = wraps if takes(wraps, 1) else partial(_as_torch_asks, wraps)
-        return dict(
-            _inner_first(
-                module, {id(m) for m in module.modules() if _is_part(m) and picks(m)}
-            )
-        )
-    return _by_class(
-        module, [policy] if isinstance(policy, (str, type)) else list(policy)
-    )
+        return _select_by_size(module, policy)
+    if isinstance(policy, (str, type)):
+        return _select_by_class(module, [policy])
+    if callable(policy):
+        return _select_by_callable(module, policy)
+    return _select_by_class(module, list(policy))
 
 
-def _as_torch_asks(policy: Callable[..., bool], part: nn.Module) -> bool:
-    return policy(module=part, recurse=False, nonwrapped_numel=0)
-
-
-def _is_part(module: nn.Module) -> bool:
+def _is_candidate(module: nn.Module) -> bool:
+    """Whether a module has a forward and parameters."""
     return (
         not isinstance(module, _CONTAINERS)
         and next(module.parameters(), None) is not None
     )
 
 
-def _inner_first(
-    module: nn.Module, picked: set[int]
-) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in reversed(
-        list(module.named_modules())
-    ):  # in reversed order, each comes before its parent
-        if part is not module and id(part) in picked:
-            yield name, part
+def _named_inner_first(module: nn.Module, selected: set[int]) -> dict[str, nn.Module]:
+    """The selected submodules by name."""
+    # In reversed order, each comes before its parent.
+    return {
+        name: submodule
+        for name, submodule in reversed(list(module.named_modules()))
+        if submodule is not module and id(submodule) in selected
+    }
 
 
-def _repeated(module: nn.Module) -> set[int]:
+def _find_repeated(module: nn.Module) -> set[int]:
     """The outermost repeated blocks; blocks inside another block are not included."""
-    found: set[int] = set()
-    parts = [part for part in module.children() if _is_part(part)]
+    blocks: set[int] = set()
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        counts = Counter(type(part) for part in parts)
-        found.update(id(part) for part in parts if counts[type(part)] > 1)
+        candidates = [child for child in module.children() if _is_candidate(child)]
+        counts = Counter(type(child) for child in candidates)
+        blocks.update(id(child) for child in candidates if counts[type(child)] > 1)
     for child in module.children():
-        if id(child) not in found:
-            found |= _repeated(child)
-    return found
+        if id(child) not in blocks:
+            blocks |= _find_repeated(child)
+    return blocks
 
 
-def _by_size(module: nn.Module, least: int) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    taken: set[int] = set()
-    for name, part in reversed(list(module.named_modules())):
-        rest = [p for p in part.parameters() if id(p) not in taken]
-        if (
-            part is not module
-            and _is_part(part)
-            and sum(p.numel() for p in rest) >= least
-        ):
-            found[name] = part
-            taken.update(map(id, rest))
-    return found
+def _select_by_size(module: nn.Module, min_size: int) -> dict[str, nn.Module]:
+    selected: dict[str, nn.Module] = {}
+    counted: set[int] = set()  # parameters of selected modules
+    for name, submodule in reversed(list(module.named_modules())):
+        if submodule is module or not _is_candidate(submodule):
+            continue
+        remaining = [p for p in submodule.parameters() if id(p) not in counted]
+        if sum(p.numel() for p in remaining) >= min_size:
+            selected[name] = submodule
+            counted.update(map(id, remaining))
+    return selected
 
 
-def _by_class(module: nn.Module, wanted: list[Any]) -> dict[str, nn.Module]:
-    parts = [part for part in module.modules() if _is_part(part)]
-    picked: set[int] = set()
-    for one in wanted:
-        mine = {
-            id(p)
-            for p in parts
-            if (type(p).__name__ == one if isinstance(one, str) else isinstance(p, one))
+def _select_by_callable(
+    module: nn.Module, policy: Callable[..., bool]
+) -> dict[str, nn.Module]:
+    if not takes(policy, 1):  # a wrapping policy of torch
+        policy = partial(_call_wrap_policy, policy)
+    candidates = [
+        submodule for submodule in module.modules() if _is_candidate(submodule)
+    ]
+    selected = {id(submodule) for submodule in candidates if policy(submodule)}
+    return _named_inner_first(module, selected)
+
+
+def _call_wrap_policy(policy: Callable[..., bool], submodule: nn.Module) -> bool:
+    return policy(module=submodule, recurse=False, nonwrapped_numel=0)
+
+
+def _select_by_class(
+    module: nn.Module, classes: Sequence[str | type]
+) -> dict[str, nn.Module]:
+    candidates = [
+        submodule for submodule in module.modules() if _is_candidate(submodule)
+    ]
+    selected: set[int] = set()
+    for wanted in classes:
+        matching = {
+            id(submodule) for submodule in candidates if _has_class(submodule, wanted)
         }
-        if not mine:
-            name, names = (
-                one if isinstance(one, str) else one.__name__,
-                sorted({type(p).__name__ for p in parts}),
-            )
+        if not matching:
+            name = wanted if isinstance(wanted, str) else wanted.__name__
+            names = sorted({type(submodule).__name__ for submodule in candidates})
             raise StrategyError(
                 f"the module has no submodule of the class {name}",
                 found=", ".join(names),
                 fix=did_you_mean(name, names),
             )
-        picked |= mine
-    return dict(_inner_first(module, picked))
+        selected |= matching
+    return _named_inner_first(module, selected)
+
+
+def _has_class(module: nn.Module, wanted: str | type) -> bool:
+    if isinstance(wanted, str):
+        return type(module).__name__ == wanted
+    return isinstance(module, wanted)
 
 
 def outer_modules(module: nn.Module) -> list[nn.Module]:
     """Return the outermost modules that have a forward; parameters outside of them are not sharded."""
-    found: list[nn.Module] = []
+    roots: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, _CONTAINERS):
-            found += outer_modules(child)
+            roots += outer_modules(child)
         elif next(child.parameters(), None) is not None:
-            found.append(child)
+            roots.append(child)
     owners: dict[int, nn.Module] = {}
-    for root in found:
+    for root in roots:
         for parameter in root.parameters():
-            other = owners.setdefault(id(parameter), root)
-            if other is not root:
+            owner = owners.setdefault(id(parameter), root)
+            if owner is not root:
                 raise StrategyError(
                     "two separately sharded parts of the module share a parameter, which manual optimization"
                     " does not support",
-                    found=f"{type(other).__name__} and {type(root).__name__}",
+                    found=f"{type(owner).__name__} and {type(root).__name__}",
                     fix="use automatic optimization, or DDPStrategy",
                 )
-    return found
+    return roots
 
 
 @final
@@ -184,7 +196,8 @@ class ActivationCheckpointing(Transform):
     """
 
     def __init__(self, policy: Policy = None, offload: bool = False) -> None:
-        self.policy, self.offload = policy, offload
+        self.policy = policy
+        self.offload = offload
 
     def apply(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
         """Change the modules in place; a second call changes nothing.
@@ -194,55 +207,61 @@ class ActivationCheckpointing(Transform):
         """
         blocks = units(module, self.policy).values()
         if blocks:
-            _switch_cache_off(module)
-        for part in blocks:
-            if not isinstance(part.__dict__.get("forward"), _Recomputed):
-                # Set on the instance, so that other instances of the class are not affected.
-                part.__dict__["forward"] = _Recomputed(
-                    part.forward, "forward" in part.__dict__, self.offload
-                )
+            _disable_caches(module)
+        for block in blocks:
+            attributes = block.__dict__
+            if isinstance(attributes.get("forward"), _RecomputedForward):
+                continue
+            # Set on the instance, so that other instances of the class are not affected.
+            was_on_instance = "forward" in attributes
+            attributes["forward"] = _RecomputedForward(
+                block.forward, was_on_instance, self.offload
+            )
 
     def undo(self, module: nn.Module) -> None:
         """Remove activation checkpointing from all parts of the module."""
-        for part in module.modules():
-            recomputed = part.__dict__.get("forward")
-            if isinstance(recomputed, _Recomputed):
-                del part.__dict__["forward"]
-                if recomputed.own:
-                    part.__dict__["forward"] = recomputed.forward
+        for submodule in module.modules():
+            recomputed = submodule.__dict__.get("forward")
+            if not isinstance(recomputed, _RecomputedForward):
+                continue
+            del submodule.__dict__["forward"]
+            if recomputed.was_on_instance:
+                submodule.__dict__["forward"] = recomputed.forward
 
 
-def _switch_cache_off(module: nn.Module) -> None:
-    # One per model and, for encoders and decoders, one per part.
-    found: list[Any] = [
-        part.config for part in module.modules() if hasattr(part, "config")
+def _disable_caches(module: nn.Module) -> None:
+    """Switch the cache of keys and values off in all configurations of transformers models, with a warning."""
+    # One configuration per model and, for encoders and decoders, one for each of the two.
+    configs: list[Any] = [m.config for m in module.modules() if hasattr(m, "config")]
+    with_cache = [
+        config for config in configs if getattr(config, "use_cache", False) is True
     ]
-    caching = [
-        config for config in found if getattr(config, "use_cache", False) is True
-    ]
-    for config in caching:
+    for config in with_cache:
         config.use_cache = False
-    if caching:
+    if with_cache:
         warnings.warn(
             "activation checkpointing switches the cache of keys and values off: "
-            f"{type(caching[0]).__name__}.use_cache is False from here on; set it to True again to generate",
+            f"{type(with_cache[0]).__name__}.use_cache is False from here on; set it to True again to generate",
             stacklevel=2,
         )
 
 
 @final
-class _Recomputed:
+class _RecomputedForward:
     """A forward that is recomputed in backward, so that its activations are not stored."""
 
-    def __init__(self, forward: Callable[..., Any], own: bool, offload: bool) -> None:
-        self.forward, self.own, self.offload = forward, own, offload
+    def __init__(
+        self, forward: Callable[..., Any], was_on_instance: bool, offload: bool
+    ) -> None:
+        self.forward = forward
+        self.was_on_instance = was_on_instance
+        self.offload = offload
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if not self.offload:
             return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
-        with save_on_cpu(
-            pin_memory=torch.accelerator.is_available()
-        ):  # what the checkpoint saves: its inputs
+        # The checkpoint saves only its inputs.
+        with save_on_cpu(pin_memory=torch.accelerator.is_available()):
             return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
 
 
@@ -271,7 +290,8 @@ class Compile(Transform):
     def __init__(
         self, policy: Policy = None, options: Mapping[str, Any] | None = None
     ) -> None:
-        self.policy, self.options = policy, dict(options or {})
+        self.policy = policy
+        self.options = dict(options or {})
 
     def apply(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
         """Change the modules in place; a second call changes nothing.
@@ -279,24 +299,23 @@ class Compile(Transform):
         Raises:
             StrategyError: the policy selects no module.
         """
-        parts = units(module, self.policy).values()
-        if not parts:
+        blocks = units(module, self.policy).values()
+        if not blocks:
             raise StrategyError(
                 "the module has no blocks to compile separately",
                 found=f"no list or sequence in {type(module).__name__} repeats a class that has parameters",
                 fix="compile the whole module: compile=True, or TorchDynamoPlugin(use_regional_compilation=False)",
             )
-        for part in parts:
-            if part._compiled_call_impl is None:
-                part._compiled_call_impl = partial(
-                    torch.compile(_block, **self.options), part
-                )
+        for block in blocks:
+            if block._compiled_call_impl is None:
+                compiled = torch.compile(_call_block, **self.options)
+                block._compiled_call_impl = partial(compiled, block)
 
 
-def _block(part: nn.Module, *arguments: Any, **options: Any) -> Any:
+def _call_block(block: nn.Module, *arguments: Any, **options: Any) -> Any:
     """Call a module in a function of this file: ``part.compile()`` skips code in torch's own files.
 
     The module is an argument: torch 2.9 would compile a function that holds it once for each module.
     """
-    call: Callable[..., Any] = part._call_impl
+    call: Callable[..., Any] = block._call_impl
     return call(*arguments, **options)

@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 
-_TORCHS: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
+_TORCH_ATTENTION: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
 _ALL_GATHER: Final[Callable[..., Tensor]] = getattr(  # torch 2.13 renamed it
     collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
 )
 _RING_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-_CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
+_TORCH_CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
 
 
 @final
@@ -72,8 +72,8 @@ class ContextParallel(Transform):
         self.plan = plan
         self.weighed = weighed
         self.ring: RingAttention | None = None
-        self._around: Callable[..., Tensor] | None = None
-        self._seen = 0
+        self._ring_attention: Callable[..., Tensor] | None = None
+        self.intercepted_calls = 0
 
     @classmethod
     def planned(cls, module: nn.Module, plan: ParallelPlan) -> ContextParallel:
@@ -116,11 +116,15 @@ class ContextParallel(Transform):
             return step
         if not whole:
             return self.attending()(step)
-        return lambda batch, *others: step(with_positions(self.plan, batch), *others)
+        return lambda batch, *arguments: step(
+            with_positions(self.plan, batch), *arguments
+        )
 
     def computing(self, first: bool) -> AbstractContextManager[Any]:
         """Return the context `attending`, with its check in the first window."""
-        return nullcontext() if self.size == 1 else self.attending(checked=first)
+        if self.size == 1:
+            return nullcontext()
+        return self.attending(checked=first)
 
     def shard_batch(self, batch: Any) -> Any:
         """Return this rank's part of a batch; its tensors are views.
@@ -132,20 +136,17 @@ class ContextParallel(Transform):
         if self.size == 1:
             return with_positions(self.plan, batch)
         if isinstance(dims, int):
-            made = map_tensors(batch, lambda t: self.part(t, dims))
-            return with_positions(self.plan, made, self.rank)
+            shard = map_tensors(batch, lambda tensor: self.part(tensor, dims))
+            return with_positions(self.plan, shard, self.rank)
         if isinstance(batch, Mapping):
-            named = {
-                key: self.part(batch[key], dim)
-                for key, dim in dims.items()
-                if key in batch
-            }
-            return with_positions(self.plan, _with(batch, named), self.rank)
-        parts = [
-            self.part(value, dims[i]) if i in dims else value
-            for i, value in enumerate(batch)
-        ]
-        return sequence_like(batch, parts)
+            keys = [key for key in dims if key in batch]
+            parts = {key: self.part(batch[key], dims[key]) for key in keys}
+            return with_positions(self.plan, _with_values(batch, parts), self.rank)
+        values = list(batch)
+        for index, value in enumerate(values):
+            if index in dims:
+                values[index] = self.part(value, dims[index])
+        return sequence_like(batch, values)
 
     def part(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part along one dimension, as a view; the whole tensor if it lacks that dimension.
@@ -155,8 +156,8 @@ class ContextParallel(Transform):
         """
         if tensor.dim() <= dim:
             return tensor
-        length, left = divmod(tensor.shape[dim], self.size)
-        if left:
+        length, remainder = divmod(tensor.shape[dim], self.size)
+        if remainder:
             raise StrategyError(
                 "context parallelism needs sequence lengths that are divisible by the context axis",
                 found=f"length {tensor.shape[dim]} in dimension {dim}, cp={self.size}",
@@ -175,30 +176,37 @@ class ContextParallel(Transform):
             StrategyError: an attention call was not intercepted, or there was none.
         """
         fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(
-            False
-        )  # the fast path computes attention without this function
-        watch, self._seen = _Watch(self), 0
+        # The fast path computes attention without this function.
+        torch.backends.mha.set_fastpath_enabled(False)
+        detector = _BypassDetector(self)
+        self.intercepted_calls = 0
         with ExitStack() as stack:
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
-            self._around = (
-                None if self.ring is None else stack.enter_context(self.ring(self.mesh))
-            )
+            self._ring_attention = None
+            if self.ring is not None:
+                self._ring_attention = stack.enter_context(self.ring(self.mesh))
             # Restore the ring's functions; leaving the ring then restores torch's.
-            stack.callback(_put, F.scaled_dot_product_attention, _CROSS_ENTROPY)
-            _put(self._attention, self._cross_entropy)
+            ring_function = F.scaled_dot_product_attention
+            stack.callback(_patch_functions, ring_function, _TORCH_CROSS_ENTROPY)
+            _patch_functions(self._attention, self._cross_entropy)
             if checked:
-                stack.enter_context(watch)
+                stack.enter_context(detector)
             yield
-        if checked and (watch.missed or not self._seen):
-            raise StrategyError(
-                "context parallelism cannot intercept the attention of this model",
-                found="scaled_dot_product_attention under another name"
-                if watch.missed
-                else "no call of scaled_dot_product_attention",
-                fix="call torch.nn.functional.scaled_dot_product_attention by that name (Hugging Face: "
-                'attn_implementation="sdpa"), or use cp=1',
-            )
+        if checked:
+            self._check_intercepted(detector.found_bypass)
+
+    def _check_intercepted(self, found_bypass: bool) -> None:
+        if self.intercepted_calls and not found_bypass:
+            return
+        symptom = "no call of scaled_dot_product_attention"
+        if found_bypass:
+            symptom = "scaled_dot_product_attention under another name"
+        raise StrategyError(
+            "context parallelism cannot intercept the attention of this model",
+            found=symptom,
+            fix="call torch.nn.functional.scaled_dot_product_attention by that name (Hugging Face: "
+            'attn_implementation="sdpa"), or use cp=1',
+        )
 
     def _attention(
         self,
@@ -212,72 +220,90 @@ class ContextParallel(Transform):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Replaces torch's function; arguments are (batch, heads, tokens, width), with this rank's tokens."""
-        self._seen += 1
+        self.intercepted_calls += 1
         options: dict[str, Any] = {
             "dropout_p": dropout_p,
             "scale": scale,
             "enable_gqa": enable_gqa,
         }
-        divides = query.shape[1] % self.size == 0 and key.shape[1] % self.size == 0
-        simple = attn_mask is None and not dropout_p and query.dtype in _RING_DTYPES
-        fits = not is_causal or (not divides and query.shape[2] == key.shape[2])
-        if self._around is not None and simple and fits:
+        splits_heads = query.shape[1] % self.size == 0 and key.shape[1] % self.size == 0
+        ring_computes_it = (
+            attn_mask is None and not dropout_p and query.dtype in _RING_DTYPES
+        )
+        # A causal ring gives the last rank most of the work: use it only if ranks cannot exchange heads.
+        ring_fits = not is_causal or (
+            not splits_heads and query.shape[2] == key.shape[2]
+        )
+        if self._ring_attention is not None and ring_computes_it and ring_fits:
             if enable_gqa:
-                key, value = (
-                    t.repeat_interleave(query.shape[1] // t.shape[1], 1)
-                    for t in (key, value)
-                )
-            return self._around(query, key, value, is_causal=is_causal, scale=scale)
-        if attn_mask is None and divides:
-            whole = _TORCHS(
-                *map(self._heads, (query, key, value)), is_causal=is_causal, **options
+                key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+                value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+            return self._ring_attention(
+                query, key, value, is_causal=is_causal, scale=scale
             )
-            return self._tokens(whole)
-        mask = self._causal(query, key) if is_causal else attn_mask
+        if attn_mask is None and splits_heads:
+            query = self._exchange_tokens_for_heads(query)
+            key = self._exchange_tokens_for_heads(key)
+            value = self._exchange_tokens_for_heads(value)
+            attended = _TORCH_ATTENTION(
+                query, key, value, is_causal=is_causal, **options
+            )
+            return self._exchange_heads_for_tokens(attended)
+        mask = attn_mask
+        if is_causal:
+            mask = self._causal_mask(query, key)
         if mask is not None and mask.shape[-1] != key.shape[-2] * self.size:
             raise StrategyError(
                 "an attention mask under context parallelism must cover all keys of the sequence",
                 found=f"{tuple(mask.shape)} for {key.shape[-2]} keys on each of {self.size} ranks",
                 fix="use is_causal=True, or a mask of shape (..., this rank's queries, all keys)",
             )
-        return _TORCHS(
-            query, self._gathered(key), self._gathered(value), attn_mask=mask, **options
-        )
+        key = self._all_gather(key)
+        value = self._all_gather(value)
+        return _TORCH_ATTENTION(query, key, value, attn_mask=mask, **options)
 
-    def _heads(self, tokens: Tensor) -> Tensor:
+    def _exchange_tokens_for_heads(self, tokens: Tensor) -> Tensor:
         """Exchange some tokens of all heads for all tokens of some heads."""
         batch, heads, length, width = tokens.shape
-        by_rank = tokens.reshape(batch, self.size, heads // self.size, length, width)
-        received = self._exchanged(by_rank.permute(1, 0, 2, 3, 4))
-        return received.permute(1, 2, 0, 3, 4).reshape(
-            batch, heads // self.size, self.size * length, width
+        heads_per_rank = heads // self.size
+        by_rank = tokens.reshape(batch, self.size, heads_per_rank, length, width)
+        received = self._all_to_all(by_rank.permute(1, 0, 2, 3, 4))
+        in_order = received.permute(1, 2, 0, 3, 4)
+        return in_order.reshape(batch, heads_per_rank, self.size * length, width)
+
+    def _exchange_heads_for_tokens(self, heads: Tensor) -> Tensor:
+        """The inverse of `_exchange_tokens_for_heads`."""
+        batch, heads_per_rank, length, width = heads.shape
+        length_per_rank = length // self.size
+        by_rank = heads.reshape(
+            batch, heads_per_rank, self.size, length_per_rank, width
+        )
+        received = self._all_to_all(by_rank.permute(2, 0, 1, 3, 4))
+        in_order = received.permute(1, 0, 2, 3, 4)
+        return in_order.reshape(
+            batch, heads_per_rank * self.size, length_per_rank, width
         )
 
-    def _tokens(self, heads: Tensor) -> Tensor:
-        """The inverse of `_heads`."""
-        batch, some, length, width = heads.shape
-        by_rank = heads.reshape(batch, some, self.size, length // self.size, width)
-        received = self._exchanged(by_rank.permute(2, 0, 1, 3, 4))
-        return received.permute(1, 0, 2, 3, 4).reshape(
-            batch, some * self.size, length // self.size, width
-        )
-
-    def _exchanged(self, by_rank: Tensor) -> Tensor:
+    def _all_to_all(self, by_rank: Tensor) -> Tensor:
         # gloo sends wrong elements if strides differ
-        sent: Tensor = collectives.all_to_all_single_autograd(
+        received: Tensor = collectives.all_to_all_single_autograd(
             by_rank.contiguous(), None, None, self.group
         )
-        return sent
+        return received
 
-    def _gathered(self, tokens: Tensor) -> Tensor:
-        whole: Tensor = _ALL_GATHER(tokens.contiguous(), tokens.dim() - 2, self.group)
-        return whole
+    def _all_gather(self, tokens: Tensor) -> Tensor:
+        gathered: Tensor = _ALL_GATHER(
+            tokens.contiguous(), tokens.dim() - 2, self.group
+        )
+        return gathered
 
-    def _causal(self, query: Tensor, key: Tensor) -> Tensor:
-        rows, columns = query.shape[-2], key.shape[-2] * self.size
-        first = self.rank * rows
-        at = torch.arange(first, first + rows, device=query.device)
-        return torch.arange(columns, device=query.device)[None, :] <= at[:, None]
+    def _causal_mask(self, query: Tensor, key: Tensor) -> Tensor:
+        """The causal mask of this rank's queries over the keys of all ranks."""
+        queries = query.shape[-2]
+        first = self.rank * queries
+        query_positions = torch.arange(first, first + queries, device=query.device)
+        key_positions = torch.arange(key.shape[-2] * self.size, device=query.device)
+        return key_positions[None, :] <= query_positions[:, None]
 
     def _cross_entropy(
         self,
@@ -296,13 +322,9 @@ class ContextParallel(Transform):
             "ignore_index": ignore_index,
             "label_smoothing": label_smoothing,
         }
-        if (
-            reduction != "mean"
-            or size_average is not None
-            or reduce is not None
-            or target.is_floating_point()
-        ):
-            return _CROSS_ENTROPY(
+        is_deprecated_call = size_average is not None or reduce is not None
+        if reduction != "mean" or is_deprecated_call or target.is_floating_point():
+            return _TORCH_CROSS_ENTROPY(
                 input,
                 target,
                 size_average=size_average,
@@ -310,21 +332,24 @@ class ContextParallel(Transform):
                 reduction=reduction,
                 **options,
             )
-        counted = target != ignore_index
-        each = counted if weight is None else weight[target.where(counted, 0)] * counted
-        weighs = each.sum().to(input.dtype)
+        target_weights = target != ignore_index
+        if weight is not None:
+            target_weights = weight[target.where(target_weights, 0)] * target_weights
+        total = target_weights.sum().to(input.dtype)
         if not self.weighed:
-            weighs = weighs.detach().clone()
-            dist.all_reduce(weighs, group=self.group)
-            weighs /= self.size
-        weighs = torch.where(weighs == 0, torch.ones_like(weighs), weighs)
-        return _CROSS_ENTROPY(input, target, reduction="sum", **options) / weighs
+            # All parts have the same weight: divide by the mean number of targets of a part.
+            total = total.detach().clone()
+            dist.all_reduce(total, group=self.group)
+            total /= self.size
+        total = torch.where(total == 0, torch.ones_like(total), total)
+        return _TORCH_CROSS_ENTROPY(input, target, reduction="sum", **options) / total
 
 
-def _put(
+def _patch_functions(
     attention: Callable[..., Tensor], cross_entropy: Callable[..., Tensor]
 ) -> None:
-    F.scaled_dot_product_attention, F.cross_entropy = attention, cross_entropy
+    F.scaled_dot_product_attention = attention
+    F.cross_entropy = cross_entropy
 
 
 @contextmanager
@@ -355,35 +380,38 @@ def dividing(
         )
     context = ContextParallel(ContextPlan())
     context.apply(nn.Module(), mesh)
-    parts = [
+    # All shards are computed first: an error about one leaves all buffers as they are.
+    shards = [
         context.part(buffer.detach(), dim)
         for buffer, dim in zip(buffers, dims, strict=True)
     ]
-    stay = {id(buffer) for buffer in kept}
-    whole = [(buffer, buffer.detach()) for buffer in buffers if id(buffer) not in stay]
-    for buffer, part in zip(buffers, parts, strict=True):
-        _become(buffer, part)
+    not_restored = {id(buffer) for buffer in kept}
+    originals = [(b, b.detach()) for b in buffers if id(b) not in not_restored]
+    for buffer, shard in zip(buffers, shards, strict=True):
+        _set_data(buffer, shard)
     try:
         with context.attending(checked=checked):
             yield
     finally:
-        for buffer, before in whole:
-            _become(buffer, before)
+        for buffer, original in originals:
+            _set_data(buffer, original)
 
 
-def _become(tensor: Tensor, other: Tensor) -> None:
+def _set_data(tensor: Tensor, other: Tensor) -> None:
     # Not .data: autograd records set_, and raises in a backward that would use changed values.
     tensor.set_(
         other.untyped_storage(), other.storage_offset(), other.shape, other.stride()
     )
 
 
-class _Watch(TorchFunctionMode):
+class _BypassDetector(TorchFunctionMode):
     """Detects calls of torch's attention that bypass ours."""
 
     def __init__(self, context: ContextParallel) -> None:
         super().__init__()
-        self.context, self.missed, self._ours = context, False, 0
+        self.found_bypass = False
+        self._context = context
+        self._calls = 0
 
     def __torch_function__(
         self,
@@ -392,9 +420,10 @@ class _Watch(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is _TORCHS:
-            self._ours += 1  # each call of ours calls torch's once
-            self.missed = self.missed or self._ours > self.context._seen
+        if func is _TORCH_ATTENTION:
+            self._calls += 1  # each intercepted call calls torch's function once
+            if self._calls > self._context.intercepted_calls:
+                self.found_bypass = True
         return func(*args, **(kwargs or {}))
 
 
@@ -406,31 +435,25 @@ def with_positions(plan: ContextPlan, batch: Any, part: int = 0) -> Any:
         batch: the tokens of this rank.
         part: the index of this rank's part of the sequence.
     """
-    key, dims = plan.positions, plan.dims
+    key = plan.positions
     if key is None or not isinstance(batch, Mapping) or key in batch:
         return batch
-    dim = dims if isinstance(dims, int) else next(iter(dims.values()))
-    like = next(
-        value
-        for value in batch.values()
-        if isinstance(value, Tensor) and value.dim() > dim
-    )
-    first = part * like.shape[dim]
-    return _with(
-        batch,
-        {
-            key: torch.arange(
-                first, first + like.shape[dim], device=like.device
-            ).unsqueeze(0)
-        },
-    )
+    dim = plan.dims if isinstance(plan.dims, int) else next(iter(plan.dims.values()))
+    tensors = [value for value in batch.values() if isinstance(value, Tensor)]
+    sequence = next(tensor for tensor in tensors if tensor.dim() > dim)
+    length = sequence.shape[dim]
+    first = part * length
+    positions = torch.arange(first, first + length, device=sequence.device)
+    return _with_values(batch, {key: positions.unsqueeze(0)})
 
 
-def _with(batch: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+def _with_values(batch: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     """A copy of a batch with these values, of the same class: batches of tokenizers have further attributes."""
-    made: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
-    made.update(values)
-    return made
+    if not isinstance(batch, MutableMapping):
+        return {**batch, **values}
+    copied = copy.copy(batch)
+    copied.update(values)
+    return copied
 
 
 RingAttention = Callable[[DeviceMesh], AbstractContextManager[Callable[..., Tensor]]]
@@ -463,15 +486,13 @@ def ring_attention(mesh: DeviceMesh) -> Iterator[Callable[..., Tensor]]:
 
     options = _attention._cp_options
     before = options.enable_load_balance
-    options.enable_load_balance = (
-        False  # it reorders tokens, and positions and targets would have to follow
-    )
-    nothing = torch.empty(
-        mesh.size(), device=mesh.device_type
-    )  # it requires at least one buffer to shard
+    # It reorders tokens, and positions and targets would have to follow.
+    options.enable_load_balance = False
+    # torch requires at least one buffer to shard.
+    unused = torch.empty(mesh.size(), device=mesh.device_type)
     try:
         with context_parallel(
-            mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}
+            mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}
         ):
             yield F.scaled_dot_product_attention
     finally:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -76,35 +76,36 @@ class TensorParallel(Transform):
         Raises:
             StrategyError: the plan is missing, it has an unknown name or word, or the axis does not divide a size.
         """
-        if (before := module.__dict__.get("_split_over", mesh.size())) != mesh.size():
+        earlier_size = module.__dict__.get("_split_over")
+        if earlier_size is None:
+            self._split(module, mesh)
+        elif earlier_size != mesh.size():
             raise StrategyError(
                 "the module is already split over a different number of ranks",
-                found=f"tp={before} before, tp={mesh.size()} now",
+                found=f"tp={earlier_size} before, tp={mesh.size()} now",
                 fix="create a new module, and load a checkpoint into it",
             )
-        if (
-            "_split_over" not in module.__dict__
-        ):  # otherwise an earlier fit has split it
-            self._split(module, mesh)
         if self.copies:
             return_copies(module)
 
     def _split(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        owners = _shared(module)
+        shared_parameters = _find_shared(module)
         styles = self.styles(module)
-        _share(styles, owners)
-        _check(module, styles, mesh.size())
+        for owners in shared_parameters:
+            _check_owners_are_planned(styles, owners)
+        _check_sizes(module, styles, mesh.size())
         for name, style in styles.items():
             layer = module.get_submodule(name)
-            _empty(layer)
+            _release_storage(layer)
             frozen = {key for key, p in layer.named_parameters() if not p.requires_grad}
             parallelize_module(layer, mesh, style, src_data_rank=None)
             for key, parameter in layer.named_parameters():
                 parameter.requires_grad_(key not in frozen)
             if self.plan.sequence_parallel and isinstance(layer, nn.Embedding):
                 layer.register_forward_pre_hook(partial(_check_sequence, mesh.size()))
-        for places in owners:
-            _tie(module, places)
+        # parallelize_module gives each layer its own parameter.
+        for owners in shared_parameters:
+            _tie_parameters(module, owners)
         module.__dict__["_split_over"] = mesh.size()
 
     def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,11 +116,15 @@ class TensorParallel(Transform):
         self, step: Callable[..., Any], whole: bool
     ) -> Callable[..., Any]:
         """Run the step with loss parallelism if the plan uses it."""
-        return loss_parallel()(step) if self.plan.loss_parallel else step
+        if not self.plan.loss_parallel:
+            return step
+        return loss_parallel()(step)
 
     def computing(self, first: bool) -> AbstractContextManager[Any]:
         """Return the context of loss parallelism if the plan uses it."""
-        return loss_parallel() if self.plan.loss_parallel else nullcontext()
+        if not self.plan.loss_parallel:
+            return nullcontext()
+        return loss_parallel()
 
     def check_gradients(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Refuse replicated parameters whose gradients differ over the axis."""
@@ -127,28 +132,16 @@ class TensorParallel(Transform):
 
     def styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
         """The style of each split layer, by name."""
-        given = self.plan.tensor
-        if given is None:
-            given = find_plans(module)
-            if not given:
-                raise StrategyError(
-                    f"{type(module).__name__} has no plan for tensor parallelism",
-                    found="no configure_parallel, and no submodule with a plan",
-                    fix="define configure_parallel(self, mesh): return ParallelPlan(tensor={'net.0': 'colwise', ...}), "
-                    "or MeshStrategy(tp=..., plan=ParallelPlan(tensor='llama' | 'gpt' | 'mlp'))",
-                )
-        plan: Mapping[str, Any] = (
-            preset(module, self.plan) if isinstance(given, str) else given
-        )
+        plan = self._find_plan(module)
         names = submodule_names(
             module
-        )  # a plan may also name layers of other pipeline stages
-        here = {
+        )  # a plan may name layers of other pipeline stages
+        names_on_rank = {
             name
-            for name, part in module.named_modules()
-            if not isinstance(part, StandIn)
+            for name, submodule in module.named_modules()
+            if not isinstance(submodule, StandIn)
         }
-        found: dict[str, ParallelStyle] = {}
+        styles: dict[str, ParallelStyle] = {}
         for pattern, value in plan.items():
             style = named_style(pattern, value)
             expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
@@ -159,117 +152,151 @@ class TensorParallel(Transform):
                     found=repr(pattern),
                     fix=did_you_mean(pattern, names),
                 )
-            found.update(
-                {name: style for name in matching if style is not None and name in here}
+            if style is not None:
+                styles.update(
+                    (name, style) for name in matching if name in names_on_rank
+                )
+        return styles
+
+    def _find_plan(self, module: nn.Module) -> Mapping[str, Any]:
+        """The style of each layer: the user's, a preset's, or that of the Hugging Face models inside the module."""
+        plan = self.plan.tensor
+        if isinstance(plan, str):
+            return preset(module, self.plan)
+        if plan is not None:
+            return plan
+        plans = find_plans(module)
+        if not plans:
+            raise StrategyError(
+                f"{type(module).__name__} has no plan for tensor parallelism",
+                found="no configure_parallel, and no submodule with a plan",
+                fix="define configure_parallel(self, mesh): return ParallelPlan(tensor={'net.0': 'colwise', ...}), "
+                "or MeshStrategy(tp=..., plan=ParallelPlan(tensor='llama' | 'gpt' | 'mlp'))",
             )
-        return found
+        return plans
 
 
-def _empty(layer: nn.Module) -> None:
+def _release_storage(layer: nn.Module) -> None:
     """Release the storage of parameters, except tensor subclasses of other libraries, which are split with values."""
     for key, parameter in layer._parameters.items():
         if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
-            shape = torch.empty_like(parameter, device="meta")
-            layer._parameters[key] = nn.Parameter(
-                shape, requires_grad=parameter.requires_grad
-            )
+            bare = torch.empty_like(parameter, device="meta")
+            layer._parameters[key] = nn.Parameter(bare, parameter.requires_grad)
 
 
-def _shared(module: nn.Module) -> list[list[tuple[str, str]]]:
-    """Return, for each parameter that several layers share, its (layer, name) pairs."""
-    places: dict[int, list[tuple[str, str]]] = {}
+_Owners: TypeAlias = list[tuple[str, str]]
+"""The layers that share one parameter, and its name in each."""
+
+
+def _find_shared(module: nn.Module) -> list[_Owners]:
+    """The owners of each parameter that several layers share."""
+    owners: dict[int, _Owners] = {}
     for name, layer in module.named_modules():
         for key, parameter in layer._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((name, key))
-    return [found for found in places.values() if len(found) > 1]
+                owners.setdefault(id(parameter), []).append((name, key))
+    return [layers for layers in owners.values() if len(layers) > 1]
 
 
-def _share(
-    styles: dict[str, ParallelStyle], owners: list[list[tuple[str, str]]]
+def _check_owners_are_planned(
+    styles: Mapping[str, ParallelStyle], owners: _Owners
 ) -> None:
     """Refuse a layer that shares its weight with a split layer but is not in the plan."""
-    for places in owners:
-        missing = [layer for layer, _ in places if layer not in styles]
-        if missing and len(missing) < len(places):
-            raise StrategyError(
-                "the plan must name all layers that share a parameter, or none of them",
-                found=f"{', '.join(f'{layer}.{key}' for layer, key in places)}; in the plan: "
-                + ", ".join(layer for layer, _ in places if layer in styles),
-                fix=f"add {missing[0]!r} to the plan ('embedding_rowwise' for an embedding, 'colwise_rep' for a head)",
-            )
+    planned = [layer for layer, _ in owners if layer in styles]
+    missing = [layer for layer, _ in owners if layer not in styles]
+    if planned and missing:
+        names = ", ".join(f"{layer}.{key}" for layer, key in owners)
+        raise StrategyError(
+            "the plan must name all layers that share a parameter, or none of them",
+            found=f"{names}; in the plan: {', '.join(planned)}",
+            fix=f"add {missing[0]!r} to the plan ('embedding_rowwise' for an embedding, 'colwise_rep' for a head)",
+        )
 
 
-def _tie(module: nn.Module, places: list[tuple[str, str]]) -> None:
-    layers = [(module.get_submodule(layer), key) for layer, key in places]
-    first = layers[0][0]._parameters[layers[0][1]]
-    for layer, key in layers[1:]:
-        other = layer._parameters[key]
-        if (
-            isinstance(first, DTensor)
-            and isinstance(other, DTensor)
-            and first.placements != other.placements
-        ):
+def _tie_parameters(module: nn.Module, owners: _Owners) -> None:
+    """Give all layers that shared a parameter the one of the first layer."""
+    first_name, first_key = owners[0]
+    first = module.get_submodule(first_name)._parameters[first_key]
+    for name, key in owners[1:]:
+        layer = module.get_submodule(name)
+        parameter = layer._parameters[key]
+        if _are_split_differently(first, parameter):
             raise StrategyError(
                 "layers that share a parameter split it differently",
-                found=f"{places[0][0]}: {first.placements}, {places[1][0]}: {other.placements}",
+                found=f"{first_name}: {_placements(first)}, {name}: {_placements(parameter)}",
                 fix="use 'embedding_rowwise' and 'colwise_rep', which split an embedding and a head in the same way",
             )
         layer._parameters[key] = first
 
 
-def _check(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
+def _placements(parameter: Tensor | None) -> object:
+    return getattr(parameter, "placements", None)
+
+
+def _are_split_differently(first: Tensor | None, second: Tensor | None) -> bool:
+    both_split = isinstance(first, DTensor) and isinstance(second, DTensor)
+    return both_split and _placements(first) != _placements(second)
+
+
+def _check_sizes(
+    module: nn.Module, styles: Mapping[str, ParallelStyle], size: int
+) -> None:
     """Refuse layers that torch would split unevenly, or that would fail in the first forward."""
     for name, style in styles.items():
-        layer = module.get_submodule(name)
         if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
             continue
-        if isinstance(layer, nn.Linear):
-            what = (
-                "out_features" if isinstance(style, ColwiseParallel) else "in_features"
-            )
-        elif isinstance(layer, nn.Embedding):
-            what = (
-                "embedding_dim"
-                if isinstance(style, ColwiseParallel)
-                else "num_embeddings"
-            )
-        else:
+        layer = module.get_submodule(name)
+        attribute = _split_dimension(layer, isinstance(style, ColwiseParallel))
+        if attribute is None:
             raise StrategyError(
                 "only linear layers and embeddings can be split by columns or rows",
                 found=f"{name} is a {type(layer).__name__}",
                 fix=f"leave it out of the plan, or replace it by an nn.Linear; 'replicate' keeps {name} whole",
             )
-        _divides(f"{name}.{what}", getattr(layer, what), size, "pad it to a multiple")
-    for name, part in module.named_modules():
-        config = getattr(part, "config", None)
-        if any(layer.startswith(f"{name}." if name else "") for layer in styles):
-            for what in _HEADS:
-                if isinstance(getattr(config, what, None), int):
-                    _divides(
-                        f"{name}.config.{what}",
-                        getattr(config, what),
-                        size,
-                        "another number of heads",
-                    )
+        value = getattr(layer, attribute)
+        _check_divisible(f"{name}.{attribute}", value, size, "pad it to a multiple")
+    for name, submodule in module.named_modules():
+        prefix = f"{name}." if name else ""
+        if not any(layer_name.startswith(prefix) for layer_name in styles):
+            continue
+        config = getattr(submodule, "config", None)
+        for attribute in _HEADS:
+            heads = getattr(config, attribute, None)
+            if isinstance(heads, int):
+                subject = f"{name}.config.{attribute}"
+                _check_divisible(subject, heads, size, "another number of heads")
 
 
-def _divides(what: str, value: int, size: int, fix: str) -> None:
-    if value % size:
-        fits = [n for n in range(2, size) if value % n == 0]
-        raise StrategyError(
-            f"{what} cannot be divided among {size} ranks",
-            found=f"{what} = {value}, tp={size}",
-            fix=f"use tp={fits[-1]}, or {fix}" if fits else f"use another tp, or {fix}",
-        )
+def _split_dimension(layer: nn.Module, by_columns: bool) -> str | None:
+    """The attribute with the size that is split; None if torch cannot split such a layer."""
+    if isinstance(layer, nn.Linear):
+        return "out_features" if by_columns else "in_features"
+    if isinstance(layer, nn.Embedding):
+        return "embedding_dim" if by_columns else "num_embeddings"
+    return None
 
 
-def _check_sequence(size: int, layer: nn.Module, given: tuple[Any, ...]) -> None:
+def _check_divisible(subject: str, value: int, size: int, fix: str) -> None:
+    if value % size == 0:
+        return
+    divisors = [divisor for divisor in range(2, size) if value % divisor == 0]
+    size_fix = f"use tp={divisors[-1]}" if divisors else "use another tp"
+    raise StrategyError(
+        f"{subject} cannot be divided among {size} ranks",
+        found=f"{subject} = {value}, tp={size}",
+        fix=f"{size_fix}, or {fix}",
+    )
+
+
+def _check_sequence(size: int, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
     """Refuse batches whose sequences the axis does not divide: torch would gather their parts incorrectly."""
-    if given and given[0].shape[1] % size:
+    if not inputs:
+        return
+    length = inputs[0].shape[1]
+    if length % size:
         raise StrategyError(
             "sequence parallelism needs sequence lengths that are divisible by tp",
-            found=f"length {given[0].shape[1]}, tp={size}",
+            found=f"length {length}, tp={size}",
             fix=f"pad sequences to a multiple of {size}, or use sequence_parallel=False",
         )
 
@@ -287,9 +314,9 @@ def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sum partial gradients over the ranks: of replicated parameters that are applied to a part of the activations."""
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and any(
-            placement.is_partial() for placement in gradient.placements
-        ):
+        if not isinstance(gradient, DTensor):
+            continue
+        if any(placement.is_partial() for placement in gradient.placements):
             assert isinstance(parameter, DTensor)
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
@@ -307,37 +334,29 @@ def check_replicated_gradients(
         mesh: the tensor axis.
     """
     axis = (mesh.mesh_dim_names or ("",))[0]
-    whole = [
-        (name, local(p.grad).detach())
-        for name, p in named
-        if p.grad is not None
-        and not (
-            isinstance(p, DTensor) and axis in (p.device_mesh.mesh_dim_names or ())
-        )
-    ]
-    group, size = mesh.get_group(), mesh.size()
-    if (
-        not whole or dist.get_backend(group) == "fake"
-    ):  # torch's fake ranks have no separate gradients
+    gradients = {
+        name: local(parameter.grad).detach()
+        for name, parameter in named
+        if parameter.grad is not None and not _is_split_over(parameter, axis)
+    }
+    group = mesh.get_group()
+    # torch's fake ranks have no separate gradients.
+    if not gradients or dist.get_backend(group) == "fake":
         return
-    mine = torch.cat([gradient.reshape(-1).float() for _, gradient in whole])
-    mean = mine.clone()
+    flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients.values()])
+    mean = flat.clone()
     dist.all_reduce(mean, group=group)
-    mean /= size
-    lengths = [gradient.numel() for _, gradient in whole]
-    far = torch.stack(
-        [
-            (one - both).norm()
-            / (both.norm() + one.norm()).clamp_min(torch.finfo(torch.float32).tiny)
-            for one, both in zip(
-                torch.split(mine, lengths), torch.split(mean, lengths), strict=True
-            )
-        ]
-    )
-    dist.all_reduce(far, dist.ReduceOp.MAX, group=group)
+    mean /= mesh.size()
+    lengths = [gradient.numel() for gradient in gradients.values()]
+    pairs = zip(torch.split(flat, lengths), torch.split(mean, lengths), strict=True)
+    distances = torch.stack([_relative_distance(*pair) for pair in pairs])
+    dist.all_reduce(distances, dist.ReduceOp.MAX, group=group)
+    values = distances.tolist()  # sync point: once
     different = [
-        name for (name, _), off in zip(whole, far.tolist(), strict=True) if off > 0.05
-    ]  # sync point: once
+        name
+        for name, distance in zip(gradients, values, strict=True)
+        if distance > 0.05
+    ]
     if different:
         raise StrategyError(
             "the ranks of the tensor axis have different gradients for a replicated parameter",
@@ -347,19 +366,31 @@ def check_replicated_gradients(
         )
 
 
+def _is_split_over(parameter: nn.Parameter, axis: str) -> bool:
+    if not isinstance(parameter, DTensor):
+        return False
+    return axis in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _relative_distance(first: Tensor, second: Tensor) -> Tensor:
+    scale = first.norm() + second.norm()
+    tiny = torch.finfo(torch.float32).tiny  # both may be zero
+    distance: Tensor = (first - second).norm() / scale.clamp_min(tiny)
+    return distance
+
+
 def gather_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a step so that it gathers sharded losses and logits in its result, and waits for collectives under way."""
 
-    def whole(output: Any) -> Tensor:
+    def gather(output: Tensor) -> Tensor:
+        if isinstance(output, DTensor):
+            output = output.full_tensor()
         # Return copies: FSDP warns about views, and only a copy waits for the collective, which C++ code would not.
-        copied: Tensor = (
-            output.full_tensor() if isinstance(output, DTensor) else output
-        ).clone()
-        return copied
+        return output.clone()
 
     @functools.wraps(method)  # a compiled step stays recognizable
     def step(*arguments: Any) -> Any:
-        return map_leaves(method(*arguments), whole, (DTensor, AsyncCollectiveTensor))
+        return map_leaves(method(*arguments), gather, (DTensor, AsyncCollectiveTensor))
 
     return step
 
@@ -367,56 +398,58 @@ def gather_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
 def return_copies(module: nn.Module) -> None:
     """Make a module return copies of views, which split layers return: FSDP loses its hooks on views."""
 
-    def copy(called: nn.Module, arguments: Any, output: Any) -> Any:
-        return map_tensors(output, lambda t: t.clone() if t._is_view() else t)
+    def copy_view(tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor._is_view() else tensor
 
-    module.register_forward_hook(copy)
+    def copy_outputs(called: nn.Module, arguments: object, output: object) -> object:
+        return map_tensors(output, copy_view)
+
+    module.register_forward_hook(copy_outputs)
 
 
-_WHOLE: Final = Replicate()
+_REPLICATED: Final = Replicate()
 
 
 @final
-class _SummedGradient(ParallelStyle):
+class _SumGradients(ParallelStyle):
     """For replicated parameters that are applied to a part of the activations: sums their gradients over the axis."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = DTensor.from_local(
-                parameter.data, device_mesh, [_WHOLE], run_check=False
+            replicated = DTensor.from_local(
+                parameter.data, device_mesh, [_REPLICATED], run_check=False
             )
-            module.register_parameter(
-                name, nn.Parameter(whole, requires_grad=parameter.requires_grad)
-            )
-        lent: dict[str, nn.Parameter] = {}
+            trained = parameter.requires_grad
+            module.register_parameter(name, nn.Parameter(replicated, trained))
+        originals: dict[str, nn.Parameter] = {}
 
-        def lend(part: nn.Module, _: Any) -> None:
-            for name, parameter in part.named_parameters(recurse=False):
+        # In its forward the layer has plain tensors, whose gradients are partial sums.
+        def use_local_tensors(layer: nn.Module, _: object) -> None:
+            for name, parameter in layer.named_parameters(recurse=False):
                 if isinstance(parameter, DTensor):
-                    lent[name] = parameter
-                    part._parameters[name] = parameter.to_local(
-                        grad_placements=[Partial()]
-                    )  # type: ignore[assignment]
+                    originals[name] = parameter
+                    tensor = parameter.to_local(grad_placements=[Partial()])
+                    layer._parameters[name] = tensor  # type: ignore[assignment]  # not a leaf
 
-        def take_back(part: nn.Module, *_: Any) -> None:
-            part._parameters.update(lent)
-            lent.clear()
+        def restore(layer: nn.Module, *_: object) -> None:
+            layer._parameters.update(originals)
+            originals.clear()
 
-        module.register_forward_pre_hook(lend)
-        module.register_forward_hook(take_back, always_call=True)
+        module.register_forward_pre_hook(use_local_tensors)
+        module.register_forward_hook(restore, always_call=True)
         return module
 
 
-_WORDS: Final[Mapping[str, Callable[[], ParallelStyle | None]]] = {
+_STYLES: Final[Mapping[str, Callable[[], ParallelStyle | None]]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
-    "colwise_gather_output": partial(ColwiseParallel, output_layouts=_WHOLE),
-    "colwise_rep": partial(ColwiseParallel, output_layouts=_WHOLE),
-    "embedding_rowwise": partial(RowwiseParallel, input_layouts=_WHOLE),
-    "rowwise_rep": partial(RowwiseParallel, input_layouts=_WHOLE),
-    "rowwise_split_input": partial(RowwiseParallel, input_layouts=_WHOLE),
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=_REPLICATED),
+    "colwise_rep": partial(ColwiseParallel, output_layouts=_REPLICATED),
+    "embedding_rowwise": partial(RowwiseParallel, input_layouts=_REPLICATED),
+    "rowwise_rep": partial(RowwiseParallel, input_layouts=_REPLICATED),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=_REPLICATED),
     "replicate": lambda: None,
-    "replicated_with_grad_allreduce": _SummedGradient,
+    "replicated_with_grad_allreduce": _SumGradients,
     "sequence_parallel": SequenceParallel,
 }
 
@@ -430,30 +463,30 @@ def named_style(name: str, value: Any) -> ParallelStyle | None:
     """
     if isinstance(value, ParallelStyle):
         return value
-    if isinstance(value, str) and value in _WORDS:
-        return _WORDS[value]()
+    if isinstance(value, str) and value in _STYLES:
+        return _STYLES[value]()
+    fix: str | None = "pass a name, or a ParallelStyle of torch"
+    if isinstance(value, str):
+        fix = did_you_mean(value, _STYLES)
     raise StrategyError(
-        f"{name}: unknown tensor-parallel style",
-        found=repr(value),
-        fix=did_you_mean(value, _WORDS)
-        if isinstance(value, str)
-        else "pass a name, or a ParallelStyle of torch",
+        f"{name}: unknown tensor-parallel style", found=repr(value), fix=fix
     )
 
 
 def find_plans(module: nn.Module) -> dict[str, str]:
     """The plans of the Hugging Face models inside a module, by the names of their layers in the module."""
-    found: dict[str, str] = {}
-    for name, part in module.named_modules():
+    styles: dict[str, str] = {}
+    for name, submodule in module.named_modules():
         prefix = f"{name}." if name else ""
-        if any(known.startswith(prefix) for known in found):
+        if any(layer.startswith(prefix) for layer in styles):
             continue  # inside of a model that has a plan
-        own = getattr(part, "_tp_plan", None) or getattr(
-            getattr(part, "config", None), "base_model_tp_plan", None
-        )
-        if isinstance(own, Mapping):
-            found.update({f"{prefix}{layer}": style for layer, style in own.items()})
-    return found
+        config = getattr(submodule, "config", None)
+        plan = getattr(submodule, "_tp_plan", None)
+        if not plan:
+            plan = getattr(config, "base_model_tp_plan", None)
+        if isinstance(plan, Mapping):
+            styles.update((f"{prefix}{layer}", style) for layer, style in plan.items())
+    return styles
 
 
 def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
@@ -471,45 +504,45 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
             found=f"sequence_parallel={plan.sequence_parallel}, loss_parallel={plan.loss_parallel}",
             fix="name the style of each layer in ParallelPlan(tensor={...})",
         )
-    found: dict[str, Any] = makers[str(plan.tensor)](module, plan)
-    if not found:
+    styles: dict[str, Any] = makers[str(plan.tensor)](module, plan)
+    if not styles:
+        linear_layers = [
+            name
+            for name, submodule in module.named_modules()
+            if isinstance(submodule, nn.Linear)
+        ]
         raise StrategyError(
             f"the preset {plan.tensor!r} matches no layer of this module",
-            found=", ".join(
-                name
-                for name, part in module.named_modules()
-                if isinstance(part, nn.Linear)
-            )
-            or "no layers",
+            found=", ".join(linear_layers) or "no layers",
             fix="name the layers: ParallelPlan(tensor={'net.0': 'colwise', 'net.2': 'rowwise'})",
         )
-    return found
+    return styles
 
 
-def _by_last_name(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]:
+def _match_last_names(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]:
     """Match each pattern with the last components of layer names."""
     patterns = [
         (re.compile(rf"(?:.*\.)?(?:{pattern})"), style)
         for pattern, style in styles.items()
     ]
-    found = {}
+    matched: dict[str, Any] = {}
     for name, _ in module.named_modules():
         for pattern, style in patterns:
             if pattern.fullmatch(name):
-                found[name] = style
+                matched[name] = style
                 break
-    return found
+    return matched
 
 
 def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     """The plan for layers with Llama's names, of Hugging Face or Meta."""
-    logits = Shard(-1) if plan.loss_parallel else _WHOLE
-    split = Shard(1) if plan.sequence_parallel else _WHOLE
+    logits = Shard(-1) if plan.loss_parallel else _REPLICATED
+    split = Shard(1) if plan.sequence_parallel else _REPLICATED
     styles: dict[str, Any] = {
         "q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|w1|w3": "colwise",
         "o_proj|down_proj|wo|w2": RowwiseParallel(output_layouts=split),
         "embed_tokens|tok_embeddings": RowwiseParallel(
-            input_layouts=_WHOLE, output_layouts=split
+            input_layouts=_REPLICATED, output_layouts=split
         ),
         "lm_head|output": ColwiseParallel(
             input_layouts=split,
@@ -524,7 +557,7 @@ def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
         ] = "sequence_parallel"
         # Gathers an activation passed by position, or by keyword as in Hugging Face's blocks.
         styles["self_attn|attention|mlp|feed_forward"] = _GatherSequence()
-    return _by_last_name(module, styles)
+    return _match_last_names(module, styles)
 
 
 @final
@@ -532,39 +565,37 @@ class _GatherSequence(ParallelStyle):
     """Gathers the first input of a block of layers along the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(
-            part: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
-        ) -> Any:
-            if given:
-                return (whole(given[0]), *given[1:]), named
-            return given, {**named, "hidden_states": whole(named["hidden_states"])}
+        def gather_inputs(
+            layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if args:
+                return (gather(args[0]), *args[1:]), kwargs
+            states = gather(kwargs["hidden_states"])
+            return args, {**kwargs, "hidden_states": states}
 
-        def whole(value: Any) -> Any:
-            if not isinstance(value, DTensor):
-                value = DTensor.from_local(
-                    value, device_mesh, [Shard(1)], run_check=False
+        def gather(tensor: Tensor) -> DTensor:
+            if not isinstance(tensor, DTensor):
+                tensor = DTensor.from_local(
+                    tensor, device_mesh, [Shard(1)], run_check=False
                 )
-            return value.redistribute(placements=[_WHOLE])
+            return tensor.redistribute(placements=[_REPLICATED])
 
-        module.register_forward_pre_hook(gather, with_kwargs=True)
+        module.register_forward_pre_hook(gather_inputs, with_kwargs=True)
         return module
 
 
 def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     """The plan for layers with GPT's names. A fused projection of queries, keys and values is split by rows of its
     weight and its output is gathered, so that every rank computes the whole attention."""
-    fused = {
-        name
-        for name, _ in module.named_modules()
-        if re.search(r"(^|\.)(c_attn|qkv|qkv_proj)$", name)
-    }
-    after = "rowwise_rep" if fused else "rowwise"
-    return _by_last_name(
+    names = [name for name, _ in module.named_modules()]
+    is_fused = any(re.search(r"(^|\.)(c_attn|qkv|qkv_proj)$", name) for name in names)
+    output_style = "rowwise_rep" if is_fused else "rowwise"
+    return _match_last_names(
         module,
         {
             "c_attn|qkv|qkv_proj": "colwise_rep",
             r"q|k|v|query|key|value|q_proj|k_proj|v_proj|c_fc|fc1|fc_in": "colwise",
-            r"(?:attn|attention|self_attn)\.(?:c_proj|proj|o|out_proj|out)": after,
+            r"(?:attn|attention|self_attn)\.(?:c_proj|proj|o|out_proj|out)": output_style,
             r"mlp\.c_proj|fc2|fc_out": "rowwise",
             "wte|tok_emb|token_embedding|embed_tokens": "rowwise_rep",
             "lm_head|head": "colwise_rep",
@@ -574,36 +605,40 @@ def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
 
 def _mlp(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     """The plan for pairs of linear layers in a sequence with only elementwise functions between them."""
-    found: dict[str, Any] = {}
-    for name, part in module.named_modules():
-        if not isinstance(part, nn.Sequential):
+    styles: dict[str, Any] = {}
+    for name, sequence in module.named_modules():
+        if not isinstance(sequence, nn.Sequential):
             continue
-        first: str | None = None
-        for inner, layer in part.named_children():
-            full = f"{name}.{inner}" if name else inner
-            if type(layer) is nn.Linear:
-                if first is None:
-                    first = full
-                else:
-                    found[first], found[full], first = "colwise", "rowwise", None
-            elif not isinstance(layer, _ELEMENTWISE):
+        first: str | None = None  # the first layer of a pair
+        for key, layer in sequence.named_children():
+            layer_name = f"{name}.{key}" if name else key
+            if type(layer) is not nn.Linear:
+                if not isinstance(layer, _ELEMENTWISE):
+                    first = None
+            elif first is None:
+                first = layer_name
+            else:
+                styles[first] = "colwise"
+                styles[layer_name] = "rowwise"
                 first = None
-    return found
+    return styles
 
 
 _ELEMENTWISE: Final = (
-    *(
-        nn.ReLU,
-        nn.ReLU6,
-        nn.LeakyReLU,
-        nn.ELU,
-        nn.SELU,
-        nn.GELU,
-        nn.SiLU,
-        nn.Mish,
-        nn.Tanh,
-        nn.Sigmoid,
-        nn.Softplus,
-    ),
-    *(nn.Hardtanh, nn.Hardswish, nn.Dropout, nn.Identity),
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.ELU,
+    nn.SELU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Mish,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Hardtanh,
+    nn.Hardswish,
+    nn.Dropout,
+    nn.Identity,
 )
+"""Layers that compute each feature from itself alone, so that they fit between split features."""
