@@ -247,7 +247,7 @@ def what_fails_on_one_process_ends_all(path: Path) -> None:
     breaks = Breaks()
     for kind, options in (
         ("read_checkpoint", {}),
-        ("held_of", {"fsdp_plugin": tk.FullyShardedDataParallelPlugin()}),
+        ("local_tensors", {"fsdp_plugin": tk.FullyShardedDataParallelPlugin()}),
     ):
         accelerator = made(project_dir=path.with_name(kind), **options)
         accelerator.register_for_checkpointing(breaks)

@@ -62,7 +62,7 @@ def test_a_manifest_without_run_metadata_is_a_candidate(several):
     manifest = json.loads((several / "step-9" / "manifest.json").read_text())
     del manifest["sha256"], manifest["info"]
     (several / "step-9" / "manifest.json").write_bytes(dump_manifest(manifest))
-    assert len(candidates(several, whole_first=True)) == 3
+    assert len(candidates(several, resumable_first=True)) == 3
 
 
 def test_the_best_to_go_on_from_is_first(several):

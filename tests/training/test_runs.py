@@ -47,7 +47,7 @@ def script(monkeypatch, tmp_path):
 
     def start(arguments=(), environ=None):
         execution = runs._Execution()
-        execution.note = lambda record: execution.begun.update({record.id: record})
+        execution.note = lambda record: execution.records.update({record.id: record})
         execution.pid = os.getpid()
         monkeypatch.setattr(runs, "_EXECUTION", execution)
         monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "train.py"))

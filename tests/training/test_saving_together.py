@@ -189,7 +189,7 @@ def test_an_abandoned_rank_takes_part_in_the_remaining_collectives(
     did, told = list[str](), list[str]()
 
     class Together:
-        first = True
+        commits = True
 
         def write(self, path: str, snapshot: Any) -> None:
             did.append(f"write {path}")

@@ -56,7 +56,11 @@ from trainer_kit.core.state_names import (
 )
 from trainer_kit.data.sources import has_state
 from trainer_kit.precision.precision import Precision
-from trainer_kit.state.collect import own_buffers, ranks_differ, without_own_buffers
+from trainer_kit.state.collect import (
+    describe_rank_change,
+    rank_buffers,
+    weights_to_write,
+)
 from trainer_kit.state.optimizer_states import (
     optimizer_state,
     owned_parameters,
@@ -64,7 +68,7 @@ from trainer_kit.state.optimizer_states import (
     restore_optimizer,
     restore_scheduler,
 )
-from trainer_kit.state.resume import held_of
+from trainer_kit.state.resume import local_tensors
 from trainer_kit.step.optimizers import OptimizerProxy
 from trainer_kit.strategies.strategy import Strategy
 
@@ -168,7 +172,7 @@ class Checkpoints:
             ]
             state["objects"] = [dict(one.state_dict()) for one in self.objects]
             loaders = [loader.state_dict() for loader in self._prepared.loaders]
-            own.extend(own_buffers(self._strategy, module) for module in self._modules)
+            own.extend(rank_buffers(self._strategy, module) for module in self._modules)
             return (
                 rng_state(self._strategy.device),
                 loaders,
@@ -250,7 +254,7 @@ class Checkpoints:
             self._world, lambda: [strategy.module_state(module) for module in modules]
         )
         weights = [
-            without_own_buffers(strategy, *pair)
+            weights_to_write(strategy, *pair)
             for pair in zip(modules, held, strict=True)
         ]
         work = Path(on_rank_zero(self._world, lambda: str(_stage(target))))
@@ -311,7 +315,7 @@ class Checkpoints:
         elsewhere: dict[str, Collection[str]] = {}
         every = fail_together(
             self._world,
-            lambda: [held_of(self._strategy, module) for module in self._modules],
+            lambda: [local_tensors(self._strategy, module) for module in self._modules],
         )
         for i, (held, absent) in enumerate(every):
             elsewhere = dict.fromkeys(
@@ -397,7 +401,7 @@ class Checkpoints:
         self._project.iteration = (
             int(named[1]) if named else state["progress"]["iteration"]
         ) + 1
-        differs = ranks_differ(self._strategy, state)
+        differs = describe_rank_change(self._strategy, state)
         if differs is None:
             restore_rng(
                 state["rng"][self._processes.process_index], self._strategy.device
@@ -856,7 +860,7 @@ def _load_deepspeed(
 
     (model,), weights = models, dict[str, Any]()
     owned = [owned_parameters(strategy, optimizer) for optimizer in optimizers]
-    _, absent = fail_together(world, lambda: held_of(strategy, model))
+    _, absent = fail_together(world, lambda: local_tensors(strategy, model))
 
     def fill() -> None:
         names = parameter_names(strategy, model)

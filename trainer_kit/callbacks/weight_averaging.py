@@ -528,7 +528,7 @@ class WeightAveraging(Callback):
         self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]
     ) -> None:
         from trainer_kit.state.collect import (
-            without_own_buffers,
+            weights_to_write,
         )  # imports the checkpoint code, which is not needed at the start
 
         averages = self._averages
@@ -546,12 +546,12 @@ class WeightAveraging(Callback):
             checkpoint["state_dict"] = {**weights, **averaged}
         if "optimizer_states" in checkpoint:
             state = averages.state(beside=True)
-            checkpoint["current_model_state"] = without_own_buffers(
+            checkpoint["current_model_state"] = weights_to_write(
                 trainer.strategy,
                 pl_module,  # type: ignore[arg-type]
                 mine,
             )
-            state["averages"] = without_own_buffers(
+            state["averages"] = weights_to_write(
                 trainer.strategy,
                 pl_module,  # type: ignore[arg-type]
                 state["averages"],

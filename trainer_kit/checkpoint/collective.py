@@ -16,6 +16,8 @@ from trainer_kit.core.errors import CheckpointError, RankError
 __all__ = ["Collective"]
 
 _T = TypeVar("_T")
+_Json = object
+"""A value that JSON can hold."""
 
 
 @final
@@ -34,9 +36,11 @@ class Collective:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        joined = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if joined else 0
-        self.size = dist.get_world_size(group) if joined else 1
+        self.rank = 0
+        self.size = 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank = dist.get_rank(group)
+            self.size = dist.get_world_size(group)
 
     def each(self, do: Callable[[], _T]) -> _T:
         """Call ``do`` on every rank; return this rank's result when all ranks are done.
@@ -45,12 +49,12 @@ class Collective:
             CheckpointError: saving or loading failed on a rank, which is named.
             RankError: another error on a rank, which is named.
         """
-        done: list[_T] = []
-        self.reduce(lambda: done.append(do()), lambda _: None)
-        return done[0]
+        results: list[_T] = []
+        self.reduce(lambda: results.append(do()), lambda _: None)
+        return results[0]
 
     def reduce(
-        self, give: Callable[[], Any], combine: Callable[[list[Any]], Any]
+        self, give: Callable[[], _Json], combine: Callable[[list[Any]], _Json]
     ) -> Any:
         """Call ``give`` on each rank, and ``combine`` on the first rank with all results; return its result everywhere.
 
@@ -61,23 +65,22 @@ class Collective:
                 named.
             RankError: likewise, for any other error.
         """
-        own, message = self._attempt(give, self.rank)
+        local_error, message = self._attempt(give, self.rank)
         messages = self._gather(message)
         if self.rank == 0:
-            failures = [one for one in messages if "error" in one]
+            failures = [sent for sent in messages if "error" in sent]
             if failures:
                 message = failures[0]
             else:
-                own, message = self._attempt(
-                    lambda: combine([one["value"] for one in messages]), None
-                )
+                values = [sent["value"] for sent in messages]
+                local_error, message = self._attempt(lambda: combine(values), None)
         message = self._broadcast(message)
         if "error" in message:
-            self._raise(message["error"], own)
+            self._raise(message["error"], local_error)
         return message["value"]
 
     def _attempt(
-        self, call: Callable[[], Any], rank: int | None
+        self, call: Callable[[], _Json], rank: int | None
     ) -> tuple[BaseException | None, dict[str, Any]]:
         """Call a function; return its error, and a message for the other ranks: its value or the error."""
         try:
@@ -85,65 +88,67 @@ class Collective:
         except BaseException as error:
             return error, {"error": {"rank": rank, **_describe(error)}}
 
-    def _raise(self, error: dict[str, Any], own: BaseException | None) -> None:
-        shared = (
-            isinstance(own, (CheckpointError, OSError))
-            and self.size > 1
-            and error["rank"] is not None
-        )
-        if own is not None and not shared:
-            raise own
-        where = "" if error["rank"] is None else f"rank {error['rank']}: "
+    def _raise(self, error: dict[str, Any], local_error: BaseException | None) -> None:
+        """Raise the error of a rank here: as it is where it arose, unless it must be the same on all ranks."""
+        rank = error["rank"]
+        is_named = rank is not None and self.size > 1
+        if local_error is not None:
+            is_storage_error = isinstance(local_error, (CheckpointError, OSError))
+            if not is_named or not is_storage_error:
+                raise local_error
+        prefix = "" if rank is None else f"rank {rank}: "
         # Callers check the cause for an OSError; the original cause exists only on its rank.
-        cause = (
-            None if error["errno"] is None else OSError(error["errno"], error["text"])
-        )
+        cause = None
+        if error["errno"] is not None:
+            cause = OSError(error["errno"], error["text"])
         if "reason" in error:
             raise CheckpointError(
-                error["file"], error["key"], where + error["reason"], fix=error["fix"]
+                error["file"], error["key"], prefix + error["reason"], fix=error["fix"]
             ) from cause
         raise RankError(
-            f"{where}{error['text']}", fix="see what that rank printed"
+            f"{prefix}{error['text']}", fix="see what that rank printed"
         ) from cause
 
-    def _gather(self, value: Any) -> list[Any]:
+    def _gather(self, value: _Json) -> list[Any]:
+        """The values of all ranks on the first rank; on the others nothing."""
         if self.size == 1:
             return [value]
-        own = _to_tensor(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._group)
-        longest = max(int(size) for size in sizes)
+        message = _to_tensor(value)
+        length = torch.tensor([message.numel()])
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self._group)
+        # The messages of all ranks must have one length to be gathered.
+        longest = max(int(length) for length in lengths)
         padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: own.numel()] = own
-        parts = (
-            [torch.empty_like(padded) for _ in range(self.size)]
-            if self.rank == 0
-            else None
-        )
-        dist.gather(padded, parts, dst=self._first(), group=self._group)
+        padded[: message.numel()] = message
+        if self.rank != 0:
+            dist.gather(padded, None, dst=self._first(), group=self._group)
+            return []
+        messages = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.gather(padded, messages, dst=self._first(), group=self._group)
         return [
-            _from_tensor(part[: int(size)])
-            for part, size in zip(parts or (), sizes, strict=False)
+            _from_tensor(message[: int(length)])
+            for message, length in zip(messages, lengths, strict=True)
         ]
 
-    def _broadcast(self, value: Any) -> Any:
+    def _broadcast(self, value: _Json) -> Any:
         if self.size == 1:
             return value
-        own = _to_tensor(value)
-        size = torch.tensor([own.numel()])
-        dist.broadcast(size, self._first(), group=self._group)
-        buffer = own if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(buffer, self._first(), group=self._group)
-        return _from_tensor(buffer)
+        message = _to_tensor(value)
+        length = torch.tensor([message.numel()])
+        dist.broadcast(length, self._first(), group=self._group)
+        if self.rank != 0:
+            message = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(message, self._first(), group=self._group)
+        return _from_tensor(message)
 
     def _first(self) -> int:
         return 0 if self._group is None else dist.get_global_rank(self._group, 0)
 
 
-def _to_tensor(value: Any) -> Tensor:
-    return torch.frombuffer(
-        bytearray(json.dumps(value, allow_nan=False).encode()), dtype=torch.uint8
-    )
+def _to_tensor(value: _Json) -> Tensor:
+    text = json.dumps(value, allow_nan=False)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def _from_tensor(tensor: Tensor) -> Any:
@@ -151,25 +156,22 @@ def _from_tensor(tensor: Tensor) -> Any:
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
+    """An error as JSON, from which `Collective._raise` makes one on every rank."""
     cause = error if isinstance(error, OSError) else error.__cause__
-    number = (cause.errno or errno.EIO) if isinstance(cause, OSError) else None
-    text = str(cause) if number is not None else f"{type(error).__name__}: {error}"
-    found: dict[str, Any] = {"text": text, "errno": number}
+    text = f"{type(error).__name__}: {error}"
+    number = None
+    if isinstance(cause, OSError):
+        text = str(cause)
+        number = cause.errno or errno.EIO
+    description: dict[str, Any] = {"text": text, "errno": number}
     if isinstance(error, CheckpointError):
-        return {
-            **found,
-            "file": error.file,
-            "key": error.key,
-            "reason": error.reason,
-            "fix": error.fix,
-        }
-    if isinstance(error, OSError):
-        file = str(error.filename or "the checkpoint")
-        return {
-            **found,
-            "file": file,
-            "key": None,
-            "reason": error.strerror or text,
-            "fix": None,
-        }
-    return found
+        description["file"] = error.file
+        description["key"] = error.key
+        description["reason"] = error.reason
+        description["fix"] = error.fix
+    elif isinstance(error, OSError):
+        description["file"] = str(error.filename or "the checkpoint")
+        description["key"] = None
+        description["reason"] = error.strerror or text
+        description["fix"] = None
+    return description

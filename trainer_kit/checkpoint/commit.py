@@ -42,8 +42,8 @@ from trainer_kit.checkpoint.manifest import (
     MANIFEST,
     SHARD,
     dump_manifest,
-    is_ours,
-    may_be_ours,
+    has_library_manifest,
+    is_library_file,
     new_manifest,
     next_commit,
     read_manifest,
@@ -81,6 +81,8 @@ __all__ = [
 _SINGLE_FILES: Final = ("index.json", LOCK)
 _STAGED: Final = ".staged"
 """A file in a work directory until just before the commit: it marks the directory as an unfinished save."""
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
 
 
 @final
@@ -136,7 +138,7 @@ def take_snapshot(
     return Snapshot(dump_document(trees), tensors, encode_info(info))
 
 
-def dump_document(trees: Mapping[str, Any]) -> bytes:
+def dump_document(trees: Mapping[str, object]) -> bytes:
     """Return the bytes of ``state.json``.
 
     Raises:
@@ -144,10 +146,11 @@ def dump_document(trees: Mapping[str, Any]) -> bytes:
     """
     document = json.dumps(trees, allow_nan=False).encode()
     if len(document) > DOCUMENT_MOST:
-        found = f"{in_units(len(document))} that are neither tensors nor arrays, where at most"
-        raise CheckpointError(
-            "the state to save", None, f"{found} {in_units(DOCUMENT_MOST)} can be saved"
+        reason = (
+            f"{in_units(len(document))} that are neither tensors nor arrays, where at most"
+            f" {in_units(DOCUMENT_MOST)} can be saved"
         )
+        raise CheckpointError("the state to save", None, reason)
     return document
 
 
@@ -200,12 +203,8 @@ def write_checkpoint(
         (['manifest.json', 'state.json'], {'progress': {'step': 3}})
     """
     target = check_target(path, overwrite)
-    return write_snapshot(
-        target,
-        take_snapshot(state, info=info, copy=False),
-        overwrite=overwrite,
-        staged=staged,
-    )
+    snapshot = take_snapshot(state, info=info, copy=False)
+    return write_snapshot(target, snapshot, overwrite=overwrite, staged=staged)
 
 
 def write_snapshot(
@@ -220,16 +219,17 @@ def write_snapshot(
     parts = name_parts(
         snapshot.tensors, taken=() if staged is None else os.listdir(staged)
     )
-    shards = {
-        name: safetensors_bytes(snapshot.tensors[part])
-        for part, name in parts.items()
-        if name is not None
-    }
-    needed = len(snapshot.document) + sum(size for size, _ in shards.values())
+    needed = len(snapshot.document)
+    buffers_by_name = {}
+    for part, name in parts.items():
+        if name is not None:
+            size, buffers = safetensors_bytes(snapshot.tensors[part])
+            needed += size
+            buffers_by_name[name] = buffers
     with work_directory(target, needed, overwrite=overwrite, staged=staged) as work:
         files = {
             name: write_file(work / name, buffers)
-            for name, (_, buffers) in shards.items()
+            for name, buffers in buffers_by_name.items()
         }
         files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
         extra = None if staged is None else staged_files(staged, files)
@@ -281,13 +281,13 @@ def work_directory(
         CheckpointError: the space is too small, or I/O fails here or in the code inside.
     """
     if isinstance(target, RemotePath):
-        with io_failures(target, needed), upload_directory(target) as there:
-            yield there
+        with io_failures(target, needed), upload_directory(target) as upload:
+            yield upload
         return
     work = staged or hidden_path(target, "tmp")
-    made = missing_directories(target.parent)
+    new_parents = missing_directories(target.parent)
     try:
-        make_directories(made)
+        make_directories(new_parents)
         _check_space(target, needed)
         if staged is None:
             work.mkdir()
@@ -302,7 +302,7 @@ def work_directory(
             _rename(work, target)
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
-        for parent in made:
+        for parent in new_parents:
             with suppress(OSError):  # another process uses it now
                 parent.rmdir()
         if isinstance(error, OSError):
@@ -317,7 +317,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         CheckpointError: ``path`` is not a checkpoint of this library, or cannot be deleted.
     """
     target = absolute(path)
-    if not is_ours(target):
+    if not has_library_manifest(target):
         raise CheckpointError(
             target, None, "not a checkpoint of this library, so it is not deleted"
         )
@@ -339,36 +339,45 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
     Returns:
         The target names of all entries that were deleted or restored.
     """
-    root, found = locate(directory), list[str]()
+    root = locate(directory)
     if isinstance(root, RemotePath):
         return clean_uploads(root)
     if not root.is_dir():
-        return found
-    for entry in sorted(
-        root.iterdir(), key=lambda entry: entry.name.endswith(".tmp")
-    ):  # restores .old entries first
+        return []
+    cleaned: list[str] = []
+    # Entries that end in .old come first: a checkpoint is restored before leftovers of its replacement are deleted.
+    entries = sorted(root.iterdir(), key=lambda entry: entry.name.endswith(".tmp"))
+    for entry in entries:
         hidden = Hidden.parse(entry.name)
         if hidden is None or not hidden.stale or entry.is_symlink():
             continue
         with suppress(FileNotFoundError):  # another rank may clean at the same time
-            if entry.is_file() and hidden.target in _SINGLE_FILES:
-                entry.unlink()
-                found.append(hidden.target)
-            elif (
-                entry.is_dir()
-                and hidden.suffix == "old"
-                and not os.path.lexists(root / hidden.target)
-            ):
-                if not (is_ours(entry) or _holds_only_a_save(entry)):
-                    continue
-                os.rename(entry, root / hidden.target)
-                found.append(hidden.target)
-            elif entry.is_dir() and _holds_only_a_save(entry):
-                shutil.rmtree(entry, ignore_errors=True)
-                found.append(hidden.target)
-    if found:
+            if _clean_entry(entry, hidden):
+                cleaned.append(hidden.target)
+    if cleaned:
         sync_directory(root)
-    return found
+    return cleaned
+
+
+def _clean_entry(entry: Path, hidden: Hidden) -> bool:
+    """Delete or restore a hidden entry of a dead process; False where it stays."""
+    if entry.is_file():
+        if hidden.target not in _SINGLE_FILES:
+            return False
+        entry.unlink()
+        return True
+    if not entry.is_dir():
+        return False
+    target = entry.parent / hidden.target
+    if hidden.suffix == "old" and not os.path.lexists(target):
+        if not has_library_manifest(entry) and not _holds_only_a_save(entry):
+            return False
+        os.rename(entry, target)
+        return True
+    if not _holds_only_a_save(entry):
+        return False
+    shutil.rmtree(entry, ignore_errors=True)
+    return True
 
 
 def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
@@ -386,30 +395,26 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
             fix="use another name",
         )
     with io_failures(target):
-        taken = (
-            not is_vacant(target)
-            if isinstance(target, RemotePath)
-            else os.path.lexists(target)
+        if isinstance(target, RemotePath):
+            exists = not is_vacant(target)
+        else:
+            exists = os.path.lexists(target)
+    if exists and not overwrite:
+        raise CheckpointError(
+            target,
+            None,
+            "it exists already",
+            fix="pass overwrite=True, or use another name",
         )
-    if taken:
-        if not overwrite:
-            raise CheckpointError(
-                target,
-                None,
-                "it exists already",
-                fix="pass overwrite=True, or use another name",
-            )
-        if not is_ours(target):
-            raise CheckpointError(
-                target,
-                None,
-                "not a checkpoint of this library, so it is not overwritten",
-            )
+    if exists and not has_library_manifest(target):
+        raise CheckpointError(
+            target, None, "not a checkpoint of this library, so it is not overwritten"
+        )
     return target
 
 
 def name_parts(
-    tensors: Mapping[str, Collection[Any]],
+    tensors: Mapping[str, Collection[object]],
     suffix: str = SHARD,
     taken: Iterable[str] = (),
 ) -> dict[str, str | None]:
@@ -421,16 +426,15 @@ def name_parts(
         taken: names of other files.
     """
     names: dict[str, str | None] = {}
-    taken = {name.casefold() for name in taken}
+    used = {name.casefold() for name in taken}  # some file systems ignore case
     for part, members in tensors.items():
         name = part + suffix
-        # Some file systems ignore case.
-        if not FILE_NAME.fullmatch(name) or name.casefold() in taken:
-            several = (f"part{i}{suffix}" for i in range(len(taken) + 1))
-            name = next(name for name in several if name.casefold() not in taken)
+        if not FILE_NAME.fullmatch(name) or name.casefold() in used:
+            numbered = [f"part{number}{suffix}" for number in range(len(used) + 1)]
+            name = next(name for name in numbered if name.casefold() not in used)
         names[part] = name if members else None
         if members:
-            taken.add(name.casefold())
+            used.add(name.casefold())
     return names
 
 
@@ -448,16 +452,18 @@ def io_failure(target: Location, error: OSError, needed: int) -> CheckpointError
         reason = error.strerror or str(error) or type(error).__name__
         return CheckpointError(target, None, f"{reason} (need {in_units(needed)})")
     try:
-        near = next(parent for parent in target.parents if parent.exists())
-        free = in_units(shutil.disk_usage(near).free)
+        parent = next(parent for parent in target.parents if parent.exists())
+        free = in_units(shutil.disk_usage(parent).free)
     except OSError:
         free = "unknown"
-    full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+    is_full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
     return CheckpointError(
         target,
         None,
         f"{error.strerror or error} (need {in_units(needed)}, free {free})",
-        fix="free some space, or keep fewer checkpoints (save_top_k)" if full else None,
+        fix="free some space, or keep fewer checkpoints (save_top_k)"
+        if is_full
+        else None,
     )
 
 
@@ -474,27 +480,27 @@ def io_failures(target: Location, needed: int = 0) -> Iterator[None]:
 
 def _replace(work: Path, target: Path) -> None:
     if _exchange(work, target):
-        aside = work
+        replaced = work
         try:
             sync_directory(target.parent)
         except BaseException:
             _exchange(work, target)
             raise
     else:
-        aside = hidden_path(target, "old")
+        replaced = hidden_path(target, "old")
         os.rename(
-            target, aside
+            target, replaced
         )  # after a kill from here on, `clean_incomplete` restores it
         try:
             _rename(work, target)
         except BaseException:
-            os.rename(aside, target)
+            os.rename(replaced, target)
             raise
     with suppress(
         OSError
     ):  # the new checkpoint is durable; `clean_incomplete` deletes leftovers
-        _carry_over(aside, target)
-        _delete_directory(aside)
+        _carry_over(replaced, target)
+        _delete_directory(replaced)
 
 
 def _rename(work: Path, target: Path) -> None:
@@ -508,18 +514,19 @@ def _rename(work: Path, target: Path) -> None:
         raise
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Swap two directories in one step (renameat2, RENAME_EXCHANGE); False if kernel or file system cannot."""
     if sys.platform != "linux":
         return False
     import ctypes
 
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2
-    return (
-        rename is not None
-        and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    if rename is None:
+        return False
+    result = rename(
+        _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
     )
+    return bool(result == 0)
 
 
 @cache
@@ -550,10 +557,12 @@ def staged_files(work: Path, own: Collection[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: an entry is neither a file nor a directory.
     """
-    found: dict[str, Any] = {}
-    for directory, names, files in os.walk(work):
-        for path in (Path(directory, name) for name in (*names, *files)):
-            relative, mode = path.relative_to(work).as_posix(), path.lstat().st_mode
+    entries: dict[str, Any] = {}
+    for directory, directory_names, file_names in os.walk(work):
+        for name in (*directory_names, *file_names):
+            path = Path(directory, name)
+            relative = path.relative_to(work).as_posix()
+            mode = path.lstat().st_mode
             if relative in own or relative == _STAGED or stat.S_ISDIR(mode):
                 continue
             if not stat.S_ISREG(mode):
@@ -562,12 +571,11 @@ def staged_files(work: Path, own: Collection[str]) -> dict[str, Any]:
                     None,
                     "a hook wrote something that is neither a file nor a directory",
                 )
-            sync_directory(
-                path
-            )  # syncs a file too; not on Windows, where a read-only file cannot be synced
-            found[relative] = {"size": path.stat().st_size, "xxh3_64": checksum(path)}
+            # Syncs a file too; not on Windows, where a read-only file cannot be synced.
+            sync_directory(path)
+            entries[relative] = {"size": path.stat().st_size, "xxh3_64": checksum(path)}
         sync_directory(Path(directory))
-    return dict(sorted(found.items()))
+    return dict(sorted(entries.items()))
 
 
 def _carry_over(old: Path, new: Path) -> None:
@@ -578,29 +586,29 @@ def _carry_over(old: Path, new: Path) -> None:
         return
     if "extra" not in manifest:
         return
-    listed = {MANIFEST, *manifest["files"], *_first_names(manifest["extra"])}
+    names_of_old = {MANIFEST, *manifest["files"], *_first_names(manifest["extra"])}
     for entry in old.iterdir():
-        if entry.name not in listed and not os.path.lexists(new / entry.name):
+        if entry.name not in names_of_old and not os.path.lexists(new / entry.name):
             os.rename(entry, new / entry.name)
 
 
 def _holds_only_a_save(directory: Path) -> bool:
     """Whether a hidden directory holds only files of an unfinished save or deletion of this library."""
-    others = {file.name for file in directory.iterdir() if not may_be_ours(file)}
-    if not others or _STAGED in others:
+    foreign = {file.name for file in directory.iterdir() if not is_library_file(file)}
+    if not foreign or _STAGED in foreign:
         return True
     try:
-        return others <= _first_names(read_manifest(directory).get("extra", {}))
+        return foreign <= _first_names(read_manifest(directory).get("extra", {}))
     except CheckpointError:
         return False
 
 
 def _delete_directory(directory: Path) -> None:
-    """Delete a hidden directory, foreign files first: after a kill `_holds_only_a_save` is True for the rest."""
+    """Delete a hidden directory, foreign files first: after a kill `_holds_only_a_save` is True for what remains."""
     for entry in directory.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
-        elif not may_be_ours(entry):
+        elif not is_library_file(entry):
             entry.unlink(missing_ok=True)
     shutil.rmtree(directory)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final, Literal, final
 
 import numpy as np
@@ -44,12 +45,12 @@ class Difference:
     max_abs: float | None = None
 
     def __str__(self) -> str:
-        where = f"{self.part}: {self.key}" if self.key else self.part
+        name = f"{self.part}: {self.key}" if self.key else self.part
         if self.kind == "missing":
-            return f"{where}: only in the {'second' if not self.a else 'first'}"
+            return f"{name}: only in the {'first' if self.a else 'second'}"
         if self.max_abs is not None:
-            return f"{where}: values differ by up to {self.max_abs:.6g} ({self.a})"
-        return f"{where}: {self.kind} {self.a} != {self.b}"
+            return f"{name}: values differ by up to {self.max_abs:.6g} ({self.a})"
+        return f"{name}: {self.kind} {self.a} != {self.b}"
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Difference]:
@@ -73,83 +74,78 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
         model: w: values differ by up to 1 (float32 [2])
         progress: step: value 3 != 4
     """
-    state, other = read_checkpoint(a), read_checkpoint(b)
-    one = {"info": read_info(a), **state}
-    two = {"info": read_info(b), **other}
+    state_a, state_b = read_checkpoint(a), read_checkpoint(b)
+    parts_a = {"info": read_info(a), **state_a}
+    parts_b = {"info": read_info(b), **state_b}
+    differences: list[Difference] = []
     try:
-        parts = {**one, **two}
-        return [
-            found
-            for p in parts
-            for found in _walk(p, (), one.get(p, _ABSENT), two.get(p, _ABSENT))
-        ]
+        for part in {**parts_a, **parts_b}:
+            value_a, value_b = parts_a.get(part, _ABSENT), parts_b.get(part, _ABSENT)
+            differences += _walk(part, (), value_a, value_b)
     except RecursionError:
         raise CheckpointError(
             a, None, "it is nested too deeply to be compared"
         ) from None
+    return differences
 
 
 def _walk(part: str, path: tuple[str, ...], a: Any, b: Any) -> Iterator[Difference]:
     key = ".".join(path)
-    if a is _ABSENT or b is _ABSENT:
-        yield Difference(
-            part,
-            key,
-            "missing",
-            "" if a is _ABSENT else _show(a),
-            "" if b is _ABSENT else _show(b),
-        )
+    if a is _ABSENT:
+        yield Difference(part, key, "missing", "", _show(b))
+    elif b is _ABSENT:
+        yield Difference(part, key, "missing", _show(a), "")
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
         for name in {**a, **b}:
-            yield from _walk(
-                part, (*path, str(name)), a.get(name, _ABSENT), b.get(name, _ABSENT)
-            )
+            value_a, value_b = a.get(name, _ABSENT), b.get(name, _ABSENT)
+            yield from _walk(part, (*path, str(name)), value_a, value_b)
     elif type(a) is not type(b):
         yield Difference(part, key, "type", _show(a), _show(b))
     elif isinstance(a, (list, tuple)):
-        for index in range(max(len(a), len(b))):
-            first, second = (
-                side[index] if index < len(side) else _ABSENT for side in (a, b)
-            )
-            yield from _walk(part, (*path, str(index)), first, second)
+        pairs = zip_longest(a, b, fillvalue=_ABSENT)
+        for index, (item_a, item_b) in enumerate(pairs):
+            yield from _walk(part, (*path, str(index)), item_a, item_b)
     elif isinstance(a, Tensor):
-        yield from _tensors(part, key, a, b)
-    elif (
-        isinstance(a, np.ndarray)
-        and a.dtype.kind in "biufc"
-        and b.dtype.kind in "biufc"
-    ):
-        yield from _tensors(part, key, torch.from_numpy(a), torch.from_numpy(b))
-    elif _show(a, None) != _show(
-        b, None
-    ):  # the text of a float is exact, and NaN is NaN
+        yield from _compare_tensors(part, key, a, b)
+    elif isinstance(a, np.ndarray) and _is_numeric(a) and _is_numeric(b):
+        yield from _compare_tensors(part, key, torch.from_numpy(a), torch.from_numpy(b))
+    elif _text(a) != _text(b):  # the text of a float is exact, and NaN is NaN
         yield Difference(part, key, "value", _show(a), _show(b))
 
 
-def _tensors(part: str, key: str, a: Tensor, b: Tensor) -> Iterator[Difference]:
+def _is_numeric(array: np.ndarray[Any, Any]) -> bool:
+    return array.dtype.kind in "biufc"
+
+
+def _compare_tensors(part: str, key: str, a: Tensor, b: Tensor) -> Iterator[Difference]:
     if a.shape != b.shape:
         yield Difference(part, key, "shape", str(list(a.shape)), str(list(b.shape)))
     elif a.dtype != b.dtype:
         yield Difference(part, key, "dtype", dtype_name(a.dtype), dtype_name(b.dtype))
     elif not same_bits(a, b):
-        yield Difference(part, key, "value", _show(a), _show(b), _largest(a, b))
+        largest = _largest_difference(a, b)
+        yield Difference(part, key, "value", _show(a), _show(b), largest)
 
 
-def _largest(a: Tensor, b: Tensor) -> float:
+def _largest_difference(a: Tensor, b: Tensor) -> float:
     wide = torch.complex128 if a.is_complex() else torch.float64
     a = a.to(wide)
     b = b.to(wide)
     difference = (a - b).abs()
-    difference[(a == b) | (a.isnan() & b.isnan())] = (
-        0.0  # the difference of equal infinities is NaN
-    )
+    both_nan = a.isnan() & b.isnan()
+    difference[(a == b) | both_nan] = 0.0  # the difference of equal infinities is NaN
     return float(difference.max())
 
 
-def _show(value: Any, most: int | None = _SHOWN) -> str:
+def _show(value: object) -> str:
+    """The text of a value, shortened."""
+    text = _text(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def _text(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{dtype_name(value.dtype)} {list(value.shape)}"
-    text = repr(
-        sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-    )
-    return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
+    if isinstance(value, (set, frozenset)):
+        return repr(sorted(value, key=repr))
+    return repr(value)

@@ -127,24 +127,24 @@ _BINARY_UNITS: Final = {
 }
 _FORMAT_KEY: Final = "format"
 """In the metadata of every safetensors file; the other keys there may be further names of a tied weight."""
-_CHUNK: Final = 4 << 20
-_LONGEST_HEADER: Final = 100_000_000
+_READ_BYTES: Final = 4 << 20
+_MAX_HEADER_BYTES: Final = 100_000_000
 """Bytes; the safetensors library accepts no longer header."""
-_PIECE: Final = 64 << 20
+_WRITE_BYTES: Final = 64 << 20
 """Bytes of a local file per call. Each call releases the interpreter lock and waits for it again, 5 ms if the training
 thread runs Python, so a file is hashed and written in few calls."""
 
 
 @contextmanager
-def named_failure(file: object, what: str, fix: str | None = None) -> Iterator[None]:
-    """Turn an ``OSError`` inside into a `CheckpointError` that names ``file``; ``what`` begins the reason."""
+def named_failure(file: object, problem: str, fix: str | None = None) -> Iterator[None]:
+    """Turn an ``OSError`` inside into a `CheckpointError` that names ``file``; ``problem`` begins the reason."""
     try:
         yield
     except CheckpointError:  # one of them is an OSError too
         raise
     except OSError as error:
         raise CheckpointError(
-            file, None, f"{what}: {error.strerror or error}", fix=fix
+            file, None, f"{problem}: {error.strerror or error}", fix=fix
         ) from error
 
 
@@ -164,8 +164,12 @@ def in_bytes(size: int | str, name: str, least: int = 0) -> int:
         (1500, 2147483648, 7)
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([A-Za-z]*)", str(size).strip())
-    unit = None if match is None else {**_UNITS, **_BINARY_UNITS}.get(match[2].upper())
-    count = -1 if match is None or unit is None else int(float(match[1]) * unit)
+    count = -1
+    if match is not None:
+        number, unit = match.groups()
+        factor = {**_UNITS, **_BINARY_UNITS}.get(unit.upper())
+        if factor is not None:
+            count = int(float(number) * factor)
     if count < least:
         raise ConfigurationError(
             f"{name} must be a number of bytes",
@@ -202,18 +206,18 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
     other names to it, as ``safetensors.torch.save_model`` does.
     """
     tied = tied_names(tensors)
+    stored = [(name, tensor) for name, tensor in tensors.items() if name not in tied]
+    # Large elements first: that keeps the data of every tensor aligned.
+    stored.sort(key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {**tied, _FORMAT_KEY: "pt"}}
-    kept = [item for item in tensors.items() if item[0] not in tied]
-    ordered = sorted(
-        kept, key=lambda item: (-item[1].element_size(), item[0])
-    )  # keeps data aligned
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
+    offset = 0
+    for name, tensor in stored:
+        start = offset
+        offset += tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": TENSOR_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [start, end],
+            "data_offsets": [start, offset],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -221,29 +225,29 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
     def buffers() -> Iterable[Any]:
         yield struct.pack("<Q", len(text))
         yield text
-        for _, tensor in ordered:
+        for _, tensor in stored:
             if tensor.numel():
-                yield flatten(tensor.detach().cpu()).view(torch.uint8).numpy().data
+                host = flatten(tensor.detach().cpu())
+                yield host.view(torch.uint8).numpy().data
 
-    return 8 + len(text) + end, buffers()
+    return 8 + len(text) + offset, buffers()
 
 
-def identity(tensor: Tensor) -> tuple[Any, ...]:
+def identity(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors with the same elements of the same memory; both must be alive.
 
     For a tensor that is divided among ranks, the key describes this rank's part. It contains the storage and not the
     address of the data: a rank that holds no elements must find the same tied names as the other ranks.
     """
-    part = local(tensor)
-    storage, shape = part.untyped_storage()._cdata, tuple(tensor.shape)
+    shard = local(tensor)
     return (
-        storage,
-        part.storage_offset(),
-        shape,
-        part.stride(),
+        shard.untyped_storage()._cdata,
+        shard.storage_offset(),
+        tuple(tensor.shape),
+        shard.stride(),
         tensor.dtype,
-        part.is_conj(),
-        part.is_neg(),
+        shard.is_conj(),
+        shard.is_neg(),
     )
 
 
@@ -255,16 +259,13 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         >>> tied_names({"embedding": weight, "bias": weight[0], "head": weight})
         {'head': 'embedding'}
     """
-    first: dict[tuple[Any, ...], str] = {}
-    found = {
-        name: first.setdefault(identity(tensor), name)
-        for name, tensor in tensors.items()
-    }
-    return {
-        name: kept
-        for name, kept in found.items()
-        if kept != name and name != _FORMAT_KEY
-    }
+    first_names: dict[tuple[object, ...], str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        first_name = first_names.setdefault(identity(tensor), name)
+        if first_name != name and name != _FORMAT_KEY:
+            tied[name] = first_name
+    return tied
 
 
 def write_file(path: Location, buffers: Iterable[Any]) -> dict[str, Any]:
@@ -277,23 +278,24 @@ def write_file(path: Location, buffers: Iterable[Any]) -> dict[str, Any]:
     Raises:
         OSError: the file exists or cannot be written.
     """
-    digest, size = xxhash.xxh3_64(), 0
+    digest = xxhash.xxh3_64()
+    size = 0
 
-    def chunks(most: int) -> Iterator[memoryview]:
+    def chunks(max_bytes: int) -> Iterator[memoryview]:
         nonlocal size
         for buffer in buffers:
             view = memoryview(buffer)
-            for start in range(0, len(view), most):
-                chunk = view[start : start + most]
+            for start in range(0, len(view), max_bytes):
+                chunk = view[start : start + max_bytes]
                 digest.update(chunk)
                 yield chunk
             size += len(view)
 
     if isinstance(path, RemotePath):
-        path.write_chunks(chunks(_CHUNK))
+        path.write_chunks(chunks(_READ_BYTES))
     else:
         with open(path, "xb") as file:
-            for chunk in chunks(_PIECE):
+            for chunk in chunks(_WRITE_BYTES):
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
@@ -313,15 +315,14 @@ def make_directories(missing: list[Path]) -> None:
     """Make the directories that `missing_directories` returned, durably."""
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
-        sync_directory(
-            directory.parent
-        )  # a checkpoint is only as durable as the name of its directory
+        # A checkpoint is only as durable as the name of its directory.
+        sync_directory(directory.parent)
 
 
 def checksum(path: Location) -> str:
     """Return the xxh3-64 of a file's bytes, in hex."""
     digest = xxhash.xxh3_64()
-    for chunk in _chunks(path, _CHUNK):
+    for chunk in _chunks(path, _READ_BYTES):
         digest.update(chunk)
     return digest.hexdigest()
 
@@ -331,7 +332,7 @@ def _chunks(path: Location, size: int) -> Iterator[bytes]:
     if isinstance(path, RemotePath):
         yield from path.read_chunks(size)
         return
-    with open(path, "rb", opener=_open_itself) as file:
+    with open(path, "rb", opener=_open_no_follow) as file:
         while chunk := file.read(size):
             yield chunk
 
@@ -349,7 +350,7 @@ def read_file(path: Location, most: int) -> bytes:
     if isinstance(path, RemotePath):
         _check_file(path.lstat(), most)
         return b"".join(path.read_chunks())
-    with open(path, "rb", opener=_open_itself) as file:
+    with open(path, "rb", opener=_open_no_follow) as file:
         _check_file(os.fstat(file.fileno()), most)
         return file.read(most)
 
@@ -364,7 +365,7 @@ def _check_file(status: os.stat_result, most: int) -> None:
         )
 
 
-def _open_itself(path: str, flags: int) -> int:
+def _open_no_follow(path: str, flags: int) -> int:
     # Without O_NONBLOCK the open of a pipe blocks; for regular files the flag has no effect.
     return os.open(
         path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -380,11 +381,12 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
             # Some releases return views of the mapped file, which must not outlive the file.
-            found = {name: file.get_tensor(name).clone() for name in list(file.keys())}
-            return {
-                **found,
-                **{name: found[kept] for name, kept in _stored_ties(file).items()},
+            tensors = {
+                name: file.get_tensor(name).clone() for name in list(file.keys())
             }
+            for name, first_name in _stored_ties(file).items():
+                tensors[name] = tensors[first_name]
+            return tensors
     except Exception as error:  # a damaged header can cause any error in torch
         raise CheckpointError(
             path, None, f"not a readable safetensors file: {error}"
@@ -399,7 +401,7 @@ def stated_size(path: Location) -> int:
         ValueError: the file does not begin with the header of a safetensors file.
     """
     length = struct.unpack("<Q", _header_start(path, 8))[0]
-    if length > _LONGEST_HEADER:
+    if length > _MAX_HEADER_BYTES:
         raise ValueError(f"a header of {in_units(length)}")
     header = json.loads(_header_start(path, 8 + length)[8:])
     ends = [
@@ -417,7 +419,7 @@ def read_start(path: Location, size: int) -> bytes:
         OSError: the file cannot be read.
     """
     start = b""
-    for chunk in _chunks(path, min(size, _CHUNK)):
+    for chunk in _chunks(path, min(size, _READ_BYTES)):
         start += chunk
         if len(start) >= size:
             break
@@ -437,40 +439,43 @@ def read_header(file: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the file is not a whole safetensors file, or holds a dtype that torch lacks.
     """
+    dtypes: dict[str, str] = {}
+    shapes: dict[str, list[int]] = {}
     try:
         with safe_open(str(file), framework="pt") as content:
-            entries = {name: content.get_slice(name) for name in list(content.keys())}
-            found = {
-                name: (entry.get_dtype(), entry.get_shape())
-                for name, entry in entries.items()
-            }
+            for name in list(content.keys()):
+                entry = content.get_slice(name)
+                dtypes[name] = entry.get_dtype()
+                shapes[name] = entry.get_shape()
             ties = _stored_ties(content)
     except Exception as error:  # a damaged header can cause any error
         raise CheckpointError(
             file, None, f"not a readable safetensors file: {error}"
         ) from error
-    for name, (word, _) in found.items():
-        if word not in _DTYPES:
-            raise CheckpointError(file, name, f"a tensor of {word}, which is not read")
-    held = {
-        name: torch.empty(shape, dtype=_DTYPES[word], device="meta")
-        for name, (word, shape) in found.items()
-    }
-    return {**held, **{name: held[kept] for name, kept in ties.items()}}
+    tensors = {}
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            raise CheckpointError(file, name, f"a tensor of {dtype}, which is not read")
+        tensors[name] = torch.empty(shapes[name], dtype=_DTYPES[dtype], device="meta")
+    for name, first_name in ties.items():
+        tensors[name] = tensors[first_name]
+    return tensors
 
 
 def _stored_ties(file: Any) -> dict[str, str]:
-    names, metadata = set(file.keys()), dict(file.metadata() or {})
+    """Each further name of a tied weight in a safetensors file, with the name under which it is stored."""
+    names = set(file.keys())
+    metadata = dict(file.metadata() or {})
     return {
-        key: kept
-        for key, kept in metadata.items()
-        if kept in names and key not in names and key != _FORMAT_KEY
+        name: first_name
+        for name, first_name in metadata.items()
+        if first_name in names and name not in names and name != _FORMAT_KEY
     }
 
 
 EXTRA_STATE: Final = "_extra_state"
 """The suffix of state_dict keys under which torch stores what modules keep besides tensors."""
-_UNSAFE: Final = (
+_UNSAFE_FIX: Final = (
     "if you trust its author, load it yourself, with weights_only=False, and save its state_dict(), or tensors and"
     " plain values alone"
 )
@@ -492,30 +497,34 @@ def torch_load(
     """
     try:
         if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                if any(
-                    entry.compress_type != zipfile.ZIP_STORED
-                    for entry in archive.infolist()
-                ):
-                    raise ValueError("it is compressed, as torch.save never writes it")
+            _refuse_compression(file)
         if not isinstance(file, Path):
             file.seek(0)
         return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile file can cause any error
-        text, refused = str(error).strip(), _REFUSED.search(str(error))
-        reason = text.splitlines()[0] if text else type(error).__name__
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        refused = _REFUSED.search(str(error))
         if refused is not None:
             reason = f"it holds {refused[1]}, and a class could run code"
         raise CheckpointError(
             file,
             None,
             f"torch.load(weights_only=True) refused it: {reason}",
-            fix=_UNSAFE,
+            fix=_UNSAFE_FIX,
         ) from error
 
 
+def _refuse_compression(file: Path | IO[bytes]) -> None:
+    """Raise for a compressed archive: a small one may unpack to more than any memory."""
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("it is compressed, as torch.save never writes it")
+
+
 def tensors_of(
-    file: Location, content: Any, most: float = math.inf
+    file: Location, content: object, most: float = math.inf
 ) -> dict[str, Tensor]:
     """Return the tensors of a state_dict, without extra state.
 
@@ -534,9 +543,8 @@ def tensors_of(
     weights = {}
     for name, value in content.items():
         if isinstance(value, Tensor) and isinstance(name, str):
-            if (
-                value.numel() * value.element_size() > most
-            ):  # strides of 0 repeat few bytes without end
+            # Strides of 0 repeat few bytes without end.
+            if value.numel() * value.element_size() > most:
                 raise CheckpointError(
                     file,
                     name,
@@ -544,16 +552,17 @@ def tensors_of(
                 )
             weights[name] = value.detach()
         elif not (isinstance(name, str) and name.endswith(EXTRA_STATE)):
-            key = name if isinstance(name, str) else f"a {type(name).__name__}"
-            reason = f"a {type(value).__name__} where a state_dict has a tensor"
-            state = (
-                isinstance(name, str)
-                and isinstance(value, dict)
-                and any(isinstance(part, Tensor) for part in value.values())
-            )
-            own = f"torch.load({str(file)!r})[{key[:200]!r}]"
-            fix = f"it has the state_dict inside: module.load_state_dict({own}), or torch.save({own}, another_file)"
-            raise CheckpointError(
-                file, key, reason, fix=fix if state else "save a state_dict"
-            )
+            raise _not_a_tensor(file, name, value)
     return weights
+
+
+def _not_a_tensor(file: Location, name: object, value: object) -> CheckpointError:
+    """The error for an entry of a state_dict that is neither a tensor nor extra state."""
+    key = name if isinstance(name, str) else f"a {type(name).__name__}"
+    reason = f"a {type(value).__name__} where a state_dict has a tensor"
+    fix = "save a state_dict"
+    if isinstance(name, str) and isinstance(value, dict):
+        if any(isinstance(entry, Tensor) for entry in value.values()):
+            inner = f"torch.load({str(file)!r})[{key[:200]!r}]"
+            fix = f"it has the state_dict inside: module.load_state_dict({inner}), or torch.save({inner}, another_file)"
+    return CheckpointError(file, key, reason, fix=fix)

@@ -25,9 +25,9 @@ from trainer_kit.checkpoint.files import (
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT_MOST,
     LAYOUT,
+    files_of_part,
     is_sharded,
     read_json,
-    shards_of,
 )
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
@@ -35,6 +35,7 @@ from trainer_kit.core.errors import CheckpointError
 __all__ = [
     "Assembled",
     "Chunk",
+    "Layout",
     "ShardFiles",
     "TensorLayout",
     "check_cover",
@@ -90,11 +91,13 @@ class TensorLayout:
 
     def viewed_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
         """Return the layout of a tensor of this dtype and shape that is stored flat in another dtype (`CARRIERS`)."""
-        chunks = (
-            Chunk((0,) * len(shape), shape, chunk.file, chunk.key)
-            for chunk in self.chunks
-        )
+        start = (0,) * len(shape)
+        chunks = [Chunk(start, shape, chunk.file, chunk.key) for chunk in self.chunks]
         return TensorLayout(dtype, shape, tuple(chunks))
+
+
+Layout = dict[str, dict[str, TensorLayout]]
+"""The layout of a checkpoint's tensors, by part and name."""
 
 
 def dump_layout(layout: Mapping[str, Mapping[str, TensorLayout]]) -> bytes:
@@ -103,17 +106,11 @@ def dump_layout(layout: Mapping[str, Mapping[str, TensorLayout]]) -> bytes:
     Raises:
         CheckpointError: the bytes are more than `read_layout` accepts.
     """
-    content = {
-        part: {
-            name: {
-                "dtype": dtype_name(tensor.dtype),
-                "shape": tensor.shape,
-                "chunks": [vars(chunk) for chunk in tensor.chunks],
-            }
-            for name, tensor in tensors.items()
+    content = {}
+    for part, tensors in layout.items():
+        content[part] = {
+            name: _tensor_entry(tensor) for name, tensor in tensors.items()
         }
-        for part, tensors in layout.items()
-    }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > DOCUMENT_MOST:
         reason = f"a layout of {in_units(len(text))}, where at most {in_units(DOCUMENT_MOST)} can be saved"
@@ -123,9 +120,15 @@ def dump_layout(layout: Mapping[str, Mapping[str, TensorLayout]]) -> bytes:
     return text
 
 
-def read_layout(
-    path: Path, manifest: Mapping[str, Any]
-) -> dict[str, dict[str, TensorLayout]]:
+def _tensor_entry(tensor: TensorLayout) -> dict[str, object]:
+    return {
+        "dtype": dtype_name(tensor.dtype),
+        "shape": tensor.shape,
+        "chunks": [vars(chunk) for chunk in tensor.chunks],
+    }
+
+
+def read_layout(path: Path, manifest: Mapping[str, Any]) -> Layout:
     """Return the layout of the checkpoint at ``path`` by part and name, checked before any memory is allocated for it.
 
     Raises:
@@ -139,24 +142,26 @@ def read_layout(
         raise CheckpointError(
             file, None, "it does not describe the parts that the manifest names"
         )
-    layout: dict[str, dict[str, TensorLayout]] = {}
-    needed: Counter[str] = Counter()
-    for part, tensors in content.items():
-        if not isinstance(tensors, dict):
+    layout: Layout = {}
+    bytes_by_file: Counter[str] = Counter()
+    for part, entries in content.items():
+        if not isinstance(entries, dict):
             raise CheckpointError(file, part, "the tensors of a part are not a dict")
-        layout[part] = {
-            name: _tensor(file, f"{part}.{name}", entry)
-            for name, entry in tensors.items()
-        }
+        layout[part] = {}
+        for name, entry in entries.items():
+            layout[part][name] = _parse_tensor(file, f"{part}.{name}", entry)
         for name, tensor in layout[part].items():
-            check_cover(file, f"{part}.{name}", tensor)
+            key = f"{part}.{name}"
+            check_cover(file, key, tensor)
             for chunk in tensor.chunks:
                 if chunk.file not in parts[part]:
                     raise CheckpointError(
-                        file, f"{part}.{name}", f"its file {chunk.file!r} is not listed"
+                        file, key, f"its file {chunk.file!r} is not listed"
                     )
-                needed[chunk.file] += math.prod(chunk.sizes) * tensor.dtype.itemsize
-    for name, size in needed.items():
+                bytes_by_file[chunk.file] += (
+                    math.prod(chunk.sizes) * tensor.dtype.itemsize
+                )
+    for name, size in bytes_by_file.items():
         if size > manifest["files"][name]["size"]:
             raise CheckpointError(
                 file, None, f"chunks of {size} bytes in {name}, which is smaller"
@@ -164,19 +169,11 @@ def read_layout(
     return layout
 
 
-def _tensor(file: Path, key: str, entry: Any) -> TensorLayout:
+def _parse_tensor(file: Path, key: str, entry: Any) -> TensorLayout:
     try:
-        chunks = tuple(
-            Chunk(
-                _numbers(c["offsets"]),
-                _numbers(c["sizes"]),
-                str(c["file"]),
-                str(c["key"]),
-            )
-            for c in entry["chunks"]
-        )
+        chunks = tuple(_parse_chunk(chunk) for chunk in entry["chunks"])
         return TensorLayout(
-            named_dtype(entry["dtype"]), _numbers(entry["shape"]), chunks
+            named_dtype(entry["dtype"]), _parse_sizes(entry["shape"]), chunks
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
@@ -184,12 +181,20 @@ def _tensor(file: Path, key: str, entry: Any) -> TensorLayout:
         ) from error
 
 
-def _numbers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(
-        type(number) is int and 0 <= number < 2**63 for number in value
-    ):
-        raise ValueError(f"{value!r} is not a list of sizes")
-    return tuple(value)
+def _parse_chunk(entry: Any) -> Chunk:
+    offsets = _parse_sizes(entry["offsets"])
+    sizes = _parse_sizes(entry["sizes"])
+    return Chunk(offsets, sizes, str(entry["file"]), str(entry["key"]))
+
+
+def _parse_sizes(value: object) -> tuple[int, ...]:
+    if isinstance(value, list) and all(map(_is_size, value)):
+        return tuple(value)
+    raise ValueError(f"{value!r} is not a list of sizes")
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 2**63
 
 
 def check_cover(file: object, key: str, tensor: TensorLayout) -> None:
@@ -200,45 +205,58 @@ def check_cover(file: object, key: str, tensor: TensorLayout) -> None:
     """
     shape, chunks = tensor.shape, tensor.chunks
     for chunk in chunks:
-        inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-            0 < size <= whole - offset
-            for offset, size, whole in zip(
-                chunk.offsets, chunk.sizes, shape, strict=True
-            )
-        )
-        if not inside:
-            found = f"chunk at {list(chunk.offsets)} of {list(chunk.sizes)} is not inside {list(shape)}"
-            raise CheckpointError(file, key, found)
-    filled = sum(math.prod(chunk.sizes) for chunk in chunks)
-    if filled != math.prod(shape):
+        if not _is_inside(chunk, shape):
+            reason = f"chunk at {list(chunk.offsets)} of {list(chunk.sizes)} is not inside {list(shape)}"
+            raise CheckpointError(file, key, reason)
+    covered = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if covered != math.prod(shape):
         raise CheckpointError(
-            file, key, f"chunks of {filled} elements for a tensor of {math.prod(shape)}"
+            file,
+            key,
+            f"chunks of {covered} elements for a tensor of {math.prod(shape)}",
         )
     if (
-        len(chunks) < 2 or not shape
+        len(chunks) > 1 and shape
     ):  # the sum above already refuses two chunks of a scalar
-        return
-    # Sweep along the dim with the most different offsets; compare each chunk with those that are still open there.
-    starts = [
-        len({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))
+        _refuse_overlap(file, key, tensor)
+
+
+def _is_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+        return False
+    dims = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    return all(0 < size <= length - offset for offset, size, length in dims)
+
+
+def _refuse_overlap(file: object, key: str, tensor: TensorLayout) -> None:
+    """Raise if two chunks share an element.
+
+    Sweep along the dim with the most different offsets; compare each chunk with those that are still open there.
+    """
+    chunks = tensor.chunks
+    start_counts = [
+        len({chunk.offsets[dim] for chunk in chunks})
+        for dim in range(len(tensor.shape))
     ]
-    dim = starts.index(max(starts))
+    dim = start_counts.index(max(start_counts))
     still_open: list[tuple[int, int]] = []  # end on the dim, index of the chunk
     for index in sorted(
         range(len(chunks)), key=lambda index: chunks[index].offsets[dim]
     ):
-        one = chunks[index]
-        del still_open[: bisect_right(still_open, (one.offsets[dim], len(chunks)))]
-        for _, other in still_open:
-            if _overlap(one, chunks[other]):
-                at = f"{list(one.offsets)} and {list(chunks[other].offsets)}"
-                raise CheckpointError(file, key, f"the chunks at {at} overlap")
-        insort(still_open, (one.offsets[dim] + one.sizes[dim], index))
+        chunk = chunks[index]
+        start = chunk.offsets[dim]
+        del still_open[: bisect_right(still_open, (start, len(chunks)))]
+        for _, open_index in still_open:
+            other = chunks[open_index]
+            if _overlap(chunk, other):
+                starts = f"{list(chunk.offsets)} and {list(other.offsets)}"
+                raise CheckpointError(file, key, f"the chunks at {starts} overlap")
+        insort(still_open, (start + chunk.sizes[dim], index))
 
 
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in sides)
+def _overlap(first: Chunk, second: Chunk) -> bool:
+    dims = zip(first.offsets, first.sizes, second.offsets, second.sizes, strict=True)
+    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in dims)
 
 
 @final
@@ -275,27 +293,21 @@ class ShardFiles:
         """
         path = self._root / chunk.file
         carrier = CARRIERS.get(tensor.dtype)
-        stored = list(chunk.sizes)
-        if carrier is not None:
-            stored = [
-                math.prod(chunk.sizes) * tensor.dtype.itemsize // carrier.itemsize
-            ]
+        stored_shape = list(chunk.sizes)
+        if carrier is not None:  # stored flat
+            stored_bytes = math.prod(chunk.sizes) * tensor.dtype.itemsize
+            stored_shape = [stored_bytes // carrier.itemsize]
+        box = tuple(
+            slice(start, start + length)
+            for start, length in zip(starts, lengths, strict=True)
+        )
         try:
-            if chunk.file not in self._open:
-                file = safe_open(str(path), framework="pt", device="cpu")
-                self._open[chunk.file] = self._stack.enter_context(file)
-            view = self._open[chunk.file].get_slice(chunk.key)
-            found = view.get_dtype(), view.get_shape()
-            if found != (TENSOR_DTYPES[carrier or tensor.dtype], stored):
+            view = self._file(chunk.file).get_slice(chunk.key)
+            dtype, shape = view.get_dtype(), view.get_shape()
+            if dtype != TENSOR_DTYPES[carrier or tensor.dtype] or shape != stored_shape:
                 raise CheckpointError(
-                    path,
-                    chunk.key,
-                    f"it is {found[0]} {found[1]}, not what the layout says",
+                    path, chunk.key, f"it is {dtype} {shape}, not what the layout says"
                 )
-            box = tuple(
-                slice(start, start + length)
-                for start, length in zip(starts, lengths, strict=True)
-            )
             if carrier is None:
                 return torch.as_tensor(view[box])
             return torch.as_tensor(view[:]).view(tensor.dtype).reshape(chunk.sizes)[box]
@@ -305,6 +317,13 @@ class ShardFiles:
             raise CheckpointError(
                 path, chunk.key, f"it cannot be read: {error}"
             ) from error
+
+    def _file(self, name: str) -> Any:
+        """The opened file of this name."""
+        if name not in self._open:
+            file = safe_open(str(self._root / name), framework="pt", device="cpu")
+            self._open[name] = self._stack.enter_context(file)
+        return self._open[name]
 
 
 @final
@@ -328,18 +347,15 @@ class Assembled(Mapping[str, Tensor]):
         self._device = device
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        for chunk in tensor.chunks:
-            target = whole
-            for dim, (offset, size) in enumerate(
-                zip(chunk.offsets, chunk.sizes, strict=True)
-            ):
-                target = target.narrow(dim, offset, size)
-            target.copy_(
-                self._files.read(tensor, chunk, (0,) * len(chunk.sizes), chunk.sizes)
-            )
-        return whole
+        layout = self._tensors[name]
+        tensor = torch.empty(layout.shape, dtype=layout.dtype, device=self._device)
+        for chunk in layout.chunks:
+            target = tensor
+            for dim, offset in enumerate(chunk.offsets):
+                target = target.narrow(dim, offset, chunk.sizes[dim])
+            start = (0,) * len(chunk.sizes)
+            target.copy_(self._files.read(layout, chunk, start, chunk.sizes))
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -354,21 +370,21 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
     Raises:
         CheckpointError: the file is not a whole safetensors file, or holds a dtype that torch lacks.
     """
-    layout, keys = {}, dict[int, str]()
+    layout: dict[str, TensorLayout] = {}
+    keys: dict[int, str] = {}
     for name, tensor in read_header(file).items():
         key = keys.setdefault(
             id(tensor), name
         )  # a tied weight is stored only under its first name
-        chunk = Chunk((0,) * tensor.ndim, tuple(tensor.shape), file.name, key)
-        layout[name] = TensorLayout(
-            tensor.dtype, tuple(tensor.shape), (chunk,) if tensor.numel() else ()
-        )
+        shape = tuple(tensor.shape)
+        chunks: tuple[Chunk, ...] = ()
+        if tensor.numel():
+            chunks = (Chunk((0,) * tensor.ndim, shape, file.name, key),)
+        layout[name] = TensorLayout(tensor.dtype, shape, chunks)
     return layout
 
 
-def layouts_of(
-    path: Path, manifest: Mapping[str, Any], parts: Iterable[str]
-) -> dict[str, dict[str, TensorLayout]]:
+def layouts_of(path: Path, manifest: Mapping[str, Any], parts: Iterable[str]) -> Layout:
     """Return the layout of a checkpoint's tensors by part and name, also of one that a single process wrote.
 
     Raises:
@@ -376,10 +392,9 @@ def layouts_of(
     """
     if is_sharded(manifest):
         return read_layout(path, manifest)
-    files = {
-        part: [path / name for name in shards_of(manifest, part)] for part in parts
-    }
-    return {
-        part: {key: one for file in own for key, one in tensors_in(file).items()}
-        for part, own in files.items()
-    }
+    layout: Layout = {}
+    for part in parts:
+        layout[part] = {}
+        for name in files_of_part(manifest, part):
+            layout[part].update(tensors_in(path / name))
+    return layout

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.files import EXTRA_STATE, tensors_of, torch_load
-from trainer_kit.checkpoint.read import OF_A_RUN
+from trainer_kit.checkpoint.read import RUN_PARTS
 from trainer_kit.checkpoint.torch_plain import as_plain
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location
@@ -208,7 +208,7 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
         "epoch": state.get("epoch", 0),
         "global_step": state.get("global_step", 0),
         _VERSION: _WRITTEN_AS,
-        **{name: value for name, value in state.items() if name not in OF_A_RUN},
+        **{name: value for name, value in state.items() if name not in RUN_PARTS},
         "hparams_name": "kwargs",
         "hyper_parameters": hparams,
     }

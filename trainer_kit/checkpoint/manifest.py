@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import stat
 import time
@@ -24,13 +25,13 @@ from trainer_kit.core.errors import CheckpointError, MissingCheckpointError
 from trainer_kit.core.location import Location, RemotePath
 
 __all__ = [
-    "AGAIN",
     "DAMAGED",
     "DOCUMENT",
     "DOCUMENT_MOST",
     "FILE_NAME",
     "LAYOUT",
     "MANIFEST",
+    "REPLACEMENT",
     "SHARD",
     "check_content",
     "check_files",
@@ -38,17 +39,17 @@ __all__ = [
     "commit_number",
     "digest",
     "dump_manifest",
-    "files_of",
-    "is_ours",
+    "files_directory",
+    "files_of_part",
+    "has_library_manifest",
+    "is_library_file",
     "is_sharded",
-    "listed",
+    "listed_files",
     "load_json",
-    "may_be_ours",
     "new_manifest",
     "next_commit",
     "read_json",
     "read_manifest",
-    "shards_of",
     "was_checkpoint",
 ]
 
@@ -60,21 +61,21 @@ LAYOUT: Final = "layout.json"
 SHARD: Final = ".safetensors"
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """File names that a manifest may list: not hidden, and without a separator."""
-AGAIN: Final = re.compile(r"again-[0-9a-f]{8}")
+REPLACEMENT: Final = re.compile(r"again-[0-9a-f]{8}")
 """Directories within a checkpoint at a URL that was overwritten: one of them holds its files."""
 DAMAGED: Final = re.compile(r".+\.damaged(-\d+)?", re.DOTALL)
 """Names of damaged checkpoints that were set aside."""
 
-_MOST: Final = 64 << 20  # bytes of a manifest
-_FORMAT: Final = ".".join(
-    ("trainer_kit", "checkpoint")
-)  # joined: the architecture test reads literals as imports
+_MAX_BYTES: Final = 64 << 20  # bytes of a manifest
+# Joined: the architecture test reads a literal with a dot as an import.
+_FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))
 _PLAIN: Final = 1
 """Version of a checkpoint that one process wrote: a part has one file or none."""
 _SHARDED: Final = 2
 """Version of a sharded checkpoint: each rank wrote its own files, and ``layout.json`` lists the chunks in them."""
 
-_HEAD: Final = 128  # bytes at the start of a manifest that hold its format and the number of its commit
+_HEAD_BYTES: Final = 128
+"""Bytes at the start of a manifest that hold its format and the number of its commit."""
 _COMMITTED: Final = re.compile(rb'"committed": (\d{1,18}),')
 _LATEST_COMMIT: Final = 253402300799 * 10**6
 """The last microsecond that a datetime can represent; a larger number was not written by this library."""
@@ -87,12 +88,12 @@ _FIX: Final = (
 def new_manifest(
     files: dict[str, Any],
     parts: Mapping[str, str | None] | Mapping[str, list[str]],
-    info: Any,
+    info: object,
     versions: dict[str, str],
     committed: int,
     shards: int | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> Any:
+    extra: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
     """Make a manifest's content. Apart from ``committed``, equal states give equal bytes.
 
     Args:
@@ -104,17 +105,20 @@ def new_manifest(
         shards: the number of ranks that write a sharded checkpoint; None for one process.
         extra: entries of files that hooks wrote, by path; None if no hooks may write.
     """
-    return {
+    manifest: dict[str, Any] = {
         "format": _FORMAT,
         "version": _PLAIN if shards is None else _SHARDED,
         "committed": committed,
         "info": info,
         "versions": versions,
-        **({} if shards is None else {"shards": shards}),
-        "parts": parts,
-        "files": files,
-        **({} if extra is None else {"extra": extra}),
     }
+    if shards is not None:
+        manifest["shards"] = shards
+    manifest["parts"] = parts
+    manifest["files"] = files
+    if extra is not None:
+        manifest["extra"] = extra
+    return manifest
 
 
 def next_commit(directory: Location) -> int:
@@ -136,19 +140,19 @@ def commit_number(path: Location) -> int | None:
     Only the start of the manifest is read. Checkpoints of earlier versions have no number.
     """
     try:
-        match = _COMMITTED.search(read_start(path / MANIFEST, _HEAD))
+        match = _COMMITTED.search(read_start(path / MANIFEST, _HEAD_BYTES))
     except OSError:
         return None
-    number = None if match is None else int(match[1])
-    return number if number is not None and number <= _LATEST_COMMIT else None
+    if match is None:
+        return None
+    number = int(match[1])
+    return number if number <= _LATEST_COMMIT else None
 
 
 def dump_manifest(content: dict[str, Any]) -> bytes:
     """Return the bytes of the manifest, with the SHA-256 of its canonical JSON."""
-    return (
-        json.dumps({**content, "sha256": digest(content)}, indent=1, allow_nan=False)
-        + "\n"
-    ).encode()
+    signed = {**content, "sha256": digest(content)}
+    return (json.dumps(signed, indent=1, allow_nan=False) + "\n").encode()
 
 
 def read_manifest(path: Location) -> dict[str, Any]:
@@ -160,30 +164,18 @@ def read_manifest(path: Location) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         mode = file.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise _missing_manifest(path) from None
     except OSError as error:
-        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            raise CheckpointError(
-                file, None, f"the manifest cannot be read: {error}"
-            ) from error
-        if path.is_dir():
-            if was_checkpoint(path):
-                raise CheckpointError(
-                    path, None, "not a checkpoint: it has no manifest.json", fix=_FIX
-                ) from None
-            raise MissingCheckpointError(
-                path, "not a checkpoint: it has no manifest.json"
-            ) from None
-        if path.exists():
-            raise CheckpointError(
-                path, None, "this is a file, not a checkpoint directory"
-            ) from None
-        raise MissingCheckpointError(path, "this path contains no checkpoint") from None
+        raise CheckpointError(
+            file, None, f"the manifest cannot be read: {error}"
+        ) from error
     if not stat.S_ISREG(mode):
         raise CheckpointError(
             file, None, "the manifest is not a regular file", fix=_FIX
         )
     with named_failure(file, "the manifest cannot be read"):
-        raw = read_file(file, _MOST)
+        raw = read_file(file, _MAX_BYTES)
     manifest = load_json(file, raw)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise CheckpointError(
@@ -210,12 +202,24 @@ def read_manifest(path: Location) -> dict[str, Any]:
     return manifest
 
 
-def files_of(path: Location, manifest: dict[str, Any]) -> Location:
+def _missing_manifest(path: Location) -> CheckpointError:
+    """The error for a path without a manifest: what is there instead."""
+    if path.is_dir():
+        reason = "not a checkpoint: it has no manifest.json"
+        if was_checkpoint(path):
+            return CheckpointError(path, None, reason, fix=_FIX)
+        return MissingCheckpointError(path, reason)
+    if path.exists():
+        return CheckpointError(path, None, "this is a file, not a checkpoint directory")
+    return MissingCheckpointError(path, "this path contains no checkpoint")
+
+
+def files_directory(path: Location, manifest: dict[str, Any]) -> Location:
     """Return the directory of the files that the manifest at ``path`` lists."""
     return path / manifest["within"] if "within" in manifest else path
 
 
-def listed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def listed_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of all files, including those that hooks wrote."""
     return {**manifest["files"], **manifest.get("extra", {})}
 
@@ -228,16 +232,11 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
     Raises:
         CheckpointError: naming the missing, foreign or resized file.
     """
-    with named_failure(path, "the directory cannot be read"):
-        entries = [(entry.name, entry.lstat()) for entry in path.iterdir()]
-    # A checkpoint at a URL may be in the process of being replaced.
-    found = {
-        n: s
-        for n, s in entries
-        if not (isinstance(path, RemotePath) and AGAIN.fullmatch(n))
-    }
-    for name, status in sorted(found.items()):
-        if "extra" in manifest and name not in manifest["files"] and name != MANIFEST:
+    files = manifest["files"]
+    statuses = _statuses(path)
+    for name, status in sorted(statuses.items()):
+        is_listed = name == MANIFEST or name in files
+        if "extra" in manifest and not is_listed:
             continue
         if not stat.S_ISREG(status.st_mode):
             kind = (
@@ -248,39 +247,49 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
             raise CheckpointError(
                 path / name, None, f"{kind}, which a checkpoint never holds", fix=_FIX
             )
-        if name != MANIFEST and name not in manifest["files"]:
+        if not is_listed:
             raise CheckpointError(
                 path / name,
                 None,
                 "an unexpected file, not in the manifest",
                 fix="move it elsewhere",
             )
-    for name, entry in manifest["files"].items():
-        if name not in found:
-            shard = (
-                f"{_name(path)} lacks shard {entry['shard']} of {manifest['shards']}"
-                if "shard" in entry
-                else None
-            )
-            raise CheckpointError(
-                path / name, None, shard or "the file is missing", fix=_FIX
-            )
-        if found[name].st_size != entry["size"]:
-            reason = f"{found[name].st_size} bytes, but {entry['size']} were written"
+    for name, entry in files.items():
+        if name not in statuses:
+            reason = "the file is missing"
+            if "shard" in entry:
+                checkpoint = _checkpoint_name(path)
+                reason = (
+                    f"{checkpoint} lacks shard {entry['shard']} of {manifest['shards']}"
+                )
+            raise CheckpointError(path / name, None, reason, fix=_FIX)
+        size = statuses[name].st_size
+        if size != entry["size"]:
+            reason = f"{size} bytes, but {entry['size']} were written"
             raise CheckpointError(path / name, None, reason, fix=_FIX)
     for name, entry in manifest.get("extra", {}).items():
         _check_extra(path, name, entry["size"])
 
 
+def _statuses(directory: Location) -> dict[str, os.stat_result]:
+    """The status of each entry of a checkpoint's directory, by name."""
+    with named_failure(directory, "the directory cannot be read"):
+        statuses = {entry.name: entry.lstat() for entry in directory.iterdir()}
+    if isinstance(directory, RemotePath):  # it may be in the process of being replaced
+        for name in [name for name in statuses if REPLACEMENT.fullmatch(name)]:
+            del statuses[name]
+    return statuses
+
+
 def _check_extra(path: Location, name: str, size: int) -> None:
     *directories, _ = PurePosixPath(name).parts
-    place = path
+    parent = path
     with named_failure(path / name, "the file is missing", _FIX):
         for directory in directories:
-            place = place / directory
-            if stat.S_ISLNK(place.lstat().st_mode):
+            parent = parent / directory
+            if stat.S_ISLNK(parent.lstat().st_mode):
                 raise CheckpointError(
-                    place,
+                    parent,
                     None,
                     "a symbolic link, which a checkpoint never holds",
                     fix=_FIX,
@@ -295,9 +304,14 @@ def _check_extra(path: Location, name: str, size: int) -> None:
         )
 
 
-def _name(path: Location) -> str:
-    whole = path if isinstance(path, RemotePath) else path.absolute()
-    return whole.parent.name if AGAIN.fullmatch(whole.name) else whole.name
+def _checkpoint_name(files_directory: Location) -> str:
+    """The name of the checkpoint whose files lie in this directory."""
+    directory = files_directory
+    if not isinstance(directory, RemotePath):
+        directory = directory.absolute()
+    if REPLACEMENT.fullmatch(directory.name):
+        return directory.parent.name
+    return directory.name
 
 
 def check_sizes(path: Location, manifest: dict[str, Any], names: list[str]) -> None:
@@ -345,13 +359,13 @@ def check_content(path: Location, manifest: dict[str, Any], names: list[str]) ->
     check_sizes(path, manifest, names)
     for name in names:
         with named_failure(path / name, "the file cannot be read", _FIX):
-            found = checksum(path / name)
-        recorded = listed(manifest)[name]["xxh3_64"]
-        if found != recorded:
+            actual = checksum(path / name)
+        recorded = listed_files(manifest)[name]["xxh3_64"]
+        if actual != recorded:
             raise CheckpointError(
                 path / name,
                 None,
-                f"damaged: checksum {found}, but {recorded} was written",
+                f"damaged: checksum {actual}, but {recorded} was written",
                 fix=_FIX,
             )
 
@@ -361,47 +375,48 @@ def is_sharded(manifest: Mapping[str, Any]) -> bool:
     return bool(manifest["version"] == _SHARDED)
 
 
-def shards_of(manifest: Mapping[str, Any], part: str) -> list[str]:
+def files_of_part(manifest: Mapping[str, Any], part: str) -> list[str]:
     """Return the names of the files with a part's tensors."""
-    found = manifest["parts"][part]
-    return list(found) if isinstance(found, list) else [] if found is None else [found]
+    files = manifest["parts"][part]
+    if files is None:
+        return []
+    return list(files) if isinstance(files, list) else [files]
 
 
-def is_ours(path: Location) -> bool:
+def has_library_manifest(path: Location) -> bool:
     """Whether a directory is or was a checkpoint of this library, so that it may be deleted."""
     file = path / MANIFEST
     try:
         if path.is_symlink() or not stat.S_ISREG(file.lstat().st_mode):
             return False
-        return f'"{_FORMAT}"'.encode() in read_start(file, 128)
+        return f'"{_FORMAT}"'.encode() in read_start(file, _HEAD_BYTES)
     except OSError:
         return False
 
 
-def may_be_ours(file: Location) -> bool:
+def is_library_file(file: Location) -> bool:
     """Whether this is a regular file whose name this library gives."""
-    return _named_as_ours(file) and file.is_file() and not file.is_symlink()
+    return _is_library_name(file.name) and file.is_file() and not file.is_symlink()
 
 
-def _named_as_ours(file: Location) -> bool:
-    return file.name in (MANIFEST, DOCUMENT, LAYOUT) or file.name.endswith(SHARD)
+def _is_library_name(name: str) -> bool:
+    return name in (MANIFEST, DOCUMENT, LAYOUT) or name.endswith(SHARD)
 
 
 def was_checkpoint(path: Location) -> bool:
-    """Like `is_ours`, but also True for a directory with a damaged or missing manifest and no foreign names."""
+    """Like `has_library_manifest`, but also for a directory with a damaged or missing manifest and no foreign names."""
     if isinstance(path, RemotePath) and not (path / MANIFEST).exists():
         return False  # an unfinished upload
-    if is_ours(path):
+    if has_library_manifest(path):
         return True
     try:
-        files: list[Any] = (
-            [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
-        )
+        if path.is_symlink() or not path.is_dir():
+            return False
+        names = [entry.name for entry in path.iterdir()]
     except OSError:
         return False
-    return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(
-        map(_named_as_ours, files)
-    )
+    has_description = MANIFEST in names or DOCUMENT in names
+    return has_description and all(map(_is_library_name, names))
 
 
 def read_json(file: Location, most: int = DOCUMENT_MOST) -> Any:
@@ -432,7 +447,7 @@ def load_json(file: Location, raw: bytes) -> Any:
         raise CheckpointError(file, None, f"damaged JSON: {error}", fix=_FIX) from error
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -453,22 +468,23 @@ def _finite(text: str) -> float:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         raise ValueError("an object has the same key twice")
-    return found
+    return content
 
 
-def digest(content: Any) -> str:
+def digest(content: object) -> str:
     """Return the SHA-256, in hex, of the canonical JSON of plain data."""
-    return hashlib.sha256(
-        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
     within = manifest.get("within")
-    if within is not None and not (isinstance(within, str) and AGAIN.fullmatch(within)):
+    if within is not None and not (
+        isinstance(within, str) and REPLACEMENT.fullmatch(within)
+    ):
         raise CheckpointError(
             file,
             "within",
@@ -494,44 +510,52 @@ def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
             )
         _check_entry(file, f"files.{name}", entry)
     _check_extra_names(file, manifest)
-    sharded, count = is_sharded(manifest), manifest.get("shards")
-    if sharded and (type(count) is not int or count < 1 or LAYOUT not in files):
-        raise CheckpointError(
-            file,
-            "shards",
-            "a sharded checkpoint without number of shards or layout",
-            fix=_FIX,
-        )
-    for part, held in parts.items():
-        for name in (
-            shards_of(manifest, part)
-            if isinstance(held, list if sharded else (str, type(None)))
-            else [held]
-        ):
-            entry = files.get(name) if isinstance(name, str) else None
-            if entry is None:
-                raise CheckpointError(
-                    file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX
-                )
-            if sharded and (
-                type(entry.get("shard")) is not int or not 0 < entry["shard"] <= count
-            ):
-                raise CheckpointError(
-                    file, f"files.{name}", f"it is not one of {count} shards", fix=_FIX
-                )
+    if is_sharded(manifest):
+        count = manifest.get("shards")
+        if type(count) is not int or count < 1 or LAYOUT not in files:
+            raise CheckpointError(
+                file,
+                "shards",
+                "a sharded checkpoint without number of shards or layout",
+                fix=_FIX,
+            )
+    for part in parts:
+        _check_files_of_part(file, manifest, part)
+
+
+def _check_files_of_part(file: Location, manifest: dict[str, Any], part: str) -> None:
+    files, value, sharded = (
+        manifest["files"],
+        manifest["parts"][part],
+        is_sharded(manifest),
+    )
+    names = files_of_part(manifest, part)
+    if not isinstance(value, list if sharded else (str, type(None))):
+        names = [value]  # no valid name, so that the error shows it
+    for name in names:
+        entry = files.get(name) if isinstance(name, str) else None
+        if entry is None:
+            raise CheckpointError(
+                file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX
+            )
+        if not sharded:
+            continue
+        shard, count = entry.get("shard"), manifest["shards"]
+        if type(shard) is not int or not 0 < shard <= count:
+            raise CheckpointError(
+                file, f"files.{name}", f"it is not one of {count} shards", fix=_FIX
+            )
 
 
 def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
     extra = manifest.get("extra", {})
     if not isinstance(extra, dict):
         raise CheckpointError(file, "extra", "not a list of files", fix=_FIX)
+    reserved = (MANIFEST, *manifest["files"])
     for name, entry in extra.items():
-        first, *rest = name.split("/")
-        if (
-            {"", ".", ".."} & {first, *rest}
-            or "\0" in name
-            or first in (MANIFEST, *manifest["files"])
-        ):
+        segments = name.split("/")
+        leads_out = "\0" in name or not {"", ".", ".."}.isdisjoint(segments)
+        if leads_out or segments[0] in reserved:
             raise CheckpointError(
                 file,
                 f"extra.{name}",
@@ -541,7 +565,7 @@ def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
         _check_entry(file, f"extra.{name}", entry)
 
 
-def _check_entry(file: Location, key: str, entry: Any) -> None:
+def _check_entry(file: Location, key: str, entry: object) -> None:
     if (
         not isinstance(entry, dict)
         or type(entry.get("size")) is not int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,14 +22,14 @@ from trainer_kit.checkpoint.manifest import (
     check_files,
     check_sizes,
     commit_number,
-    files_of,
+    files_directory,
+    files_of_part,
     is_sharded,
-    listed,
+    listed_files,
     read_json,
     read_manifest,
-    shards_of,
 )
-from trainer_kit.checkpoint.remote import fetched
+from trainer_kit.checkpoint.remote import fetch_files
 from trainer_kit.core.errors import (
     CheckpointError,
     MissingCheckpointError,
@@ -39,14 +38,14 @@ from trainer_kit.core.errors import (
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
-    "OF_A_RUN",
+    "RUN_PARTS",
     "describe_existing",
-    "descriptions",
+    "description_files",
     "directories_with_checkpoints",
     "files_for",
     "is_complete",
     "missing_checkpoint",
-    "opened",
+    "open_checkpoint",
     "read_checkpoint",
     "read_info",
     "read_trees",
@@ -55,38 +54,39 @@ __all__ = [
     "verify_checkpoint",
 ]
 
-_MOST_BELOW: Final = 1000
+_MAX_DIRECTORIES: Final = 1000
 """Directories to look into, on one level, in search of checkpoints."""
-_LEVELS: Final = 4
+_MAX_DEPTH: Final = 4
 """A directory of runs has them in run/checkpoints/step-3, or in name/run/checkpoints/step-3."""
-_NAMED: Final = 4
+_MAX_NAMES: Final = 4
 """Checkpoints of a directory that an error names."""
 
-OF_A_RUN: Final = frozenset(
+RUN_PARTS: Final = frozenset(
     (
-        *(
-            "buffers",
-            "callbacks",
-            "configuration",
-            "data",
-            "data_ranks",
-            "datamodule",
-            "datamodule_hyper_parameters",
-        ),
-        *(
-            "inside_step",
-            "loaders",
-            "loggers",
-            "lr_schedulers",
-            "metrics",
-            "optimizer_states",
-            "owes_validation",
-        ),
-        *("precision", "progress", "rng", "seed", "stop", "stride", "trainable"),
-        *(
-            "averaging_state",
-            "current_model_state",
-        ),  # of callbacks that average weights
+        "buffers",
+        "callbacks",
+        "configuration",
+        "data",
+        "data_ranks",
+        "datamodule",
+        "datamodule_hyper_parameters",
+        "inside_step",
+        "loaders",
+        "loggers",
+        "lr_schedulers",
+        "metrics",
+        "optimizer_states",
+        "owes_validation",
+        "precision",
+        "progress",
+        "rng",
+        "seed",
+        "stop",
+        "stride",
+        "trainable",
+        # Of callbacks that average weights:
+        "averaging_state",
+        "current_model_state",
     )
 )
 """Parts of a checkpoint that only a resumed run restores; they are not read where only the weights are wanted."""
@@ -117,14 +117,14 @@ def read_checkpoint(
         ...     read_checkpoint(path, parts=["model"])
         {'model': {'w': tensor([1., 1.])}}
     """
-    with opened(path, parts) as (root, manifest, wanted):
+    with open_checkpoint(path, parts) as (root, manifest, wanted):
         if verify:
             check_content(root, manifest, files_for(manifest, wanted))
         return _decode(root, manifest, wanted, device)
 
 
 @contextmanager
-def opened(
+def open_checkpoint(
     path: str | os.PathLike[str], parts: Iterable[str] | None
 ) -> Iterator[tuple[Path, dict[str, Any], list[str]]]:
     """Check the manifest, the list of files and their sizes, and fetch the files of ``parts`` from a URL.
@@ -135,33 +135,33 @@ def opened(
     Raises:
         CheckpointError: as `read_checkpoint`.
     """
-    root, manifest = _checked_or_named(path)
-    known = manifest["parts"]
-    wanted = list(known if parts is None else parts)
+    root, manifest = _check_or_describe(path)
+    existing = manifest["parts"]
+    wanted = list(existing if parts is None else parts)
     for part in wanted:
-        if part not in known:
-            fix = did_you_mean(part, known) if known else None
+        if part not in existing:
+            fix = did_you_mean(part, existing) if existing else None
             raise CheckpointError(
                 root, part, "this checkpoint has no such part", fix=fix
             )
     names = files_for(manifest, wanted)
     check_sizes(root, manifest, names)  # before any file is fetched
-    with fetched(root, names) as here:
-        yield here, manifest, wanted
+    with fetch_files(root, names) as directory:
+        yield directory, manifest, wanted
 
 
-def _checked(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
+def _check(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
     """Return the directory of a checkpoint's files and its manifest, both checked without reading content."""
     manifest = read_manifest(locate(path))
-    root = files_of(locate(path), manifest)
+    root = files_directory(locate(path), manifest)
     check_files(root, manifest)
     return root, manifest
 
 
-def _checked_or_named(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
-    """Like `_checked`; the error for a missing checkpoint says which ones exist near ``path``."""
+def _check_or_describe(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
+    """Like `_check`; the error for a missing checkpoint says which ones exist near ``path``."""
     try:
-        return _checked(path)
+        return _check(path)
     except MissingCheckpointError as error:
         raise missing_checkpoint(locate(path), error.reason, fix=error.fix) from None
 
@@ -198,22 +198,26 @@ def describe_existing(directories: Iterable[Location]) -> str:
         ...     describe_existing([path.parent.parent]).replace(directory, "logs")
         'logs/run has step-3 and, the newest, step-6'
     """
-    places = list({str(place): place for place in directories}.values())
-    lines: list[str] = []
-    for place in places:
-        for directory, paths in directories_with_checkpoints(place):
-            *earlier, newest = [path.name for path in paths]
-            shown = ", ".join(earlier[-_NAMED:])
-            dots = "…, " if len(earlier) > _NAMED else ""
-            lines.append(
-                f"{directory} has {f'{dots}{shown} and, the newest, ' if earlier else ''}{newest}"
-            )
+    distinct = list({str(directory): directory for directory in directories}.values())
+    lines: dict[str, None] = {}  # without repetition, in their order
+    for directory in distinct:
+        for parent, paths in directories_with_checkpoints(directory):
+            lines[_describe_names(parent, [path.name for path in paths])] = None
     if lines:
-        return "; ".join(list(dict.fromkeys(lines))[:_NAMED])
-    present = [str(place) for place in places if place.is_dir()]
-    if present:
-        return f"no checkpoint is in {', '.join(present)}"
-    return f"{', '.join(map(str, places))} does not exist"
+        return "; ".join(list(lines)[:_MAX_NAMES])
+    empty = [str(directory) for directory in distinct if directory.is_dir()]
+    if empty:
+        return f"no checkpoint is in {', '.join(empty)}"
+    return f"{', '.join(map(str, distinct))} does not exist"
+
+
+def _describe_names(directory: Location, names: list[str]) -> str:
+    """A line about the checkpoints of a directory; the newest is the last of ``names``."""
+    *earlier, newest = names
+    if not earlier:
+        return f"{directory} has {newest}"
+    dots = "…, " if len(earlier) > _MAX_NAMES else ""
+    return f"{directory} has {dots}{', '.join(earlier[-_MAX_NAMES:])} and, the newest, {newest}"
 
 
 def directories_with_checkpoints(
@@ -230,51 +234,47 @@ def directories_with_checkpoints(
         The directories that have checkpoints, each with these in the order of their commits.
     """
     level = [directory]
-    for _ in range(_LEVELS):
-        having: list[tuple[Location, list[Location]]] = []
-        below: list[Location] = []
-        for place in level:
-            inside = _visible_directories(place)
-            paths = [path for path in inside if is_complete(path)]
-            paths.sort(key=lambda path: commit_number(path) or 0)
-            below += inside
+    for _ in range(_MAX_DEPTH):
+        with_checkpoints: list[tuple[Location, list[Location]]] = []
+        next_level: list[Location] = []
+        for parent in level:
+            subdirectories = _visible_directories(parent)
+            next_level += subdirectories
+            paths = [path for path in subdirectories if is_complete(path)]
             if paths:
-                having.append((place, paths))
-        if having:
-            return having
-        level = list(islice(below, _MOST_BELOW))
+                paths.sort(key=lambda path: commit_number(path) or 0)
+                with_checkpoints.append((parent, paths))
+        if with_checkpoints:
+            return with_checkpoints
+        level = next_level[:_MAX_DIRECTORIES]
     return []
 
 
 def _visible_directories(directory: Location) -> list[Location]:
     try:
-        if isinstance(directory, RemotePath):
-            found: list[Location] = [
-                entry for entry in directory.iterdir() if entry.is_dir()
-            ]
-        else:
-            with (
-                os.scandir(directory) as entries
-            ):  # the kernel says which are directories, without a call for each
-                found = [
-                    Path(entry.path)
-                    for entry in entries
-                    if entry.is_dir(follow_symlinks=False)
-                ]
+        subdirectories = _subdirectories(directory)
     except OSError:  # absent, not a directory, or not readable for this user
         return []
-    return sorted(
-        (entry for entry in found if not entry.name.startswith(".")),
-        key=lambda entry: entry.name,
-    )
+    visible = [entry for entry in subdirectories if not entry.name.startswith(".")]
+    return sorted(visible, key=lambda entry: entry.name)
+
+
+def _subdirectories(directory: Location) -> list[Location]:
+    if isinstance(directory, RemotePath):
+        return [entry for entry in directory.iterdir() if entry.is_dir()]
+    # The kernel says which entries are directories, without a call for each.
+    with os.scandir(directory) as entries:
+        return [
+            Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)
+        ]
 
 
 def files_for(manifest: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
     """Return the names of the files that hold these parts, including their descriptions."""
-    return [
-        *descriptions(manifest),
-        *(name for part in parts for name in shards_of(manifest, part)),
-    ]
+    names = description_files(manifest)
+    for part in parts:
+        names += files_of_part(manifest, part)
+    return names
 
 
 def _decode(
@@ -283,25 +283,25 @@ def _decode(
     parts: list[str],
     device: torch.device | str,
 ) -> dict[str, Any]:
-    trees, document = read_trees(root, parts), root / DOCUMENT
+    document = root / DOCUMENT
+    trees = read_trees(root, parts)
+    state = {}
     if is_sharded(manifest):
         layout = read_layout(root, manifest)
         with ShardFiles(root) as files:
-            whole = {part: Assembled(files, layout[part], device) for part in parts}
-            return {
-                part: decode(trees[part], whole[part], at=part, file=document)
-                for part in parts
-            }
-    state = {}
+            for part in parts:
+                assembled = Assembled(files, layout[part], device)
+                state[part] = decode(trees[part], assembled, at=part, file=document)
+        return state
     for part in parts:
         tensors: dict[str, Tensor] = {}
-        for file in shards_of(manifest, part):
+        for file in files_of_part(manifest, part):
             tensors |= read_tensors(root / file, device)
         state[part] = decode(trees[part], tensors, at=part, file=document)
     return state
 
 
-def descriptions(manifest: Mapping[str, Any]) -> list[str]:
+def description_files(manifest: Mapping[str, Any]) -> list[str]:
     """Return the names of the files that describe the tensors in the other files."""
     return [DOCUMENT, LAYOUT] if is_sharded(manifest) else [DOCUMENT]
 
@@ -313,7 +313,7 @@ def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
         CheckpointError: the file is damaged, or lacks one of ``parts``.
     """
     document = root / DOCUMENT
-    trees = read_json(document)
+    trees: dict[str, Any] = read_json(document)
     for part in parts:
         if not isinstance(trees, dict) or part not in trees:
             raise CheckpointError(
@@ -321,8 +321,7 @@ def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
                 part,
                 "the manifest names this part, but it is not in the file",
             )
-    found: dict[str, Any] = trees
-    return found
+    return trees
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -347,11 +346,11 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         ...     verify_checkpoint(path)["info"]
         {'step': 3}
     """
-    root, manifest = _checked_or_named(path)
-    check_content(root, manifest, list(listed(manifest)))
+    root, manifest = _check_or_describe(path)
+    check_content(root, manifest, list(listed_files(manifest)))
     if is_sharded(manifest):
-        with fetched(root, [LAYOUT]) as here:
-            read_layout(here, manifest)
+        with fetch_files(root, [LAYOUT]) as directory:
+            read_layout(directory, manifest)
     return manifest
 
 
@@ -370,7 +369,9 @@ def read_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def size_of(path: str | os.PathLike[str]) -> int:
     """Return the size of a checkpoint's files in bytes, from its manifest."""
-    return sum(entry["size"] for entry in listed(read_manifest(locate(path))).values())
+    return sum(
+        entry["size"] for entry in listed_files(read_manifest(locate(path))).values()
+    )
 
 
 def step_of(info: Mapping[str, Any]) -> int | None:
@@ -382,7 +383,7 @@ def step_of(info: Mapping[str, Any]) -> int | None:
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a checkpoint with every file in its full size; checksums are not compared."""
     try:
-        _checked(path)
+        _check(path)
     except CheckpointError:
         return False
     return True

@@ -12,15 +12,14 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from trainer_kit.checkpoint.lock import LOCK, owner_of
 from trainer_kit.checkpoint.manifest import (
-    AGAIN,
     MANIFEST,
+    REPLACEMENT,
     check_files,
     dump_manifest,
-    may_be_ours,
+    is_library_file,
     read_manifest,
 )
 from trainer_kit.core.atomic_files import Hidden, Process, hidden_path
@@ -30,7 +29,7 @@ from trainer_kit.core.location import Location, RemotePath
 __all__ = [
     "clean_uploads",
     "delete",
-    "fetched",
+    "fetch_files",
     "is_vacant",
     "move",
     "upload_directory",
@@ -47,13 +46,13 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
     Raises:
         OSError: the storage failed, also in the code inside.
     """
-    again = (target / MANIFEST).exists()
-    work = target / f"again-{secrets.token_hex(4)}" if again else target
+    replaces = (target / MANIFEST).exists()
+    work = target / f"again-{secrets.token_hex(4)}" if replaces else target
     target.parent.mkdir()
-    sign = _declare(target)
+    sign = _write_sign(target)
     try:
-        if not again:
-            _discard(target)  # leftovers of an unfinished upload
+        if not replaces:
+            _discard_unlisted(target)  # leftovers of an unfinished upload
         work.mkdir()
         yield work
     except BaseException:
@@ -64,18 +63,18 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
             _remove_tree(work)
             sign.unlink()
         raise
-    if again:
-        # A failed request may have arrived: keep the files of both manifests; `clean_uploads` deletes the rest.
-        _point(target, work)
+    if replaces:
+        # A failed request may have arrived: keep the files of both manifests; `clean_uploads` deletes the others.
+        _point_to(target, work)
     with suppress(OSError):
-        if again:
-            _discard(target)
+        if replaces:
+            _discard_unlisted(target)
         sign.unlink()
 
 
 def delete(target: RemotePath) -> None:
     """Delete a checkpoint, the manifest first."""
-    sign = _declare(target)
+    sign = _write_sign(target)
     (target / MANIFEST).unlink(missing_ok=True)
     _remove_tree(target)
     sign.unlink(missing_ok=True)
@@ -98,32 +97,36 @@ def clean_uploads(root: RemotePath) -> list[str]:
     Returns:
         The target names of these uploads and deletions.
     """
-    owner, found = owner_of(root), list[str]()
-    held = owner is not None and owner.process == Process.this()
-    for entry in list(root.iterdir()) if root.is_dir() else ():
+    if not root.is_dir():
+        return []
+    owner = owner_of(root)
+    has_lock = owner is not None and owner.process == Process.this()
+    cleaned: list[str] = []
+    for entry in list(root.iterdir()):
         hidden = Hidden.parse(entry.name)
-        if (
-            hidden is None
-            or not (hidden.stale or (held and not hidden.here))
-            or not entry.is_file()
-        ):
+        if hidden is None:
+            continue
+        is_dead = hidden.stale or (has_lock and not hidden.here)
+        if not is_dead or not entry.is_file():
             continue
         if hidden.target != LOCK:
-            _discard(root / hidden.target)
+            _discard_unlisted(root / hidden.target)
         entry.unlink(missing_ok=True)
-        found.append(hidden.target)
-    return found
+        cleaned.append(hidden.target)
+    return cleaned
 
 
 def is_vacant(target: RemotePath) -> bool:
     """Whether the target is absent, or holds only leftovers of an unfinished upload."""
     if target.is_file() or (target / MANIFEST).exists():
         return False
-    return all(map(_may_go, target.iterdir())) if target.is_dir() else True
+    if not target.is_dir():
+        return True
+    return all(map(_is_removable, target.iterdir()))
 
 
 @contextmanager
-def fetched(root: Location, names: Iterable[str]) -> Iterator[Path]:
+def fetch_files(root: Location, names: Iterable[str]) -> Iterator[Path]:
     """Yield a local directory with these files of ``root``: itself, or a temporary one. Errors name ``root``.
 
     Raises:
@@ -132,21 +135,12 @@ def fetched(root: Location, names: Iterable[str]) -> Iterator[Path]:
     if not isinstance(root, RemotePath):
         yield root
         return
-    with tempfile.TemporaryDirectory(prefix="trainer_kit-") as directory:
-        here = Path(directory)
+    with tempfile.TemporaryDirectory(prefix="trainer_kit-") as temporary:
+        directory = Path(temporary)
         for name in names:
-            try:
-                (root / name).fetch_to(here / name)
-            except OSError as error:
-                reason = f"it cannot be fetched to {here}: {error.strerror or error}"
-                fix = (
-                    "make room there, or set TMPDIR to a place that has some"
-                    if error.errno
-                    else None
-                )
-                raise CheckpointError(root / name, None, reason, fix=fix) from error
+            _fetch_file(root / name, directory / name)
         try:
-            yield here
+            yield directory
         except CheckpointError as error:
             name = Path(error.file).name
             raise CheckpointError(
@@ -154,13 +148,25 @@ def fetched(root: Location, names: Iterable[str]) -> Iterator[Path]:
             ) from error.__cause__
 
 
-def _declare(target: RemotePath) -> RemotePath:
+def _fetch_file(source: RemotePath, target: Path) -> None:
+    try:
+        source.fetch_to(target)
+    except OSError as error:
+        reason = f"it cannot be fetched to {target.parent}: {error.strerror or error}"
+        fix = None
+        if error.errno:
+            fix = "make room there, or set TMPDIR to a place that has some"
+        raise CheckpointError(source, None, reason, fix=fix) from error
+
+
+def _write_sign(target: RemotePath) -> RemotePath:
+    """Write the small file that shows that this process uploads or deletes ``target``."""
     sign = hidden_path(target, "tmp")
     sign.write_bytes(b"1\n")  # some storages treat an empty file as a directory
     return sign
 
 
-def _point(target: RemotePath, work: RemotePath) -> None:
+def _point_to(target: RemotePath, work: RemotePath) -> None:
     """Write a manifest that makes ``target`` the checkpoint whose files are in ``work``, within it."""
     try:
         manifest = read_manifest(work)
@@ -171,32 +177,43 @@ def _point(target: RemotePath, work: RemotePath) -> None:
     (target / MANIFEST).write_bytes(dump_manifest({**manifest, "within": work.name}))
 
 
-def _discard(target: RemotePath) -> None:
+def _discard_unlisted(target: RemotePath) -> None:
     """Delete the files that the manifest does not list; without a manifest, all files."""
-    kept: set[Any] = set()
-    if (target / MANIFEST).exists():
-        try:
-            manifest = read_manifest(target)
-        except CheckpointError as error:
-            if isinstance(error.__cause__, OSError):
-                raise error.__cause__ from error
-            # If the storage does not write a file in one step, the new manifest may be torn while its files are whole.
-            whole = sorted(
-                (_time(entry), entry) for entry in target.iterdir() if _is_whole(entry)
-            )
-            if whole:
-                _point(target, whole[-1][1])
-            manifest = read_manifest(target) if whole else {"files": ()}
-        kept = {manifest["within"]} if "within" in manifest else {*manifest["files"]}
-        kept |= {MANIFEST} if kept else set()
-    for entry in list(target.iterdir()) if target.is_dir() else ():
-        if entry.name not in kept and _may_go(entry):
-            _remove_tree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+    listed_names = _listed_names(target)
+    if target.is_dir():
+        for entry in list(target.iterdir()):
+            if entry.name in listed_names or not _is_removable(entry):
+                continue
+            if entry.is_dir():
+                _remove_tree(entry)
+            else:
+                entry.unlink(missing_ok=True)
     target.rmdir()
 
 
-def _is_whole(entry: RemotePath) -> bool:
-    if not AGAIN.fullmatch(entry.name):
+def _listed_names(target: RemotePath) -> set[str]:
+    """The names in ``target`` of the manifest and of what it lists; a torn manifest is written again if possible."""
+    if not (target / MANIFEST).exists():
+        return set()
+    try:
+        manifest = read_manifest(target)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from error
+        # If the storage does not write a file in one step, the new manifest may be torn while its files are whole.
+        intact = [entry for entry in target.iterdir() if _is_intact_replacement(entry)]
+        if not intact:
+            return set()
+        newest = max(intact, key=lambda entry: (_modified_ns(entry), entry))
+        _point_to(target, newest)
+        manifest = read_manifest(target)
+    if "within" in manifest:
+        return {manifest["within"], MANIFEST}
+    return {*manifest["files"], MANIFEST}
+
+
+def _is_intact_replacement(entry: RemotePath) -> bool:
+    if not REPLACEMENT.fullmatch(entry.name):
         return False
     try:
         check_files(entry, read_manifest(entry))
@@ -205,16 +222,17 @@ def _is_whole(entry: RemotePath) -> bool:
     return True
 
 
-def _time(directory: RemotePath) -> int:
+def _modified_ns(directory: RemotePath) -> int:
     return (directory / MANIFEST).lstat().st_mtime_ns
 
 
-def _may_go(entry: RemotePath) -> bool:
-    if entry.is_dir():
-        return AGAIN.fullmatch(entry.name) is not None and all(
-            map(may_be_ours, entry.iterdir())
-        )
-    return may_be_ours(entry)
+def _is_removable(entry: RemotePath) -> bool:
+    """Whether this library wrote an entry of a checkpoint's directory."""
+    if not entry.is_dir():
+        return is_library_file(entry)
+    if not REPLACEMENT.fullmatch(entry.name):
+        return False
+    return all(map(is_library_file, entry.iterdir()))
 
 
 def _remove_tree(directory: RemotePath) -> None:
@@ -227,12 +245,15 @@ def _remove_tree(directory: RemotePath) -> None:
 
 
 def _files(directory: RemotePath) -> list[RemotePath]:
+    """All files below a directory."""
     try:
         entries = list(directory.iterdir())
     except FileNotFoundError:
         return []
-    return [
-        file
-        for entry in entries
-        for file in (_files(entry) if entry.is_dir() else [entry])
-    ]
+    files: list[RemotePath] = []
+    for entry in entries:
+        if entry.is_dir():
+            files += _files(entry)
+        else:
+            files.append(entry)
+    return files

@@ -61,11 +61,11 @@ from trainer_kit.checkpoint.manifest import (
     SHARD,
     check_content,
     dump_manifest,
+    files_of_part,
     new_manifest,
     next_commit,
-    shards_of,
 )
-from trainer_kit.checkpoint.read import descriptions, opened, read_trees
+from trainer_kit.checkpoint.read import description_files, open_checkpoint, read_trees
 from trainer_kit.core.atomic_files import sync_directory
 from trainer_kit.core.errors import CheckpointError, did_you_mean
 from trainer_kit.core.location import Location, absolute, is_url, locate
@@ -534,7 +534,7 @@ def read_sharded(
     ranks = Collective(group)
     with ExitStack() as stack:
         source = ranks.each(
-            lambda: _Source(*stack.enter_context(opened(path, list(state))))
+            lambda: _Source(*stack.enter_context(open_checkpoint(path, list(state))))
         )
         _fill_together(path, source, state, ranks, verify)
         return (
@@ -584,7 +584,9 @@ def read_divided(
     }
     absent = elsewhere or {}
     with ExitStack() as stack:
-        source = ranks.each(lambda: _Source(*stack.enter_context(opened(path, parts))))
+        source = ranks.each(
+            lambda: _Source(*stack.enter_context(open_checkpoint(path, parts)))
+        )
         state = ranks.each(
             lambda: {
                 p: source.template(p, divided, absent.get(p, ())) for p in source.parts
@@ -603,7 +605,9 @@ def _fill_together(
 ) -> None:
     if verify:
         shards = sorted(
-            file for part in source.parts for file in shards_of(source.manifest, part)
+            file
+            for part in source.parts
+            for file in files_of_part(source.manifest, part)
         )
         # Each rank verifies its share of the files; from a URL each rank has fetched its own copies.
         share = shards if is_url(path) else shards[ranks.rank :: ranks.size]
@@ -624,7 +628,7 @@ class _Source:
         self.parts = parts
         self.number = manifest.get("shards", 1)
         self.document = root / DOCUMENT
-        check_content(root, manifest, descriptions(manifest))
+        check_content(root, manifest, description_files(manifest))
         self.trees = read_trees(root, parts)
         self.layout = layouts_of(root, manifest, parts)
 

@@ -55,7 +55,7 @@ __all__ = [
 
 _INDEX: Final = "index.json"
 _FORMAT: Final = "trainer_kit.index"
-_MOST: Final = 16 << 20  # bytes of an index
+_MAX_BYTES: Final = 16 << 20  # of an index
 _LATEST: Final = 253402300799  # the last second that a datetime can represent
 
 
@@ -101,26 +101,24 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
     """
     records = []
     for entry in entries(locate(directory)):
-        if (
-            entry.name.startswith(".")
-            or DAMAGED.fullmatch(entry.name)
-            or entry.is_symlink()
-            or not is_complete(entry)
-        ):
+        if not _is_visible(entry) or entry.is_symlink() or not is_complete(entry):
             continue
         try:
-            info, number, time = (
-                read_info(entry),
-                commit_number(entry),
-                (entry / MANIFEST).stat().st_mtime_ns,
-            )
+            info = read_info(entry)
+            number = commit_number(entry)
+            written_ns = (entry / MANIFEST).stat().st_mtime_ns
         except (CheckpointError, OSError):  # deleted in the meantime
             continue
-        seconds = time / 1e9 if number is None else number / 1e6
+        seconds = written_ns / 1e9 if number is None else number / 1e6
         created = datetime.fromtimestamp(min(max(seconds, 0), _LATEST), timezone.utc)
         records.append(CheckpointRecord(entry, step_of(info), created, info))
     records.sort(key=lambda record: commit_order(record.path))
     return records
+
+
+def _is_visible(entry: Location) -> bool:
+    """Whether an entry of a directory is neither hidden, as a save under way is, nor set aside."""
+    return not entry.name.startswith(".") and not DAMAGED.fullmatch(entry.name)
 
 
 def commit_order(path: Location) -> tuple[int, int, int, str]:
@@ -133,15 +131,18 @@ def commit_order(path: Location) -> tuple[int, int, int, str]:
     number = commit_number(path)
     if number is not None:
         return number, 0, 0, path.name
-    time = _time(path)
+    modified_ns = _modified_ns(path)
     try:
         step = step_of(read_info(path))
     except CheckpointError:
-        return time // 1000, 0, time, path.name
-    return 0, -1 if step is None else step, time, path.name
+        # Microseconds, as commit numbers are.
+        return modified_ns // 1000, 0, modified_ns, path.name
+    if step is None:
+        step = -1
+    return 0, step, modified_ns, path.name
 
 
-def entries(root: Location) -> list[Any]:
+def entries(root: Location) -> list[Location]:
     """Return the entries of a directory; an absent directory has no entries.
 
     Raises:
@@ -187,32 +188,27 @@ def _mark(root: Location, names: Mapping[str, str | os.PathLike[str] | None]) ->
             index.pop(name, None)
             continue
         target = absolute(path)
-        within = _within(root, target)
-        if within is None or not is_complete(target):
+        relative = _relative_path(root, target)
+        if relative is None or not is_complete(target):
             raise CheckpointError(
                 target,
                 None,
                 f"not a complete checkpoint in {root}, so it cannot be {name!r}",
             )
-        index[name] = within
+        index[name] = relative
     index = dict(sorted(index.items()))
-    content = (
-        json.dumps(
-            {"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)},
-            indent=1,
-        )
-        + "\n"
-    )
+    content = {"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}
+    text = json.dumps(content, indent=1) + "\n"
     with named_failure(root / _INDEX, "could not be written"):
-        replace_file(root / _INDEX, content.encode())
+        replace_file(root / _INDEX, text.encode())
 
 
-def _within(root: Location, target: Location) -> str | None:
+def _relative_path(root: Location, target: Location) -> str | None:
+    """The path of ``target`` from ``root``, with slashes; None where it does not lie inside."""
     if isinstance(root, RemotePath) or isinstance(target, RemotePath):
-        start = f"{root / 'x'}"[:-1]
-        return (
-            str(target).removeprefix(start) if str(target).startswith(start) else None
-        )
+        prefix = f"{root / 'x'}"[:-1]  # with the separator that this kind of URL has
+        text = str(target)
+        return text.removeprefix(prefix) if text.startswith(prefix) else None
     return target.relative_to(root).as_posix() if root in target.parents else None
 
 
@@ -222,13 +218,13 @@ def lookup(directory: str | os.PathLike[str], name: str) -> Location | None:
     If the index is missing or damaged, or its ``last`` is absent or torn, ``last`` is the newest complete checkpoint.
     """
     root = locate(directory)
-    entry = (read_index(root) or {}).get(name)
-    if entry is not None and is_complete(root / entry):
-        return root / entry
+    index = read_index(root) or {}
+    if name in index and is_complete(root / index[name]):
+        return root / index[name]
     if name != "last":
         return None
-    newest = checkpoints(root)
-    return newest[-1].path if newest else None
+    records = checkpoints(root)
+    return records[-1].path if records else None
 
 
 def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
@@ -239,41 +235,37 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
     """
     file = locate(directory) / _INDEX
     try:
-        content = load_json(file, read_file(file, _MOST))
-    except (OSError, CheckpointError) as error:
-        if isinstance(file, RemotePath) and not isinstance(
-            error, (FileNotFoundError, CheckpointError)
-        ):
-            raise CheckpointError(
-                file, None, f"cannot be read: {error}"
-            ) from error  # a new index would lose its names
+        content = load_json(file, read_file(file, _MAX_BYTES))
+    except (FileNotFoundError, CheckpointError):
         return None
-    names = (
-        content.get("names")
-        if isinstance(content, dict) and content.get("format") == _FORMAT
-        else None
-    )
+    except OSError as error:
+        if not isinstance(file, RemotePath):
+            return None
+        # The storage may only be away for a while: a new index would lose the names in this one.
+        raise CheckpointError(file, None, f"cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        return None
+    names = content.get("names")
     if not isinstance(names, dict) or content.get("sha256", digest(names)) != digest(
         names
     ):
         return None
-    return {
-        name: path
-        for name, path in names.items()
-        if isinstance(path, str) and _inside(PurePosixPath(path))
-    }
+    return {name: path for name, path in names.items() if _is_inside(path)}
 
 
-def _inside(path: PurePosixPath) -> bool:
+def _is_inside(path: object) -> bool:
+    """Whether an index may name this path: relative, and below the directory of the index."""
+    if not isinstance(path, str) or "\0" in path:
+        return False
+    relative = PurePosixPath(path)
     try:
-        os.fsencode(path)
+        os.fsencode(relative)
     except ValueError:  # not a valid file name
         return False
     return (
-        bool(path.parts)
-        and not path.is_absolute()
-        and ".." not in path.parts
-        and "\0" not in str(path)
+        bool(relative.parts)
+        and not relative.is_absolute()
+        and ".." not in relative.parts
     )
 
 
@@ -301,7 +293,9 @@ class Repair:
 
 
 def candidates(
-    directory: str | os.PathLike[str], run: str | None = None, whole_first: bool = False
+    directory: str | os.PathLike[str],
+    run_id: str | None = None,
+    resumable_first: bool = False,
 ) -> list[Location]:
     """Return the checkpoints of ``directory``, whole or damaged, in the order in which a resume should try them.
 
@@ -309,35 +303,32 @@ def candidates(
 
     Args:
         directory: of checkpoints.
-        run: omit checkpoints of other runs, and those that hold only weights.
-        whole_first: put checkpoints that hold only weights last.
+        run_id: omit checkpoints of other runs, and those that hold only weights.
+        resumable_first: put checkpoints that hold only weights last.
     """
     root = locate(directory)
     index = read_index(root) or {}
-    visible = (
-        e
-        for e in entries(root)
-        if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name)
-    )
-    content: dict[Any, tuple[Any, bool]] = {}
     with named_failure(root, "the directory cannot be read"):
-        for entry in visible:
-            if was_checkpoint(entry) or (_is_closed(entry) and _is_named(entry, index)):
-                content[entry] = (
-                    _content(entry) if whole_first or run is not None else (None, True)
-                )
-        of_run = [
+        paths = [
             entry
-            for entry, (writer, _) in content.items()
-            if run is None or writer in (run, _ANY_RUN)
+            for entry in entries(root)
+            if _is_visible(entry) and _is_candidate(entry, index)
         ]
-        of_run.sort(key=commit_order, reverse=True)
-    of_run.sort(
-        key=lambda entry: entry.name != index.get("last")
-    )  # stable: the others stay in their order
-    whole = [entry for entry in of_run if content[entry][1]]
-    weights = [entry for entry in of_run if not content[entry][1]]
-    return whole if run is not None else [*whole, *weights]
+        weights_only: set[Location] = set()
+        if resumable_first or run_id is not None:
+            contents = {path: _run_and_kind(path) for path in paths}
+            weights_only = {path for path in paths if not contents[path][1]}
+            if run_id is not None:
+                paths = [
+                    path for path in paths if contents[path][0] in (run_id, _ANY_RUN)
+                ]
+        paths.sort(key=commit_order, reverse=True)
+    # Sorting is stable: the others stay in their order.
+    paths.sort(key=lambda path: path.name != index.get("last"))
+    resumable = [path for path in paths if path not in weights_only]
+    if run_id is not None:
+        return resumable
+    return [*resumable, *(path for path in paths if path in weights_only)]
 
 
 def similar(
@@ -351,46 +342,47 @@ def similar(
         newest: what means the newest checkpoint, where the caller takes such a word.
     """
     stem = path.name.removesuffix(".ckpt")
-    names = {
-        one.name: str(one)
-        for place in reversed([path.parent, *directories])
-        for one in candidates(place)
-    }
-    if stem in names:
-        return f"pass {names[stem]}: a checkpoint is a directory, not a .ckpt file"
-    word = re.sub(r"-v\d+$", "", stem).lower()
-    if word in ("last", "best"):
+    paths: dict[str, str] = {}
+    # The directory of the path comes last, so that its names count.
+    for directory in reversed([path.parent, *directories]):
+        paths.update(
+            {candidate.name: str(candidate) for candidate in candidates(directory)}
+        )
+    if stem in paths:
+        return f"pass {paths[stem]}: a checkpoint is a directory, not a .ckpt file"
+    index_name = re.sub(r"-v\d+$", "", stem).lower()
+    if index_name in ("last", "best"):
         if newest is not None:
-            return (
-                f'pass "{word}": it is a name in the index of a directory, not a file'
-            )
-        if (found := lookup(path.parent, word)) is not None:
-            return f'pass {found}: "{word}" is a name in the index of its directory, not a file'
-    close = difflib.get_close_matches(stem, names, n=1)
+            return f'pass "{index_name}": it is a name in the index of a directory, not a file'
+        target = lookup(path.parent, index_name)
+        if target is not None:
+            return f'pass {target}: "{index_name}" is a name in the index of its directory, not a file'
+    close = difflib.get_close_matches(stem, paths, n=1)
     if close:
-        return f"did you mean {names[close[0]]}?"
-    near = [
-        *filter(None, [newest]),
-        *([f"one of: {', '.join(list(names.values())[:5])}"] if names else []),
-    ]
-    return f"pass {', or '.join(near)}" if names else None
+        return f"did you mean {paths[close[0]]}?"
+    if not paths:
+        return None
+    choices = f"one of: {', '.join(list(paths.values())[:5])}"
+    return f"pass {newest}, or {choices}" if newest else f"pass {choices}"
 
 
 def newest_verified(
-    directory: str | os.PathLike[str], run: str | None = None, whole_first: bool = False
+    directory: str | os.PathLike[str],
+    run_id: str | None = None,
+    resumable_first: bool = False,
 ) -> tuple[Location | None, list[tuple[Location, CheckpointError]]]:
     """Return the first of `candidates` that verifies, or None, and the damaged ones before it.
 
     Args:
         directory: of checkpoints.
-        run: only checkpoints that this run can resume from.
-        whole_first: as for `candidates`.
+        run_id: only checkpoints that this run can resume from.
+        resumable_first: as for `candidates`.
 
     Raises:
         CheckpointError: a checkpoint cannot be verified: it is of a newer format, or not readable.
     """
     damaged: list[tuple[Location, CheckpointError]] = []
-    for path in candidates(directory, run, whole_first):
+    for path in candidates(directory, run_id, resumable_first):
         problem = _damage(path)
         if problem is None:
             return path, damaged
@@ -404,18 +396,19 @@ def set_aside(path: str | os.PathLike[str]) -> Location:
     Raises:
         CheckpointError: the checkpoint cannot be renamed.
     """
-    old = absolute(path)
-    new, count = old.with_name(f"{old.name}.damaged"), 1
-    while new.exists() or new.is_symlink():
+    source = absolute(path)
+    target = source.with_name(f"{source.name}.damaged")
+    count = 1
+    while target.exists() or target.is_symlink():
         count += 1
-        new = old.with_name(f"{old.name}.damaged-{count}")
-    with named_failure(old, "could not be set aside"):
-        if isinstance(old, RemotePath):
-            move(old, old.with_name(new.name))
+        target = source.with_name(f"{source.name}.damaged-{count}")
+    with named_failure(source, "could not be set aside"):
+        if isinstance(source, RemotePath):
+            move(source, source.with_name(target.name))
         else:
-            os.rename(old, new)
-            sync_directory(old.parent)
-    return new
+            os.rename(source, target)
+            sync_directory(source.parent)
+    return target
 
 
 def repair(directory: str | os.PathLike[str]) -> Repair:
@@ -446,45 +439,44 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
         raise MissingCheckpointError(root, "this directory does not exist")
     lock = DirectoryLock(root)
     try:
-        done = Repair([], [], [], len(clean_incomplete(root)))
+        result = Repair([], [], [], len(clean_incomplete(root)))
         for path in candidates(root):
             try:
                 problem = _damage(path)
             except CheckpointError as error:
-                done.left.append((path, error))
+                result.left.append((path, error))
                 continue
             if problem is None:
-                done.sound.append(path)
+                result.sound.append(path)
             else:
-                done.damaged.append((set_aside(path), problem))
-        _rebuild_index(root, done.sound)
+                result.damaged.append((set_aside(path), problem))
+        _rebuild_index(root, result.sound)
     finally:
         lock.release()
-    return done
+    return result
 
 
 def _rebuild_index(root: Location, sound: list[Location]) -> None:
-    named = read_index(root) or {}
-    known = {path.name: path for path in sound}
-    names: dict[str, Location | None] = {
-        name: known.get(path) for name, path in named.items() if "/" not in path
-    }
-    if sound:
-        names["last"] = names.get("last") or sound[0]
-    if names or (root / "index.json").exists():
+    by_name = {path.name: path for path in sound}
+    names: dict[str, Location | None] = {}
+    for name, path in (read_index(root) or {}).items():
+        if "/" not in path:
+            names[name] = by_name.get(path)
+    if sound and names.get("last") is None:
+        names["last"] = sound[0]
+    if names or (root / _INDEX).exists():
         mark(root, **names)
 
 
-def _content(path: Location) -> tuple[Any, bool]:
+def _run_and_kind(path: Location) -> tuple[object, bool]:
     """Return the run that wrote a checkpoint, and whether a run can resume from it: it holds more than weights."""
     try:
         manifest = read_manifest(path)
     except CheckpointError:
         return _ANY_RUN, True  # unknown; the caller must see the damage
     info = manifest.get("info")
-    return info.get("run") if isinstance(info, dict) else None, "progress" in manifest[
-        "parts"
-    ]
+    run_id = info.get("run") if isinstance(info, dict) else None
+    return run_id, "progress" in manifest["parts"]
 
 
 def _damage(path: Location) -> CheckpointError | None:
@@ -500,7 +492,13 @@ def _damage(path: Location) -> CheckpointError | None:
     return None
 
 
-def _is_closed(path: Location) -> bool:
+def _is_candidate(path: Location, index: Mapping[str, str]) -> bool:
+    """Whether an entry is a checkpoint, whole or damaged, or may be one that cannot be looked into."""
+    return was_checkpoint(path) or (_is_unreadable(path) and _is_named(path, index))
+
+
+def _is_unreadable(path: Location) -> bool:
+    """Whether this user may not look into a directory."""
     if isinstance(path, RemotePath):
         return False
     return (
@@ -515,7 +513,7 @@ def _is_named(path: Location, index: Mapping[str, str]) -> bool:
     return _NUMBER.search(path.name) is not None or path.name in index.values()
 
 
-def _time(path: Location) -> int:
+def _modified_ns(path: Location) -> int:
     for file in (path / MANIFEST, path):
         try:
             return file.stat().st_mtime_ns

@@ -58,7 +58,7 @@ from trainer_kit.checkpoint.read import (
     read_checkpoint,
     read_trees,
 )
-from trainer_kit.checkpoint.remote import fetched
+from trainer_kit.checkpoint.remote import fetch_files
 from trainer_kit.checkpoint.store import similar
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -143,7 +143,7 @@ def _read(
         }
         return {**content, "state_dict": {**weights, **extra}}
     if isinstance(file, RemotePath):
-        with fetched(file.parent, [file.name]) as here:
+        with fetch_files(file.parent, [file.name]) as here:
             return _read(here / file.name, device, parts)
     if weight_format(file) == "safetensors":
         return {"state_dict": read_tensors(file, device)}

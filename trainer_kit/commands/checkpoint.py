@@ -123,7 +123,7 @@ def _verify(paths: tuple[Location, ...]) -> None:
 
 def _to_verify(path: Location) -> list[Location]:
     """Return the checkpoint at ``path``, or the checkpoints in it, whole or damaged; else those on the next level."""
-    from trainer_kit.checkpoint.manifest import may_be_ours, was_checkpoint
+    from trainer_kit.checkpoint.manifest import is_library_file, was_checkpoint
     from trainer_kit.checkpoint.read import directories_with_checkpoints
     from trainer_kit.checkpoint.store import candidates
 
@@ -134,7 +134,7 @@ def _to_verify(path: Location) -> list[Location]:
     inside = candidates(path)
     for place, _ in [] if inside else directories_with_checkpoints(path):
         inside += candidates(place)
-    if not inside and any(map(may_be_ours, path.iterdir())):
+    if not inside and any(map(is_library_file, path.iterdir())):
         return [path]  # what is left of a checkpoint
     return sorted(inside)
 

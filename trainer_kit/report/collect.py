@@ -303,7 +303,9 @@ class RunDirectory:
         for record in read_records(self.directory / RUN) or []:
             if record.id == key or not key:
                 directories += [
-                    path for path in record.places if path not in directories
+                    path
+                    for path in record.checkpoint_directories
+                    if path not in directories
                 ]
         marks: list[Mark] = []
         for directory in directories:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from trainer_kit.core.collective_errors import fail_together, on_every_rank
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import holds_secret, mask_secrets
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
+from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import names_in, plain_state, state_name
@@ -34,22 +35,27 @@ from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
+    "State",
+    "checkpoint_errors",
     "collect",
-    "finished",
-    "fitting",
+    "completed_progress",
+    "describe_rank_change",
     "module_state",
-    "own_buffers",
-    "own_part",
     "plain_hparams",
-    "ranks_differ",
+    "rank_buffers",
+    "rank_part_name",
     "restore",
-    "without_own_buffers",
+    "weights_to_write",
 ]
+
+State = dict[str, Any]
+"""The state of a run, or one part of it, by name, as a checkpoint holds it."""
+_Tensors = dict[str, Tensor]
 
 
 def module_state(
-    module: TrainModule, weights: Mapping[str, Any], epoch: int, step: int
-) -> dict[str, Any]:
+    module: TrainModule, weights: Mapping[str, object], epoch: int, step: int
+) -> State:
     """Weights and hyperparameters: the part of the state that does not depend on a run."""
     return {
         "state_dict": dict(weights),
@@ -59,14 +65,15 @@ def module_state(
     }
 
 
-def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def plain_hparams(hparams: Mapping[str, object]) -> tuple[State, list[str]]:
     """The hyperparameters as a checkpoint holds them, and the names of those that it holds by a masked repr only.
 
     A large module is held by its repr: its weights are in the checkpoint already.
     """
-    plain, refused = {}, []
+    plain: State = {}
+    refused: list[str] = []
     for name, value in hparams.items():
-        if holds_secret(value, name) or not _can_be_held(value, name):
+        if holds_secret(value, name) or not _can_be_stored(value, name):
             refused.append(name)
             plain[name] = {"repr": repr(mask_secrets(value, name))}
         else:
@@ -78,10 +85,10 @@ _LARGE_MODULE: Final = 1 << 20
 """Bytes of weights above which a module among the hyperparameters is held by its repr."""
 
 
-def _can_be_held(value: Any, name: str) -> bool:
+def _can_be_stored(value: object, name: str) -> bool:
     if isinstance(value, nn.Module):
-        size = sum(tensor.nbytes for tensor in (*value.parameters(), *value.buffers()))
-        if size > _LARGE_MODULE:
+        tensors = [*value.parameters(), *value.buffers()]
+        if sum(tensor.nbytes for tensor in tensors) > _LARGE_MODULE:
             return False
     try:
         encode(value, {}, at=name, copy=False)
@@ -92,13 +99,13 @@ def _can_be_held(value: Any, name: str) -> bool:
 
 def collect(
     run: Fit,
-    callbacks: list[Any],
+    callbacks: Sequence[Callback],
     datamodule: DataModule | None,
     seed: int,
     weights_only: bool,
     hooks: bool = True,
     owes_validation: bool = False,
-) -> dict[str, Any]:
+) -> State:
     """Collect the state after the last completed step. Every rank must call it.
 
     Args:
@@ -110,119 +117,170 @@ def collect(
         hooks: whether ``on_save_checkpoint`` is called.
         owes_validation: whether a validation that is due at this step has not run.
     """
-    progress = run.progress
-    weights = fail_together(
-        run.strategy.world, lambda: run.strategy.module_state(run.module)
-    )
+    world, progress = run.strategy.world, run.progress
+    weights = fail_together(world, lambda: run.strategy.module_state(run.module))
     state = module_state(run.module, weights, progress.epoch, progress.step)
     if not weights_only:
-        names = parameter_names(run.strategy, run.module)
-        state["optimizer_states"] = [
-            optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers
-        ]
-        state.update(_of_this_rank(run, names))
-        state["precision"] = run.precision.state_dict()
-        state["progress"] = finished(run)
-        state["trainable"] = changed_flags(run)
-        state["inside_step"] = run.micro.started == progress.step
-        state["owes_validation"] = not state["inside_step"] and owes_validation
-        if run.stepper.waiting and not state["inside_step"]:
-            schedulers = run.stepper.made.schedulers
-            state["waiting_schedulers"] = [
-                i for i, one in enumerate(schedulers) if one in run.stepper.waiting
-            ]
-        state["seed"] = seed
-        if not run.schedule.may_stop(progress):
-            state["stop"] = (
-                run.requests.stop
-            )  # the request waits for the minimum, in a resumed run too
-        state.update(run.about())
-        state["stride"] = run.windows.feed.stride
-        state["data"] = run.windows.feed.facts
-        buffers_here: list[dict[str, Tensor]] = []
-        lent = {
-            name: tensor for c in callbacks for name, tensor in c.lent_weights.items()
-        }
-
-        def collect_users() -> tuple[Any, ...]:
-            buffers_here.append(own_buffers(run.strategy, run.module, lent))
-            return _of_users(run, state, callbacks, datamodule)
-
-        everyone = on_every_rank(run.strategy.world, collect_users)
-        state["rng"], values, loaders = map(list, zip(*everyone, strict=True))
-        state["data_ranks"] = [rank for rank, _ in loaders]
-        # Once for each data rank, however many ranks read its batches: that number depends on the layout.
-        state["loaders"] = _by_rank(loaders)
-        state["metrics"] = _by_rank(
-            [(rank, values[reporter][2]) for rank, reporter, _ in values]
-        )
-        buffers = run.strategy.world.gather_object(buffers_here[0])
-        if buffers is not None and any(buffers):  # on rank 0, which writes them
-            state["buffers"] = buffers
+        state.update(_training_state(run, seed, owes_validation))
+        _add_user_state(run, state, callbacks, datamodule)
     if hooks:
-        on_every_rank(
-            run.strategy.world, partial(_call, run.bus.on_save_checkpoint, state)
-        )
+        on_every_rank(world, partial(_call_hooks, run.bus.on_save_checkpoint, state))
     return state
 
 
-def _call(hooks: Iterable[Callable[..., Any]], state: Mapping[str, Any]) -> None:
+def _training_state(run: Fit, seed: int, owes_validation: bool) -> State:
+    """Optimizers, progress, and what else the library itself needs to resume."""
+    progress, stepper, strategy = run.progress, run.stepper, run.strategy
+    names = parameter_names(strategy, run.module)
+    inside_step = run.micro.started == progress.step
+
+    state: State = {"optimizer_states": _optimizer_states(run, names)}
+    state.update(_divergent_rank_state(run, names))
+    state["precision"] = run.precision.state_dict()
+    state["progress"] = completed_progress(run)
+    state["trainable"] = changed_flags(run)
+    state["inside_step"] = inside_step
+    state["owes_validation"] = owes_validation and not inside_step
+    if stepper.waiting and not inside_step:
+        state["waiting_schedulers"] = [
+            index
+            for index, scheduler in enumerate(stepper.made.schedulers)
+            if scheduler in stepper.waiting
+        ]
+    state["seed"] = seed
+    if not run.schedule.may_stop(progress):
+        # The request waits for the minimum of epochs or steps, in a resumed run too.
+        state["stop"] = run.requests.stop
+    state.update(run.about())
+    state["stride"] = run.windows.feed.stride
+    state["data"] = run.windows.feed.facts
+    return state
+
+
+def _optimizer_states(run: Fit, names: Mapping[int, str]) -> list[State]:
+    optimizers = run.stepper.made.optimizers
+    return [optimizer_state(run.strategy, optimizer, names) for optimizer in optimizers]
+
+
+class _RankState(NamedTuple):
+    """What each rank contributes to the state.
+
+    Attributes:
+        report_rank: its rank in the report group.
+        reporter: the rank whose metrics count for this report rank.
+        metrics: the state of its metrics.
+        data_rank: its rank among those that get different batches.
+        loaders: the state of its data loaders.
+        rng: the state of its random generators.
+    """
+
+    report_rank: int
+    reporter: int
+    metrics: object
+    data_rank: int
+    loaders: State | None
+    rng: State
+
+
+def _add_user_state(
+    run: Fit, state: State, callbacks: Sequence[Callback], datamodule: DataModule | None
+) -> None:
+    """Add the state of the user's objects, and that of every rank. Every rank must call it."""
+    world = run.strategy.world
+    local_buffers: list[_Tensors] = []
+    swapped_out: _Tensors = {}
+    for callback in callbacks:
+        swapped_out.update(callback.lent_weights)
+
+    def collect_user_state() -> _RankState:
+        local_buffers.append(rank_buffers(run.strategy, run.module, swapped_out))
+        state.update(_user_state(run, callbacks, datamodule))
+        return _rank_state(run, state["progress"])
+
+    ranks = on_every_rank(world, collect_user_state)
+    state["rng"] = [rank.rng for rank in ranks]
+    state["data_ranks"] = [rank.data_rank for rank in ranks]
+    # Once for each data rank, however many ranks read its batches: that number depends on the layout.
+    state["loaders"] = _by_rank([(rank.data_rank, rank.loaders) for rank in ranks])
+    state["metrics"] = _by_rank(
+        [(rank.report_rank, ranks[rank.reporter].metrics) for rank in ranks]
+    )
+    # They are large: rank 0, which writes them, is the only one that gets them.
+    buffers = world.gather_object(local_buffers[0])
+    if buffers is not None and any(buffers):
+        state["buffers"] = buffers
+
+
+def _call_hooks(
+    hooks: Iterable[Callable[..., object]], state: Mapping[str, object]
+) -> None:
     for hook in hooks:
         hook(state)
 
 
-def _of_users(
-    run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule: DataModule | None
-) -> tuple[Any, ...]:
-    """Add the state of the user's objects, any of which may raise; returns what each rank contributes."""
-    strategy = run.strategy
-    state["lr_schedulers"] = [
-        config.scheduler.state_dict() for config in run.stepper.made.schedulers
-    ]
-    state["callbacks"] = {
-        c.state_key: dict(own) for c in callbacks if (own := c.state_dict())
+def _user_state(
+    run: Fit, callbacks: Sequence[Callback], datamodule: DataModule | None
+) -> State:
+    """The state of the user's objects, any of which may raise."""
+    schedulers = run.stepper.made.schedulers
+    callback_states: State = {}
+    for callback in callbacks:
+        callback_state = callback.state_dict()
+        if callback_state:
+            callback_states[callback.state_key] = dict(callback_state)
+    state: State = {
+        "lr_schedulers": [config.scheduler.state_dict() for config in schedulers],
+        "callbacks": callback_states,
+        "datamodule": {},
     }
-    state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
     if datamodule is not None:
+        state["datamodule"] = dict(datamodule.state_dict())
         state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
-    logged = (strategy.reports.rank, strategy.reporter, run.metrics.state_dict())
-    loaders = (strategy.data.rank, _loader_state(run, state["progress"]))
-    return rng_state(strategy.device), logged, loaders
+    return state
 
 
-def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
+def _rank_state(run: Fit, completed: State) -> _RankState:
+    strategy = run.strategy
+    metrics = run.metrics.state_dict()
+    loaders = _loader_state(run, completed)
+    return _RankState(
+        report_rank=strategy.reports.rank,
+        reporter=strategy.reporter,
+        metrics=metrics,
+        data_rank=strategy.data.rank,
+        loaders=loaders,
+        rng=rng_state(
+            strategy.device
+        ),  # last: the user's objects may have drawn numbers
+    )
+
+
+def _divergent_rank_state(run: Fit, names: Mapping[int, str]) -> State:
     """With an engine whose ranks have different weights, this rank's part, in addition to the shared part."""
-    if not run.strategy.per_rank_state:
+    strategy = run.strategy
+    if not strategy.per_rank_state:
         return {}
-    with run.strategy.own_state():
-        weights = {
-            k: v
-            for k, v in run.strategy.module_state(run.module).items()
-            if isinstance(v, Tensor)
-        }
-        optimizers = [
-            optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers
-        ]
-    return {
-        own_part(run.strategy.world.rank): {
-            "state_dict": weights,
-            "optimizer_states": optimizers,
-        }
-    }
+    with strategy.own_state():
+        entries = strategy.module_state(run.module).items()
+        weights = {name: value for name, value in entries if isinstance(value, Tensor)}
+        optimizers = _optimizer_states(run, names)
+    part = {"state_dict": weights, "optimizer_states": optimizers}
+    return {rank_part_name(strategy.world.rank): part}
 
 
-def own_part(rank: int | str) -> str:
+def rank_part_name(rank: int | str) -> str:
     """The name of the part of a checkpoint that belongs to one rank; with ``""`` the prefix of all of them."""
     return f"replica-{rank}"
 
 
-def _by_rank(numbered: list[tuple[int, Any]]) -> list[Any]:
+def _by_rank(numbered: Sequence[tuple[int, object]]) -> list[object]:
+    """One value for each rank number, the last one given for it, in the order of the numbers."""
     return [value for _, value in sorted(dict(numbered).items())]
 
 
-def own_buffers(
+def rank_buffers(
     strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+) -> _Tensors:
     """The buffers of this rank that rank 0's ``state_dict`` does not have, on the CPU, to be sent.
 
     Args:
@@ -232,52 +290,51 @@ def own_buffers(
     """
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
-    kept = plain_state(module)
-    buffers = (
-        (state_name(name), buffer)
-        for name, buffer in module.named_buffers(remove_duplicate=False)
-    )
-    own = {
-        name: (lent or {}).get(name, buffer) for name, buffer in buffers if name in kept
-    }
-    return {
-        name: buffer.detach().cpu() for name, buffer in own.items()
-    }  # sync point: a checkpoint
+    persistent = plain_state(module)
+    live = lent or {}
+    buffers: _Tensors = {}
+    for module_name, buffer in module.named_buffers(remove_duplicate=False):
+        name = state_name(module_name)
+        if name in persistent:
+            tensor = live.get(name, buffer)
+            buffers[name] = tensor.detach().cpu()  # sync point: a checkpoint
+    return buffers
 
 
-def without_own_buffers(
-    strategy: Strategy, module: nn.Module, weights: Mapping[str, Any]
-) -> dict[str, Any]:
+def weights_to_write(
+    strategy: Strategy, module: nn.Module, weights: Mapping[str, object]
+) -> State:
     """The weights that this rank may write where all ranks write together.
 
     A tensor that several ranks hold is written by any of them, so only the first data rank writes running statistics.
     """
     if not strategy.sharded or not strategy.own_buffers or strategy.data.rank == 0:
         return dict(weights)
-    theirs = {
+    buffers = {
         state_name(name) for name, _ in module.named_buffers(remove_duplicate=False)
     }
-    return {name: value for name, value in weights.items() if name not in theirs}
+    return {name: value for name, value in weights.items() if name not in buffers}
 
 
-def finished(run: Fit) -> dict[str, int | float]:
+def completed_progress(run: Fit) -> dict[str, int | float]:
     """Progress up to the last completed window: a resumed run repeats an unfinished window from its first batch."""
     progress, micro = run.progress, run.micro
     state = progress.state_dict()
     if micro.started == progress.step:
-        done = progress.epoch_batch - micro.first
-        state["epoch_batch"] -= done
-        state["batch"] -= done
-        state["samples"] -= sum(micro.sizes[:done])
-        state["tokens"] -= micro.tokens if done == micro.count else 0
+        consumed = progress.epoch_batch - micro.first
+        state["epoch_batch"] -= consumed
+        state["batch"] -= consumed
+        state["samples"] -= sum(micro.sizes[:consumed])
+        if consumed == micro.count:  # tokens are counted once for a whole window
+            state["tokens"] -= micro.tokens
     return state
 
 
 def restore(
     run: Fit,
     state: Mapping[str, Any],
-    made: Optimizers,
-    callbacks: list[Any],
+    configured: Optimizers,
+    callbacks: Sequence[Callback],
     datamodule: DataModule | None,
     strict: bool,
     global_batch_size: int | None = None,
@@ -287,40 +344,41 @@ def restore(
     An error on one rank is raised on all: the others would wait in the next collective call.
     """
     world = run.strategy.world
-    fail_together(world, partial(_call, run.bus.on_load_checkpoint, state))
-    differs = ranks_differ(run.strategy, state)
-    if differs is None:  # otherwise every rank continues from the shared part
-        state = {**state, **state.get(own_part(world.rank), {})}
+    fail_together(world, partial(_call_hooks, run.bus.on_load_checkpoint, state))
+    rank_change = describe_rank_change(run.strategy, state)
+    if rank_change is None:  # otherwise every rank continues from the shared part
+        state = {**state, **state.get(rank_part_name(world.rank), {})}
     fail_together(world, lambda: _restore_weights(run, state, strict))
     if "optimizer_states" not in state:
         return  # weights only
-    state = {
-        **state,
-        "optimizer_states": [
-            without_wrapper_names(saved) for saved in state["optimizer_states"]
-        ],
-    }
-    _restore_training(run, state, made)
+    saved_optimizers = [
+        without_wrapper_names(saved) for saved in state["optimizer_states"]
+    ]
+    state = {**state, "optimizer_states": saved_optimizers}
+    _restore_training(run, state, configured)
 
     def restore_loaders() -> None:
-        with fitting("loaders"):
+        with checkpoint_errors("loaders"):
             _restore_loaders(run, state, global_batch_size)
 
     fail_together(world, restore_loaders)
     run.schedule.mark_checked(run.progress)
     run.requests.stop = run.requests.stop or state.get("stop")
+
     run.stepper.wait(
-        made.schedulers[index] for index in state.get("waiting_schedulers", ())
+        configured.schedulers[index] for index in state.get("waiting_schedulers", ())
     )
-    fail_together(
-        world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs)
-    )
+
+    def restore_user_state() -> None:
+        _restore_user_state(state, callbacks, datamodule)
+        _restore_rank_state(run, state, rank_change)
+
+    fail_together(world, restore_user_state)
 
 
 def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
-    with fitting(
-        "state_dict", RuntimeError
-    ):  # torch's error names the weights that do not match
+    # torch's RuntimeError names the weights that do not match, so it stays as it is.
+    with checkpoint_errors("state_dict", RuntimeError):
         weights = state["state_dict"]
         if (
             "optimizer_states" in state
@@ -329,43 +387,58 @@ def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
         run.strategy.load_module_state(run.module, weights, strict)
 
 
-def _restore_training(run: Fit, state: Mapping[str, Any], made: Optimizers) -> None:
-    strategy, names = run.strategy, parameter_names(run.strategy, run.module)
+def _restore_training(
+    run: Fit, state: Mapping[str, Any], configured: Optimizers
+) -> None:
+    strategy = run.strategy
+    saved_optimizers = state["optimizer_states"]
+    names = parameter_names(strategy, run.module)
 
-    def begin() -> None:
-        with fitting("optimizer_states"):
-            if len(state["optimizer_states"]) != len(made.optimizers):
-                found = f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured"
-                raise CheckpointError("optimizer_states", None, found)
+    def restore_groups() -> None:
+        with checkpoint_errors("optimizer_states"):
+            if len(saved_optimizers) != len(configured.optimizers):
+                raise CheckpointError(
+                    "optimizer_states",
+                    None,
+                    f"{len(saved_optimizers)} optimizers were saved, {len(configured.optimizers)} are configured",
+                )
             restore_flags(run, state.get("trainable", {}))
             for optimizer, saved in zip(
-                made.optimizers, state["optimizer_states"], strict=True
+                configured.optimizers, saved_optimizers, strict=True
             ):
-                add_groups(
-                    optimizer,
-                    saved,
-                    {names[id(p)]: p for p in run.module.parameters()},
-                    strategy.sharded,
-                )
+                parameters = {
+                    names[id(parameter)]: parameter
+                    for parameter in run.module.parameters()
+                }
+                add_groups(optimizer, saved, parameters, strategy.sharded)
 
-    fail_together(strategy.world, begin)
-    own = [owned_parameters(strategy, optimizer) for optimizer in made.optimizers]
-    fail_together(strategy.world, lambda: _restore_steps(run, state, made, own, names))
+    fail_together(strategy.world, restore_groups)
+    # Collective calls, so they stand outside of the functions that may raise on one rank.
+    parameter_groups = [
+        owned_parameters(strategy, optimizer) for optimizer in configured.optimizers
+    ]
+    fail_together(
+        strategy.world,
+        lambda: _restore_steps(run, state, configured, parameter_groups, names),
+    )
 
 
 def _restore_steps(
     run: Fit,
     state: Mapping[str, Any],
-    made: Optimizers,
-    own: list[Any],
+    configured: Optimizers,
+    parameter_groups: Sequence[Sequence[Sequence[nn.Parameter]]],
     names: Mapping[int, str],
 ) -> None:
-    changed: dict[int, dict[str, Any]] = {}
-    with fitting("optimizer_states"):
+    reconfigured: dict[int, State] = {}
+    with checkpoint_errors("optimizer_states"):
         for optimizer, groups, saved in zip(
-            made.optimizers, own, state["optimizer_states"], strict=True
+            configured.optimizers,
+            parameter_groups,
+            state["optimizer_states"],
+            strict=True,
         ):
-            changed[id(optimizer)] = restore_optimizer(
+            reconfigured[id(optimizer)] = restore_optimizer(
                 run.strategy,
                 optimizer,
                 groups,
@@ -374,98 +447,111 @@ def _restore_steps(
                 run.say,
                 state["state_dict"],
             )
-    with fitting("lr_schedulers"):
-        if len(state["lr_schedulers"]) != len(made.schedulers):
-            found = f"{len(state['lr_schedulers'])} schedulers were saved, {len(made.schedulers)} are configured"
-            raise CheckpointError("lr_schedulers", None, found)
-        for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=True):
-            restore_scheduler(
-                config.scheduler, saved, "lr" in changed.get(id(config.optimizer), {})
+    with checkpoint_errors("lr_schedulers"):
+        saved_schedulers = state["lr_schedulers"]
+        if len(saved_schedulers) != len(configured.schedulers):
+            raise CheckpointError(
+                "lr_schedulers",
+                None,
+                f"{len(saved_schedulers)} schedulers were saved, {len(configured.schedulers)} are configured",
             )
-    with fitting("precision"):
+        for config, saved in zip(configured.schedulers, saved_schedulers, strict=True):
+            options = reconfigured.get(id(config.optimizer), {})
+            restore_scheduler(config.scheduler, saved, keeps_rates="lr" in options)
+    with checkpoint_errors("precision"):
         run.precision.load_state_dict(state["precision"])
-    with fitting("progress"):
+    with checkpoint_errors("progress"):
         run.progress.load_state_dict(state["progress"])
 
 
-def _restore_of_users(
-    run: Fit,
+def _restore_user_state(
     state: Mapping[str, Any],
-    callbacks: list[Any],
+    callbacks: Sequence[Callback],
     datamodule: DataModule | None,
-    differs: str | None,
 ) -> None:
-    with fitting("callbacks"):
+    with checkpoint_errors("callbacks"):
         for callback in callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
-    with fitting("datamodule"):
+    with checkpoint_errors("datamodule"):
         if datamodule is not None and state["datamodule"]:
             datamodule.load_state_dict(state["datamodule"])
-    _restore_of_rank(run, state, differs)
 
 
-def ranks_differ(strategy: Strategy, state: Mapping[str, Any]) -> str | None:
+def describe_rank_change(strategy: Strategy, state: Mapping[str, Any]) -> str | None:
     """How the ranks differ from those that saved; None where each rank's generators and buffers still match."""
-    world, then = strategy.world, len(state.get("rng", ()))
-    if then != world.size:
-        return f"{then} ranks on {world.size}" if then else "without random states"
+    world = strategy.world
+    saved_ranks = len(state.get("rng", ()))
+    if not saved_ranks:
+        return "without random states"
+    if saved_ranks != world.size:
+        return f"{saved_ranks} ranks on {world.size}"
     # Ranks that get the same batch have agreed on what they draw.
-    today = [int(row[0]) for row in world.agree([strategy.data.rank])]
-    if state.get("data_ranks", today) == today:  # older checkpoints do not say
+    data_ranks = [int(row[0]) for row in world.agree([strategy.data.rank])]
+    if (
+        state.get("data_ranks", data_ranks) == data_ranks
+    ):  # older checkpoints lack this entry
         return None
-    return f"{then} ranks that now share batches among them in another way"
+    return f"{saved_ranks} ranks that now share batches among them in another way"
 
 
-def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) -> None:
+def _restore_rank_state(
+    run: Fit, state: Mapping[str, Any], rank_change: str | None
+) -> None:
     rank = run.strategy.world.rank
-    with fitting("metrics"):
-        reports = run.strategy.reports.rank
-        run.metrics.load_state_dict(
-            state["metrics"][reports if reports < len(state["metrics"]) else 0]
-        )
+    with checkpoint_errors("metrics"):
+        saved_metrics = state["metrics"]
+        report_rank = run.strategy.reports.rank
+        if report_rank >= len(
+            saved_metrics
+        ):  # more report ranks now than when it was saved
+            report_rank = 0
+        run.metrics.load_state_dict(saved_metrics[report_rank])
     if state.get("inside_step"):
         run.say(
             f"this checkpoint was taken inside step {run.progress.step + 1}, which runs again: what it drew and did to"
             " buffers before is not undone (trainer.request_checkpoint takes one between two steps)"
         )
-    with fitting("rng"):
-        if differs is None:
+    with checkpoint_errors("rng"):
+        if rank_change is None:
             restore_rng(state["rng"][rank], run.strategy.device)
         else:
-            run.say(f"resuming {differs}: random layers draw different numbers")
-    with fitting("buffers"):
-        if "buffers" in state and differs is None:
-            run.module.load_state_dict(
-                names_in(run.module, state["buffers"][rank]), strict=False
-            )
+            run.say(f"resuming {rank_change}: random layers draw different numbers")
+    with checkpoint_errors("buffers"):
+        if "buffers" in state and rank_change is None:
+            buffers = names_in(run.module, state["buffers"][rank])
+            run.module.load_state_dict(buffers, strict=False)
 
 
 @contextmanager
-def fitting(part: str, *passed: type[Exception]) -> Iterator[None]:
+def checkpoint_errors(part: str, *unchanged: type[Exception]) -> Iterator[None]:
     """Turn every error of an object that refuses its saved state into a `CheckpointError`.
 
     Args:
         part: of the state.
-        passed: errors that are raised unchanged.
+        unchanged: errors that are raised as they are.
 
     Raises:
         CheckpointError: in place of every other error.
     """
-    as_they_are: tuple[type[Exception], ...] = (TrainerKitError, Warning, *passed)
+    raised_unchanged: tuple[type[Exception], ...] = (
+        TrainerKitError,
+        Warning,
+        *unchanged,
+    )
     try:
         yield
-    except as_they_are:
+    except raised_unchanged:
         raise
     except Exception as error:
         reason = f"it does not fit this run: {type(error).__name__}: {error}"
         raise CheckpointError(part, None, reason) from error
 
 
-def _loader_state(run: Fit, done: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of this rank's loaders that ``done``, progress up to the last completed window, does not determine."""
+def _loader_state(run: Fit, completed: Mapping[str, Any]) -> State | None:
+    """The state of this rank's loaders that progress up to the last completed window does not determine."""
     train = run.windows.feed.loader_state.state_dict(
-        done["epoch"], done["epoch_batch"], done["batch"]
+        completed["epoch"], completed["epoch_batch"], completed["batch"]
     )
     validation = [feed.loader_state.state_dict() for feed in run.validation.feeds]
     if train is None and not any(validation):
@@ -481,70 +567,88 @@ def _restore_loaders(
     Raises:
         CheckpointError: these ranks, or these loaders, do not have this position.
     """
-    data = run.strategy.data
-    ranks = len(state.get("loaders") or state["rng"])
-    feed, rank = run.windows.feed, data.rank
-    if ranks and ranks != data.size and global_batch_size is not None:
+    data, feed = run.strategy.data, run.windows.feed
+    saved_ranks = len(state.get("loaders") or state["rng"])
+    if saved_ranks and saved_ranks != data.size and global_batch_size is not None:
         run.say(
             f"global_batch_size={global_batch_size} stays: a batch is {feed.per_rank_batch_size} samples on each rank,"
-            f" of {data.size} now and {ranks} before"
+            f" of {data.size} now and {saved_ranks} before"
         )
     _convert_position(run, state.get("stride"), global_batch_size)
     compare_data(run, state.get("data"))
     saved = state.get("loaders")
     if saved is None:
         return
-    feed.loader_state.load_state_dict([own and own["train"] for own in saved], rank)
-    for i, validation in enumerate(run.validation.feeds):
-        parts = [
-            own["validation"][i] if own and i < len(own["validation"]) else None
-            for own in saved
-        ]
-        validation.loader_state.load_state_dict(parts, rank)
+    train_states = [loaders and loaders["train"] for loaders in saved]
+    feed.loader_state.load_state_dict(train_states, data.rank)
+    for index, validation_feed in enumerate(run.validation.feeds):
+        states = [_validation_state(loaders, index) for loaders in saved]
+        validation_feed.loader_state.load_state_dict(states, data.rank)
+
+
+def _validation_state(loaders: Mapping[str, Any] | None, index: int) -> State | None:
+    """A data rank's saved state of one validation loader; None where the checkpoint has none."""
+    if not loaders or index >= len(loaders["validation"]):
+        return None
+    state: State | None = loaders["validation"][index]
+    return state
 
 
 def _convert_position(
-    run: Fit, then: Sequence[Sequence[Any]] | None, global_batch_size: int | None
+    run: Fit,
+    saved_stride: Sequence[Sequence[Any]] | None,
+    global_batch_size: int | None,
 ) -> None:
     """Convert the position inside the epoch, in micro-batches, to micro-batches of another size."""
-    now, progress = run.windows.feed.stride, run.progress
-    was = [(unit, number) for unit, number in then or ()]
-    if was == now or then is None or not progress.epoch_batch:
+    progress, stride = run.progress, run.windows.feed.stride
+    if saved_stride is None or not progress.epoch_batch:
         return
-    batches, rest = (
-        divmod(progress.epoch_batch * was[0][1], now[0][1]) if was and now else (0, 1)
-    )
-    ratios = {
-        (old[1] * now[0][1], new[1] * was[0][1])
-        for old, new in zip(was, now, strict=False)
-    }
-    units = [unit for unit, _ in now]
-    alike = [unit for unit, _ in was] == units and set(units) <= {"samples", "batches"}
-    if not alike or any(left != right for left, right in ratios):
+    before = [(unit, number) for unit, number in saved_stride]
+    if before == stride:
+        return
+    batches = progress.epoch_batch
+    size_before, size_now = _stride_text(before), _stride_text(stride)
+    if not _is_convertible(before, stride):
         raise CheckpointError(
             "progress",
             "epoch_batch",
-            f"a position in batches of {_named(was)} cannot be converted to batches of {_named(now)}",
+            f"a position in batches of {size_before} cannot be converted to batches of {size_now}",
             fix="resume with the same number of ranks and samples per batch, or from the end of an epoch",
         )
-    if rest:
+    position, remainder = divmod(batches * before[0][1], stride[0][1])
+    if remainder:
         raise CheckpointError(
             "progress",
             "epoch_batch",
-            f"{progress.epoch_batch} batches of {_named(was)} are not a whole number of batches of {_named(now)}",
+            f"{batches} batches of {size_before} are not a whole number of batches of {size_now}",
             fix="resume with the same number of ranks and samples per batch, or use global_batch_size",
         )
-    keeps = (
-        ""
-        if global_batch_size or units[0] != "samples"
-        else "; global_batch_size= keeps what a step is made of"
-    )
+    hint = ""
+    if not global_batch_size and stride[0][0] == "samples":
+        hint = "; global_batch_size= keeps what a step is made of"
     run.say(
-        f"continuing at batch {batches} of the epoch: {progress.epoch_batch} batches of {_named(was)} were trained on,"
-        f" they are of {_named(now)} now{keeps}"
+        f"continuing at batch {position} of the epoch: {batches} batches of {size_before} were trained on,"
+        f" they are of {size_now} now{hint}"
     )
-    progress.epoch_batch = batches
+    progress.epoch_batch = position
 
 
-def _named(stride: Sequence[Sequence[Any]]) -> str:
+_Stride = Sequence[tuple[str, int]]
+
+
+def _is_convertible(before: _Stride, now: _Stride) -> bool:
+    """Whether all loaders count in the same units as before, and their batches changed by one ratio."""
+    units = [unit for unit, _ in now]
+    units_before = [unit for unit, _ in before]
+    if units != units_before or not set(units) <= {"samples", "batches"}:
+        return False
+    first_before, first_now = before[0][1], now[0][1]
+    for (_, number_before), (_, number_now) in zip(before, now, strict=True):
+        # Ratios are compared as products, to stay with whole numbers.
+        if number_before * first_now != number_now * first_before:
+            return False
+    return True
+
+
+def _stride_text(stride: _Stride) -> str:
     return " and ".join(dict.fromkeys(f"{number} {unit}" for unit, number in stride))

@@ -39,6 +39,9 @@ __all__ = [
     "without_wrapper_names",
 ]
 
+_Options = dict[str, Any]
+"""The options of one parameter group."""
+_ParameterGroups = Sequence[Sequence[nn.Parameter]]
 _CONFIGURED: Final = "configured"
 _CLASS: Final = "class"
 _EXCHANGED: Final = "exchanged"
@@ -54,47 +57,49 @@ def optimizer_state(
     parameters, states = fail_together(
         strategy.world, lambda: strategy.optimizer_state(optimizer)
     )
-    groups, state = [], {}
-    for number, (group, own) in enumerate(
-        zip(optimizer.param_groups, parameters, strict=True)
-    ):
-        kept = {k: v for k, v in group.items() if k != "params"}
-        called = [_name(parameter, names, number, i) for i, parameter in enumerate(own)]
-        groups.append({**kept, "params": called})
-        state.update(
-            {
-                name: dict(states[p])
-                for name, p in zip(called, own, strict=True)
-                if p in states
-            }
-        )
+    groups: list[_Options] = []
+    state: dict[str, _Options] = {}
+    rows = zip(optimizer.param_groups, parameters, strict=True)
+    for group_index, (options, group_parameters) in enumerate(rows):
+        group_names = []
+        for index, parameter in enumerate(group_parameters):
+            name = _parameter_name(parameter, names, group_index, index)
+            group_names.append(name)
+            if parameter in states:
+                state[name] = dict(states[parameter])
+        groups.append({**_without_parameters(options), "params": group_names})
     if strategy.sharded:
-        _unite_names(strategy, groups)
-    kind = type(optimizer).__name__
-    exchanged = {_EXCHANGED: True} if _EXCHANGED in vars(optimizer) else {}
-    return {
-        _CLASS: kind,
+        _merge_names(strategy, groups)
+    saved: dict[str, Any] = {
+        _CLASS: type(optimizer).__name__,
         "state": state,
         "param_groups": groups,
         _CONFIGURED: configured(optimizer),
-        **exchanged,
     }
+    if _EXCHANGED in vars(optimizer):
+        saved[_EXCHANGED] = True
+    return saved
+
+
+def _without_parameters(group: Mapping[str, Any]) -> _Options:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def without_wrapper_names(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """An `optimizer_state` whose parameters have their names without wrappers, as it is saved today."""
-    if not any(
-        "_orig_mod." in str(name)
-        for group in saved["param_groups"]
-        for name in group["params"]
-    ):
+    groups = saved["param_groups"]
+    if not any(_has_wrapper_names(group) for group in groups):
         return saved
-    groups = [
-        {**group, "params": [state_name(name) for name in group["params"]]}
-        for group in saved["param_groups"]
-    ]
+    renamed_groups = []
+    for group in groups:
+        names = [state_name(name) for name in group["params"]]
+        renamed_groups.append({**group, "params": names})
     state = {state_name(name): values for name, values in saved["state"].items()}
-    return {**saved, "state": state, "param_groups": groups}
+    return {**saved, "state": state, "param_groups": renamed_groups}
+
+
+def _has_wrapper_names(group: Mapping[str, Any]) -> bool:
+    return any("_orig_mod." in str(name) for name in group["params"])
 
 
 def owned_parameters(
@@ -106,29 +111,30 @@ def owned_parameters(
 
 def parameter_names(strategy: Strategy, module: nn.Module) -> dict[int, str]:
     """The names of a module's parameters in checkpoints, by parameter id."""
-    others = strategy.shared_names(module)
-    named = (
-        (state_name(name), parameter) for name, parameter in module.named_parameters()
-    )
-    return {id(parameter): others.get(name, name) for name, parameter in named}
+    shared_names = strategy.shared_names(module)
+    names = {}
+    for module_name, parameter in module.named_parameters():
+        name = state_name(module_name)
+        names[id(parameter)] = shared_names.get(name, name)
+    return names
 
 
-def _unite_names(strategy: Strategy, groups: list[dict[str, Any]]) -> None:
+def _merge_names(strategy: Strategy, groups: list[_Options]) -> None:
     """Pipeline stages have different parameters in the same groups: give each group the names of all ranks."""
-    own = [group["params"] for group in groups]
-    digest = zlib.crc32(repr(own).encode())
-    rows = strategy.world.agree([digest])
-    if all(row == rows[0] for row in rows):
+    local_names = [group["params"] for group in groups]
+    digest = zlib.crc32(repr(local_names).encode())
+    digests = strategy.world.agree([digest])
+    if all(digest == digests[0] for digest in digests):
         return
-    for group, *everyone in zip(
-        groups, *strategy.world.all_gather_object(own), strict=True
-    ):
-        group["params"] = list(
-            dict.fromkeys(name for names in everyone for name in names)
-        )
+    names_by_rank = strategy.world.all_gather_object(local_names)
+    for index, group in enumerate(groups):
+        merged: dict[str, None] = {}  # a set that keeps the order of the ranks
+        for rank_names in names_by_rank:
+            merged.update(dict.fromkeys(rank_names[index]))
+        group["params"] = list(merged)
 
 
-def _name(
+def _parameter_name(
     parameter: nn.Parameter, names: Mapping[int, str], group: int, index: int
 ) -> str:
     return names.get(
@@ -139,11 +145,11 @@ def _name(
 def restore_optimizer(
     strategy: Strategy,
     optimizer: Optimizer,
-    own: Sequence[Sequence[nn.Parameter]],
+    parameter_groups: _ParameterGroups,
     saved: Mapping[str, Any],
     names: Mapping[int, str],
     say: Callable[[str], None],
-    weights: Mapping[str, Any] | None = None,
+    weights: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Restore `optimizer_state`. An option whose configured value differs from the checkpoint's keeps the new value.
 
@@ -153,7 +159,7 @@ def restore_optimizer(
     Args:
         strategy: that steps it.
         optimizer: as it is configured.
-        own: its `owned_parameters`, a collective call: in this function one rank alone may fail.
+        parameter_groups: its `owned_parameters`, a collective call: in this function one rank alone may fail.
         saved: what `optimizer_state` returned.
         names: from `parameter_names`.
         say: prints a line.
@@ -166,65 +172,75 @@ def restore_optimizer(
     Raises:
         CheckpointError: it is the state of another class, or of other groups.
     """
-    was, kind = saved.get(_CLASS), type(optimizer).__name__
+    class_saved, class_now = saved.get(_CLASS), type(optimizer).__name__
     if saved.get(_EXCHANGED) and _EXCHANGED not in vars(optimizer):
-        _check_exchanged(optimizer, own, saved, names)
-    if was not in (
-        None,
-        kind,
-    ):  # its moments may have the same names and mean something else
+        _check_exchanged(optimizer, parameter_groups, saved, names)
+    # Moments of another class may have the same names and mean something else.
+    if class_saved not in (None, class_now):
         raise CheckpointError(
             "optimizer_states",
             _CLASS,
-            f"it holds the state of {was}, but the optimizer of this run is {kind}",
-            fix=f"configure {was}, or start a new run from the weights alone",
+            f"it holds the state of {class_saved}, but the optimizer of this run is {class_now}",
+            fix=f"configure {class_saved}, or start a new run from the weights alone",
         )
-    if len(saved["param_groups"]) != len(optimizer.param_groups):
+    saved_groups = saved["param_groups"]
+    if len(saved_groups) != len(optimizer.param_groups):
         raise CheckpointError(
             "optimizer_states",
             "param_groups",
-            f"{len(saved['param_groups'])} groups were saved, the optimizer has {len(optimizer.param_groups)}",
+            f"{len(saved_groups)} groups were saved, the optimizer has {len(optimizer.param_groups)}",
         )
-    today, now = configured(optimizer), _options(optimizer)
-    then = saved.get(_CONFIGURED, today)
     if saved.get(BY_POSITION):
-        _check_positions(strategy, own, saved["param_groups"])
+        _check_positions(strategy, parameter_groups, saved_groups)
         names = {}
+    groups, reconfigured = _merge_options(optimizer, saved, say)
     state: dict[nn.Parameter, Any] = {}
-    groups, kept_today = [], {}
-    for number, (group, old) in enumerate(zip(own, saved["param_groups"], strict=True)):
-        for i, parameter in enumerate(group):
-            name = _name(parameter, names, number, i)
-            if name in saved["state"]:
-                old_state = saved["state"][name]
-                if (
-                    not strategy.keeps_gradients
-                ):  # otherwise the state belongs to a parameter of the engine
-                    old_state = _following(
-                        old_state, (weights or {}).get(name), parameter
-                    )
-                state[parameter] = old_state
-        options = {k: v for k, v in old.items() if k != "params"}
-        for key, value in today[number].items():
+    for group_index, group in enumerate(parameter_groups):
+        for index, parameter in enumerate(group):
+            name = _parameter_name(parameter, names, group_index, index)
+            if name not in saved["state"]:
+                continue
+            parameter_state = saved["state"][name]
             if (
-                key in options
-                and key in then[number]
-                and not _same(then[number][key], value)
-            ):
-                options[key] = value
-                if key != "initial_lr":
-                    kept_today[key] = value
-                    say(
-                        f"{key}: {value} as configured now, not {then[number].get(key)} as in the checkpoint"
-                    )
-        groups.append({**now[number], **options})
+                not strategy.keeps_gradients
+            ):  # otherwise it belongs to a parameter of the engine
+                weight = (weights or {}).get(name)
+                parameter_state = _cast_with_weight(parameter_state, weight, parameter)
+            state[parameter] = parameter_state
     strategy.load_optimizer_state(optimizer, groups, state)
-    return kept_today
+    return reconfigured
+
+
+def _merge_options(
+    optimizer: Optimizer, saved: Mapping[str, Any], say: Callable[[str], None]
+) -> tuple[list[_Options], _Options]:
+    """The options of each group, as saved unless the user configures another value than then; and those values.
+
+    ``initial_lr`` follows ``lr`` and is not reported.
+    """
+    configured_now = configured(optimizer)
+    configured_then = saved.get(_CONFIGURED, configured_now)
+    groups: list[_Options] = []
+    reconfigured: _Options = {}
+    for index, present in enumerate(_options(optimizer)):
+        options = _without_parameters(saved["param_groups"][index])
+        before = configured_then[index]
+        for key, value in configured_now[index].items():
+            if key not in options or key not in before or _equal(before[key], value):
+                continue
+            options[key] = value
+            if key != "initial_lr":
+                reconfigured[key] = value
+                say(
+                    f"{key}: {value} as configured now, not {before.get(key)} as in the checkpoint"
+                )
+        groups.append({**present, **options})
+    return groups, reconfigured
 
 
 def _check_exchanged(
     optimizer: Optimizer,
-    own: Sequence[Sequence[nn.Parameter]],
+    parameter_groups: _ParameterGroups,
     saved: Mapping[str, Any],
     names: Mapping[int, str],
 ) -> None:
@@ -233,36 +249,58 @@ def _check_exchanged(
     Raises:
         CheckpointError: the class, the options or the parameters differ.
     """
-    known, groups = set(names.values()), saved["param_groups"]
-    then = [
-        known.intersection(group["params"]) for group in groups
-    ]  # of those that this rank has
-    now = [known.intersection(names.get(id(p), "") for p in group) for group in own]
-    same = len(groups) == len(optimizer.param_groups) and all(
-        all(_same(a[key], b[key]) for key in a.keys() & b.keys())
-        for a, b in zip(saved[_CONFIGURED], configured(optimizer), strict=False)
+    if (
+        saved[_CLASS] == type(optimizer).__name__
+        and _has_parameters(parameter_groups, saved["param_groups"], names)
+        and _has_options(optimizer, saved)
+    ):
+        return
+    raise CheckpointError(
+        "optimizer_states",
+        None,
+        f"trainer.optimizers = [...] had replaced this optimizer by {saved[_CLASS]}",
+        fix="set trainer.optimizers in on_load_checkpoint too, if trainer.training, and not again before a step",
     )
-    if not same or then != now or saved[_CLASS] != type(optimizer).__name__:
-        raise CheckpointError(
-            "optimizer_states",
-            None,
-            f"trainer.optimizers = [...] had replaced this optimizer by {saved[_CLASS]}",
-            fix="set trainer.optimizers in on_load_checkpoint too, if trainer.training, and not again before a step",
-        )
+
+
+def _has_parameters(
+    parameter_groups: _ParameterGroups,
+    saved_groups: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+) -> bool:
+    """Whether the groups have the saved parameters, as far as this rank has them."""
+    local_names = set(names.values())
+    saved_names = [local_names.intersection(group["params"]) for group in saved_groups]
+    group_names = []
+    for group in parameter_groups:
+        parameters = [names.get(id(parameter), "") for parameter in group]
+        group_names.append(local_names.intersection(parameters))
+    return saved_names == group_names
+
+
+def _has_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+    """Whether the groups are configured as the saved ones were; options that only one side has do not count."""
+    if len(saved["param_groups"]) != len(optimizer.param_groups):
+        return False
+    for before, now in zip(saved[_CONFIGURED], configured(optimizer), strict=False):
+        for key in before.keys() & now.keys():
+            if not _equal(before[key], now[key]):
+                return False
+    return True
 
 
 def _check_positions(
-    strategy: Strategy, own: Sequence[Sequence[nn.Parameter]], groups: Sequence[Any]
+    strategy: Strategy,
+    parameter_groups: _ParameterGroups,
+    saved_groups: Sequence[Mapping[str, Any]],
 ) -> None:
     """Refuse state without names where a position may be another parameter's.
 
     Raises:
         CheckpointError: a rank may have only some parameters, or the groups are of other sizes.
     """
-    then, now = (
-        [len(group["params"]) for group in groups],
-        [len(group) for group in own],
-    )
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    sizes = [len(group) for group in parameter_groups]
     if strategy.sharded:
         raise CheckpointError(
             "optimizer_states",
@@ -270,46 +308,49 @@ def _check_positions(
             f"an imported file names no parameters, and {strategy.name} divides them among ranks",
             fix='train one step with strategy="ddp" or on one device, save a checkpoint, and resume from that',
         )
-    if then != now:
+    if saved_sizes != sizes:
         raise CheckpointError(
             "optimizer_states",
             "param_groups",
-            f"an imported file names no parameters: it has groups of {then}, and the optimizer of {now} parameters",
+            f"an imported file names no parameters: it has groups of {saved_sizes}, and the optimizer of {sizes}"
+            " parameters",
             fix="configure the optimizer over the same parameters, or pass load_weights_only=True",
         )
 
 
-def _following(
-    own: Mapping[str, Any], weight: object, parameter: nn.Parameter
+def _cast_with_weight(
+    state: Mapping[str, Any], weight: object, parameter: nn.Parameter
 ) -> dict[str, Any]:
     """Cast state that had its weight's dtype to the parameter's present dtype; leave all other state as saved."""
-    then = weight.dtype if isinstance(weight, Tensor) else parameter.dtype
-    if then == parameter.dtype or not then.is_floating_point:
-        return dict(own)
-    return {
-        key: value.to(parameter.dtype)
-        if key != _STEP and isinstance(value, Tensor) and value.dtype == then
-        else value
-        for key, value in own.items()
-    }
+    saved_dtype = weight.dtype if isinstance(weight, Tensor) else parameter.dtype
+    cast = dict(state)
+    if saved_dtype == parameter.dtype or not saved_dtype.is_floating_point:
+        return cast
+    for key, value in state.items():
+        if key != _STEP and isinstance(value, Tensor) and value.dtype == saved_dtype:
+            cast[key] = value.to(parameter.dtype)
+    return cast
 
 
 _AS_CONFIGURED: Final = "_configured_options"
 _AFTER_TRAINING: Final = "_options_after_training"
+_RESTORED_GROUPS: Final = "_restored_groups"
+"""Attributes of an optimizer: options as configured and as the last fit left them; the index of each restored group
+that the caller has not added yet, by the ids of its parameters."""
 _FLAGS: Final = "_trained_parameters"
 """Attribute of a module: which parameters train, as configured, and as the last fit left them."""
 
 
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _options(optimizer: Optimizer) -> list[_Options]:
     """Copies of the present options of each group: schedules write in place into learning rates that are tensors."""
-    return [
-        {
-            k: v.clone() if isinstance(v, Tensor) else v
-            for k, v in group.items()
-            if k != "params"
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        options = _without_parameters(group)
+        for name, value in options.items():
+            if isinstance(value, Tensor):
+                options[name] = value.clone()
+        groups.append(options)
+    return groups
 
 
 def note_configured(optimizer: Optimizer, again: bool = True) -> None:
@@ -319,30 +360,27 @@ def note_configured(optimizer: Optimizer, again: bool = True) -> None:
     fit counts as configured with its value before that fit; any other value is the user's. ``again=False`` keeps the
     options of an earlier call.
     """
-    known = vars(optimizer)
-    if _AS_CONFIGURED in known and not again:
+    attributes = vars(optimizer)
+    if _AS_CONFIGURED in attributes and not again:
         return
-    known.pop(_EXCHANGED, None)
-    before, left = known.get(_AS_CONFIGURED, ()), known.get(_AFTER_TRAINING, ())
-    options = _options(optimizer)
-    for now, was, end in zip(options, before, left, strict=False):
-        now.update(
-            {
-                key: was[key]
-                for key, value in now.items()
-                if key in was and _same(end.get(key), value)
-            }
-        )
-    known[_AS_CONFIGURED] = options
+    attributes.pop(_EXCHANGED, None)
+    before_fit = attributes.get(_AS_CONFIGURED, ())
+    after_fit = attributes.get(_AFTER_TRAINING, ())
+    groups = _options(optimizer)
+    for options, before, after in zip(groups, before_fit, after_fit, strict=False):
+        for key, value in options.items():
+            if key in before and _equal(after.get(key), value):
+                options[key] = before[key]
+    attributes[_AS_CONFIGURED] = groups
 
 
 def configured(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options that `note_configured` kept for each group; the present options of groups that were added later."""
-    known: list[dict[str, Any]] = vars(optimizer).get(_AS_CONFIGURED, [])
-    return [*known, *_options(optimizer)[len(known) :]]
+    noted: list[_Options] = vars(optimizer).get(_AS_CONFIGURED, [])
+    return [*noted, *_options(optimizer)[len(noted) :]]
 
 
-def _same(a: object, b: object) -> bool:
+def _equal(a: object, b: object) -> bool:
     """Whether two values of an option are equal."""
     # A checkpoint may return a list for a tuple, and learning rates may be tensors.
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
@@ -352,12 +390,13 @@ def _same(a: object, b: object) -> bool:
 
 def configured_flags(module: nn.Module) -> dict[str, bool]:
     """By name, whether the user configured a parameter to be trained; an earlier fit may have changed the flag."""
-    before, left = vars(module).get(_FLAGS, ({}, {}))
-    now = {name: p.requires_grad for name, p in module.named_parameters()}
-    return {
-        name: before[name] if left.get(name) == flag else flag
-        for name, flag in now.items()
-    }
+    before_fit, after_fit = vars(module).get(_FLAGS, ({}, {}))
+    flags = {}
+    for name, parameter in module.named_parameters():
+        flag = parameter.requires_grad
+        unchanged = after_fit.get(name) == flag
+        flags[name] = before_fit[name] if unchanged else flag
+    return flags
 
 
 def reset_flags(module: nn.Module) -> None:
@@ -369,19 +408,20 @@ def reset_flags(module: nn.Module) -> None:
 
 def changed_flags(run: Fit) -> dict[str, bool]:
     """By name, whether a parameter is trained, for those whose flag changed since the run was composed."""
-    named = run.module.named_parameters()
-    return {
-        state_name(name): p.requires_grad
-        for name, p in named
-        if p.requires_grad == (name in run.frozen)
-    }
+    flags = {}
+    for name, parameter in run.module.named_parameters():
+        started_frozen = name in run.frozen
+        if parameter.requires_grad == started_frozen:
+            flags[state_name(name)] = parameter.requires_grad
+    return flags
 
 
 def restore_flags(run: Fit, flags: Mapping[str, bool]) -> None:
     """Restore `changed_flags` of parameters that start as they did then; the user's new configuration stays."""
     for name, parameter in run.module.named_parameters():
         flag = flags.get(state_name(name))
-        if flag is not None and bool(flag) == (name in run.frozen):
+        started_frozen = name in run.frozen
+        if flag is not None and bool(flag) == started_frozen:
             parameter.requires_grad_(bool(flag))
 
 
@@ -389,7 +429,7 @@ def add_groups(
     optimizer: Optimizer,
     saved: Mapping[str, Any],
     parameters: Mapping[str, nn.Parameter],
-    divided: bool,
+    sharded: bool,
 ) -> None:
     """Add the groups that the saved optimizer got after it was configured; none if one does not match.
 
@@ -399,32 +439,34 @@ def add_groups(
         optimizer: as it is configured.
         saved: its state, by name.
         parameters: of the module.
-        divided: whether a rank may have only some of the parameters.
+        sharded: whether a rank may have only some of the parameters.
     """
-    have = len(optimizer.param_groups)
-    groups, options = saved["param_groups"], saved.get("configured") or ()
-    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    added = [
-        [parameters[name] for name in group["params"] if name in parameters]
-        for group in groups[have:]
-    ]
-    known = divided or all(
-        name in parameters for group in groups[have:] for name in group["params"]
-    )
-    if (
-        not known
-        or len(options) != len(groups)
-        or any(id(p) in taken for group in added for p in group)
-    ):
+    group_count = len(optimizer.param_groups)
+    saved_groups = saved["param_groups"]
+    options = saved.get(_CONFIGURED) or ()
+    if len(options) != len(saved_groups):
         return
-    for index, own in enumerate(added, have):
-        optimizer.add_param_group({**options[index], "params": own})
-        vars(optimizer).setdefault("_restored_groups", {})[frozenset(map(id, own))] = (
-            index
-        )
+    present = {
+        id(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    added_groups: list[list[nn.Parameter]] = []
+    for group in saved_groups[group_count:]:
+        names = [name for name in group["params"] if name in parameters]
+        if len(names) < len(group["params"]) and not sharded:
+            return
+        added = [parameters[name] for name in names]
+        if any(id(parameter) in present for parameter in added):
+            return
+        added_groups.append(added)
+    for index, added in enumerate(added_groups, group_count):
+        optimizer.add_param_group({**options[index], "params": added})
+        restored_groups = vars(optimizer).setdefault(_RESTORED_GROUPS, {})
+        restored_groups[frozenset(map(id, added))] = index
 
 
-def watch_groups(run: Fit) -> Callable[[Any], None]:
+def watch_groups(run: Fit) -> Callable[[object], None]:
     """Train parameters that are added to an optimizer during the fit, from the next backward on.
 
     This wraps ``add_param_group`` of each optimizer: comparing the groups in each step would cost every run.
@@ -434,35 +476,36 @@ def watch_groups(run: Fit) -> Callable[[Any], None]:
     """
     optimizers = run.stepper.made.optimizers
 
-    def end(_: Any = None) -> None:
+    def unwrap(_: object = None) -> None:
         for optimizer in optimizers:
-            _end_watch(optimizer)
-        left = {name: p.requires_grad for name, p in run.module.named_parameters()}
-        vars(run.module)[_FLAGS] = (
-            {name: name not in run.frozen for name in left},
-            left,
-        )
+            _unwrap_add_group(optimizer)
+        after_fit = {
+            name: parameter.requires_grad
+            for name, parameter in run.module.named_parameters()
+        }
+        before_fit = {name: name not in run.frozen for name in after_fit}
+        vars(run.module)[_FLAGS] = (before_fit, after_fit)
 
     for optimizer in optimizers:
-        _watch(run, optimizer)
-    return end
+        _wrap_add_group(run, optimizer)
+    return unwrap
 
 
-def _watch(run: Fit, optimizer: Optimizer) -> None:
+def _wrap_add_group(run: Fit, optimizer: Optimizer) -> None:
     add = optimizer.add_param_group
 
-    def add_param_group(param_group: dict[str, Any]) -> None:
-        if _is_there(optimizer, param_group):
+    def add_param_group(param_group: _Options) -> None:
+        if _match_restored_group(optimizer, param_group):
             return
         add(param_group)
-        started: list[dict[str, Any]] = vars(optimizer)[_AS_CONFIGURED]
-        started += _options(optimizer)[len(started) :]
+        noted: list[_Options] = vars(optimizer)[_AS_CONFIGURED]
+        noted += _options(optimizer)[len(noted) :]
         run.stepper.read_groups()
 
     vars(optimizer)["add_param_group"] = add_param_group
 
 
-def _end_watch(optimizer: Optimizer) -> None:
+def _unwrap_add_group(optimizer: Optimizer) -> None:
     vars(optimizer).pop("add_param_group", None)
     vars(optimizer)[_AFTER_TRAINING] = _options(optimizer)
 
@@ -481,12 +524,12 @@ def exchange_optimizers(
     Raises:
         ConfigurationError: an element is not an optimizer, or the run cannot exchange its optimizers for these.
     """
-    optimizers = [OptimizerProxy.unwrapped(one) for one in optimizers]
-    for one in optimizers:
-        if not isinstance(one, Optimizer):
+    optimizers = [OptimizerProxy.unwrapped(optimizer) for optimizer in optimizers]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
                 "this is not an optimizer",
-                found=repr(one),
+                found=repr(optimizer),
                 fix="assign a list: trainer.optimizers = [optimizer]",
             )
     if has_guard:
@@ -495,49 +538,54 @@ def exchange_optimizers(
             found="NaNGuard, which goes back to states of the optimizers before",
             fix="leave NaNGuard out, or change their param_groups",
         )
-    before = list(run.stepper.made.optimizers)
-    restored = (
+    replaced = list(run.stepper.made.optimizers)
+    drops_restored_state = (
         resumed
         and run.stepper.trained is None
-        and any(optimizer.state for optimizer in before)
+        and any(optimizer.state for optimizer in replaced)
     )
-    schedulers = run.stepper.replace(optimizers)
-    for optimizer in before:
-        _end_watch(optimizer)
+    stale_schedulers = run.stepper.replace(optimizers)
+    for optimizer in replaced:
+        _unwrap_add_group(optimizer)
     for optimizer in optimizers:
         note_configured(optimizer)
         vars(optimizer)[_EXCHANGED] = True
-        _watch(run, optimizer)
+        _wrap_add_group(run, optimizer)
     check_parameters(run.stepper.made, run.module, run.strategy, run.say)
-    if restored:
+    if drops_restored_state:
         run.say(
             "trainer.optimizers = ... drops the state of the optimizers that the checkpoint restored"
         )
-    if schedulers:
+    if stale_schedulers:
         run.say(
-            f"{schedulers} schedulers change optimizers that trainer.optimizers = ... has replaced"
+            f"{stale_schedulers} schedulers change optimizers that trainer.optimizers = ... has replaced"
         )
 
 
-def _is_there(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+def _match_restored_group(optimizer: Optimizer, group: _Options) -> bool:
     """Whether the checkpoint restored this group; an option that the caller passes with a new value keeps it."""
-    restored: dict[frozenset[int], int] = vars(optimizer).get("_restored_groups", {})
+    restored: dict[frozenset[int], int] = vars(optimizer).get(_RESTORED_GROUPS, {})
     if not restored:
         return False
-    given = group["params"]
-    group["params"] = [given] if isinstance(given, Tensor) else list(given)
-    key = frozenset(id(p[1] if isinstance(p, tuple) else p) for p in group["params"])
+    parameters = group["params"]
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    group["params"] = (
+        parameters  # an iterator is read once; the caller's add_param_group reads it again
+    )
+    # torch also takes (name, parameter) pairs.
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    key = frozenset(map(id, tensors))
     if key not in restored:
         return False
     index = restored.pop(key)
-    then = vars(optimizer)[_AS_CONFIGURED][index]
-    today = {
+    noted = vars(optimizer)[_AS_CONFIGURED][index]
+    changed = {
         name: value
-        for name, value in group.items()
-        if name != "params" and then.get(name) != value
+        for name, value in _without_parameters(group).items()
+        if noted.get(name) != value
     }
-    optimizer.param_groups[index].update(today)
-    then.update(today)
+    optimizer.param_groups[index].update(changed)
+    noted.update(changed)
     return True
 
 
@@ -551,18 +599,19 @@ def restore_scheduler(
         saved: its state.
         keeps_rates: whether base learning rates keep the values that the user configures now.
     """
-    today = [
-        (part, part.base_lrs)
-        for part in scheduler_parts(scheduler)
-        if hasattr(part, "base_lrs")
+    base_rates = [
+        (nested, nested.base_lrs)
+        for nested in scheduler_parts(scheduler)
+        if hasattr(nested, "base_lrs")
     ]
     scheduler.load_state_dict(dict(saved))
-    for part, rates in today if keeps_rates else ():
-        part.base_lrs = rates
+    if keeps_rates:
+        for nested, rates in base_rates:
+            nested.base_lrs = rates
 
 
 def scheduler_parts(scheduler: Any) -> Iterator[Any]:
     """A scheduler and, recursively, its parts (``SequentialLR``, ``ChainedScheduler``)."""
     yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
-        yield from scheduler_parts(part)
+    for nested in getattr(scheduler, "_schedulers", ()):
+        yield from scheduler_parts(nested)

@@ -31,9 +31,9 @@ REPORT: Final = "report.html"
 """The page of a run, in its directory."""
 _FORMAT: Final = "trainer_kit.runs"
 _VERSION: Final = 1
-_LARGEST: Final = 16 << 20
+_MAX_BYTES: Final = 16 << 20
 _MARK: Final = _FORMAT.encode()
-_KINDS: Final[dict[str, tuple[type, ...]]] = {
+_FIELD_TYPES: Final[dict[str, tuple[type, ...]]] = {
     **dict.fromkeys(("number", "fit", "seed", "step"), (int,)),
     **dict.fromkeys(("launches", "args", "loggers", "checkpoints"), (list,)),
     **dict.fromkeys(("stopped", "finished"), (str, type(None))),
@@ -94,13 +94,14 @@ class RunRecord:
     directory: str = ""
 
     @property
-    def places(self) -> list[str]:
+    def checkpoint_directories(self) -> list[str]:
         """`checkpoints`, where they are now: directories that moved together with the record are found next to it."""
-        found = []
-        for place in self.checkpoints:
-            moved = self._beside(place)
-            found.append(moved if moved and os.path.isdir(moved) else place)
-        return found
+        directories = []
+        for recorded in self.checkpoints:
+            moved = self._moved_path(recorded)
+            is_moved = moved and os.path.isdir(moved)
+            directories.append(moved if is_moved else recorded)
+        return directories
 
     def is_attempt_of(self, other: RunRecord) -> bool:
         """Whether this run, read from its directory, is an earlier attempt at the run ``other``.
@@ -108,37 +109,38 @@ class RunRecord:
         Root and script may be where they were, or where they are now relative to this record: a directory may have
         been moved, or be reached through a symbolic link.
         """
-        same = (self.fit, self.name) == (other.fit, other.name)
-        return (
-            same
-            and self.is_at(self.root, other.root)
-            and self.is_at(self.script, other.script)
+        if (self.fit, self.name) != (other.fit, other.name):
+            return False
+        return self.means_path(self.root, other.root) and self.means_path(
+            self.script, other.script
         )
 
-    def is_at(self, recorded: str, path: str) -> bool:
+    def means_path(self, recorded: str, path: str) -> bool:
         """Whether ``recorded``, a root or a script of this record, is ``path`` today."""
         if not path or not recorded or is_url(path) or is_url(recorded):
             return path == recorded
-        return os.path.realpath(path) in map(
-            os.path.realpath, filter(None, [recorded, self._beside(recorded)])
-        )
+        target = os.path.realpath(path)
+        if os.path.realpath(recorded) == target:
+            return True
+        moved = self._moved_path(recorded)
+        return bool(moved) and os.path.realpath(moved) == target
 
-    def placed(self) -> RunRecord:
+    def with_relative_paths(self) -> RunRecord:
         """This record with the relative path from its directory to every local path in it."""
-        here = os.path.realpath(self.directory)
-        local = [
-            path
-            for path in (self.root, self.script, *self.checkpoints)
-            if path and not is_url(path)
-        ]
-        return replace(self, from_here={path: _relative(path, here) for path in local})
+        directory = os.path.realpath(self.directory)
+        relative_paths = {}
+        for path in (self.root, self.script, *self.checkpoints):
+            if path and not is_url(path):
+                relative_paths[path] = _relative_path(path, directory)
+        return replace(self, from_here=relative_paths)
 
-    def _beside(self, path: str) -> str:
+    def _moved_path(self, path: str) -> str:
+        """Where ``path`` lies if it moved together with this record; "" if its relative path is not recorded."""
         relative = self.from_here.get(path)
-        return (
-            os.path.normpath(os.path.join(os.path.realpath(self.directory), relative))
-            if relative
-            else ""
+        if not relative:
+            return ""
+        return os.path.normpath(
+            os.path.join(os.path.realpath(self.directory), relative)
         )
 
     @property
@@ -169,7 +171,7 @@ def record_problem(file: Path) -> str:
 
 
 def _read(file: Path) -> list[RunRecord]:
-    raw = read_file(file, _LARGEST)
+    raw = read_file(file, _MAX_BYTES)
     if not raw:
         raise CheckpointError(file, None, "is empty")
     try:
@@ -177,7 +179,7 @@ def _read(file: Path) -> list[RunRecord]:
     except CheckpointError:
         if _MARK in raw[:200]:
             raise
-        content = None
+        content = None  # another program's file, which need not be JSON
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(file, "format", "is not a record of runs")
     version = content.get("version")
@@ -192,34 +194,32 @@ def _read(file: Path) -> list[RunRecord]:
         raise CheckpointError(
             file, "checksum", "was edited or damaged: its checksum does not match"
         )
-    found = (
-        [_record(entry, file) for entry in entries]
-        if isinstance(entries, list)
-        else [None]
-    )
-    records = [record for record in found if record is not None]
-    if len(records) != len(found):
-        raise CheckpointError(
-            file, "runs", "holds an entry that is not a record of a run"
-        )
+    records = []
+    for entry in entries if isinstance(entries, list) else [None]:
+        record = _parse_record(entry, file)
+        if record is None:
+            raise CheckpointError(
+                file, "runs", "holds an entry that is not a record of a run"
+            )
+        records.append(record)
     return records
 
 
-def _record(entry: object, file: Path) -> RunRecord | None:
+def _parse_record(entry: object, file: Path) -> RunRecord | None:
     if not isinstance(entry, dict):
         return None
-    entry = {"from_here": {}, **entry}  # older files lack it
+    values = {"from_here": {}, **entry}  # older files lack it
     names = [field.name for field in fields(RunRecord) if field.name != "directory"]
-    if any(
-        name not in entry or not isinstance(entry[name], _KINDS.get(name, (str,)))
-        for name in names
-    ):
-        return None
-    places = [*entry["checkpoints"], *entry["from_here"].values(), *entry["from_here"]]
-    if not all(isinstance(place, str) and "\0" not in place for place in places):
-        return None
+    for name in names:
+        types = _FIELD_TYPES.get(name, (str,))
+        if name not in values or not isinstance(values[name], types):
+            return None
+    relative_paths = values["from_here"]
+    for path in (*values["checkpoints"], *relative_paths, *relative_paths.values()):
+        if not isinstance(path, str) or "\0" in path:
+            return None
     return RunRecord(
-        **{name: entry[name] for name in names}, directory=str(file.parent)
+        **{name: values[name] for name in names}, directory=str(file.parent)
     )
 
 
@@ -241,33 +241,21 @@ def write_record(record: RunRecord) -> bool:
     try:
         if record.status == "running":
             directory.mkdir(parents=True, exist_ok=True)
-        with _alone(directory):
-            others: list[RunRecord] = []
-            if os.path.lexists(file):
-                try:
-                    others = _read(file)
-                except CheckpointError as error:
-                    if error.key in ("format", "version"):
-                        return False
-                    os.replace(file, file.with_name(f"{RUN}.damaged"))
-            kept = [
+        with _directory_lock(directory):
+            try:
+                existing = _read(file) if os.path.lexists(file) else []
+            except CheckpointError as error:
+                if error.key in ("format", "version"):
+                    return False
+                os.replace(file, file.with_name(f"{RUN}.damaged"))
+                existing = []
+            records = [
                 other
-                for other in others
+                for other in existing
                 if other.id != record.id and not other.is_attempt_of(record)
             ]
-            runs = [
-                {k: v for k, v in asdict(r).items() if k != "directory"}
-                for r in (*kept, record.placed())
-            ]
-            content = {
-                "format": _FORMAT,
-                "version": _VERSION,
-                "checksum": _checksum(runs),
-                "runs": runs,
-            }
-            replace_file(
-                file, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600
-            )
+            records.append(record.with_relative_paths())
+            replace_file(file, _file_content(records), mode=0o600)
     except OSError as error:
         fix = "choose a directory that this process may write to (default_root_dir=, the logger's save_dir)"
         raise CheckpointError(
@@ -276,8 +264,23 @@ def write_record(record: RunRecord) -> bool:
     return True
 
 
+def _file_content(records: list[RunRecord]) -> bytes:
+    runs = []
+    for record in records:
+        entry = asdict(record)
+        del entry["directory"]  # where it was read from
+        runs.append(entry)
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "checksum": _checksum(runs),
+        "runs": runs,
+    }
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
+def _directory_lock(directory: Path) -> Iterator[None]:
     """Lock the directory, where the file system can: runs that share it do not overwrite each other's records."""
     if os.name == "nt":
         yield
@@ -293,8 +296,8 @@ def _alone(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _relative(path: str, here: str) -> str:
+def _relative_path(path: str, directory: str) -> str:
     try:
-        return os.path.relpath(os.path.realpath(path), here)
+        return os.path.relpath(os.path.realpath(path), directory)
     except ValueError:  # another drive
         return ""

@@ -6,14 +6,14 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 from torch import nn
 
 from trainer_kit.checkpoint.lock import is_free
 from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
 from trainer_kit.checkpoint.read import (
-    OF_A_RUN,
+    RUN_PARTS,
     describe_existing,
     is_complete,
     missing_checkpoint,
@@ -38,7 +38,13 @@ from trainer_kit.core.errors import (
 from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
-from trainer_kit.state.collect import fitting, own_part, plain_hparams
+from trainer_kit.state.collect import (
+    State,
+    checkpoint_errors,
+    plain_hparams,
+    rank_part_name,
+)
+from trainer_kit.state.records import RunRecord
 from trainer_kit.state.runs import (
     KeepsCheckpoints,
     RunFiles,
@@ -53,9 +59,9 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = [
     "Search",
     "compare_hparams",
-    "held_of",
     "holds_weights",
     "load_weights",
+    "local_tensors",
     "read_rest",
     "read_start",
     "read_state",
@@ -96,66 +102,72 @@ class Search:
             A checkpoint or None; whether only its weights count; and the line to print once the step is known, which
             replaces ``{step}`` in it. A line that needs no step is printed here.
         """
-        files, old = self.files, self.files.continued
-        end = ""
-        if old is not None:
-            same = files.record is None or files.record.args == old.args
-            again = (
-                ""
-                if same
-                else f"; it was started with: {' '.join(old.args) or 'nothing'}"
-            )
-            end = f"{again}{f'; {discarded(removed)}' if removed else ''}"
-            path = on_rank_zero(self.world, lambda: self._newest_of(old.id))
-            if path is not None:
-                done = ", which has finished" if old.status == "finished" else ""
-                return (
-                    path,
-                    False,
-                    f"resuming from step {{step}} (verified) of run {old.directory}{done}{end}",
-                )
-            files.say(
-                f"run {old.directory} has no checkpoint yet: starting it from the beginning{end}"
-            )
+        files = self.files
+        if files.continued is not None:
+            resumed = self._resume_run(files.continued, removed)
+            if resumed is not None:
+                path, line = resumed
+                return path, False, line
         elif files.resume == "auto" and files.records:
-            earlier = files.record is not None and files.record.number > 1
-            newest = (
-                on_rank_zero(self.world, self._newest_of_other_runs)
-                if earlier
-                else None
+            self._report_new_run()
+        start = self.find(ckpt_path, resumable_first=not weights_only)
+        if weights_only:
+            return start, True, f"starting from the weights in {start}"
+        return start, False, f"resuming from step {{step}} ({start})"
+
+    def _resume_run(
+        self, run: RunRecord, removed: list[str]
+    ) -> tuple[Location, str] | None:
+        """The newest checkpoint of this run and the line about it; None, after a line, if it has none yet."""
+        details = ""
+        record = self.files.record
+        if record is not None and record.args != run.args:
+            details += f"; it was started with: {' '.join(run.args) or 'nothing'}"
+        if removed:
+            details += f"; {discarded(removed)}"
+        path = on_rank_zero(self.world, lambda: self._newest_of_run(run.id))
+        if path is None:
+            self.files.say(
+                f"run {run.directory} has no checkpoint yet: starting it from the beginning{details}"
             )
-            hint = (
-                ""
-                if newest is None
-                else f'; fit(ckpt_path="{newest}") continues from the newest checkpoint there'
-            )
-            files.say(f'resume="auto": {self._why_new()}: starting a new run{hint}')
-        path = self.find(ckpt_path, whole_first=not weights_only)
-        found = (
-            f"starting from the weights in {path}"
-            if weights_only
-            else f"resuming from step {{step}} ({path})"
+            return None
+        if run.status == "finished":
+            details = f", which has finished{details}"
+        return (
+            path,
+            f"resuming from step {{step}} (verified) of run {run.directory}{details}",
         )
-        return path, weights_only, found
 
-    def _newest_of(self, run: str) -> Location | None:
+    def _report_new_run(self) -> None:
+        files = self.files
+        newest = None
+        if files.record is not None and files.record.number > 1:
+            newest = on_rank_zero(self.world, self._newest_of_other_runs)
+        hint = ""
+        if newest is not None:
+            hint = f'; fit(ckpt_path="{newest}") continues from the newest checkpoint there'
+        files.say(f'resume="auto": {self._new_run_reason()}: starting a new run{hint}')
+
+    def _newest_of_run(self, run_id: str) -> Location | None:
         recorded = self.files.recorded_directories(self.callbacks)
-        return self._newest_verified(distinct([*recorded, *self._directories()]), run)
+        return self._newest_verified(
+            distinct([*recorded, *self._directories()]), run_id
+        )
 
-    def _why_new(self) -> str:
+    def _new_run_reason(self) -> str:
         record = self.files.record
         if record is None:
             return "this run keeps no checkpoints"
         return f"no unfinished run of {record.program} in {record.root}"
 
     def find(
-        self, ckpt_path: str | os.PathLike[str] | None, whole_first: bool = False
+        self, ckpt_path: str | os.PathLike[str] | None, resumable_first: bool = False
     ) -> Location | None:
         """The path that ``ckpt_path`` means; None for None, and for ``"last"`` before the first checkpoint of a fit.
 
         Args:
             ckpt_path: as the user gave it. For ``"last"`` damaged checkpoints are skipped, and named.
-            whole_first: for ``"last"``, a checkpoint of weights alone is taken only where there is nothing else.
+            resumable_first: for ``"last"``, a checkpoint of weights alone is taken only where there is nothing else.
 
         Raises:
             MissingCheckpointError: there is no such checkpoint; the message says which ones exist.
@@ -165,7 +177,7 @@ class Search:
         if ckpt_path == "best":
             return self._best()
         if ckpt_path == "last":
-            return self._last(whole_first)
+            return self._last(resumable_first)
         if not isinstance(ckpt_path, (str, os.PathLike)):
             raise ConfigurationError(
                 'ckpt_path must be a path, a URL, "last" or "best"',
@@ -193,32 +205,22 @@ class Search:
             " newest checkpoint in its directory",
         )
 
-    def _last(self, whole_first: bool) -> Location | None:
+    def _last(self, resumable_first: bool) -> Location | None:
         directories = self._directories()
         newest = on_rank_zero(
             self.world,
-            lambda: self._newest_verified(directories, whole_first=whole_first),
+            lambda: self._newest_verified(directories, resumable_first=resumable_first),
         )
         if newest is not None:
             return newest
         shown = ", ".join(map(str, directories))
-        other = on_rank_zero(self.world, self._newest_of_other_runs)
+        of_another_run = on_rank_zero(self.world, self._newest_of_other_runs)
         if not self.fits:
-            found = (
-                f"{other}, of another run"
-                if other is not None
-                else "none of another run beside it either"
-            )
-            fix = None if other is None else f'to take it, name it: ckpt_path="{other}"'
-            raise MissingCheckpointError(
-                "last", f"no checkpoint is in {shown} yet", found=found, fix=fix
-            )
+            raise _no_checkpoint(shown, of_another_run)
         # The same command starts a run and continues it.
-        hint = (
-            ""
-            if other is None
-            else f'; to continue another run, name its checkpoint: ckpt_path="{other}"'
-        )
+        hint = ""
+        if of_another_run is not None:
+            hint = f'; to continue another run, name its checkpoint: ckpt_path="{of_another_run}"'
         self.files.say(
             f"no checkpoint is in {shown} yet: this run starts from the beginning{hint}"
         )
@@ -226,36 +228,34 @@ class Search:
 
     def _newest_of_other_runs(self) -> Location | None:
         """The newest checkpoint of runs in the directories beside this one's, for a message: it is never taken."""
-        root = absolute(self.files.root)
-        places = [
-            absolute(directory / "checkpoints")
-            for directory in self.files.run_directories()
+        run_directories = self.files.run_directories()
+        directories = [
+            absolute(directory / "checkpoints") for directory in run_directories
         ]
-        paths = [
-            record.path
-            for place in distinct([*places, root / "checkpoints"])
-            for record in checkpoints(place)
-        ]
+        directories.append(absolute(self.files.root) / "checkpoints")
+        paths: list[Location] = []
+        for directory in distinct(directories):
+            paths += [checkpoint.path for checkpoint in checkpoints(directory)]
         return max(paths, key=commit_order, default=None)
 
     def _check_path(self, path: Location) -> None:
         try:
-            there = path.exists()
-            several = (
-                path.is_dir() and not (path / MANIFEST).exists() and candidates(path)
-            )
+            exists = path.exists()
+            inside: list[Location] = []
+            if path.is_dir() and not (path / MANIFEST).exists():
+                inside = candidates(path)
         except OSError as error:
             raise CheckpointError(path, None, f"cannot be reached: {error}") from error
-        if not there:
+        if not exists:
             directories = self._directories()
             fix = similar(path, directories, '"last"')
             raise missing_checkpoint(path, "does not exist", directories, fix=fix)
-        if several:
+        if inside:
             raise CheckpointError(
                 path,
                 None,
                 "a directory of checkpoints, not one of them",
-                fix=f"pass {several[0]}",
+                fix=f"pass {inside[0]}",
             )
 
     def _directories(self) -> list[Location]:
@@ -269,28 +269,27 @@ class Search:
     def _newest_verified(
         self,
         directories: list[Location],
-        run: str | None = None,
-        whole_first: bool = False,
+        run_id: str | None = None,
+        resumable_first: bool = False,
     ) -> Location | None:
         """The newest sound checkpoint of these directories. Damaged newer checkpoints are named; a fit sets them aside.
 
         Args:
             directories: where to look.
-            run: look only at what this run can be continued from.
-            whole_first: as for `find`.
+            run_id: look only at what this run can be continued from.
+            resumable_first: as for `find`.
         """
-        sound: list[tuple[bool, Location]] = []
+        sound: list[Location] = []
         rejected: list[tuple[Location, CheckpointError]] = []
         for directory in directories:
             if self.fits and is_free(directory):
-                found = clean_directory(directory)
-                if found:
-                    self.files.say(f"{discarded(found)} in {directory}")
-            path, damaged = newest_verified(directory, run, whole_first)
+                removed = clean_directory(directory)
+                if removed:
+                    self.files.say(f"{discarded(removed)} in {directory}")
+            path, damaged = newest_verified(directory, run_id, resumable_first)
             rejected += damaged
             if path is not None:
-                whole = not whole_first or "progress" in read_manifest(path)["parts"]
-                sound.append((whole, path))
+                sound.append(path)
         if rejected and not sound:
             path, problem = rejected[0]
             raise CheckpointError(
@@ -299,117 +298,139 @@ class Search:
                 f"{problem.reason}; {path.parent} contains no intact checkpoint",
                 fix="pass another ckpt_path, or leave it out to start a new run",
             )
-        newest_first = sorted(
-            sound, key=lambda item: (item[0], commit_order(item[1])), reverse=True
-        )
-        chosen = newest_first[0][1] if newest_first else None
+        newest = _newest(sound, resumable_first)
         for path, problem in rejected:
-            where = (
-                f"; it is now {set_aside(path).name}"
-                if self.fits and is_free(path.parent)
-                else ""
-            )
+            renamed = ""
+            if self.fits and is_free(path.parent):
+                renamed = f"; it is now {set_aside(path).name}"
             self.files.say(
                 f"checkpoint {path.name} rejected: {Path(problem.file).name}: {problem.reason}; "
-                f"falling back to {chosen and chosen.name}{where}"
+                f"falling back to {newest and newest.name}{renamed}"
             )
-        return chosen
+        return newest
 
 
-def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
+def _newest(paths: Sequence[Location], resumable_first: bool) -> Location | None:
+    """The checkpoint that was committed last; with ``resumable_first`` among those with more than weights, if any."""
+    newest_first = sorted(paths, key=commit_order, reverse=True)
+    if resumable_first:
+        for path in newest_first:
+            if "progress" in read_manifest(path)["parts"]:
+                return path
+    return newest_first[0] if newest_first else None
+
+
+def _no_checkpoint(
+    directories: str, of_another_run: Location | None
+) -> MissingCheckpointError:
+    problem = f"no checkpoint is in {directories} yet"
+    if of_another_run is None:
+        found = "none of another run beside it either"
+        return MissingCheckpointError("last", problem, found=found, fix=None)
+    return MissingCheckpointError(
+        "last",
+        problem,
+        found=f"{of_another_run}, of another run",
+        fix=f'to take it, name it: ckpt_path="{of_another_run}"',
+    )
+
+
+def read_state(path: Location, weights_only: bool) -> State:
     """The whole state of a run; or weights, from anything that holds them, without the parts for resuming."""
-    if path.is_dir() and is_complete(path):
-        return _with_weights(
-            path, read_checkpoint(path, parts=_parts(path, weights_only))
-        )
+    if _is_checkpoint(path):
+        parts = _parts_to_read(path, weights_only)
+        return _rename_weights(path, read_checkpoint(path, parts=parts))
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
-    found = read_module(path, whole=True)
+    module_state = read_module(path, whole=True)
     return {
-        name: value
-        for name, value in found.items()
-        if name not in OF_A_RUN and not name.startswith(own_part(""))
+        name: value for name, value in module_state.items() if not _is_run_part(name)
     }
 
 
-def _parts(path: Location, weights_only: bool) -> list[str]:
-    """The parts to read: the weights, and the entries that ``on_save_checkpoint`` hooks have added."""
-    known = [
-        part
-        for part in read_manifest(path)["parts"]
-        if not part.startswith(own_part(""))
-    ]
-    return [part for part in known if part not in OF_A_RUN] if weights_only else known
+def _is_checkpoint(path: Location) -> bool:
+    return path.is_dir() and is_complete(path)
 
 
-def read_start(
-    path: Location, weights_only: bool, strategy: Strategy
-) -> dict[str, Any]:
+def _is_run_part(name: str) -> bool:
+    """Whether a part of a checkpoint serves only to resume its run."""
+    return name in RUN_PARTS or name.startswith(rank_part_name(""))
+
+
+def _parts_to_read(path: Location, weights_only: bool) -> list[str]:
+    """The shared parts; of weights alone also the entries that ``on_save_checkpoint`` hooks have added."""
+    parts = read_manifest(path)["parts"]
+    if weights_only:
+        return [part for part in parts if not _is_run_part(part)]
+    return [part for part in parts if not part.startswith(rank_part_name(""))]
+
+
+def read_start(path: Location, weights_only: bool, strategy: Strategy) -> State:
     """`read_state`; for a sharded engine only what composition needs, and None for each part that `read_rest` reads."""
 
-    def read() -> dict[str, Any]:
+    def read() -> State:
         if not strategy.sharded:
             return read_state(path, weights_only)
-        if weights_only or not (path.is_dir() and is_complete(path)):
+        if weights_only or not _is_checkpoint(path):
             return {}
-        known = read_manifest(path)["parts"]
-        return {
-            **dict.fromkeys(known),
-            **read_checkpoint(
-                path,
-                parts=[
-                    part for part in ("callbacks", "progress", "seed") if part in known
-                ],
-            ),
-        }
+        parts = read_manifest(path)["parts"]
+        needed = [part for part in ("callbacks", "progress", "seed") if part in parts]
+        return {**dict.fromkeys(parts), **read_checkpoint(path, parts=needed)}
 
     return fail_together(strategy.world, read)
 
 
-def held_of(
+def local_tensors(
     strategy: Strategy, module: nn.Module
-) -> tuple[dict[str, Any], Collection[str]]:
+) -> tuple[State, Collection[str]]:
     """The tensors of a module that this rank holds, by their names in checkpoints, and the names that others hold."""
-    like = strategy.module_state(module)
-    others = {
-        first: like[name]
-        for name, first in strategy.shared_names(module).items()
-        if name in like
-    }
-    return {**like, **others}, strategy.held_elsewhere(module)
+    state = strategy.module_state(module)
+    tensors = dict(state)
+    for name, name_in_checkpoint in strategy.shared_names(module).items():
+        if name in state:
+            tensors[name_in_checkpoint] = state[name]
+    return tensors, strategy.held_elsewhere(module)
 
 
 def read_rest(
-    state: dict[str, Any],
+    state: State,
     path: Location,
     weights_only: bool,
     strategy: Strategy,
     module: nn.Module,
-) -> dict[str, Any]:
+) -> State:
     """The whole state, after `read_start`; for a sharded engine each rank gets the parts of tensors that it holds."""
+    world = strategy.world
     if not strategy.sharded:
         return state
-    if not (path.is_dir() and is_complete(path)):
-        return fail_together(strategy.world, lambda: read_state(path, weights_only))
+    if not _is_checkpoint(path):
+        return fail_together(world, lambda: read_state(path, weights_only))
     from trainer_kit.checkpoint.sharded import (
         read_divided,
     )  # torch.distributed's planner
 
-    known, parts = read_manifest(path)["parts"], _parts(path, weights_only)
-    like, absent = fail_together(strategy.world, lambda: held_of(strategy, module))
-    elsewhere = dict.fromkeys(
-        ("model", "current_model_state", "optimizer_states"), absent
-    )
+    tensors, absent = fail_together(world, lambda: local_tensors(strategy, module))
     state = read_divided(
-        path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.side_group()
+        path,
+        tensors,
+        parts=_parts_to_read(path, weights_only),
+        elsewhere=dict.fromkeys(
+            ("model", "current_model_state", "optimizer_states"), absent
+        ),
+        group=world.side_group(),
     )
-    mine = own_part(strategy.world.rank)
-    if strategy.per_rank_state and mine in known and not weights_only:
-        state.update(read_checkpoint(path, parts=[mine]))
-    return _with_weights(path, state)
+    part_name = rank_part_name(world.rank)
+    if (
+        strategy.per_rank_state
+        and not weights_only
+        and part_name in read_manifest(path)["parts"]
+    ):
+        state.update(read_checkpoint(path, parts=[part_name]))
+    return _rename_weights(path, state)
 
 
-def _with_weights(path: Location, state: dict[str, Any]) -> dict[str, Any]:
+def _rename_weights(path: Location, state: State) -> State:
+    """The state with its weights under the name that `collect` gives them."""
     if not isinstance(state.get("model"), dict):
         raise CheckpointError(path, "model", "this checkpoint holds no weights")
     state["state_dict"] = state.pop("model")
@@ -437,18 +458,16 @@ def load_weights(
     module: TrainModule, path: Location, bus: Bus, strategy: Strategy
 ) -> str | None:
     """Put the weights of a checkpoint into a module; returns a line if its hyperparameters differ."""
-    alone = not (path.is_dir() and is_complete(path))
+    weights_only = not _is_checkpoint(path)
     if strategy.sharded:
-        state = read_rest({}, path, alone, strategy, module)
+        state = read_rest({}, path, weights_only, strategy, module)
     else:
-        state = fail_together(
-            strategy.world, lambda: read_state(path, weights_only=alone)
-        )
+        state = fail_together(strategy.world, lambda: read_state(path, weights_only))
     for hook in bus.on_load_checkpoint:
         hook(state)
 
     def load() -> None:
-        with fitting("state_dict", RuntimeError):
+        with checkpoint_errors("state_dict", RuntimeError):
             strategy.load_module_state(
                 module, state["state_dict"], module.strict_loading
             )
@@ -460,7 +479,9 @@ def load_weights(
 _MOST_NAMES: Final = 5
 
 
-def compare_hparams(hparams: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+def compare_hparams(
+    hparams: Mapping[str, object], state: Mapping[str, object]
+) -> str | None:
     """A line that names the hyperparameters of a module that a checkpoint has with another value; None without any."""
     saved = state.get("hyper_parameters")
     if not isinstance(saved, Mapping):
@@ -473,32 +494,31 @@ def compare_hparams(hparams: Mapping[str, Any], state: Mapping[str, Any]) -> str
     ]
     if not names:
         return None
-    shown = [
-        mask_secrets({name: values[name] for name in names})
-        for values in (current, saved)
-    ]
-    listed = [
-        f"{name}={shown[0][name]!r} (checkpoint: {shown[1][name]!r})"
+    masked = mask_secrets({name: current[name] for name in names})
+    masked_saved = mask_secrets({name: saved[name] for name in names})
+    differences = ", ".join(
+        f"{name}={masked[name]!r} (checkpoint: {masked_saved[name]!r})"
         for name in names[:_MOST_NAMES]
-    ]
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"hyperparameters of the module differ from the checkpoint's: {', '.join(listed)}{more}"
+    )
+    if len(names) > _MOST_NAMES:
+        differences += f" and {len(names) - _MOST_NAMES} more"
+    return f"hyperparameters of the module differ from the checkpoint's: {differences}"
 
 
-def _differ(value: Any, saved: Any) -> bool:
+def _differ(value: object, saved: object) -> bool:
     """Whether two plain values differ; other objects are not compared."""
-    plain = (bool, int, float, str, type(None))
     if isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)):
-        pairs = zip(value, saved, strict=False)
-        return len(value) != len(saved) or any(
-            _differ(one, other) for one, other in pairs
-        )
+        if len(value) != len(saved):
+            return True
+        return any(_differ(*pair) for pair in zip(value, saved, strict=True))
     if isinstance(value, Mapping) and isinstance(saved, Mapping):
         if {"repr"} in (value.keys(), saved.keys()):
-            return False
-        return value.keys() != saved.keys() or any(
-            _differ(value[key], saved[key]) for key in value
-        )
-    if isinstance(value, plain) and isinstance(saved, plain):
-        return value != saved and not (value != value and saved != saved)
-    return False
+            return False  # a value that a checkpoint holds by its repr only
+        if value.keys() != saved.keys():
+            return True
+        return any(_differ(value[key], saved[key]) for key in value)
+    plain = (bool, int, float, str, type(None))
+    if not isinstance(value, plain) or not isinstance(saved, plain):
+        return False
+    both_nan = value != value and saved != saved
+    return value != saved and not both_nan

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, final
@@ -20,22 +20,33 @@ __all__ = ["Guard"]
 
 _SHARE: Final = 200
 """A state is held at most once in so many times the time that holding one takes: 0.5 % of a run."""
+_Requests = list[tuple[str, CheckpointRequest | None]]
+"""Reason and request of each checkpoint, as in `step.requests.Requests`."""
 
 
 @final
 @dataclass(frozen=True)
-class _Held:
+class _HeldState:
+    """A state in memory.
+
+    Attributes:
+        step: completed optimizer steps in this state.
+        tree: the encoded state without its tensors.
+        tensors: of the state, by their names in ``tree``.
+        undo: undoes the effects of later steps that no checkpoint holds.
+        length: of the epoch, in windows, as far as it was known.
+    """
+
     step: int
-    tree: Any
+    tree: object
     tensors: Mapping[str, Tensor]
     undo: Callable[[], None]
     length: int
 
     def state(self) -> dict[str, Any]:
         """A copy: optimizers keep the tensors that they are given, and change them."""
-        state: dict[str, Any] = decode(
-            self.tree, {name: tensor.clone() for name, tensor in self.tensors.items()}
-        )
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        state: dict[str, Any] = decode(self.tree, tensors)
         return state
 
 
@@ -84,64 +95,78 @@ class Guard:
         most: int,
         left_out: list[int],
     ) -> None:
-        self._collect, self._restore, self._remember = collect, restore, remember
-        self._raises, self._back, self._most, self._left_out = (
-            raises,
-            back,
-            most,
-            left_out,
-        )
-        self._states: list[_Held] = []
-        self._cost = self._held_at = 0.0
-        self._until = self._first = self._published = 0
-        self._found: TrainerKitError | None = None
-        self._met = False
-        self._asked: list[tuple[int, list[tuple[str, CheckpointRequest | None]]]] = []
+        self._collect = collect
+        self._restore = restore
+        self._remember = remember
+        self._raises = raises
+        self._back = back
+        self._most = most
+        self._left_out = left_out
+        self._states: list[_HeldState] = []
+        # Monotonic seconds: what holding the newest state took, and when that was done.
+        self._cost = 0.0
+        self._held_at = 0.0
+        # A search runs steps again up to `_until`, from a state that was held before `_first`.
+        self._error: TrainerKitError | None = None
+        self._until = 0
+        self._first = 0
+        self._found_step = False
+        self._published = 0
+        # Checkpoint requests and written checkpoints, by the step after which they were taken.
+        self._requests: list[tuple[int, _Requests]] = []
         self._written: list[tuple[int, Mapping[str, bool]]] = []
 
     @property
     def searching(self) -> bool:
-        return self._found is not None
+        return self._error is not None
 
     def hold(self, run: Fit, owes_validation: bool) -> None:
         """Hold the state after this step, if one is due. The losses up to it are finite. Every rank must call it."""
-        step, world = run.progress.step, run.strategy.world
+        step = run.progress.step
         if self.searching:
             if step < self._until:
                 return
             self._end_search(run)
         if self._states and self._states[-1].step == step:
             return
-        due = not self._states or monotonic() - self._held_at >= _SHARE * self._cost
-        if world.size > 1:
-            due = any(row[0] for row in world.agree([due]))
-        if not due:
+        if not self._is_due(run):
             return
-        if (
-            not self._states
-        ):  # a checkpoint inside such a window knows the bad step that is to come
-            for bad in (one for one in self._left_out if one > step):
-                run.windows.left_out.update(
-                    range(max(step + 1, bad - self._back), bad + 1)
-                )
+        if not self._states:
+            # A checkpoint inside such a window knows the bad step that is to come.
+            for bad_step in self._left_out:
+                if bad_step > step:
+                    first = max(step + 1, bad_step - self._back)
+                    run.windows.left_out.update(range(first, bad_step + 1))
         began = monotonic()
-        tensors: dict[str, Tensor] = {}
-        state = self._collect(owes_validation)
-        state.pop("buffers", None)  # each rank keeps its own
-        tree = encode(state, tensors, sharded=run.strategy.sharded)
-        tensors = (
-            {name: tensor.detach().clone() for name, tensor in tensors.items()}
-            if run.strategy.sharded
-            else tensors
-        )
-        self._states.append(
-            _Held(step, tree, tensors, self._remember(), run.windows.length)
-        )
+        self._states.append(self._copy_state(run, owes_validation))
         while len(self._states) > 1 and self._states[1].step <= step - self._back:
             self._states.pop(0)
-        self._written = [one for one in self._written if one[0] > self._states[0].step]
+        oldest = self._states[0].step
+        self._written = [entry for entry in self._written if entry[0] > oldest]
         self._held_at = monotonic()
         self._cost = self._held_at - began
+
+    def _is_due(self, run: Fit) -> bool:
+        """Whether enough time has passed on any rank since the last state was held."""
+        world = run.strategy.world
+        is_due = not self._states or monotonic() - self._held_at >= _SHARE * self._cost
+        if world.size == 1:
+            return is_due
+        return any(row[0] for row in world.agree([is_due]))
+
+    def _copy_state(self, run: Fit, owes_validation: bool) -> _HeldState:
+        state = self._collect(owes_validation)
+        state.pop("buffers", None)  # each rank keeps its own
+        is_sharded = run.strategy.sharded
+        tensors: dict[str, Tensor] = {}
+        tree = encode(state, tensors, sharded=is_sharded)
+        if is_sharded:  # then `encode` does not copy
+            tensors = {
+                name: tensor.detach().clone() for name, tensor in tensors.items()
+            }
+        return _HeldState(
+            run.progress.step, tree, tensors, self._remember(), run.windows.length
+        )
 
     def wrote(self, step: int, paths: Mapping[str, bool]) -> None:
         """Note the checkpoints of this step: one inside a window that is left out later is written again."""
@@ -157,20 +182,20 @@ class Guard:
         """
         if self.searching or not self._states:
             return
-        self._found, self._until, self._published, self._met = (
-            error,
-            run.progress.step,
-            published,
-            False,
+        step = run.progress.step
+        self._error = error
+        self._until = step
+        self._first = step
+        self._found_step = False
+        self._published = published
+        bus = run.bus
+        bus.on_before_optimizer_step = (
+            lambda _: self._check_step(run),
+            *bus.on_before_optimizer_step,
         )
-        self._first = run.progress.step
-        run.bus.on_before_optimizer_step = (
-            lambda optimizer: self._look(run),
-            *run.bus.on_before_optimizer_step,
-        )
-        run.bus.on_train_step_end = (
-            *run.bus.on_train_step_end,
-            lambda: self._ask_again(run),
+        bus.on_train_step_end = (
+            *bus.on_train_step_end,
+            lambda: self._repeat_requests(run),
         )
         raise Rewind
 
@@ -180,16 +205,17 @@ class Guard:
 
     def rewind(self, run: Fit) -> Mapping[str, Any]:
         """Put the newest held state before the steps to leave out back, and return it. Every rank must call it."""
-        fits = [held for held in self._states if held.step < self._first]
-        held = fits[-1] if fits else self._states[0]
+        held = self._newest_before(self._first)
         del self._states[self._states.index(held) + 1 :]
+        progress, requests, metrics = run.progress, run.requests, run.metrics
         run.say(
-            f"going back from step {run.progress.step} to step {held.step}: a loss or a gradient was not finite"
+            f"going back from step {progress.step} to step {held.step}: a loss or a gradient was not finite"
         )
-        requests, metrics, seconds = run.requests, run.metrics, run.progress.seconds
+        seconds = progress.seconds
         if requests.checkpoints:
-            self._asked.append((run.progress.step, list(requests.checkpoints)))
-        requests.stop = requests.validation = None
+            self._requests.append((progress.step, list(requests.checkpoints)))
+        requests.stop = None
+        requests.validation = None
         requests.checkpoints.clear()
         metrics_feed = metrics.feed
         metrics.forget()
@@ -197,147 +223,160 @@ class Guard:
         for feed in (run.windows.feed, *run.validation.feeds):
             feed.loader_state.reopen()
         run.windows.length = held.length
-        run.micro.losses, run.micro.started = [], -1
+        run.micro.losses = []
+        run.micro.started = -1
         state = held.state()
         self._restore(state)
         held.undo()
         for parameter in run.module.parameters():
-            parameter.grad = (
-                None  # if no optimizer has it, nothing else drops its gradient
-            )
-        run.progress.seconds = seconds
+            # If no optimizer has it, nothing else drops its gradient.
+            parameter.grad = None
+        progress.seconds = seconds  # time passes in steps that run again, too
         return state
 
-    def _ask_again(self, run: Fit) -> None:
-        """Request the checkpoints of this step that were requested before the run went back."""
-        for step, asked in self._asked:
-            if step == run.progress.step:
-                for reason, request in asked:
-                    run.requests.ask_checkpoint(reason, request)
-        self._asked = [one for one in self._asked if one[0] > run.progress.step]
+    def _newest_before(self, step: int) -> _HeldState:
+        """The newest state before a step; the oldest one where all are later."""
+        for held in reversed(self._states):
+            if held.step < step:
+                return held
+        return self._states[0]
 
-    def _look(self, run: Fit) -> None:
+    def _repeat_requests(self, run: Fit) -> None:
+        """Request the checkpoints of this step that were requested before the run went back."""
+        step = run.progress.step
+        for step_of_requests, requests in self._requests:
+            if step_of_requests == step:
+                for reason, request in requests:
+                    run.requests.ask_checkpoint(reason, request)
+        self._requests = [entry for entry in self._requests if entry[0] > step]
+
+    def _check_step(self, run: Fit) -> None:
         """Before an optimizer steps: look at the loss and at the gradients of every rank."""
-        micro, world, step = run.micro, run.strategy.world, run.progress.step + 1
-        bad = micro.first_bad()
-        weights = [
+        world, step = run.strategy.world, run.progress.step + 1
+        bad_loss = run.micro.first_bad()
+        bad_weights = [
             name for name, p in run.module.named_parameters() if not are_finite([p])
         ]
-        names = _not_finite(run.module)
-        rows = world.agree([bad is not None, len(names), len(weights)])
-        if not any(map(any, rows)):
-            return
-        rank = next((rank for rank, row in enumerate(rows) if row[2]), None)
-        if rank is not None:  # the step before, whose gradients were finite
-            what = world.broadcast(weights[0] if weights else "", rank)
-            self._judge(
-                run,
-                step - 1,
-                f"{what} is not finite after step {step - 1}",
-                "loss and gradients were finite",
-            )
-        feed, epoch = run.windows.feed, run.progress.epoch
-        if bad is not None:
-            holds = (
-                ""
-                if are_finite(tensors_of(micro.batch))
-                else ", which holds NaN or infinity itself"
-            )
-            mine = f"{bad[2]} in {feed.name_batch(epoch, bad[1])}{holds}; every parameter is finite"
-        else:
-            mine = ", ".join(
-                feed.name_batch(epoch, micro.first + i) for i in range(micro.count)
-            )
-        rank = next((rank for rank, row in enumerate(rows) if row[0]), None)
-        if rank is not None:
-            what = "the loss"
-            mine = (
-                mine
-                if world.size == 1
-                else world.broadcast(f"{mine}, on rank {rank}", rank)
-            )
-        else:  # gradients of all ranks are summed already: any of their batches may be the cause
-            rank = next(rank for rank, row in enumerate(rows) if row[1])
-            what = (
-                f"the gradient of {world.broadcast(names[-1] if names else '', rank)}"
-            )
+        bad_gradients = _bad_gradients(run.module)
+        rows = world.agree([bad_loss is not None, len(bad_gradients), len(bad_weights)])
+        loss_rank = _first_rank(rows, 0)
+        gradient_rank = _first_rank(rows, 1)
+        weight_rank = _first_rank(rows, 2)
+        if weight_rank is not None:  # the step before, whose gradients were finite
+            name = world.broadcast(bad_weights[0] if bad_weights else "", weight_rank)
+            problem = f"{name} is not finite after step {step - 1}"
+            self._leave_out(run, step - 1, problem, "loss and gradients were finite")
+        if loss_rank is not None:
+            found = self._describe_batches(run, bad_loss)
             if world.size > 1:
-                mine = "; ".join(
-                    f"rank {i}: {one}"
-                    for i, one in enumerate(world.all_gather_object(mine))
-                )
-            mine = (
-                f"the loss is finite, {int(rows[rank][1])} gradients are not; in {mine}"
+                found = world.broadcast(f"{found}, on rank {loss_rank}", loss_rank)
+            self._leave_out(run, step, f"the loss is not finite at step {step}", found)
+        if gradient_rank is not None:
+            name = world.broadcast(
+                bad_gradients[-1] if bad_gradients else "", gradient_rank
             )
-        self._judge(run, step, f"{what} is not finite at step {step}", mine)
+            batches = self._describe_batches(run, None)
+            if (
+                world.size > 1
+            ):  # gradients are summed already: a batch of any rank may be the cause
+                by_rank = enumerate(world.all_gather_object(batches))
+                batches = "; ".join(f"rank {rank}: {text}" for rank, text in by_rank)
+            count = int(rows[gradient_rank][1])
+            found = f"the loss is finite, {count} gradients are not; in {batches}"
+            problem = f"the gradient of {name} is not finite at step {step}"
+            self._leave_out(run, step, problem, found)
 
-    def _judge(self, run: Fit, step: int, problem: str, found: str) -> None:
+    def _describe_batches(
+        self, run: Fit, bad_loss: tuple[int, int, float] | None
+    ) -> str:
+        """The batch of a loss that is not finite, on the rank that has it; else the batches of this window."""
+        micro, feed, epoch = run.micro, run.windows.feed, run.progress.epoch
+        if bad_loss is None:
+            indices = range(micro.first, micro.first + micro.count)
+            return ", ".join(feed.name_batch(epoch, index) for index in indices)
+        _, index, loss = bad_loss
+        cause = ""
+        if not are_finite(tensors_of(micro.batch)):
+            cause = ", which holds NaN or infinity itself"
+        return f"{loss} in {feed.name_batch(epoch, index)}{cause}; every parameter is finite"
+
+    def _leave_out(self, run: Fit, step: int, problem: str, found: str) -> None:
+        """Leave a step out and go back, or raise the error about it."""
         if self._raises or len(self._left_out) >= self._most:
-            left = (
-                f"; steps {', '.join(map(str, self._left_out))} were left out before"
-                if self._left_out
-                else ""
-            )
-            raise NonFiniteError(
-                problem,
-                found=f"{found}{left}",
-                fix="lower the learning rate or clip gradients; detect_anomaly=True names the operation"
-                + ("; NaNGuard('skip') leaves such steps out" if self._raises else ""),
-            )
-        self._met = True
+            raise self._final_error(problem, found)
+        self._found_step = True
         if step not in self._left_out:
             self._left_out.append(step)
         self._first = max(self._states[0].step + 1, step - self._back)
         run.windows.left_out.update(range(self._first, step + 1))
-        self._write_again(run)
-        steps = (
-            f"step {step} is"
-            if self._first == step
-            else f"steps {self._first} to {step} are"
-        )
-        first = max(1, step - self._back)
-        kept = (
-            ""
-            if first == self._first
-            else f", but not from step {first} on: no state before step {self._first - 1} was kept"
-        )
-        run.say(f"{problem}: {found}; {steps} left out{kept}")
+        self._rewrite_checkpoints(run)
+        steps = f"steps {self._first} to {step} are"
+        if self._first == step:
+            steps = f"step {step} is"
+        limit = ""
+        wanted_first = max(1, step - self._back)
+        if wanted_first != self._first:
+            limit = f", but not from step {wanted_first} on: no state before step {self._first - 1} was kept"
+        run.say(f"{problem}: {found}; {steps} left out{limit}")
         raise Rewind
 
-    def _write_again(self, run: Fit) -> None:
+    def _final_error(self, problem: str, found: str) -> NonFiniteError:
+        if self._left_out:
+            found += (
+                f"; steps {', '.join(map(str, self._left_out))} were left out before"
+            )
+        fix = "lower the learning rate or clip gradients; detect_anomaly=True names the operation"
+        if self._raises:
+            fix += "; NaNGuard('skip') leaves such steps out"
+        return NonFiniteError(problem, found=found, fix=fix)
+
+    def _rewrite_checkpoints(self, run: Fit) -> None:
         """Request the checkpoints again that hold steps of the window that is left out, where they still exist."""
-        stale = [one for one in self._written if one[0] >= self._first]
-        self._written = [one for one in self._written if one[0] < self._first]
-        there = run.strategy.world.broadcast(
-            [path for _, paths in stale for path in paths if locate(path).exists()]
-        )
+        stale = [entry for entry in self._written if entry[0] >= self._first]
+        self._written = [entry for entry in self._written if entry[0] < self._first]
+        existing: list[str] = []
+        for _, paths in stale:
+            existing += [path for path in paths if locate(path).exists()]
+        # Storage may change in between: every rank must request the same checkpoints.
+        existing = run.strategy.world.broadcast(existing)
         for step, paths in stale:
-            again: list[tuple[str, CheckpointRequest | None]] = [
-                ("left out", _Rewrite(locate(path), weights))
-                for path, weights in paths.items()
-                if path in there
-            ]
-            self._asked.append((step, again))
+            requests: _Requests = []
+            for path, weights_only in paths.items():
+                if path in existing:
+                    requests.append(("left out", _Rewrite(locate(path), weights_only)))
+            self._requests.append((step, requests))
 
     def _end_search(self, run: Fit) -> None:
-        error, self._found = self._found, None
+        error = self._error
+        assert error is not None
+
+        self._error = None
+
         run.bus.on_before_optimizer_step = run.bus.on_before_optimizer_step[1:]
         run.bus.on_train_step_end = run.bus.on_train_step_end[:-1]
-        if self._met:
+        if self._found_step:
             return
-        assert error is not None
-        again = "the same steps, run again from the same state, were finite: a kernel or the hardware is not reliable"
+        found = (
+            f"{error.found}; the same steps, run again from the same state, were finite:"
+            " a kernel or the hardware is not reliable"
+        )
         if self._raises:
-            raise NonFiniteError(
-                error.problem, found=f"{error.found}; {again}", fix=error.fix
-            )
-        run.say(f"{error.problem}: {error.found}; {again}; training continues")
+            raise NonFiniteError(error.problem, found=found, fix=error.fix)
+        run.say(f"{error.problem}: {found}; training continues")
 
 
-def _not_finite(module: nn.Module) -> list[str]:
+def _bad_gradients(module: nn.Module) -> list[str]:
     """Names of the parameters whose gradients are not finite. NaN moves backward, so the last one had it first."""
     return [
         name
-        for name, p in module.named_parameters()
-        if p.grad is not None and not are_finite([p.grad])
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None and not are_finite([parameter.grad])
     ]
+
+
+def _first_rank(rows: Sequence[Sequence[float]], column: int) -> int | None:
+    """The first rank with a count in this column; None if every rank has 0."""
+    for rank, row in enumerate(rows):
+        if row[column]:
+            return rank
+    return None

@@ -20,7 +20,7 @@ from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.commit import versions as library_versions
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.manifest import read_manifest
-from trainer_kit.checkpoint.store import checkpoints
+from trainer_kit.checkpoint.store import CheckpointRecord, checkpoints
 from trainer_kit.core.atomic_files import discard_torn
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.display import mask_secrets
@@ -63,7 +63,7 @@ __all__ = [
     "take_directories",
 ]
 
-Cleanup = list[Callable[[BaseException | None], Any]]
+Cleanup = list[Callable[[BaseException | None], object]]
 """What an entry point calls at its end, each with the exception or None."""
 _STEP: Final = re.compile(r"\bstep[-=](\d+)")
 _DIRECTORY_NAME: Final = re.compile(r"[\w-][\w. -]*")
@@ -87,34 +87,50 @@ def keep_checkpoints(callbacks: Iterable[Any]) -> list[KeepsCheckpoints]:
 
 @final
 class _Execution:
-    """This process's execution of its script."""
+    """This process's execution of its script.
+
+    Attributes:
+        id: the same for all fits of one execution, also when they are resumed.
+        fits: how many fits it has begun.
+        resumes: whether a fit was resumed, or could have been: the next fits belong to the same execution.
+        records: of its runs, by id, as they were last written.
+        pid: of the process that wrote them; 0 before the first.
+    """
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(8)
         self.fits = 0
-        self.chosen = False  # a fit was resumed, or could have been: the next fits belong to the same execution
-        self.begun: dict[str, RunRecord] = {}
+        self.resumes = False
+        self.records: dict[str, RunRecord] = {}
         self.pid = 0
 
-    def at_exit(self) -> None:
-        """Mark the runs of this script as ended, unless an exception or a signal ended it: they are not continued."""
-        failed = hasattr(sys, "last_value") or any(
-            record.status != "finished" for record in self.begun.values()
-        )
-        if failed or os.getpid() != self.pid:
-            return
-        for record in reversed(
-            self.begun.values()
-        ):  # the first one decides how the others end
-            with suppress(CheckpointError):
-                write_record(replace(record, ended=True))
+    def count_fit(self) -> None:
+        self.fits += 1
+
+    def join(self, execution: str) -> None:
+        """Continue the execution with this id."""
+        self.id = execution
+
+    def note_resume(self) -> None:
+        self.resumes = True
 
     def note(self, record: RunRecord) -> None:
         """Keep a record of this process as it was last written."""
         if not self.pid:
             self.pid = os.getpid()
             atexit.register(self.at_exit)
-        self.begun[record.id] = record
+        self.records[record.id] = record
+
+    def at_exit(self) -> None:
+        """Mark the runs of this script as ended, unless an exception or a signal ended it: they are not continued."""
+        if os.getpid() != self.pid or hasattr(sys, "last_value"):
+            return
+        records = list(self.records.values())
+        if any(record.status != "finished" for record in records):
+            return
+        for record in reversed(records):  # the first one decides how the others end
+            with suppress(CheckpointError):
+                write_record(replace(record, ended=True))
 
 
 _EXECUTION: Final = _Execution()
@@ -122,7 +138,7 @@ _EXECUTION: Final = _Execution()
 
 def count_fit() -> None:
     """Count one more fit of this process."""
-    _EXECUTION.fits += 1
+    _EXECUTION.count_fit()
 
 
 @final
@@ -155,19 +171,18 @@ class RunFiles:
         records: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.loggers, self.root, self.seed, self.resume = (
-            list(loggers),
-            root,
-            seed,
-            resume,
-        )
-        self.records, self.say = records, say
+        self.loggers = list(loggers)
+        self.root = root
+        self.seed = seed
+        self.resume = resume
+        self.records = records
+        self.say = say
         self.record: RunRecord | None = None
         self.continued: RunRecord | None = None
         self.journal: JSONLLogger | None = None
         self.deliveries = Deliveries(say)
         self._directory: str | None = None
-        self._numbered = self._number_directory()
+        self._numbering = self._number_directory()
         self.read_seed()
 
     # -- directories -----------------------------------------------------------------------------------------------
@@ -184,8 +199,9 @@ class RunFiles:
         if not self.loggers or self._logged_directories():
             return None
         name = getattr(self.loggers[0], "name", None)
-        named = isinstance(name, str) and _DIRECTORY_NAME.fullmatch(name)
-        return JSONLLogger(self._local_root, name if named else DEFAULT_NAME)
+        if not isinstance(name, str) or not _DIRECTORY_NAME.fullmatch(name):
+            name = DEFAULT_NAME
+        return JSONLLogger(self._local_root, name)
 
     @property
     def _local_root(self) -> str:
@@ -196,14 +212,17 @@ class RunFiles:
         return [str(directory) for directory in directories if directory]
 
     def _logger_directory(self) -> str:
-        if self._numbered is not None:
-            return self._numbered.log_dir
-        return next(iter(self._logged_directories()), self._local_root)
+        if self._numbering is not None:
+            return self._numbering.log_dir
+        directories = self._logged_directories()
+        return directories[0] if directories else self._local_root
 
     @property
-    def _of_directory(self) -> list[Any]:
+    def _directory_loggers(self) -> list[Any]:
         """The loggers, and what numbers the directory: their states say which run is continued, and where."""
-        return [*self.loggers, *([] if self._numbered is None else [self._numbered])]
+        if self._numbering is None:
+            return list(self.loggers)
+        return [*self.loggers, self._numbering]
 
     @property
     def checkpoint_dir(self) -> Location:
@@ -227,37 +246,39 @@ class RunFiles:
         """
         if self.continued is None:
             return []
-        today = {_real(directory) for directory in named_directories(callbacks)}
-        inside = tuple(
-            os.path.realpath(parent) + os.sep
-            for parent in (self.root, self.continued.directory)
-        )
-        return [
-            locate(place)
-            for place in self.continued.places
-            if _real(place) in today
-            or _real(place).startswith(inside)
-            or any(
-                one.info.get("run") == self.continued.id for one in checkpoints(place)
-            )
+        named = {_real_path(directory) for directory in named_directories(callbacks)}
+        parents = [
+            os.path.realpath(parent) for parent in (self.root, self.continued.directory)
         ]
+        prefixes = tuple(parent + os.sep for parent in parents)
+        directories = []
+        for directory in self.continued.checkpoint_directories:
+            path = _real_path(directory)
+            is_expected = path in named or path.startswith(prefixes)
+            if is_expected or _holds_run(directory, self.continued.id):
+                directories.append(locate(directory))
+        return directories
 
     def run_directories(self) -> list[Path]:
         """This run's directory and its siblings that the same logger made: with a record, or with checkpoints."""
-        here = Path(os.path.abspath(self.directory))
-        found = {here}
-        if self.loggers and here != Path(os.path.abspath(self.root)):
-            first = self.loggers[0] if self._numbered is None else self._numbered
-            base = Path(
-                os.path.abspath(getattr(first, "root_dir", None) or here.parent)
-            )
-            if base in here.parents:
-                for name in (RUN, "checkpoints"):
-                    files = base.glob(
-                        "/".join(["*", *here.relative_to(base).parts[1:], name])
-                    )
-                    found.update(file.parent for file in files)
-        return sorted(found)
+        directory = Path(os.path.abspath(self.directory))
+        directories = {directory}
+        base = self._logger_root(directory)
+        if base is not None and base in directory.parents:
+            # The name below the logger's root differs from run to run: a version, or the name of an experiment.
+            below_name = directory.relative_to(base).parts[1:]
+            for name in (RUN, "checkpoints"):
+                pattern = "/".join(["*", *below_name, name])
+                directories.update(file.parent for file in base.glob(pattern))
+        return sorted(directories)
+
+    def _logger_root(self, directory: Path) -> Path | None:
+        """Where the logger that numbers ``directory`` keeps those of all its runs; None if all runs share the root."""
+        if not self.loggers or directory == Path(os.path.abspath(self.root)):
+            return None
+        logger = self.loggers[0] if self._numbering is None else self._numbering
+        root = getattr(logger, "root_dir", None) or directory.parent
+        return Path(os.path.abspath(root))
 
     # -- the run -----------------------------------------------------------------------------------------------------
 
@@ -282,32 +303,37 @@ class RunFiles:
             self.read_seed()
         if fits or self._directory is None:
             # An evaluation before a fit writes into the directory of that fit.
-            chosen = on_rank_zero(world, self.choose)
-            self.record, self.continued = chosen if fits else (None, None)
+            record, continued = on_rank_zero(world, self.choose)
+            self.record = record if fits else None
+            self.continued = continued if fits else None
         if fits and self.records:
             count_fit()
         if world.size > 1:
-            mine = (
-                (str(self.directory), _logger_states(self._of_directory))
-                if world.rank == 0
-                else ("", [])
-            )
-            (self._directory, states), self.data_seed = world.broadcast(
-                (mine, self.data_seed)
-            )
-            if world.rank:  # names and directories of loggers are read on every rank
-                _load_loggers(self._of_directory, states)
+            self._share_directory(world)
         if self.loggers and world.rank == 0:
-            journal = self.journal or JSONLLogger(str(self.directory), "", "")
-            own = (
-                one
-                for one in self.loggers
-                if isinstance(one, JSONLLogger) and one.path == journal.path
-            )
-            given = next(own, None)
-            if given is None:
-                self.journal = journal
-            self.deliveries.open(self.loggers, given or journal)
+            self._open_journal()
+
+    def _share_directory(self, world: Group) -> None:
+        """Give rank 0's directory, states of loggers and seed to every rank."""
+        directory = ""
+        states: list[dict[str, Any]] = []
+        if world.rank == 0:
+            directory = str(self.directory)
+            states = _logger_states(self._directory_loggers)
+        shared = (directory, states, self.data_seed)
+        self._directory, states, self.data_seed = world.broadcast(shared)
+        if world.rank:  # names and directories of loggers are read on every rank
+            _load_loggers(self._directory_loggers, states)
+
+    def _open_journal(self) -> None:
+        """Deliver values to the loggers, and to a journal: the user's logger if it writes that file."""
+        journal = self.journal or JSONLLogger(str(self.directory), "", "")
+        for logger in self.loggers:
+            if isinstance(logger, JSONLLogger) and logger.path == journal.path:
+                self.deliveries.open(self.loggers, logger)
+                return
+        self.journal = journal
+        self.deliveries.open(self.loggers, journal)
 
     def choose(self) -> tuple[RunRecord | None, RunRecord | None]:
         """The record of the next fit, and that of the run that it continues, if any: then the loggers continue there.
@@ -317,82 +343,77 @@ class RunFiles:
         """
         if not self.records:
             return None, None
-        path, again, words = script(), launches(), arguments()
-        restarted = [name for name, is_restart in again.items() if is_restart]
-        known = (
-            record
-            for directory in self.run_directories()
-            for record in _sound(directory / RUN)
-        )
-        found = sorted(known, key=lambda record: record.number, reverse=True)
-        given = handed_over() if _EXECUTION.fits == 0 else {}
+        launch_kinds = launches()
+        records = self._existing_records()
+        # A later fit of this script gets an id, a seed and loggers of its own.
+        handed = handed_over() if _EXECUTION.fits == 0 else {}
+        record = self._new_record(launch_kinds, records, handed.get("id"))
+        attempts = [earlier for earlier in records if earlier.is_attempt_of(record)]
+        continued = _restarted_run(attempts, record, launch_kinds)
+        if continued is None and self.resume == "auto":
+            continued = _unfinished_run(attempts, record)
+        states, seed = handed.get("loggers", []), handed.get("seed")
+        if continued is not None:
+            states, seed = continued.loggers, continued.seed
+        _load_loggers(self._directory_loggers, states)
+        self._forget_directory()
+        if seed is not None and self.seed is None:
+            self.data_seed = seed
+        states = _logger_states(self._directory_loggers)
+        record = replace(record, seed=self.data_seed, loggers=states)
+        if continued is not None:
+            _EXECUTION.join(continued.execution)
+            record = replace(
+                record,
+                id=continued.id,
+                number=continued.number,
+                execution=continued.execution,
+                started=continued.started,
+            )
+        return record, continued
+
+    def _existing_records(self) -> list[RunRecord]:
+        """The records of the run directories, the newest first."""
+        records: list[RunRecord] = []
+        for directory in self.run_directories():
+            records += _sound_records(directory / RUN)
+        return sorted(records, key=lambda record: record.number, reverse=True)
+
+    def _new_record(
+        self,
+        launch_kinds: Mapping[str, bool],
+        records: Sequence[RunRecord],
+        run_id: str | None,
+    ) -> RunRecord:
+        path = script()
         name = getattr(self.loggers[0], "name", "") if self.loggers else ""
-        new = RunRecord(
-            id=given.get("id") or secrets.token_hex(8),
-            number=1 + max((record.number for record in found), default=0),
+        return RunRecord(
+            id=run_id or secrets.token_hex(8),
+            number=1 + max((record.number for record in records), default=0),
             root=str(absolute(self.root)),
             script=path or "",
             # Cells run in any order, any number of times: there the newest fit is meant, whatever its position.
             fit=0 if path is None else _EXECUTION.fits,
             name=name if isinstance(name, str) else "",
             execution=_EXECUTION.id,
-            launches=list(again),
-            args=words,
+            launches=list(launch_kinds),
+            args=arguments(),
             seed=self.data_seed,
             loggers=[],
             started=_now(),
             libraries={"python": sys.version.split()[0], **library_versions()},
             checkpoints=[],
         )
-        same = [record for record in found if record.is_attempt_of(new)]
-        old = next(
-            (
-                r
-                for r in same
-                if r.args == words and any(name in r.launches for name in restarted)
-            ),
-            None,
-        )
-        if old is None and self.resume == "auto":
-            if _EXECUTION.chosen and path is not None:
-                old = next(
-                    (record for record in same if record.execution == _EXECUTION.id),
-                    None,
-                )
-            else:
-                old = next(
-                    (
-                        r
-                        for i, r in enumerate(same)
-                        if r.status != "finished" or (i == 0 and not r.ended)
-                    ),
-                    None,
-                )
-        _load_loggers(
-            self._of_directory, given.get("loggers", []) if old is None else old.loggers
-        )
-        self._forget_directory()
-        seed = given.get("seed") if old is None else old.seed
-        if seed is not None and self.seed is None:
-            self.data_seed = seed
-        new = replace(
-            new, seed=self.data_seed, loggers=_logger_states(self._of_directory)
-        )
-        if old is not None:
-            _EXECUTION.id = old.execution
-            new = replace(
-                new,
-                id=old.id,
-                number=old.number,
-                execution=old.execution,
-                started=old.started,
-            )
-        return new, old
+
+    def forget_run(self) -> None:
+        """Neither record this fit nor continue another one."""
+        self.record = None
+        self.continued = None
 
     def replace_loggers(self, loggers: Sequence[Any]) -> None:
         """Log with these from the next entry point on."""
         self.loggers = list(loggers)
-        self._numbered = self._number_directory()
+        self._numbering = self._number_directory()
         self.deliveries.open([], None)  # those before get nothing more
         self._forget_directory()
 
@@ -409,12 +430,12 @@ class RunFiles:
     def hand_over(self) -> dict[str, str]:
         """The variable by which ranks and restarts get the id, the seed and the loggers that are drawn here."""
         self.read_seed()
-        drawn = {
+        handed = {
             "id": secrets.token_hex(8),
             "seed": self.data_seed,
-            "loggers": _logger_states(self._of_directory),
+            "loggers": _logger_states(self._directory_loggers),
         }
-        return {HANDED_OVER: json.dumps(drawn)}
+        return {HANDED_OVER: json.dumps(handed)}
 
     def begin(
         self,
@@ -435,91 +456,83 @@ class RunFiles:
             CheckpointError: it cannot be written.
         """
         assert self.record is not None
-        self.record = record = replace(
+        record = replace(
             self.record,
             directory=os.path.abspath(self.directory),
             checkpoints=list(map(str, directories)),
         )
-        _EXECUTION.chosen = (
-            _EXECUTION.chosen or self.continued is not None or self.resume == "auto"
-        )
-        discard_torn(self.directory / RUN)
+        self.record = record
+        if self.continued is not None or self.resume == "auto":
+            _EXECUTION.note_resume()
+        file = self.directory / RUN
+        discard_torn(file)
         if not write_record(record):
             self.say(
-                f'{self.directory / RUN} was not written by trainer_kit: resume="auto" will not find this run'
+                f'{file} was not written by trainer_kit: resume="auto" will not find this run'
             )
             return
-        typed_in = not record.script or multiprocessing.parent_process() is not None
+        # Without a script of this process, no script's end will mark the run as ended.
+        has_script = bool(record.script) and multiprocessing.parent_process() is None
 
-        def end(error: BaseException | None) -> None:
-            interrupted = isinstance(error, KeyboardInterrupt) or requests.signal
-            last = replace(
+        def close_record(error: BaseException | None) -> None:
+            closed = replace(
                 record,
-                status="finished"
-                if error is None
-                else "interrupted"
-                if interrupted
-                else "failed",
+                status=_final_status(error, requests),
                 step=progress.step,
                 stopped=requests.stop if error is None else None,
                 finished=_now(),
-                ended=error is None and typed_in,  # no script will end
+                ended=error is None and not has_script,
             )
-            with suppress(
-                CheckpointError
-            ):  # then it counts as unfinished, and the next start finds nothing left to do
-                write_record(last)
-            if not typed_in:
-                _EXECUTION.note(last)
+            # If it cannot be written, the run counts as unfinished, and the next start finds nothing left to do.
+            with suppress(CheckpointError):
+                write_record(closed)
+            if has_script:
+                _EXECUTION.note(closed)
 
-        cleanup.append(end)
-        if not typed_in:
+        cleanup.append(close_record)
+        if has_script:
             _EXECUTION.note(record)
 
     # -- loggers -----------------------------------------------------------------------------------------------------
 
     def logging_state(self, first: bool) -> dict[str, Any]:
         """What a checkpoint keeps of the loggers, and of the directory in which they write; ``first`` on rank 0."""
+        entries = []
         if first:
             self.deliveries.wait_for_runs()
-        states = (
-            zip(self.loggers, _logger_states(self.loggers), strict=True)
-            if first
-            else ()
-        )
-        each = [
-            {"logger": type(logger).__name__, "state": state}
-            for logger, state in states
-        ]
-        return {"run_dir": self._masked_directory(), "each": each}
+            states = _logger_states(self.loggers)
+            for logger, state in zip(self.loggers, states, strict=True):
+                entries.append({"logger": type(logger).__name__, "state": state})
+        return {"run_dir": self._masked_directory(), "each": entries}
 
     def continue_logging(self, state: Mapping[str, Any]) -> None:
         """Let loggers continue the runs of a `logging_state` of this directory, unless configured otherwise."""
         if not self._continues_in(state.get("run_dir")):
             return
-        for logger, before in zip(self.loggers, state["each"], strict=False):
-            if type(logger).__name__ == before["logger"] and before["state"]:
-                call_optional(logger, "load_state_dict", before["state"])
+        for logger, saved in zip(self.loggers, state["each"], strict=False):
+            if type(logger).__name__ == saved["logger"] and saved["state"]:
+                call_optional(logger, "load_state_dict", saved["state"])
 
     def _continues_in(self, saved: object) -> bool:
         """Whether a run with this directory is continued: it is this one, or its tracker's run goes on from here."""
-        here = self._masked_directory()
-        beside = isinstance(saved, str) and os.path.dirname(saved) == os.path.dirname(
-            str(here)
-        )
-        return saved == here or (self._numbered is not None and beside)
+        directory = self._masked_directory()
+        if saved == directory:
+            return True
+        if self._numbering is None or not isinstance(saved, str):
+            return False
+        return os.path.dirname(saved) == os.path.dirname(str(directory))
 
     def _masked_directory(self) -> object:
         return mask_secrets(os.path.abspath(self.directory))
 
 
-def call_optional(logger: object, method: str, *arguments: Any) -> Any:
+def call_optional(logger: object, method: str, *arguments: object) -> Any:
     """Call a method that a `Logger` need not have; None where it has none."""
-    called = getattr(logger, method, None)
-    return None if called is None else called(*arguments)
+    function = getattr(logger, method, None)
+    return None if function is None else function(*arguments)
 
 
-def _load_loggers(loggers: Sequence[Any], states: Sequence[Any]) -> None:
+def _load_loggers(loggers: Sequence[object], states: Sequence[object]) -> None:
     """Let loggers continue the runs that these `_logger_states` belong to."""
     for logger, state in zip(loggers, states, strict=False):
         if isinstance(state, dict) and state:
@@ -529,16 +542,54 @@ def _load_loggers(loggers: Sequence[Any], states: Sequence[Any]) -> None:
                 call_optional(logger, "load_state_dict", state)
 
 
-def _logger_states(loggers: Sequence[Any]) -> list[dict[str, Any]]:
+def _logger_states(loggers: Sequence[object]) -> list[dict[str, Any]]:
     """Which of its runs each logger writes."""
     return [dict(call_optional(logger, "state_dict") or {}) for logger in loggers]
+
+
+def _restarted_run(
+    attempts: Sequence[RunRecord], record: RunRecord, launch_kinds: Mapping[str, bool]
+) -> RunRecord | None:
+    """The run that a launcher has restarted: started by the same launcher with the same arguments."""
+    restarts = [name for name, is_restart in launch_kinds.items() if is_restart]
+    for attempt in attempts:
+        same_launcher = any(name in attempt.launches for name in restarts)
+        if same_launcher and attempt.args == record.args:
+            return attempt
+    return None
+
+
+def _unfinished_run(
+    attempts: Sequence[RunRecord], record: RunRecord
+) -> RunRecord | None:
+    """The run that ``resume="auto"`` continues."""
+    if _EXECUTION.resumes and record.script:
+        # A later fit of a resumed script continues what that script has trained.
+        for attempt in attempts:
+            if attempt.execution == _EXECUTION.id:
+                return attempt
+        return None
+    if attempts and not attempts[0].ended:
+        return attempts[0]  # also a finished one: its script has not ended
+    for attempt in attempts:
+        if attempt.status != "finished":
+            return attempt
+    return None
+
+
+def _final_status(error: BaseException | None, requests: Requests) -> str:
+    if error is None:
+        return "finished"
+    if isinstance(error, KeyboardInterrupt) or requests.signal:
+        return "interrupted"
+    return "failed"
 
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(" ", "seconds")
 
 
-def _sound(file: Path) -> list[RunRecord]:
+def _sound_records(file: Path) -> list[RunRecord]:
     return [] if record_problem(file) else read_records(file) or []
 
 
@@ -563,90 +614,104 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
     Raises:
         ConfigurationError: naming what is wrong, the newest checkpoint, and both ways on.
     """
-    restarted = any(launches().values())
-    if not files.records or not callbacks or not (restarted or files.resume == "auto"):
+    is_restart = any(launches().values())
+    if not files.records or not callbacks or not (is_restart or files.resume == "auto"):
         return
-    directories = files.run_directories()
-    problems = {
-        directory: f"{directory / RUN} {why}"
-        for directory in directories
-        if (why := record_problem(directory / RUN))
-    }
-    records = []
-    for record in (
-        record for directory in directories for record in _sound(directory / RUN)
-    ):
-        lost = (
-            ""
-            if files.record is None or files.continued is not None
-            else _lost(files.record, record)
-        )
-        if lost:
-            problems[Path(record.directory)] = lost
-        else:
-            records.append(record)
+    run_directories = files.run_directories()
+    records, problems = _check_run_directories(files, run_directories)
     if files.resume != "auto" and not problems:
         return
-    ids = {record.id for record in records}
-    listed = {_real(place) for record in records for place in record.places}
-    beside = [absolute(directory / "checkpoints") for directory in directories]
-    for place in dict.fromkeys(
-        [*named_directories(callbacks), absolute(files.checkpoint_dir), *beside]
-    ):
-        there = [
-            one
-            for one in checkpoints(place)
-            if one.info.get("run") and _is_whole(one.path)
-        ]
-        unknown = [one for one in there if one.info["run"] not in ids]
-        # A later run of the same directory has replaced the record, so sound records need not list all of them.
-        explained = not problems and (
-            len(unknown) < len(there) or _real(place) in listed
-        )
-        if not unknown or explained:
+    run_ids = {record.id for record in records}
+    recorded: set[str] = set()
+    for record in records:
+        recorded.update(map(_real_path, record.checkpoint_directories))
+    directories = [*named_directories(callbacks), absolute(files.checkpoint_dir)]
+    directories += [
+        absolute(directory / "checkpoints") for directory in run_directories
+    ]
+    for directory in dict.fromkeys(directories):
+        entries = [entry for entry in checkpoints(directory) if _is_resumable(entry)]
+        unknown = [entry for entry in entries if entry.info["run"] not in run_ids]
+        if not unknown:
             continue
+        # A later run of the same directory has replaced the record, so sound records need not list all of them.
+        is_recorded = len(unknown) < len(entries) or _real_path(directory) in recorded
+        if is_recorded and not problems:
+            continue
+        problem = problems.get(Path(str(directory)).parent)
+        if problem is None:
+            problem = next(iter(problems.values()), f"no {RUN} knows their run")
         newest = unknown[-1]
-        why = problems.get(Path(str(place)).parent) or next(
-            iter(problems.values()), f"no {RUN} knows their run"
-        )
         raise ConfigurationError(
-            f"the checkpoints in {place} belong to an unknown run",
-            found=f"{why}; the newest checkpoint there is of step {newest.step}",
+            f"the checkpoints in {directory} belong to an unknown run",
+            found=f"{problem}; the newest checkpoint there is of step {newest.step}",
             fix=f"to continue from it, call fit(..., ckpt_path={str(newest.path)!r}); to start a new run, move"
             " these files away or choose another default_root_dir=",
         )
 
 
-def _is_whole(path: Location) -> bool:
-    return "progress" in read_manifest(path)["parts"]
+def _check_run_directories(
+    files: RunFiles, directories: Sequence[Path]
+) -> tuple[list[RunRecord], dict[Path, str]]:
+    """The records of these directories that can be relied on, and by directory what is wrong with the others."""
+    problems: dict[Path, str] = {}
+    for directory in directories:
+        problem = record_problem(directory / RUN)
+        if problem:
+            problems[directory] = f"{directory / RUN} {problem}"
+    new_record = files.record if files.continued is None else None
+    records = []
+    for directory in directories:
+        for record in _sound_records(directory / RUN):
+            problem = ""
+            if new_record is not None:
+                problem = _missing_path_problem(new_record, record)
+            if problem:
+                problems[Path(record.directory)] = problem
+            else:
+                records.append(record)
+    return records, problems
+
+
+def _is_resumable(checkpoint: CheckpointRecord) -> bool:
+    """Whether a run wrote this checkpoint, and it holds more than weights."""
+    if not checkpoint.info.get("run"):
+        return False
+    return "progress" in read_manifest(checkpoint.path)["parts"]
 
 
 def distinct(directories: Iterable[Location]) -> list[Location]:
     """Each directory once, under the first of its paths."""
-    found: dict[str, Location] = {}
+    by_path: dict[str, Location] = {}
     for directory in directories:
-        found.setdefault(_real(directory), directory)
-    return list(found.values())
+        by_path.setdefault(_real_path(directory), directory)
+    return list(by_path.values())
 
 
-def _real(place: str | os.PathLike[str]) -> str:
-    return str(place) if is_url(place) else os.path.realpath(place)
+def _real_path(directory: str | os.PathLike[str]) -> str:
+    return str(directory) if is_url(directory) else os.path.realpath(directory)
 
 
-def _lost(new: RunRecord, record: RunRecord) -> str:
+def _holds_run(directory: str, run_id: str) -> bool:
+    """Whether a directory holds a checkpoint of this run."""
+    return any(
+        checkpoint.info.get("run") == run_id for checkpoint in checkpoints(directory)
+    )
+
+
+def _missing_path_problem(new: RunRecord, record: RunRecord) -> str:
     """Why an unfinished run cannot be found again: its script or root no longer exists at the recorded path."""
     if record.is_attempt_of(new) or (record.status == "finished" and record.ended):
         return ""
     if (record.fit, record.name, record.program) != (new.fit, new.name, new.program):
         return ""
-    for what, recorded, today in (
-        ("script", record.script, new.script),
-        ("root", record.root, new.root),
-    ):
-        gone = recorded and not is_url(recorded) and not os.path.exists(recorded)
-        if gone and not record.is_at(recorded, today):
+    paths = (("script", record.script, new.script), ("root", record.root, new.root))
+    for role, recorded, today in paths:
+        if not recorded or is_url(recorded) or os.path.exists(recorded):
+            continue
+        if not record.means_path(recorded, today):
             return (
-                f"{record.directory} holds an unfinished run whose {what} was {recorded}, "
+                f"{record.directory} holds an unfinished run whose {role} was {recorded}, "
                 f"which does not exist any more"
             )
     return ""
@@ -677,31 +742,30 @@ def take_directories(
         CheckpointError: another run writes there, or the directories are not writable.
     """
     if not callbacks or not files.records:
-        files.record = files.continued = None
+        files.forget_run()
         return []
 
     def take() -> list[str]:
-        names: list[str] = []
-        today = [
-            absolute(directory) for directory in files.checkpoint_directories(callbacks)
+        discarded_names: list[str] = []
+        directories = [
+            absolute(path) for path in files.checkpoint_directories(callbacks)
         ]
-        recorded = [
-            directory
-            for directory in files.recorded_directories(callbacks)
-            if directory.is_dir()
-        ]
-        locks: Cleanup = []
+        recorded = files.recorded_directories(callbacks)
+        existing = [directory for directory in recorded if directory.is_dir()]
+        releases: Cleanup = []
         try:
-            for directory in distinct([*today, *recorded]):
-                locks.append(_releasing(DirectoryLock(directory)))
-                found = clean_directory(directory)
-                names.extend(found)
-                if files.continued is None and found:
-                    files.say(f"{discarded(found)} in {directory}")
-            files.begin(today, requests, progress, cleanup)
+            for directory in distinct([*directories, *existing]):
+                releases.append(_releasing(DirectoryLock(directory)))
+                names = clean_directory(directory)
+                discarded_names += names
+                if names and files.continued is None:
+                    files.say(f"{discarded(names)} in {directory}")
+            files.begin(directories, requests, progress, cleanup)
         finally:
-            cleanup.extend(locks)
-        return names
+            cleanup.extend(
+                releases
+            )  # also after an error: the locks that were taken are released
+        return discarded_names
 
     return on_rank_zero(world, take)
 
@@ -724,8 +788,8 @@ def discarded(names: list[str]) -> str:
         >>> discarded(["step-00000130"]), discarded([".lock", "step-00000120-v1", "epoch=3"])
         ('discarded 1 incomplete save (step 130)', 'discarded 3 incomplete saves (.lock, step 120, epoch=3)')
     """
-    steps = [
-        f"step {int(match[1])}" if (match := _STEP.search(name)) else name
-        for name in names
-    ]
+    steps = []
+    for name in names:
+        match = _STEP.search(name)
+        steps.append(f"step {int(match[1])}" if match else name)
     return f"discarded {len(names)} incomplete save{'s' * (len(names) > 1)} ({', '.join(steps)})"

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
-
-from torch import Tensor
 
 from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
@@ -28,7 +26,7 @@ from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.state_names import state_name
 from trainer_kit.core.tensors import are_finite
-from trainer_kit.state.collect import without_own_buffers
+from trainer_kit.state.collect import weights_to_write
 from trainer_kit.state.runs import call_optional
 from trainer_kit.step.run import Fit, Outcome, Save, Saver, StepGuard
 
@@ -62,25 +60,27 @@ def save_requested(
     Raises:
         CheckpointError: the state cannot be saved on any storage.
     """
-    asked = run.requests.checkpoints
-    if not asked:
+    pending = run.requests.checkpoints
+    if not pending:
         return settle_save(run) if last else True
     settle_save(run)
-    paths = {
-        str(_path(run, request)): bool(request and request.weights_only)
-        for _, request in asked
-    }
+    requests = [request for _, request in pending]
+    paths = {}
+    for request in requests:
+        weights_only = request is not None and bool(request.weights_only)
+        paths[str(_checkpoint_path(run, request))] = weights_only
     paths = run.strategy.world.broadcast(paths)
-    save = Save(run.progress.step, [request for _, request in asked], paths, last=last)
-    asked.clear()
+    save = Save(run.progress.step, requests, paths, last=last)
+    pending.clear()
     if guard is not None:
         guard.wrote(run.progress.step, paths)
-    states = {
-        weights_only: run.collect(weights_only)
-        for weights_only in sorted(set(paths.values()))
-    }
+    # Every rank collects the same states in the same order: collecting is collective.
+    kinds = sorted(set(paths.values()))
+    states = {weights_only: run.collect(weights_only) for weights_only in kinds}
     _begin(run, save, states)
-    return True if run.saver.background and not last else settle_save(run)
+    if run.saver.background and not last:
+        return True
+    return settle_save(run)
 
 
 def save_to(run: Fit, path: Location, weights_only: bool) -> None:
@@ -90,15 +90,17 @@ def save_to(run: Fit, path: Location, weights_only: bool) -> None:
         CheckpointError: it could not be written.
     """
     settle_save(run)
-    save = Save(run.progress.step, [], {str(path): weights_only}, last=True)
-    _begin(run, save, {weights_only: run.collect(weights_only)})
-    failure = _outcome(run, save)[str(path)]
+    name = str(path)
+    save = Save(run.progress.step, [], {name: weights_only}, last=True)
+    state = run.collect(weights_only)
+    _begin(run, save, {weights_only: state})
+    failure = _wait_for_outcome(run, save)[name]
     if failure is not None:
         raise failure
-    _committed(run, path)
+    _announce(run, path)
 
 
-def _committed(run: Fit, path: Location) -> None:
+def _announce(run: Fit, path: Location) -> None:
     run.announce(path)
     for hook in run.bus.on_checkpoint_committed:
         hook(path)
@@ -113,12 +115,12 @@ def settle_save(run: Fit) -> bool:
     save = run.saver.save
     if save is None:
         return True
-    outcome = _outcome(run, save)
+    outcome = _wait_for_outcome(run, save)
     for path, failure in outcome.items():
         if failure is None:
-            _committed(run, locate(path))
+            _announce(run, locate(path))
         else:
-            _report(run, save, locate(path), failure)
+            _report_failure(run, save, locate(path), failure)
     for line in save.messages:
         run.say(line)
     for request in save.requests:
@@ -140,12 +142,13 @@ def abandon_save(run: Fit) -> None:
     if save is None:
         return
     if run.requests.at_once:
-        run.saver.save, save.abandoned = None, True
+        run.saver.end()
+        save.abandon()
         return
     if run.strategy.world.size == 1:
         settle_save(run)
         return
-    run.saver.save = None
+    run.saver.end()
     if save.writing is None:
         return
     try:
@@ -157,59 +160,46 @@ def abandon_save(run: Fit) -> None:
             f"save of step {save.step} ended with another rank: {type(error).__name__}"
         )
         return
+    timed_out = _timed_out(outcome)
     for path, failure in outcome.items():
-        if failure is not None and _timed_out(outcome):
+        if failure is None:
+            continue
+        if timed_out:
             run.say(
                 f"save of step {save.step} ended with another rank: {failure.reason}"
             )
-        elif failure is not None:
-            _report(run, save, locate(path), failure)
+        else:
+            _report_failure(run, save, locate(path), failure)
 
 
 def _timed_out(outcome: Outcome) -> bool:
-    return any(
-        one is not None and isinstance(one.__cause__, TimeoutError)
-        for one in outcome.values()
-    )
+    causes = [failure.__cause__ for failure in outcome.values() if failure is not None]
+    return any(isinstance(cause, TimeoutError) for cause in causes)
 
 
 def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     """Copy the states on the ranks that write, and start writing; an error is raised on every rank."""
-    world, progress, saver = run.strategy.world, run.progress, run.saver
-    copies = (
-        saver.background and not save.last
-    )  # else nothing changes until it is written
+    world, saver = run.strategy.world, run.saver
+    # Without a thread beside training nothing changes until the state is written, so it is not copied.
+    copies = saver.background and not save.last
     all_began: Future[bool] = Future()  # ranks that write together wait for each other
-    shared = run.strategy.sharded
-    group = world.side_group() if shared else None
+    together = run.strategy.sharded
+    group = world.side_group() if together else None
 
     def begin() -> None:
-        if world.rank != 0 and not shared:
+        if world.rank != 0 and not together:
             return
-        info = {
-            "epoch": progress.epoch,
-            "step": progress.step,
-            "world_size": world.size,
-            "run": run.id,
-        }
         snapshots = {}
         for weights_only, state in states.items():
-            copy = saver.buffers[weights_only] if copies else None
-            snapshots[weights_only] = _take(run, state, info, group, copy)
+            buffers = saver.buffers[weights_only] if copies else None
+            snapshots[weights_only] = _take_snapshot(run, state, group, buffers)
         names = frozenset(state_name(name) for name, _ in run.module.named_parameters())
-        writes = _Writing(group, shared, world.rank == 0, names)
-        logged = run.save_logs()
-        slow = threading.Timer(_SLOW, _say_slow, (run, save))
-        slow.daemon = True
-        slow.start()
-        try:
-            write = partial(_write, saver, save, snapshots, writes, all_began, logged)
-            save.writing = Background(
-                write, done=partial(_written, run, slow), thread=saver.in_thread
-            )
-        except BaseException:
-            slow.cancel()
-            raise
+        writer = _Writer(group, together, world.rank == 0, names)
+        wait_for_logs = run.save_logs()
+        write = partial(
+            _write, saver, save, snapshots, writer, all_began, wait_for_logs
+        )
+        save.writing = _start_thread(run, save, write)
 
     try:
         fail_together(world, begin)  # one rank may lack memory or threads
@@ -217,50 +207,68 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
         all_began.set_result(False)
         raise
     all_began.set_result(True)
-    saver.save = save
+    saver.begin(save)
 
 
-def _take(
-    run: Fit,
-    state: dict[str, Any],
-    info: dict[str, Any],
-    group: Any,
-    copy: HostBuffers | None,
+def _start_thread(
+    run: Fit, save: Save, write: Callable[[], Outcome]
+) -> Background[Outcome]:
+    slow = threading.Timer(_SLOW, _say_slow, (run, save))
+    slow.daemon = True
+    slow.start()
+
+    def done() -> None:
+        slow.cancel()
+        if run.strategy.world.size == 1:
+            run.requests.wake()  # several ranks settle it together, at their next agreement
+
+    try:
+        return Background(write, done=done, thread=run.saver.in_thread)
+    except BaseException:
+        slow.cancel()
+        raise
+
+
+def _take_snapshot(
+    run: Fit, state: dict[str, Any], group: Any, buffers: HostBuffers | None
 ) -> Snapshot | ShardedSnapshot:
+    info = {
+        "epoch": run.progress.epoch,
+        "step": run.progress.step,
+        "world_size": run.strategy.world.size,
+        "run": run.id,
+    }
     parts = {
-        "model" if name == "state_dict" else name: part for name, part in state.items()
+        "model" if name == "state_dict" else name: value
+        for name, value in state.items()
     }
     if not run.strategy.sharded:
-        return take_snapshot(parts, info=info, copy=False if copy is None else copy)
-    from trainer_kit.checkpoint.sharded import (
-        take_sharded_snapshot,
-    )  # torch's planner: half a second
+        return take_snapshot(
+            parts, info=info, copy=False if buffers is None else buffers
+        )
+    # torch's planner takes half a second to import.
+    from trainer_kit.checkpoint.sharded import take_sharded_snapshot
 
-    parts["model"] = without_own_buffers(run.strategy, run.module, parts["model"])
-    return take_sharded_snapshot(parts, info=info, group=group, copy=copy)
-
-
-def _are_finite(weights: Mapping[str, Tensor], names: Iterable[str]) -> bool:
-    """Whether the parameters ``names`` among saved weights are finite; buffers may hold infinities on purpose."""
-    return are_finite(weights[name] for name in names if name in weights)
+    parts["model"] = weights_to_write(run.strategy, run.module, parts["model"])
+    return take_sharded_snapshot(parts, info=info, group=group, copy=buffers)
 
 
 @final
 @dataclass(frozen=True)
-class _Writing:
+class _Writer:
     """How a save is written: by this rank alone, or by all ranks of ``group`` together.
 
     Attributes:
         group: the side group of ranks that write together.
         together: whether all ranks write.
-        first: whether this rank commits, and notifies the requests.
-        names: of the parameters.
+        commits: whether this rank commits, and notifies the requests.
+        parameter_names: of the module.
     """
 
     group: Any
     together: bool
-    first: bool
-    names: frozenset[str]
+    commits: bool
+    parameter_names: frozenset[str]
 
     def write(self, path: str, snapshot: Any) -> None:
         if not self.together:
@@ -280,77 +288,87 @@ class _Writing:
             ) from late
 
     def is_finite(self, snapshot: Any) -> bool:
+        """Whether the saved parameters are finite, the same on every rank; buffers may hold infinities on purpose."""
         if not self.together:
-            parts = (
-                snapshot.tensors.get(part, {})
-                for part in ("model", "current_model_state")
-            )
-            return all(_are_finite(weights, self.names) for weights in parts)
+            return self._has_finite_parameters(snapshot)
         from trainer_kit.checkpoint.collective import Collective
 
-        mine = all(
-            _are_finite(
-                shard, [key for key in shard if key.partition("#")[0] in self.names]
-            )
-            for shard in snapshot.shards.values()
-        )
-        return bool(Collective(self.group).reduce(lambda: mine, all))
+        is_finite = self._has_finite_shards(snapshot)
+        return bool(Collective(self.group).reduce(lambda: is_finite, all))
+
+    def _has_finite_parameters(self, snapshot: Snapshot) -> bool:
+        for part in ("model", "current_model_state"):
+            weights = snapshot.tensors.get(part, {})
+            names = [name for name in self.parameter_names if name in weights]
+            if not are_finite(weights[name] for name in names):
+                return False
+        return True
+
+    def _has_finite_shards(self, snapshot: ShardedSnapshot) -> bool:
+        for shard in snapshot.shards.values():
+            # The key of a shard is the name of its tensor, "#", and its number.
+            keys = [
+                key for key in shard if key.partition("#")[0] in self.parameter_names
+            ]
+            if not are_finite(shard[key] for key in keys):
+                return False
+        return True
 
 
 def _write(
     saver: Saver,
     save: Save,
     snapshots: Mapping[bool, Any],
-    writing: _Writing,
+    writer: _Writer,
     all_began: Future[bool],
-    logged: Callable[[], None],
+    wait_for_logs: Callable[[], None],
 ) -> Outcome:
     """Runs in the background and touches only files. Requests delete here the checkpoints that this one replaces."""
     outcome: Outcome = {}
     if not all_began.result():
         return outcome
-    logged()  # a run that resumes from this checkpoint does not log these steps again
+    wait_for_logs()  # a run that resumes from this checkpoint does not log these steps again
     for path, weights_only in save.paths.items():
+        snapshot = snapshots[weights_only]
         try:
-            writing.write(path, snapshots[weights_only])
+            writer.write(path, snapshot)
         except CheckpointError as error:
             outcome[path] = error
             continue
         outcome[path] = None
-        finite = writing.is_finite(snapshots[weights_only])
+        is_finite = writer.is_finite(snapshot)
         if (
             save.abandoned
         ):  # only this rank knows: all collective calls come before this line
             continue
-        if saver.finite and not finite:
+        if saver.finite and not is_finite:
             save.messages.append(
                 f"the weights in {path} are not finite: the last checkpoint with finite weights stays"
             )
-        saver.finite = finite
-        for request in save.requests_of(path) if writing.first else ():
-            if not finite:
-                call_optional(request, "not_finite")
-            problem = (
-                _mark_last(path)
-                if request is None
-                else call_optional(request, "committed", locate(path))
-            )
-            if problem:
-                save.messages.append(problem)
+        saver.note_finite(is_finite)
+        if writer.commits:
+            _notify_requests(save, path, is_finite)
     return outcome
 
 
-def _written(run: Fit, slow: threading.Timer) -> None:
-    slow.cancel()
-    if run.strategy.world.size == 1:
-        run.requests.wake()  # several ranks settle it together, at their next agreement
+def _notify_requests(save: Save, path: str, is_finite: bool) -> None:
+    for request in save.requests_of(path):
+        if not is_finite:
+            call_optional(request, "not_finite")
+        if request is None:
+            problem = _mark_last(path)
+        else:
+            problem = call_optional(request, "committed", locate(path))
+        if problem:
+            save.messages.append(problem)
 
 
-def _outcome(run: Fit, save: Save) -> Outcome:
+def _wait_for_outcome(run: Fit, save: Save) -> Outcome:
     """Wait for a save; returns the storage's error for each path, and raises every other error. Equal on every rank.
 
     The save is then no longer under way, unless an exception (of a second signal) ends the wait.
     """
+    world = run.strategy.world
     outcome: Outcome = {}
     problem: BaseException | None = None
     if save.writing is not None:
@@ -361,31 +379,32 @@ def _outcome(run: Fit, save: Save) -> Outcome:
             outcome = save.writing.result()
         except BaseException as error:
             problem = error
-    # Errors lose their cause on the way to other ranks: look at it here.
-    problem = problem or next(
-        (
-            one
-            for one in outcome.values()
-            if one and not isinstance(one.__cause__, OSError)
-        ),
-        None,
-    )
-    if run.strategy.world.size > 1:
-        others = shared_error(problem, 0) if isinstance(problem, Exception) else problem
-        outcome, others, timed_out = run.strategy.world.broadcast(
-            (outcome, others, _timed_out(outcome))
+    if problem is None:
+        problem = _error_besides_storage(outcome)
+    if world.size > 1:
+        shared = shared_error(problem, 0) if isinstance(problem, Exception) else problem
+        outcome, shared, timed_out = world.broadcast(
+            (outcome, shared, _timed_out(outcome))
         )
-        problem = problem or others
+        problem = problem or shared
         if timed_out and run.strategy.sharded:
-            run.strategy.world.side_group(recreate=True)
+            world.side_group(recreate=True)
     if save.writing is None or save.writing.wait(0):
-        run.saver.save = None
+        run.saver.end()
     if problem is not None:
         raise problem
     return outcome
 
 
-def _path(run: Fit, request: CheckpointRequest | None) -> Location:
+def _error_besides_storage(outcome: Outcome) -> CheckpointError | None:
+    """An error that no other storage would help against. Errors lose their cause on the way to other ranks."""
+    for failure in outcome.values():
+        if failure is not None and not isinstance(failure.__cause__, OSError):
+            return failure
+    return None
+
+
+def _checkpoint_path(run: Fit, request: CheckpointRequest | None) -> Location:
     if request is not None:
         return locate(request.path)
     return run.directory() / f"step-{run.progress.step:08d}"
@@ -401,7 +420,9 @@ def _mark_last(name: str) -> str | None:
     return None
 
 
-def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> None:
+def _report_failure(
+    run: Fit, save: Save, path: Location, failure: CheckpointError
+) -> None:
     if run.strategy.world.rank != 0:
         return
     steps = []
@@ -411,15 +432,7 @@ def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> N
             for record in checkpoints(path.parent)
             if record.step is not None
         ]
-    kept = f"kept step {steps[-1]}" if steps else "no checkpoint is there yet"
-    next_try = next(
-        (
-            found
-            for request in save.requests_of(str(path))
-            if (found := getattr(request, "next_try", ""))
-        ),
-        "",
-    )
+    newest = f"kept step {steps[-1]}" if steps else "no checkpoint is there yet"
     if (
         save.last
         or run.requests.signal
@@ -427,12 +440,19 @@ def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> N
     ):
         outlook = "this run ends without it"
     else:
-        outlook = (
-            f"training continues, next try at {next_try or 'the next one that is due'}"
-        )
+        outlook = f"training continues, next try at {_next_try(save, path)}"
     run.say(
-        f"save of step {save.step} failed: {failure.file}: {failure.reason}; {kept}; {outlook}"
+        f"save of step {save.step} failed: {failure.file}: {failure.reason}; {newest}; {outlook}"
     )
+
+
+def _next_try(save: Save, path: Location) -> str:
+    """When the next save is due, as far as one of the requests of ``path`` knows."""
+    for request in save.requests_of(str(path)):
+        next_try = getattr(request, "next_try", "")
+        if next_try:
+            return str(next_try)
+    return "the next one that is due"
 
 
 def _say_slow(run: Fit, save: Save) -> None:

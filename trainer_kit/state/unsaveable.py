@@ -15,15 +15,15 @@ from torch import nn
 
 from trainer_kit.checkpoint.codecs import cannot_be_stored
 from trainer_kit.checkpoint.encoding import encode
-from trainer_kit.checkpoint.read import OF_A_RUN
+from trainer_kit.checkpoint.read import RUN_PARTS
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.hparams import HParams
-from trainer_kit.state.collect import own_part
+from trainer_kit.state.collect import rank_part_name
 
 __all__ = ["Unsaveable", "entries_of_hook"]
 
-_OF_USERS: Final = ("callbacks", "datamodule")
-_OF_THE_LIBRARY: Final = (OF_A_RUN - {*_OF_USERS}) | {
+_USER_PARTS: Final = ("callbacks", "datamodule")
+_LIBRARY_PARTS: Final = (RUN_PARTS - {*_USER_PARTS}) | {
     "state_dict",
     "hyper_parameters",
     "epoch",
@@ -32,6 +32,15 @@ _OF_THE_LIBRARY: Final = (OF_A_RUN - {*_OF_USERS}) | {
 _MAPPINGS: Final = (dict, OrderedDict, HParams)
 _HOOK: Final = "on_save_checkpoint"
 _UNKNOWN: Final = object()
+_BRANCHES: Final = (
+    ast.If,
+    ast.For,
+    ast.While,
+    ast.Try,
+    ast.With,
+    ast.Return,
+    ast.Raise,
+)
 
 
 @final
@@ -49,13 +58,13 @@ class Unsaveable:
     def __init__(self, drop: bool, say: Callable[[str], None]) -> None:
         self._drop = drop
         self._say = say
-        self._reported: set[str | None] = set()
+        self._reported: set[str | None] = set()  # key paths
 
     def check(
         self,
-        state: Mapping[str, Any],
-        owners: Iterable[Any],
-        encode_state: Callable[[Any], None],
+        state: Mapping[str, object],
+        owners: Iterable[object],
+        encode_state: Callable[[Mapping[str, object]], None],
     ) -> None:
         """Raise for what cannot be saved, or report it.
 
@@ -73,43 +82,39 @@ class Unsaveable:
             entries = entries_of_hook(owner)
             if self._drop:
                 self.leave_out(entries)
-                continue
-            encode(
-                entries,
-                {},
-                at=f"{type(owner).__name__}.{_HOOK}",
-                copy=False,
-                sharded=True,
-            )
+            else:
+                _try_to_encode(entries, f"{type(owner).__name__}.{_HOOK}")
 
-    def leave_out(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def leave_out(self, state: Mapping[str, object]) -> dict[str, Any]:
         """The state without the values of users' objects that cannot be saved; each is reported once."""
-        saved: dict[str, Any] = {}
-        for name, part in state.items():
-            if name in _OF_THE_LIBRARY or name.startswith(own_part("")):
-                saved[name] = part
+        saveable: dict[str, Any] = {}
+        for name, value in state.items():
+            if name in _LIBRARY_PARTS or name.startswith(rank_part_name("")):
+                saveable[name] = value
                 continue
             try:
-                saved[name] = self._without(part, name)
+                saveable[name] = self._saveable_value(value, name)
             except CheckpointError as error:
                 self._report(error)
-        return saved
+        return saveable
 
-    def _without(self, value: Any, path: str) -> Any:
+    def _saveable_value(self, value: object, path: str) -> object:
+        """The value without those of its entries that cannot be saved; raises where it has no entries to leave out."""
         try:
-            encode(value, {}, at=path, copy=False, sharded=True)
+            _try_to_encode(value, path)
         except CheckpointError:
             if type(value) not in _MAPPINGS:
                 raise
         else:
             return value
-        saved = {}
+        assert isinstance(value, Mapping)
+        saveable = {}
         for name, item in value.items():
             try:
-                saved[name] = self._without(item, f"{path}.{name}")
+                saveable[name] = self._saveable_value(item, f"{path}.{name}")
             except CheckpointError as error:
                 self._report(error)
-        return saved
+        return saveable
 
     def _report(self, error: CheckpointError) -> None:
         if error.key in self._reported:
@@ -120,7 +125,11 @@ class Unsaveable:
         )
 
 
-def entries_of_hook(owner: Any) -> dict[str, Any]:
+def _try_to_encode(value: object, path: str) -> None:
+    encode(value, {}, at=path, copy=False, sharded=True)
+
+
+def entries_of_hook(owner: object) -> dict[str, Any]:
     """What ``on_save_checkpoint`` will add to a checkpoint, as far as its source shows it without a call.
 
     These are entries with a constant name whose value is an attribute of the object, a global or a constant, or a new
@@ -129,55 +138,55 @@ def entries_of_hook(owner: Any) -> dict[str, Any]:
     hook = inspect.getattr_static(type(owner), _HOOK, None)
     if not isinstance(hook, FunctionType) or hook.__module__.startswith("trainer_kit."):
         return {}
-    try:
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(hook))).body
-    except (
-        OSError,
-        TypeError,
-        SyntaxError,
-        ValueError,
-    ):  # without source, or one of several lambdas in a line
+    definition = _definition(hook)
+    if definition is None:
         return {}
-    if not isinstance(definition, ast.FunctionDef):
+    parameters = [argument.arg for argument in definition.args.args]
+    if len(parameters) < 2:
         return {}
-    names = [argument.arg for argument in definition.args.args]
-    if len(names) < 2:
-        return {}
-    scope = _Scope(hook, names[0], owner)
+    scope = _Scope(hook, parameters[0], owner)
     entries: dict[str, Any] = {}
     for statement in definition.body:
-        if isinstance(
-            statement,
-            (ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Return, ast.Raise),
-        ):
+        if isinstance(statement, _BRANCHES):
             break
-        for name, value in _assigned(statement, names[-1]):
-            entries[name] = scope.value(value)
+        for name, expression in _assigned_entries(statement, parameters[-1]):
+            entries[name] = scope.value(expression)
     return {name: value for name, value in entries.items() if value is not _UNKNOWN}
 
 
-def _assigned(statement: ast.stmt, checkpoint: str) -> Iterator[tuple[str, ast.expr]]:
+def _definition(hook: FunctionType) -> ast.FunctionDef | None:
+    """The syntax tree of a function; None without a source, or for one of several lambdas in a line."""
+    try:
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(hook))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return definition if isinstance(definition, ast.FunctionDef) else None
+
+
+def _assigned_entries(
+    statement: ast.stmt, checkpoint: str
+) -> Iterator[tuple[str, ast.expr]]:
     """The entries that a statement such as ``checkpoint["name"] = value`` sets in the dict of this name."""
     if not isinstance(statement, ast.Assign):
         return
     for target in statement.targets:
-        if not (
-            isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)
+        if not isinstance(target, ast.Subscript) or not isinstance(
+            target.slice, ast.Constant
         ):
             continue
-        if (
-            isinstance(target.value, ast.Name)
-            and target.value.id == checkpoint
-            and isinstance(target.slice.value, str)
-        ):
-            yield target.slice.value, statement.value
+        key = target.slice.value
+        is_checkpoint = (
+            isinstance(target.value, ast.Name) and target.value.id == checkpoint
+        )
+        if is_checkpoint and isinstance(key, str):
+            yield key, statement.value
 
 
 @final
 class _Scope:
     """The names that a hook can read, for expressions without side effects."""
 
-    def __init__(self, hook: FunctionType, owner_name: str, owner: Any) -> None:
+    def __init__(self, hook: FunctionType, owner_name: str, owner: object) -> None:
         self._closure = dict(
             zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
         )
@@ -186,35 +195,36 @@ class _Scope:
         self._owner_name = owner_name
         self._owner = owner
 
-    def value(self, expression: ast.expr) -> Any:
+    def value(self, expression: ast.expr) -> object:
         """The value of an expression; ``_UNKNOWN`` if only running it can tell."""
         if isinstance(expression, ast.Constant):
             return expression.value
         if isinstance(expression, ast.Name):
-            return self._named(expression.id)
+            return self._named_value(expression.id)
         if isinstance(expression, ast.Attribute):
-            return _attribute(self.value(expression.value), expression.attr)
+            return _stored_attribute(self.value(expression.value), expression.attr)
         if isinstance(expression, ast.Dict):
-            keys = [
-                self.value(key) if key is not None else _UNKNOWN
-                for key in expression.keys
-            ]
-            values = [self.value(value) for value in expression.values]
-            pairs = zip(keys, values, strict=True)
-            return {
-                key: value
-                for key, value in pairs
-                if isinstance(key, str) and value is not _UNKNOWN
-            }
+            return self._dict_value(expression)
         if isinstance(expression, ast.Call):
             function = self.value(expression.func)
-            unsaveable = isinstance(function, type) and cannot_be_stored(function)
-            return (
-                object.__new__(function) if unsaveable else _UNKNOWN
-            )  # only its class is looked at
+            if isinstance(function, type) and cannot_be_stored(function):
+                return object.__new__(function)  # only its class is looked at
         return _UNKNOWN
 
-    def _named(self, name: str) -> Any:
+    def _dict_value(self, expression: ast.Dict) -> dict[str, object]:
+        entries: dict[str, object] = {}
+        for key_expression, value_expression in zip(
+            expression.keys, expression.values, strict=True
+        ):
+            if key_expression is None:  # ``**other``
+                continue
+            key = self.value(key_expression)
+            value = self.value(value_expression)
+            if isinstance(key, str) and value is not _UNKNOWN:
+                entries[key] = value
+        return entries
+
+    def _named_value(self, name: str) -> object:
         if name == self._owner_name:
             return self._owner
         if name in self._locals:
@@ -227,13 +237,16 @@ class _Scope:
         return self._globals.get(name, vars(builtins).get(name, _UNKNOWN))
 
 
-def _attribute(value: Any, name: str) -> Any:
+def _stored_attribute(value: object, name: str) -> object:
     """The stored attribute of an object or a module; no property and no ``__getattr__`` is called."""
     if value is _UNKNOWN or isinstance(value, type):
         return _UNKNOWN
-    places = [getattr(value, "__dict__", {})]
+    namespaces: list[Mapping[str, object]] = [getattr(value, "__dict__", {})]
     if isinstance(value, nn.Module):
-        places += [value._parameters, value._buffers, value._modules]
+        namespaces += [value._parameters, value._buffers, value._modules]
     if isinstance(value, ModuleType):
-        places = [vars(value)]
-    return next((place[name] for place in places if name in place), _UNKNOWN)
+        namespaces = [vars(value)]
+    for namespace in namespaces:
+        if name in namespace:
+            return namespace[name]
+    return _UNKNOWN

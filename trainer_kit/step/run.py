@@ -84,6 +84,10 @@ class Save:
             if request is None or str(request.path) == path
         ]
 
+    def abandon(self) -> None:
+        """Report its result no more, and delete no other checkpoint for it."""
+        self.abandoned = True
+
 
 @final
 class Saver:
@@ -114,6 +118,18 @@ class Saver:
             and self.save.writing is not None
             and self.save.writing.wait(0)
         )
+
+    def begin(self, save: Save) -> None:
+        """Note that this save is under way."""
+        self.save = save
+
+    def end(self) -> None:
+        """Note that no save is under way any more."""
+        self.save = None
+
+    def note_finite(self, finite: bool) -> None:
+        """Note whether the weights that were saved last are finite."""
+        self.finite = finite
 
 
 @dataclass(frozen=True, slots=True)

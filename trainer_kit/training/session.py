@@ -39,7 +39,7 @@ from trainer_kit.data import EpochLength, Feed
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
-from trainer_kit.state.collect import collect, finished
+from trainer_kit.state.collect import collect, completed_progress
 from trainer_kit.state.optimizer_states import exchange_optimizers
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, keep_checkpoints
 from trainer_kit.state.saving import save_to
@@ -967,7 +967,7 @@ class Session:
         if not self.continues:
             self.progress.load_state_dict(Progress().state_dict())
         elif self.run is not None:  # an exception may have left it inside a window
-            self.progress.load_state_dict(finished(self.run))
+            self.progress.load_state_dict(completed_progress(self.run))
         self.metrics.forget(suspended=not self.continues)
         self.requests.clear()
         self.forget_loaders()
