@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -22,10 +21,7 @@ from trainer_kit.checkpoint.background import HostBuffers
 from trainer_kit.checkpoint.collective import Collective
 from trainer_kit.checkpoint.commit import (
     check_target,
-    dump_document,
-    encode_info,
     io_failures,
-    name_parts,
     staged_files,
     versions,
     work_directory,
@@ -33,14 +29,9 @@ from trainer_kit.checkpoint.commit import (
 from trainer_kit.checkpoint.encoding import (
     children,
     decode,
-    encode,
-    merge,
     tensor_record,
 )
 from trainer_kit.checkpoint.files import (
-    CARRIERS,
-    dtype_name,
-    flatten,
     safetensors_bytes,
     write_file,
 )
@@ -58,7 +49,6 @@ from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     LAYOUT,
     MANIFEST,
-    SHARD,
     check_content,
     dump_manifest,
     files_of_part,
@@ -66,14 +56,13 @@ from trainer_kit.checkpoint.manifest import (
     next_commit,
 )
 from trainer_kit.checkpoint.read import description_files, open_checkpoint, read_trees
+from trainer_kit.checkpoint.shard_plan import LocalState, WritePlan, file_names
 from trainer_kit.core.atomic_files import sync_directory
 from trainer_kit.core.errors import CheckpointError, did_you_mean
 from trainer_kit.core.location import Location, absolute, is_url, locate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = [
     "ShardedSnapshot",
@@ -84,7 +73,7 @@ __all__ = [
     "write_sharded_snapshot",
 ]
 
-_SOURCE = "the state to save"
+_Tensors = dict[str, Tensor]
 
 
 @final
@@ -176,21 +165,20 @@ def take_sharded_snapshot(
         RankError: on every rank, if any other error occurs on a rank.
     """
     ranks = Collective(group)
-    own = ranks.each(lambda: _Local(state, info, first=ranks.rank == 0))
-    plans: list[_Plan] = []  # on the first rank
+    local = ranks.each(lambda: LocalState(state, info, first=ranks.rank == 0))
+    plans: list[WritePlan] = []  # on the first rank
 
-    def plan(descriptions: list[Any]) -> Any:
-        plans.append(_Plan(descriptions))
-        return plans[0].kept, plans[0].parts
+    def plan(descriptions: list[Any]) -> object:
+        plans.append(WritePlan(descriptions))
+        return plans[0].written, plans[0].parts
 
-    kept, parts = ranks.reduce(own.describe, plan)
-    names = _file_names(parts, ranks.rank, ranks.size)
-    mine = kept[ranks.rank]
-    shards = ranks.each(lambda: own.resolve(mine, names, copy))
+    written, parts = ranks.reduce(local.describe, plan)
+    names = file_names(parts, ranks.rank, ranks.size)
+    shards = ranks.each(lambda: local.read_chunks(written[ranks.rank], names, copy))
     if not plans:
         return ShardedSnapshot(shards, b"", {}, None, ranks.size)
     return ShardedSnapshot(
-        shards, plans[0].document, plans[0].layout, own.info, ranks.size
+        shards, plans[0].document, plans[0].layout, local.info, ranks.size
     )
 
 
@@ -217,25 +205,22 @@ def write_sharded_snapshot(
     """
     ranks = Collective(group)
     target = absolute(path)
-    sizes = (
-        _bytes(tensor)
-        for tensors in snapshot.layout.values()
-        for tensor in tensors.values()
-    )
-    needed = len(snapshot.document) + sum(sizes)
+    needed = len(snapshot.document)
+    for tensors in snapshot.layout.values():
+        needed += sum(map(_tensor_bytes, tensors.values()))
     with ExitStack() as stack:
 
         def begin(_: list[Any]) -> str:
-            place = check_target(path, overwrite)
-            return str(
-                stack.enter_context(
-                    work_directory(place, needed, overwrite=overwrite, staged=staged)
-                )
+            checked = check_target(path, overwrite)
+            directory = work_directory(
+                checked, needed, overwrite=overwrite, staged=staged
             )
+            return str(stack.enter_context(directory))
 
-        def commit(written: list[dict[str, Any]]) -> None:
+        def commit(entries_by_rank: list[dict[str, Any]]) -> None:
             with io_failures(target, needed):
-                _describe(work, snapshot, written, staged, next_commit(target.parent))
+                committed = next_commit(target.parent)
+                _write_descriptions(work, snapshot, entries_by_rank, staged, committed)
             stack.close()  # commits the work directory, or deletes it
 
         work = locate(ranks.reduce(lambda: None, begin))
@@ -246,39 +231,39 @@ def write_sharded_snapshot(
 def _write_shards(
     work: Location, target: Location, shards: Mapping[str, Mapping[str, Tensor]]
 ) -> dict[str, Any]:
-    files = {}
+    """Write the files of this rank; returns their manifest entries by name."""
+    entries = {}
     for name, tensors in shards.items():
         size, buffers = safetensors_bytes(tensors)
         with io_failures(target / name, size):
-            files[name] = write_file(work / name, buffers)
+            entries[name] = write_file(work / name, buffers)
     if shards and isinstance(
         work, Path
     ):  # makes the names of the files visible to other machines
         sync_directory(work)
-    return files
+    return entries
 
 
-def _describe(
+def _write_descriptions(
     work: Location,
     snapshot: ShardedSnapshot,
-    written: list[dict[str, Any]],
+    entries_by_rank: list[dict[str, Any]],
     staged: Path | None,
     committed: int,
 ) -> None:
-    shards = {
-        name: {**entry, "shard": rank + 1}
-        for rank, own in enumerate(written)
-        for name, entry in own.items()
-    }
-    document = write_file(work / DOCUMENT, [snapshot.document])
-    layout = write_file(work / LAYOUT, [dump_layout(snapshot.layout)])
-    parts = {
-        part: sorted(
-            {chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
-        )
-        for part, tensors in snapshot.layout.items()
-    }
-    files = {**shards, DOCUMENT: document, LAYOUT: layout}
+    """Write the state, the layout and the manifest; on the first rank, when all ranks have written their files."""
+    files: dict[str, Any] = {}
+    for rank, entries in enumerate(entries_by_rank):
+        for name, entry in entries.items():
+            files[name] = {**entry, "shard": rank + 1}
+    files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
+    files[LAYOUT] = write_file(work / LAYOUT, [dump_layout(snapshot.layout)])
+    parts = {}
+    for part, tensors in snapshot.layout.items():
+        names: set[str] = set()
+        for tensor in tensors.values():
+            names.update(chunk.file for chunk in tensor.chunks)
+        parts[part] = sorted(names)
     extra = None if staged is None else staged_files(staged, files)
     manifest = new_manifest(
         files, parts, snapshot.info, versions(), committed, snapshot.number, extra
@@ -286,205 +271,8 @@ def _describe(
     write_file(work / MANIFEST, [dump_manifest(manifest)])
 
 
-def _bytes(tensor: TensorLayout) -> int:
+def _tensor_bytes(tensor: TensorLayout) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def _file_names(parts: Iterable[str], rank: int, size: int) -> dict[str, str]:
-    found = name_parts(
-        {part: (part,) for part in parts}, f"-{rank + 1:05d}-of-{size:05d}{SHARD}"
-    )
-    return {part: str(name) for part, name in found.items()}
-
-
-def _keys(items: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield the key of each chunk in its file: its tensor's name, numbered if a rank holds several of its chunks."""
-    taken = set()
-    for file, name in items:
-        key, count = name, 1
-        while (file, key) in taken:
-            count += 1
-            key = f"{name}#{count}"
-        taken.add((file, key))
-        yield key
-
-
-@final
-class _Local:
-    """The state of one rank, encoded, with a plan of its chunks; tensors are not read yet."""
-
-    def __init__(
-        self, state: Mapping[str, Any], info: Mapping[str, Any] | None, *, first: bool
-    ) -> None:
-        self.trees: dict[str, Any] = {}
-        self.info = encode_info(info) if first else None
-        self._places: dict[str, tuple[str, str]] = {}
-        flat: dict[str, Tensor] = {}
-        for part, value in state.items():
-            if not isinstance(part, str):
-                raise CheckpointError(
-                    _SOURCE,
-                    repr(part),
-                    "the parts of a checkpoint are named by strings",
-                )
-            tensors: dict[str, Tensor] = {}
-            self.trees[part] = encode(value, tensors, at=part, sharded=True)
-            for name, tensor in tensors.items():
-                _check_whole(f"{part}.{name}", tensor)
-                key = str(len(flat))
-                flat[key] = tensor
-                self._places[key] = (part, name)
-        self._planner = _planner(flat, first)
-        # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
-        self._items = [
-            item
-            for item in self._planner.create_local_plan().items
-            if math.prod(_box(item)[1])
-        ]
-        self._shapes = {
-            key: (list(tensor.shape), dtype_name(tensor.dtype))
-            for key, tensor in flat.items()
-        }
-
-    def describe(self) -> Any:
-        """Return the trees; part, name, shape and dtype of each tensor; part, name and box of each chunk."""
-        tensors = [[*self._places[key], *self._shapes[key]] for key in self._shapes]
-        return (
-            self.trees,
-            tensors,
-            [[*self._places[item.index.fqn], *_box(item)] for item in self._items],
-        )
-
-    def resolve(
-        self, kept: list[int], names: Mapping[str, str], buffers: HostBuffers | None
-    ) -> dict[str, dict[str, Tensor]]:
-        """Return the chunks that this rank writes, by file and key."""
-        items = [self._items[index] for index in kept]
-        places = [self._places[item.index.fqn] for item in items]
-        shards: dict[str, dict[str, Tensor]] = {}
-        for item, (part, name), key in zip(
-            items, places, _keys((names[p], n) for p, n in places), strict=True
-        ):
-            chunk = _plain(f"{part}.{name}", self._planner.resolve_data(item))
-            copied = (
-                chunk
-                if buffers is None
-                else buffers.copy(f"{names[part]}/{key}", chunk)
-            )
-            shards.setdefault(names[part], {})[key] = copied
-        if buffers is not None:
-            buffers.end()
-        return shards
-
-
-def _planner(flat: dict[str, Tensor], first: bool) -> DefaultSavePlanner:
-    from torch.distributed.checkpoint.default_planner import (
-        DefaultSavePlanner,
-    )  # half a second
-
-    planner = DefaultSavePlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False
-    )
-    planner.set_up_planner(flat, is_coordinator=first)
-    return planner
-
-
-def _box(item: WriteItem) -> tuple[list[int], list[int]]:
-    assert item.tensor_data is not None  # all other values are in the trees
-    return list(item.tensor_data.chunk.offsets), list(item.tensor_data.chunk.sizes)
-
-
-def _check_whole(key: str, tensor: Tensor) -> None:
-    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-        raise CheckpointError(
-            _SOURCE,
-            key,
-            "its ranks hold terms of a sum (Partial), not parts",
-            fix="redistribute() it before saving",
-        )
-
-
-def _plain(key: str, chunk: Any) -> Tensor:
-    """Return a chunk as a plain tensor that safetensors can hold, without a copy if possible."""
-    wait = getattr(chunk, "wait", None)  # the result of a collective that may still run
-    tensor = (chunk if wait is None else wait()).detach()
-    if type(tensor) is not Tensor:
-        raise CheckpointError(
-            _SOURCE, key, f"chunks of type {type(tensor).__name__} cannot be saved"
-        )
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.dtype in CARRIERS:
-        tensor = flatten(tensor).view(CARRIERS[tensor.dtype])
-    return tensor
-
-
-@final
-class _Plan:
-    """The merged state of all ranks, and the chunks that each rank writes; made on the first rank.
-
-    Attributes:
-        document: the bytes of ``state.json``.
-        layout: by part and name.
-        kept: for each rank the indices of the items that it writes.
-        parts: the parts that have tensors.
-    """
-
-    def __init__(self, descriptions: list[Any]) -> None:
-        trees = reduce(merge, (trees for trees, _, _ in descriptions))
-        self.document = dump_document(trees)
-        whole: dict[tuple[str, str], tuple[list[int], str]] = {}
-        for _, tensors, _ in descriptions:
-            for part, name, shape, dtype in tensors:
-                known = whole.setdefault((part, name), (shape, dtype))
-                if known != (shape, dtype):
-                    reason = (
-                        f"{dtype} {shape} on one rank, {known[1]} {known[0]} on another"
-                    )
-                    raise CheckpointError(_SOURCE, f"{part}.{name}", reason)
-        self.parts = list(dict.fromkeys(part for part, _ in whole))
-        items = [items for _, _, items in descriptions]
-        self.kept = _divide(items, whole)
-        chunks: dict[tuple[str, str], list[Chunk]] = {place: [] for place in whole}
-        for rank, (held, kept) in enumerate(zip(items, self.kept, strict=True)):
-            names = _file_names(self.parts, rank, len(descriptions))
-            mine = [held[index] for index in kept]
-            for (part, name, offsets, sizes), key in zip(
-                mine, _keys((names[i[0]], i[1]) for i in mine), strict=True
-            ):
-                chunks[part, name].append(
-                    Chunk(tuple(offsets), tuple(sizes), names[part], key)
-                )
-        self.layout: dict[str, dict[str, TensorLayout]] = {part: {} for part in trees}
-        for (part, name), (shape, dtype) in whole.items():
-            tensor = TensorLayout(
-                named_dtype(dtype), tuple(shape), tuple(chunks[part, name])
-            )
-            check_cover(_SOURCE, f"{part}.{name}", tensor)
-            self.layout[part][name] = tensor
-
-
-def _divide(
-    items: list[list[Any]], whole: Mapping[tuple[str, str], tuple[list[int], str]]
-) -> list[list[int]]:
-    """Return for each rank the indices of the items that it writes; of shared items the rank with the least load."""
-    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-    for rank, own in enumerate(items):
-        for index, (part, name, offsets, sizes) in enumerate(own):
-            holders.setdefault((part, name, tuple(offsets), tuple(sizes)), []).append(
-                (rank, index)
-            )
-    size = {
-        box: math.prod(box[3]) * named_dtype(whole[box[:2]][1]).itemsize
-        for box in holders
-    }
-    load, kept = [0] * len(items), [set[int]() for _ in items]
-    for box, places in sorted(
-        holders.items(), key=lambda entry: (len(entry[1]) > 1, -size[entry[0]])
-    ):
-        rank, index = min(places, key=lambda place: (load[place[0]], place))
-        load[rank] += size[box]
-        kept[rank].add(index)
-    return [sorted(indices) for indices in kept]
 
 
 _ELSEWHERE: Final = object()
@@ -533,15 +321,11 @@ def read_sharded(
     """
     ranks = Collective(group)
     with ExitStack() as stack:
-        source = ranks.each(
-            lambda: _Source(*stack.enter_context(open_checkpoint(path, list(state))))
-        )
+        source = ranks.each(lambda: _open_source(stack, path, list(state)))
         _fill_together(path, source, state, ranks, verify)
-        return (
-            None
-            if source.number == ranks.size
-            else f"resharding {source.number} → {ranks.size}"
-        )
+        if source.number == ranks.size:
+            return None
+        return f"resharding {source.number} → {ranks.size}"
 
 
 def read_divided(
@@ -584,14 +368,15 @@ def read_divided(
     }
     absent = elsewhere or {}
     with ExitStack() as stack:
-        source = ranks.each(
-            lambda: _Source(*stack.enter_context(open_checkpoint(path, parts)))
-        )
-        state = ranks.each(
-            lambda: {
-                p: source.template(p, divided, absent.get(p, ())) for p in source.parts
+        source = ranks.each(lambda: _open_source(stack, path, parts))
+
+        def make_template() -> dict[str, Any]:
+            return {
+                part: source.template(part, divided, absent.get(part, ()))
+                for part in source.parts
             }
-        )
+
+        state = ranks.each(make_template)
         _fill_together(path, source, state, ranks, verify=True)
         return state
 
@@ -604,18 +389,24 @@ def _fill_together(
     verify: bool,
 ) -> None:
     if verify:
-        shards = sorted(
-            file
-            for part in source.parts
-            for file in files_of_part(source.manifest, part)
-        )
+        files: list[str] = []
+        for part in source.parts:
+            files += files_of_part(source.manifest, part)
+        files.sort()
         # Each rank verifies its share of the files; from a URL each rank has fetched its own copies.
-        share = shards if is_url(path) else shards[ranks.rank :: ranks.size]
+        share = files if is_url(path) else files[ranks.rank :: ranks.size]
         ranks.each(lambda: check_content(source.root, source.manifest, share))
-    with ShardFiles(source.root) as files:
-        target = ranks.each(lambda: _Target(source, files, state))
-        ranks.reduce(target.strided, _check_boxes)
+    with ShardFiles(source.root) as shard_files:
+        target = ranks.each(lambda: _Target(source, shard_files, state))
+        ranks.reduce(target.strided_tensors, _check_boxes)
         ranks.each(target.load)
+
+
+def _open_source(
+    stack: ExitStack, path: str | os.PathLike[str], parts: Iterable[str] | None
+) -> _Source:
+    root, manifest, names = stack.enter_context(open_checkpoint(path, parts))
+    return _Source(root, manifest, names)
 
 
 @final
@@ -632,17 +423,17 @@ class _Source:
         self.trees = read_trees(root, parts)
         self.layout = layouts_of(root, manifest, parts)
 
-    def stored(self, tree: Any, part: str, key: str) -> TensorLayout | None:
+    def stored_layout(self, tree: Any, part: str, key: str) -> TensorLayout | None:
         """Return the layout of the tensor that ``tree`` records; None if it records none."""
         record = tensor_record(tree)
-        found = None if record is None else self.layout[part].get(str(record.get("v")))
-        if record is None or found is None or "dtype" not in record:
-            return found
+        if record is None:
+            return None
+        layout = self.layout[part].get(str(record.get("v")))
+        if layout is None or "dtype" not in record:
+            return layout
         try:
-            return found.viewed_as(
-                named_dtype(record["dtype"]),
-                tuple(int(size) for size in record["shape"]),
-            )
+            shape = tuple(int(size) for size in record["shape"])
+            return layout.viewed_as(named_dtype(record["dtype"]), shape)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 self.document, key, f"damaged record of a tensor: {error}"
@@ -652,40 +443,42 @@ class _Source:
         self, part: str, like: Mapping[str, Any], elsewhere: Collection[str]
     ) -> Any:
         """Return the state of a part that is to be filled: memory for divided tensors, None for all other values."""
-        return self._template(
-            self.trees[part],
-            {**dict.fromkeys(elsewhere, _ELSEWHERE), **like},
-            (part,),
-            None,
-        )
+        models = {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}
+        return self._template(self.trees[part], models, (part,), None)
 
     def _template(
-        self, tree: Any, like: Mapping[str, Any], at: tuple[str, ...], own: Any
+        self, tree: Any, models: Mapping[Any, Any], path: tuple[str, ...], model: Any
     ) -> Any:
-        if own is _ELSEWHERE:
-            return own
-        key = ".".join(at)
+        """The template of a tree.
+
+        Args:
+            tree: the encoded value.
+            models: by name, what a tensor below this name is divided like.
+            path: of the value.
+            model: of the innermost name in the path that has one; None if no name has.
+        """
+        if model is _ELSEWHERE:
+            return model
+        key = ".".join(path)
         if tensor_record(tree) is not None:
-            stored = None if own is None else self.stored(tree, at[0], key)
-            if stored is None or stored.shape != tuple(own.shape):
+            layout = None if model is None else self.stored_layout(tree, path[0], key)
+            if layout is None or layout.shape != tuple(model.shape):
                 return None
-            return torch.empty_like(own, dtype=stored.dtype, requires_grad=False)
-        inside = children(tree, at=key, file=self.document)
-        if inside is None:
+            return torch.empty_like(model, dtype=layout.dtype, requires_grad=False)
+        items = children(tree, at=key, file=self.document)
+        if items is None:
             return None
-        pairs = enumerate(inside) if isinstance(inside, list) else inside.items()
-        found = {
-            name: self._template(
-                value,
-                like,
-                (*at, str(name)),
-                like.get(name, own) if type(name) is str else own,
+        templates: dict[Any, Any] = {}
+        for name, item in (
+            enumerate(items) if isinstance(items, list) else items.items()
+        ):
+            item_model = models.get(name, model) if type(name) is str else model
+            templates[name] = self._template(
+                item, models, (*path, str(name)), item_model
             )
-            for name, value in pairs
-        }
-        if all(value is None for value in found.values()):
+        if all(template is None for template in templates.values()):
             return None
-        return list(found.values()) if isinstance(inside, list) else found
+        return list(templates.values()) if isinstance(items, list) else templates
 
 
 @final
@@ -697,81 +490,87 @@ class _Target:
     ) -> None:
         self._source = source
         self._files = files
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: _Tensors = {}
         self._layouts: dict[str, TensorLayout] = {}
-        self._places: dict[str, str] = {}
+        self._stored_names: dict[str, str] = {}
         for part in state:
             state[part] = self._fill(state[part], source.trees[part], part, ())
 
-    def strided(self) -> list[Any]:
+    def strided_tensors(self) -> list[Any]:
         """Return name, shape and boxes of this rank's tensors that are split twice along one dim."""
-        found: list[Any] = []
+        strided: list[Any] = []
         for name, tensor in self._tensors.items():
-            if any(
-                type(placement).__name__ == "_StridedShard"
-                for placement in getattr(tensor, "placements", ())
-            ):
-                held: Any = tensor
-                boxes = [
-                    [list(chunk.offsets), list(chunk.sizes)]
-                    for chunk in held.__create_chunk_list__()
-                ]
-                found.append([self._places[name], list(tensor.shape), boxes])
-        return found
+            if not _is_strided(tensor):
+                continue
+            distributed: Any = tensor
+            chunks = distributed.__create_chunk_list__()
+            boxes = [[list(chunk.offsets), list(chunk.sizes)] for chunk in chunks]
+            strided.append([self._stored_names[name], list(tensor.shape), boxes])
+        return strided
 
-    def _fill(self, value: Any, tree: Any, part: str, at: tuple[str, ...]) -> Any:
+    def _fill(self, value: Any, tree: Any, part: str, path: tuple[str, ...]) -> Any:
         """Return ``value`` with the content of ``tree``; register tensors for `load`."""
-        key = ".".join((part, *at))
+        key = ".".join((part, *path))
+        document = self._source.document
         if value is _ELSEWHERE:
-            layout = self._source.stored(tree, part, key)
-            return (
-                None
-                if layout is None
-                else torch.empty(layout.shape, dtype=layout.dtype, device="meta")
-            )
+            layout = self._source.stored_layout(tree, part, key)
+            if layout is None:
+                return None
+            return torch.empty(layout.shape, dtype=layout.dtype, device="meta")
         if isinstance(value, Tensor):
             return self._register(value, tree, part, key)
-        inside = children(tree, at=key, file=self._source.document)
-        if isinstance(value, MutableMapping) and isinstance(inside, Mapping):
-            for name in list(value):
-                if name not in inside:
-                    fix = did_you_mean(str(name), map(str, inside)) if inside else None
-                    raise CheckpointError(
-                        self._source.root,
-                        f"{key}.{name}",
-                        "it is not in the checkpoint",
-                        fix=fix,
-                    )
-                value[name] = self._fill(
-                    value[name], inside[name], part, (*at, str(name))
-                )
+        items = children(tree, at=key, file=document)
+        if isinstance(value, MutableMapping) and isinstance(items, Mapping):
+            self._fill_dict(value, items, part, path)
             return value
         if isinstance(value, (list, tuple)) and _holds_tensors(value):
-            if not isinstance(inside, list) or len(inside) != len(value):
-                found = (
-                    f"{len(inside)} items are"
-                    if isinstance(inside, list)
-                    else "something else is"
-                )
+            return self._fill_list(value, items, part, path)
+        assembled = Assembled(self._files, self._source.layout[part])
+        return decode(tree, assembled, at=key, file=document)
+
+    def _fill_dict(
+        self,
+        value: MutableMapping[Any, Any],
+        items: Mapping[Any, Any],
+        part: str,
+        path: tuple[str, ...],
+    ) -> None:
+        for name in list(value):
+            if name not in items:
+                key = ".".join((part, *path, str(name)))
+                fix = did_you_mean(str(name), map(str, items)) if items else None
                 raise CheckpointError(
-                    self._source.root,
-                    key,
-                    f"{found} stored, the state has {len(value)} items",
+                    self._source.root, key, "it is not in the checkpoint", fix=fix
                 )
-            items = [
-                self._fill(v, t, part, (*at, str(i)))
-                for i, (v, t) in enumerate(zip(value, inside, strict=True))
-            ]
-            if isinstance(value, tuple):
-                return tuple(items)
-            value[:] = items
-            return value
-        return decode(
-            tree,
-            Assembled(self._files, self._source.layout[part]),
-            at=key,
-            file=self._source.document,
-        )
+            value[name] = self._fill(value[name], items[name], part, (*path, str(name)))
+
+    def _fill_list(
+        self,
+        value: list[Any] | tuple[Any, ...],
+        items: object,
+        part: str,
+        path: tuple[str, ...],
+    ) -> Any:
+        if not isinstance(items, list) or len(items) != len(value):
+            stored = (
+                f"{len(items)} items are"
+                if isinstance(items, list)
+                else "something else is"
+            )
+            key = ".".join((part, *path))
+            raise CheckpointError(
+                self._source.root,
+                key,
+                f"{stored} stored, the state has {len(value)} items",
+            )
+        filled = [
+            self._fill(item, items[index], part, (*path, str(index)))
+            for index, item in enumerate(value)
+        ]
+        if isinstance(value, tuple):
+            return tuple(filled)
+        value[:] = filled
+        return value
 
     def load(self) -> None:
         """Fill the tensors; torch's planner finds the stored chunks that overlap with this rank's parts."""
@@ -788,14 +587,18 @@ class _Target:
         stored: dict[str, Any] = {}
         chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
         for name, layout in self._layouts.items():
-            boxes = [
-                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
-                for c in layout.chunks
-            ]
+            boxes = []
+            for chunk in layout.chunks:
+                boxes.append(
+                    ChunkStorageMetadata(
+                        torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+                    )
+                )
+                chunks[name, chunk.offsets] = chunk
+            properties = TensorProperties(layout.dtype)
             stored[name] = TensorStorageMetadata(
-                TensorProperties(layout.dtype), torch.Size(layout.shape), boxes
+                properties, torch.Size(layout.shape), boxes
             )
-            chunks.update({(name, chunk.offsets): chunk for chunk in layout.chunks})
         planner = DefaultLoadPlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False
         )
@@ -804,18 +607,17 @@ class _Target:
             name = item.dest_index.fqn
             offset = item.storage_index.offset
             assert offset is not None  # every item is a tensor
-            chunk = chunks[name, tuple(offset)]
-            found = self._files.read(
+            content = self._files.read(
                 self._layouts[name],
-                chunk,
+                chunks[name, tuple(offset)],
                 tuple(item.storage_offsets),
                 tuple(item.lengths),
             )
-            planner.resolve_tensor(item).detach().copy_(found)
+            planner.resolve_tensor(item).detach().copy_(content)
 
     def _register(self, value: Tensor, tree: Any, part: str, key: str) -> Tensor:
         root = self._source.root
-        layout = self._source.stored(tree, part, key)
+        layout = self._source.stored_layout(tree, part, key)
         if layout is None:
             raise CheckpointError(
                 root, key, "the state has a tensor where the checkpoint has none"
@@ -836,40 +638,38 @@ class _Target:
         name = f"{len(self._tensors)}/{key}"
         self._tensors[name] = value
         self._layouts[name] = layout
-        self._places[name] = (
-            f"{part}.{tree['v']}"  # its stored name, which is the same on all ranks
-        )
+        # Under its stored name a tensor is the same on all ranks.
+        self._stored_names[name] = f"{part}.{tree['v']}"
         return value
 
 
-def _check_boxes(everyone: list[list[Any]]) -> None:
+def _is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is split twice along one dim, so that a rank's elements are not one box."""
+    placements = getattr(tensor, "placements", ())
+    return any(type(placement).__name__ == "_StridedShard" for placement in placements)
+
+
+def _check_boxes(tensors_by_rank: list[list[Any]]) -> None:
     """Refuse layouts that torch describes wrongly: it treats a strided part of a tensor as a box, and boxes overlap."""
-    boxes: dict[str, set[Chunk]] = {}
+    chunks: dict[str, set[Chunk]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape, held in (tensor for own in everyone for tensor in own):
-        shapes[name] = tuple(shape)
-        chunks = (
-            Chunk(tuple(offsets), tuple(sizes), "", "")
-            for offsets, sizes in held
-            if math.prod(sizes)
-        )
-        boxes.setdefault(name, set()).update(chunks)
-    for name, found in boxes.items():
-        check_cover(
-            "the state to fill",
-            name,
-            TensorLayout(torch.float32, shapes[name], tuple(found)),
-        )
+    for tensors in tensors_by_rank:
+        for name, shape, boxes in tensors:
+            shapes[name] = tuple(shape)
+            tensor_chunks = chunks.setdefault(name, set())
+            for offsets, sizes in boxes:
+                if math.prod(sizes):
+                    tensor_chunks.add(Chunk(tuple(offsets), tuple(sizes), "", ""))
+    for name, tensor_chunks in chunks.items():
+        layout = TensorLayout(torch.float32, shapes[name], tuple(tensor_chunks))
+        check_cover("the state to fill", name, layout)
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: object) -> bool:
     if isinstance(value, Tensor):
         return True
-    items = (
-        value.values()
-        if isinstance(value, Mapping)
-        else value
-        if isinstance(value, (list, tuple))
-        else ()
-    )
-    return any(_holds_tensors(item) for item in items)
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensors, value))
+    return False

@@ -1,0 +1,281 @@
+"""The chunks of a sharded checkpoint: what each rank holds, and which rank writes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from trainer_kit.checkpoint.background import HostBuffers
+from trainer_kit.checkpoint.commit import dump_document, encode_info, name_parts
+from trainer_kit.checkpoint.encoding import encode, merge
+from trainer_kit.checkpoint.files import CARRIERS, dtype_name, flatten
+from trainer_kit.checkpoint.layout import (
+    Chunk,
+    Layout,
+    TensorLayout,
+    check_cover,
+    named_dtype,
+)
+from trainer_kit.checkpoint.manifest import SHARD
+from trainer_kit.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import WriteItem
+
+__all__ = ["LocalState", "WritePlan", "file_names"]
+
+_SOURCE = "the state to save"
+_TensorName = tuple[str, str]
+"""The part of a tensor, and its name in this part."""
+_Tensors = dict[str, Tensor]
+
+
+def file_names(parts: Iterable[str], rank: int, size: int) -> dict[str, str]:
+    """The names of a rank's files, by part."""
+    suffix = f"-{rank + 1:05d}-of-{size:05d}{SHARD}"
+    names = name_parts({part: (part,) for part in parts}, suffix)
+    return {part: str(name) for part, name in names.items()}
+
+
+def _chunk_keys(chunks: Iterable[tuple[str, str]]) -> list[str]:
+    """The key of each chunk in its file: its tensor's name, numbered if a rank holds several of its chunks.
+
+    Args:
+        chunks: file and name of the tensor of each chunk.
+    """
+    keys = []
+    used: set[tuple[str, str]] = set()
+    for file, name in chunks:
+        key = name
+        count = 1
+        while (file, key) in used:
+            count += 1
+            key = f"{name}#{count}"
+        used.add((file, key))
+        keys.append(key)
+    return keys
+
+
+@final
+class LocalState:
+    """The state of one rank, encoded, with a plan of its chunks; tensors are not read yet.
+
+    Attributes:
+        trees: the encoded parts.
+        info: encoded; only on the first rank.
+    """
+
+    def __init__(
+        self, state: Mapping[str, Any], info: Mapping[str, Any] | None, *, first: bool
+    ) -> None:
+        self.trees: dict[str, Any] = {}
+        self.info = encode_info(info) if first else None
+        self._tensors: dict[str, Tensor] = {}
+        self._names: dict[str, _TensorName] = {}
+        for part, value in state.items():
+            if not isinstance(part, str):
+                raise CheckpointError(
+                    _SOURCE,
+                    repr(part),
+                    "the parts of a checkpoint are named by strings",
+                )
+            self._encode(part, value)
+        self._planner = _save_planner(self._tensors, first)
+        # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
+        items = self._planner.create_local_plan().items
+        self._items = [item for item in items if math.prod(_box(item)[1])]
+
+    def _encode(self, part: str, value: object) -> None:
+        """Encode a part and number its tensors, as torch's planner takes one flat dict."""
+        tensors: _Tensors = {}
+        self.trees[part] = encode(value, tensors, at=part, sharded=True)
+        for name, tensor in tensors.items():
+            _refuse_partial(f"{part}.{name}", tensor)
+            key = str(len(self._tensors))
+            self._tensors[key] = tensor
+            self._names[key] = (part, name)
+
+    def describe(self) -> object:
+        """Return the trees; part, name, shape and dtype of each tensor; part, name and box of each chunk."""
+        tensors = [
+            [*self._names[key], list(tensor.shape), dtype_name(tensor.dtype)]
+            for key, tensor in self._tensors.items()
+        ]
+        boxes = [[*self._names[item.index.fqn], *_box(item)] for item in self._items]
+        return self.trees, tensors, boxes
+
+    def read_chunks(
+        self,
+        indices: list[int],
+        file_names: Mapping[str, str],
+        buffers: HostBuffers | None,
+    ) -> dict[str, _Tensors]:
+        """Return the chunks that this rank writes, by file and key.
+
+        Args:
+            indices: of the items that it writes.
+            file_names: by part.
+            buffers: for copies; None: do not copy.
+        """
+        items = [self._items[index] for index in indices]
+        names = [self._names[item.index.fqn] for item in items]
+        files = [file_names[part] for part, _ in names]
+        keys = _chunk_keys((file_names[part], name) for part, name in names)
+        shards: dict[str, _Tensors] = {}
+        for item, (part, name), file, key in zip(
+            items, names, files, keys, strict=True
+        ):
+            chunk = _plain_tensor(f"{part}.{name}", self._planner.resolve_data(item))
+            if buffers is not None:
+                chunk = buffers.copy(f"{file}/{key}", chunk)
+            shards.setdefault(file, {})[key] = chunk
+        if buffers is not None:
+            buffers.end()
+        return shards
+
+
+def _save_planner(tensors: _Tensors, first: bool) -> DefaultSavePlanner:
+    from torch.distributed.checkpoint.default_planner import (
+        DefaultSavePlanner,
+    )  # half a second
+
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False
+    )
+    planner.set_up_planner(tensors, is_coordinator=first)
+    return planner
+
+
+def _box(item: WriteItem) -> tuple[list[int], list[int]]:
+    """Offsets and sizes of a chunk."""
+    assert item.tensor_data is not None  # all other values are in the trees
+    chunk = item.tensor_data.chunk
+    return list(chunk.offsets), list(chunk.sizes)
+
+
+def _refuse_partial(key: str, tensor: Tensor) -> None:
+    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+        raise CheckpointError(
+            _SOURCE,
+            key,
+            "its ranks hold terms of a sum (Partial), not parts",
+            fix="redistribute() it before saving",
+        )
+
+
+def _plain_tensor(key: str, chunk: Any) -> Tensor:
+    """Return a chunk as a plain tensor that safetensors can hold, without a copy if possible."""
+    wait = getattr(chunk, "wait", None)  # the result of a collective that may still run
+    if wait is not None:
+        chunk = wait()
+    tensor = chunk.detach()
+    if type(tensor) is not Tensor:
+        raise CheckpointError(
+            _SOURCE, key, f"chunks of type {type(tensor).__name__} cannot be saved"
+        )
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype in CARRIERS:
+        tensor = flatten(tensor).view(CARRIERS[tensor.dtype])
+    return tensor
+
+
+@final
+@dataclass(frozen=True)
+class _Box:
+    """A box of a tensor that a rank holds."""
+
+    part: str
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@final
+class WritePlan:
+    """The merged state of all ranks, and the chunks that each rank writes; made on the first rank.
+
+    Attributes:
+        document: the bytes of ``state.json``.
+        layout: by part and name.
+        written: for each rank the indices of the items that it writes.
+        parts: the parts that have tensors.
+    """
+
+    def __init__(self, descriptions: list[Any]) -> None:
+        trees = reduce(merge, [trees for trees, _, _ in descriptions])
+        self.document = dump_document(trees)
+        tensors = _agreed_tensors([tensors for _, tensors, _ in descriptions])
+        boxes = [_parse_boxes(entries) for _, _, entries in descriptions]
+        self.parts = list(dict.fromkeys(part for part, _ in tensors))
+        self.written = _assign_boxes(boxes, tensors)
+        chunks: dict[_TensorName, list[Chunk]] = {name: [] for name in tensors}
+        for rank, rank_boxes in enumerate(boxes):
+            written_boxes = [rank_boxes[index] for index in self.written[rank]]
+            files = file_names(self.parts, rank, len(descriptions))
+            keys = _chunk_keys((files[box.part], box.name) for box in written_boxes)
+            for box, key in zip(written_boxes, keys, strict=True):
+                chunk = Chunk(box.offsets, box.sizes, files[box.part], key)
+                chunks[box.part, box.name].append(chunk)
+        self.layout: Layout = {part: {} for part in trees}
+        for (part, name), (shape, dtype) in tensors.items():
+            tensor = TensorLayout(dtype, shape, tuple(chunks[part, name]))
+            check_cover(_SOURCE, f"{part}.{name}", tensor)
+            self.layout[part][name] = tensor
+
+
+def _parse_boxes(entries: list[Any]) -> list[_Box]:
+    return [
+        _Box(part, name, tuple(offsets), tuple(sizes))
+        for part, name, offsets, sizes in entries
+    ]
+
+
+def _agreed_tensors(
+    descriptions: list[list[Any]],
+) -> dict[_TensorName, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor; raises if they differ between ranks."""
+    tensors: dict[_TensorName, tuple[list[int], str]] = {}
+    for rank_tensors in descriptions:
+        for part, name, shape, dtype in rank_tensors:
+            first_shape, first_dtype = tensors.setdefault((part, name), (shape, dtype))
+            if (first_shape, first_dtype) != (shape, dtype):
+                reason = f"{dtype} {shape} on one rank, {first_dtype} {first_shape} on another"
+                raise CheckpointError(_SOURCE, f"{part}.{name}", reason)
+    return {
+        name: (tuple(shape), named_dtype(dtype))
+        for name, (shape, dtype) in tensors.items()
+    }
+
+
+def _assign_boxes(
+    boxes: list[list[_Box]],
+    tensors: Mapping[_TensorName, tuple[tuple[int, ...], torch.dtype]],
+) -> list[list[int]]:
+    """Return for each rank the indices of the boxes that it writes; of shared boxes the rank with the least load."""
+    holders: dict[
+        _Box, list[tuple[int, int]]
+    ] = {}  # rank, and index of the box on this rank
+    for rank, rank_boxes in enumerate(boxes):
+        for index, box in enumerate(rank_boxes):
+            holders.setdefault(box, []).append((rank, index))
+    box_bytes = {}
+    for box in holders:
+        _, dtype = tensors[box.part, box.name]
+        box_bytes[box] = math.prod(box.sizes) * dtype.itemsize
+    loads = [0] * len(boxes)
+    assigned = [set[int]() for _ in boxes]
+    # Boxes of one rank come first: shared ones then even out the load, the largest first.
+    for box in sorted(
+        holders, key=lambda box: (len(holders[box]) > 1, -box_bytes[box])
+    ):
+        rank, index = min(holders[box], key=lambda holder: (loads[holder[0]], holder))
+        loads[rank] += box_bytes[box]
+        assigned[rank].add(index)
+    return [sorted(indices) for indices in assigned]
