@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         TruePrecision,
     )
     from trainer_kit.precision.precision import Precision
-    from trainer_kit.step.micro_batch import MicroBatches
+    from trainer_kit.step.window import Window
     from trainer_kit.strategies import (
         DDPStrategy,
         DeepSpeedStrategy,
@@ -130,8 +130,8 @@ if TYPE_CHECKING:
     ) -> list[Logger]:
         return [csv, dummy, jsonl, tensorboard, wandb, run]
 
-    def one_window(micro: MicroBatches) -> MicroSteps:
-        return micro
+    def one_window(window: Window) -> MicroSteps:
+        return window
 
     def facade(trainer: Trainer) -> TrainerLike:
         return trainer

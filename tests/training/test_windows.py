@@ -12,10 +12,8 @@ from trainer_kit.data import Ahead, Feed
 from trainer_kit.step.accumulation_window import WindowLoader
 
 
-class MicroBatches:
-    """What `WindowLoader` loads, noted at each turn."""
-
-    tokens = 0
+class Runner:
+    """What windows run with; these are only loaded."""
 
     def __init__(self):
         self.progress = Progress()
@@ -29,27 +27,28 @@ class One:
 
 
 def windows(loader, length=1, **options):
-    made = WindowLoader(
-        Feed(loader), MicroBatches(), One(), options.pop("divisor", 1), **options
+    divisor = options.pop("divisor", 1)
+    return WindowLoader(
+        Feed(loader), Runner(), One(), divisor, length=length, **options
     )
-    made.length = length
-    return made
 
 
 def turns(made, progress=None):
     """(first index, batches as lists, factors, sizes) of each window."""
     found = []
-    for micro in made.epoch(progress or Progress()):
-        assert micro.count == len(micro.batches) == len(micro.sizes)
+    for window in made.epoch(progress or Progress()):
+        assert window.count == len(window.batches) == len(window.sizes)
         factors = (
-            None if micro.factors is None else [pytest.approx(f) for f in micro.factors]
+            None
+            if window.factors is None
+            else [pytest.approx(f) for f in window.factors]
         )
         found.append(
             (
-                micro.first,
-                [torch.as_tensor(b).flatten().tolist() for b in micro.batches],
+                window.first,
+                [torch.as_tensor(b).flatten().tolist() for b in window.batches],
                 factors,
-                list(micro.sizes),
+                list(window.sizes),
             )
         )
     return found
@@ -106,7 +105,7 @@ def test_the_user_s_weights():
     found = turns(made)
     assert found[0][2] == [1 / 6, 5 / 6]
     assert found[1][2] == [9 / 15, 6 / 15]
-    assert made.micro.tokens == 15
+    assert made.window.tokens == 15
 
 
 def test_weights_may_be_tensors():
@@ -169,9 +168,9 @@ def test_windows_never_cross_epochs():
 def test_the_length_can_change_between_windows(loss_weight):
     made = windows(loader(20), loss_weight=loss_weight)
     counts = []
-    for micro in made.epoch(Progress()):
-        counts.append(micro.count)
-        made.length = len(counts) + 1
+    for window in made.epoch(Progress()):
+        counts.append(window.count)
+        made.set_length(len(counts) + 1)
     assert counts == [1, 2, 3, 4]
 
 
@@ -203,7 +202,7 @@ def test_prefetch_does_not_pass_the_end_of_the_run():
         yield from items
 
     made = windows(stream(), 2, ahead=ahead)
-    made.budget = 6
+    made.start_epoch(steps_left=3)
     epoch = made.epoch(Progress())
     for _ in range(3):
         next(epoch)
@@ -238,8 +237,8 @@ def test_a_state_is_that_of_the_last_finished_window_however_far_reading_is(leng
     made = windows(
         Placed(), length, ahead=lambda items: iter(Ahead(items, lambda item: item))
     )
-    for micro in made.epoch(Progress()):
-        done = micro.first + micro.count
+    for window in made.epoch(Progress()):
+        done = window.first + window.count
         again = windows(Placed(), length)
         again.feed.loader_state.load_state_dict(
             [made.feed.loader_state.state_dict(0, done)], 0
@@ -253,8 +252,8 @@ def test_a_state_is_that_of_the_last_finished_window_however_far_reading_is(leng
         # A window that is under way runs again.
         inside = windows(Placed(), length)
         inside.feed.loader_state.load_state_dict(
-            [made.feed.loader_state.state_dict(0, micro.first)], 0
+            [made.feed.loader_state.state_dict(0, window.first)], 0
         )
-        assert next(inside.epoch(Progress(epoch_batch=micro.first))).batches[
+        assert next(inside.epoch(Progress(epoch_batch=window.first))).batches[
             0
-        ].tolist() == [micro.first]
+        ].tolist() == [window.first]

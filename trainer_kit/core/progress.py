@@ -40,6 +40,11 @@ class Progress:
     epoch_batch: int = 0
     seconds: float = 0.0
 
+    def pass_batches(self, count: int) -> None:
+        """Count micro-batches that are read and not trained on."""
+        self.batch += count
+        self.epoch_batch += count
+
     def state_dict(self) -> dict[str, int | float]:
         """All counts, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

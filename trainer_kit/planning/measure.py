@@ -236,7 +236,8 @@ class _Trial:
             try:
                 run = self._composed(strategy, precision)
                 since = self._steps(run, tracker, counter)
-                run.micro.release()
+                run.runner.release()
+                run.windows.release()
             finally:
                 strategy.stop()
         host = (
@@ -257,7 +258,7 @@ class _Trial:
 
     def _steps(self, run: Fit, tracker: StepTracker, counter: TrafficCounter) -> Mark:
         """Run all steps; return the place in the tracker's record where the last one began."""
-        optimizers: Sequence[Optimizer] = run.stepper.made.optimizers
+        optimizers: Sequence[Optimizer] = run.stepper.configured.optimizers
         if self.accelerator != "cpu":
             _step_together(optimizers)
         held = [*run.module.parameters(), *run.module.buffers()]
@@ -271,15 +272,15 @@ class _Trial:
         tracker.note_state(held, optimizers)
         since = tracker.mark()
         with unpacked(self.batch), self.mode, tracker, tracker.resizes():
-            for index, _ in enumerate(run.windows.epoch(run.progress)):
+            for index, window in enumerate(run.windows.epoch(run.progress)):
                 if index == _WARM_UP:
                     since = tracker.mark()
                     counter.restart()
-                tracker.note(list(tensors_of(run.micro.batches)), "activations")
-                run.forward_backward(run.micro)
+                tracker.note(list(tensors_of(window.batches)), "activations")
+                run.forward_backward(window)
                 tracker.note_state(held, optimizers)
                 with tracker.stepping():
-                    run.stepper.step()
+                    run.stepper.step(window)
                 tracker.note_state(held, optimizers)
                 run.progress.step += 1
         return since
@@ -302,7 +303,7 @@ class _Trial:
             bus = Bus(session, module, [], None, session.metrics)
             run = compose_fit(session, module, None, loader, None, bus)
             session.set_running(Running(run, Settler(run)))
-        run.windows.loss_weight = None  # it reads the batch, which has no values
+        run.windows.weigh_by_samples()
         return run
 
     def _session(self, strategy: Strategy, precision: Precision) -> Session:

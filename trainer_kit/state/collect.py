@@ -132,7 +132,7 @@ def _training_state(run: Fit, seed: int, owes_validation: bool) -> State:
     """Optimizers, progress, and what else the library itself needs to resume."""
     progress, stepper, strategy = run.progress, run.stepper, run.strategy
     names = parameter_names(strategy, run.module)
-    inside_step = run.micro.started == progress.step
+    inside_step = run.windows.window.started == progress.step
 
     state: State = {"optimizer_states": _optimizer_states(run, names)}
     state.update(_divergent_rank_state(run, names))
@@ -144,7 +144,7 @@ def _training_state(run: Fit, seed: int, owes_validation: bool) -> State:
     if stepper.waiting and not inside_step:
         state["waiting_schedulers"] = [
             index
-            for index, scheduler in enumerate(stepper.made.schedulers)
+            for index, scheduler in enumerate(stepper.configured.schedulers)
             if scheduler in stepper.waiting
         ]
     state["seed"] = seed
@@ -158,7 +158,7 @@ def _training_state(run: Fit, seed: int, owes_validation: bool) -> State:
 
 
 def _optimizer_states(run: Fit, names: Mapping[int, str]) -> list[State]:
-    optimizers = run.stepper.made.optimizers
+    optimizers = run.stepper.configured.optimizers
     return [optimizer_state(run.strategy, optimizer, names) for optimizer in optimizers]
 
 
@@ -222,7 +222,7 @@ def _user_state(
     run: Fit, callbacks: Sequence[Callback], datamodule: DataModule | None
 ) -> State:
     """The state of the user's objects, any of which may raise."""
-    schedulers = run.stepper.made.schedulers
+    schedulers = run.stepper.configured.schedulers
     callback_states: State = {}
     for callback in callbacks:
         callback_state = callback.state_dict()
@@ -318,15 +318,15 @@ def weights_to_write(
 
 def completed_progress(run: Fit) -> dict[str, int | float]:
     """Progress up to the last completed window: a resumed run repeats an unfinished window from its first batch."""
-    progress, micro = run.progress, run.micro
+    progress, window = run.progress, run.windows.window
     state = progress.state_dict()
-    if micro.started == progress.step:
-        consumed = progress.epoch_batch - micro.first
+    if window.started == progress.step:
+        consumed = progress.epoch_batch - window.first
         state["epoch_batch"] -= consumed
         state["batch"] -= consumed
-        state["samples"] -= sum(micro.sizes[:consumed])
-        if consumed == micro.count:  # tokens are counted once for a whole window
-            state["tokens"] -= micro.tokens
+        state["samples"] -= sum(window.sizes[:consumed])
+        if consumed == window.count:  # tokens are counted once for a whole window
+            state["tokens"] -= window.tokens
     return state
 
 

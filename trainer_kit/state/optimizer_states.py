@@ -474,7 +474,7 @@ def watch_groups(run: Fit) -> Callable[[object], None]:
     Returns:
         A function that removes the wrappers.
     """
-    optimizers = run.stepper.made.optimizers
+    optimizers = run.stepper.configured.optimizers
 
     def unwrap(_: object = None) -> None:
         for optimizer in optimizers:
@@ -538,7 +538,7 @@ def exchange_optimizers(
             found="NaNGuard, which goes back to states of the optimizers before",
             fix="leave NaNGuard out, or change their param_groups",
         )
-    replaced = list(run.stepper.made.optimizers)
+    replaced = list(run.stepper.configured.optimizers)
     drops_restored_state = (
         resumed
         and run.stepper.trained is None
@@ -551,7 +551,7 @@ def exchange_optimizers(
         note_configured(optimizer)
         vars(optimizer)[_EXCHANGED] = True
         _wrap_add_group(run, optimizer)
-    check_parameters(run.stepper.made, run.module, run.strategy, run.say)
+    check_parameters(run.stepper.configured, run.module, run.strategy, run.say)
     if drops_restored_state:
         run.say(
             "trainer.optimizers = ... drops the state of the optimizers that the checkpoint restored"

@@ -222,9 +222,9 @@ class Guard:
         metrics.use_sizes_of(metrics_feed)
         for feed in (run.windows.feed, *run.validation.feeds):
             feed.loader_state.reopen()
-        run.windows.length = held.length
-        run.micro.losses = []
-        run.micro.started = -1
+        run.windows.set_length(held.length)
+        run.windows.window.abandon()
+        run.runner.losses.take()
         state = held.state()
         self._restore(state)
         held.undo()
@@ -253,7 +253,7 @@ class Guard:
     def _check_step(self, run: Fit) -> None:
         """Before an optimizer steps: look at the loss and at the gradients of every rank."""
         world, step = run.strategy.world, run.progress.step + 1
-        bad_loss = run.micro.first_bad()
+        bad_loss = run.runner.losses.first_bad()
         bad_weights = [
             name for name, p in run.module.named_parameters() if not are_finite([p])
         ]
@@ -290,13 +290,14 @@ class Guard:
         self, run: Fit, bad_loss: tuple[int, int, float] | None
     ) -> str:
         """The batch of a loss that is not finite, on the rank that has it; else the batches of this window."""
-        micro, feed, epoch = run.micro, run.windows.feed, run.progress.epoch
+        window, feed = run.windows.window, run.windows.feed
+        epoch = run.progress.epoch
         if bad_loss is None:
-            indices = range(micro.first, micro.first + micro.count)
+            indices = range(window.first, window.first + window.count)
             return ", ".join(feed.name_batch(epoch, index) for index in indices)
         _, index, loss = bad_loss
         cause = ""
-        if not are_finite(tensors_of(micro.batch)):
+        if not are_finite(tensors_of(window.batch)):
             cause = ", which holds NaN or infinity itself"
         return f"{loss} in {feed.name_batch(epoch, index)}{cause}; every parameter is finite"
 

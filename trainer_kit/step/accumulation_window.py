@@ -1,26 +1,33 @@
-"""Accumulation windows: k micro-batches of the feed and their weights, equally many on every rank."""
+"""Makes the windows of an epoch: k micro-batches of the feed and their weights, equally many on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Final, cast, final
+from typing import Any, Final, Protocol, TypeAlias, cast, final
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import EMPTY, MISSING, Feed
-from trainer_kit.step.micro_batch import MicroBatches
+from trainer_kit.step.window import Window, WindowRunner
 
 __all__ = ["WindowLoader"]
 
-_OVER: Final = object()
+_NO_BATCH: Final = object()
+# Whatever the user's loader yields.
+_Batch: TypeAlias = Any
+_Prefetch: TypeAlias = Callable[[Iterable[Any]], Iterator[Any]]
+
+
+class _Padding(Protocol):
+    def provide(self, batches: Sequence[_Batch]) -> _Batch: ...
 
 
 @final
 class WindowLoader:
-    """Loads windows into a `MicroBatches`.
+    """Makes the windows of a fit, each complete.
 
     The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over the micro-batches of the window and all data ranks; an
     engine that divides by ``divisor`` gets each loss times ``w_i * divisor / sum(w_i)``. Nothing is multiplied where
@@ -28,83 +35,121 @@ class WindowLoader:
 
     Args:
         feed: this rank's batches.
-        micro: the object that windows are loaded into.
+        runner: what windows run with.
         group: the ranks whose losses are weighted together.
-        parts: how many of these ranks share a batch; ``loss_weight`` then weighs this rank's part.
         divisor: the number by which the engine divides the sum over the ranks.
+        parts: how many of these ranks share a batch; ``loss_weight`` then weighs this rank's part.
         loss_weight: the user's function, or None to weight by the number of samples.
         weighting: False for an unweighted mean over micro-batches and ranks.
+        limit: micro-batches per epoch, or None if unknown.
         ahead: wraps an iterator so that batches are copied to the device early, or None.
+        length: micro-batches per window.
+        padding: provides a batch for a rank that never had one; None if no padding batch is needed.
 
     Attributes:
-        length: micro-batches per window, from the next window on.
-        limit: micro-batches per epoch, or None if unknown.
-        provide: called for a window in which a rank may lack a micro-batch; None if no padding batch is needed.
-        budget: the micro-batches left in the run; None for no limit.
+        window: the one that was made last; before the first of an epoch, one without micro-batches.
         left_out: the steps whose windows are read and counted, but not trained on.
-        measure: called once with the samples and the weight of the next micro-batch over all ranks, before its window
-            is complete; it sets ``length``. None: ``length`` is known.
     """
 
     def __init__(
         self,
         feed: Feed,
-        micro: MicroBatches,
+        runner: WindowRunner,
         group: Group,
         divisor: int,
         *,
         parts: int = 1,
-        loss_weight: Callable[[Any], Any] | None = None,
+        loss_weight: Callable[[_Batch], Any] | None = None,
         weighting: bool = True,
         limit: int | None = None,
-        ahead: Callable[[Iterable[Any]], Iterator[Any]] | None = None,
+        ahead: _Prefetch | None = None,
+        length: int = 1,
+        padding: _Padding | None = None,
     ) -> None:
-        self.feed, self.micro, self.group, self.divisor, self.parts = (
-            feed,
-            micro,
-            group,
-            divisor,
-            parts,
-        )
-        self.loss_weight, self.weighting, self.limit, self.ahead = (
-            loss_weight,
-            weighting,
-            limit,
-            ahead,
-        )
-        self.length = 1
+        self.feed = feed
+        self.runner = runner
+        self.group = group
+        self.divisor = divisor
+        self.parts = parts
+        self.loss_weight = loss_weight
+        self.weighting = weighting
+        self.limit = limit
+        self.ahead = ahead
+        self.length = length
+        self.padding = padding
         self.left_out: set[int] = set()
-        self._by_samples = False
-        self.provide: Callable[[], None] | None = None
-        self.budget: int | None = None
-        self.measure: Callable[[float, float], None] | None = None
+        self.window = self._closed_window()
+        self._measure: Callable[[float, float], None] | None = None
+        self._budget: int | None = None  # micro-batches left in the run
+        self._by_samples = (
+            False  # whether the weights of all ranks are known beforehand
+        )
+        self._last_even = (
+            -1
+        )  # windows up to this index have a micro-batch on every rank
         self._source: Iterator[Any] | None = (
-            None  # more batches, while `measure` is to be called
+            None  # more batches, while a window is measured
         )
         self._batches: Iterator[Any] = iter(())
         # A weight matters only in relation to other batches.
-        self._asks = weighting and loss_weight is None
+        self._asks_for_sizes = weighting and loss_weight is None
 
-    def epoch(self, progress: Progress) -> Iterator[MicroBatches]:
+    # -- settings ----------------------------------------------------------------------------------------------
+
+    def set_length(self, length: int) -> None:
+        """Set the micro-batches per window, from the next window on."""
+        self.length = length
+
+    def measure_with(self, measure: Callable[[float, float], None] | None) -> None:
+        """Have the length of the next window set by its first micro-batch.
+
+        Args:
+            measure: called once with the samples and the weight of that micro-batch over all ranks, before its window
+                is complete; it sets the length. None: the length is known.
+        """
+        self._measure = measure
+
+    def read_from(self, feed: Feed, limit: int | None, ahead: _Prefetch | None) -> None:
+        """Read other batches from the next epoch on; those of before are closed."""
+        self.feed.close()
+        self.feed = feed
+        self.limit = limit
+        self.ahead = ahead
+
+    def weigh_by_samples(self) -> None:
+        """Do without the user's ``loss_weight``: batches have no values."""
+        self.loss_weight = None
+
+    # -- epochs ------------------------------------------------------------------------------------------------
+
+    def start_epoch(self, steps_left: int | None) -> None:
+        """Get ready for an epoch; ``steps_left`` steps are left in the run, None for no limit."""
+        self._budget = None if steps_left is None else steps_left * self.length
+        self.window = self._closed_window(self.window.batch, self.window.earlier)
+
+    def epoch(self, progress: Progress) -> Iterator[Window]:
         """The windows of the running epoch, from the position in ``progress``."""
         start = progress.epoch_batch
         batches: Iterator[Any] = iter(self.feed.sized_epoch(progress.epoch, start))
         if self.limit is not None:
-            batches = islice(
-                batches, max(0, self.limit - start)
-            )  # a resumed run may be beyond its limit
+            # A resumed run may be beyond its limit.
+            batches = islice(batches, max(0, self.limit - start))
         if self.ahead is not None:
-            batches = self._ahead(self._weighed(*pair) for pair in batches)
+            batches = self._read_ahead(self._weighed(batches), self.ahead)
         self._batches = batches
         if self.group.size > 1:
-            windows = self._together(batches, start)
-        elif self.ahead is not None or self.loss_weight is not None:
+            windows = self._windows_of_ranks(batches, start)
+        elif self.ahead is not None:
             windows = self._weighed_windows(batches, start)
+        elif self.loss_weight is not None:
+            windows = self._weighed_windows(self._weighed(batches), start)
         else:
-            windows = self._alone(batches, start)
+            windows = self._sized_windows(batches, start)
         if self.left_out:
-            windows = self._without(windows, progress)
-        return self._tracked(windows) if self.feed.stateful else windows
+            windows = self._without_left_out(windows)
+        if self.feed.stateful:
+            windows = self._noting_position(windows)
+        return windows
 
     def has_more(self) -> bool:
         """Whether the epoch that is being left has another batch on any rank, which this call reads and discards.
@@ -112,230 +157,253 @@ class WindowLoader:
         Every rank must call it. It draws nothing from the global generators.
         """
         with preserved_rng():
-            more = next(self._batches, _OVER) is not _OVER
+            has_more = next(self._batches, _NO_BATCH) is not _NO_BATCH
         if self.group.size == 1:
-            return more
-        return any(row[0] for row in self.group.agree([more]))
+            return has_more
+        return any(row[0] for row in self.group.agree([has_more]))
 
     def release(self) -> None:
-        """Release the batches of an epoch that an error ended."""
+        """Release the batches of a run that is over, or of an epoch that an error ended."""
         self._batches = iter(())
+        self.window.release()
 
-    def _without(
-        self, windows: Iterator[MicroBatches], progress: Progress
-    ) -> Iterator[MicroBatches]:
+    def _without_left_out(self, windows: Iterator[Window]) -> Iterator[Window]:
         """Replace the windows of steps in ``left_out`` by windows without micro-batches: nothing is trained on them."""
-        for micro in windows:
-            if micro.started + 1 in self.left_out:
-                progress.batch += micro.count
-                progress.epoch_batch += micro.count
-                micro.count, micro.batch = 0, None
-            yield micro
+        for window in windows:
+            if window.started + 1 in self.left_out:
+                window.skip()
+            yield window
 
-    def _tracked(self, windows: Iterator[MicroBatches]) -> Iterator[MicroBatches]:
-        for micro in windows:
-            self.feed.loader_state.forget(micro.first)
-            yield micro
+    def _noting_position(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Drop the states of the loader before each window that begins."""
+        for window in windows:
+            self.feed.loader_state.forget(window.first)
+            yield window
 
-    def _alone(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
+    def _read_ahead(self, items: Iterator[Any], ahead: _Prefetch) -> Iterator[Any]:
+        """Copy batches while the device computes; read no batch beyond the end of the run."""
+        if self._budget is not None:
+            yield from ahead(islice(items, self._budget))
+        yield from ahead(items)
+
+    # -- one rank ----------------------------------------------------------------------------------------------
+
+    def _sized_windows(self, batches: Iterator[Any], start: int) -> Iterator[Window]:
         """One rank, weights by samples: no communication, and no factor for a window of one micro-batch."""
-        micro, one, sizes = self.micro, [None], [0]
+        runner = self.runner
         for batch, size in batches:
-            if self.length == 1 and self.measure is None:
-                one[0], sizes[0] = batch, size
-                (
-                    micro.batches,
-                    micro.sizes,
-                    micro.weights,
-                    micro.factors,
-                    micro.count,
-                ) = (
-                    one,
-                    sizes,
-                    sizes,
-                    None,
-                    1,
+            sizes = [size]
+            if self._measure is not None:
+                self._measure_window(sizes, sizes)
+            if self.length == 1:
+                # Made here, without a Python call: the usual case.
+                self.window = Window(
+                    runner=runner,
+                    batches=[batch],
+                    sizes=sizes,
+                    weights=sizes,
+                    factors=None,
+                    count=1,
+                    first=start,
+                    started=runner.progress.step,
+                    index=self.window.index,
                 )
             else:
-                if self.measure is not None:
-                    self._measured([size], [size])
-                window = [(batch, size), *islice(batches, self.length - 1)]
-                self._load([pair[0] for pair in window], [pair[1] for pair in window])
-            micro.first, micro.started = start, micro.progress.step
-            micro.fresh, micro.contributed = True, False
-            start += micro.count
-            yield micro
+                loaded = [batch]
+                for next_batch, next_size in islice(batches, self.length - 1):
+                    loaded.append(next_batch)
+                    sizes.append(next_size)
+                self.window = self._window(loaded, sizes, sizes, sum(sizes), start)
+                if self._asks_for_sizes and len(loaded) > 1:
+                    self._ask_for_sizes()
+            start += self.window.count
+            yield self.window
 
-    def _load(
-        self,
-        batches: list[Any],
-        sizes: list[int],
-        weights: Sequence[float] | None = None,
-    ) -> None:
-        micro = self.micro
-        micro.batches, micro.sizes, micro.count = batches, sizes, len(batches)
-        micro.weights = sizes if weights is None else weights
-        self._weigh_window(micro.weights, sum(micro.weights))
-        if self._asks and len(batches) > 1:
-            self._ask()
-
-    def _weighed_windows(
-        self, batches: Iterator[Any], start: int
-    ) -> Iterator[MicroBatches]:
+    def _weighed_windows(self, items: Iterator[Any], start: int) -> Iterator[Window]:
         """One rank, with the user's weights or with batches that were copied early."""
-        micro = self.micro
-        # Not map(): a StopIteration from the user's loss_weight would look like the end of the batches.
-        items = (
-            batches
-            if self.ahead is not None
-            else (self._weighed(*pair) for pair in batches)
-        )
-        while window := list(islice(items, self.length)):
-            if self.measure is not None:
-                self._measured([window[0][0]], [window[0][1]])
-                window += islice(items, self.length - len(window))
-            self._load(
-                [item[2] for item in window],
-                [item[0] for item in window],
-                [item[1] for item in window],
-            )
-            micro.first, micro.started = start, micro.progress.step
-            micro.fresh, micro.contributed = True, False
-            start += micro.count
-            yield micro
+        while loaded := list(islice(items, self.length)):
+            if self._measure is not None:
+                size, weight, _ = loaded[0]
+                self._measure_window([size], [weight])
+                loaded += islice(items, self.length - len(loaded))
+            sizes = [size for size, _, _ in loaded]
+            weights = [weight for _, weight, _ in loaded]
+            batches = [batch for _, _, batch in loaded]
+            self.window = self._window(batches, sizes, weights, sum(weights), start)
+            if self._asks_for_sizes and len(batches) > 1:
+                self._ask_for_sizes()
+            start += self.window.count
+            yield self.window
 
-    def _together(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
+    # -- several ranks -----------------------------------------------------------------------------------------
+
+    def _windows_of_ranks(self, batches: Iterator[Any], start: int) -> Iterator[Window]:
         """Several ranks: windows have the same length on all of them."""
-        micro = self.micro
         self._by_samples = self.feed.even and self.loss_weight is None
         length = self.feed.length
-        last = -1 if length is None else length - 1
+        self._last_even = -1 if length is None else length - 1
+        self._source = batches if self._measure is not None else None
         load = (
             self._load_one
             if self._by_samples and self.ahead is None
             else self._load_together
         )
-        self._source = batches if self.measure is not None else None
-        while load(list(islice(batches, self.length)), start):
-            if self._by_samples:  # else it was agreed
-                micro.uneven = start + micro.count > last
-            if micro.uneven and self.provide is not None:
-                self.provide()
-            if self._asks:
-                self._ask()
-            micro.first, micro.started = start, micro.progress.step
-            micro.fresh, micro.contributed = True, False
-            start += micro.count
-            yield micro
+        while True:
+            window = load(list(islice(batches, self.length)), start)
+            if window is None:
+                return
+            self.window = window
+            if self._asks_for_sizes:
+                self._ask_for_sizes()
+            start += window.count
+            yield window
 
-    def _ask(self) -> None:
-        self._asks = False
-        self.feed.ask_for_sizes("define loss_weight(self, batch) on the module")
-
-    def _ahead(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Copy batches while the device computes; read no batch beyond the end of the run."""
-        assert self.ahead is not None
-        for part in (
-            (islice(items, self.budget), items) if self.budget is not None else (items,)
-        ):
-            yield from self.ahead(part)
-
-    def _load_together(self, window: list[Any], start: int) -> bool:
-        """Load this rank's micro-batches; False once no rank has any left. Windows are equally long on every rank."""
-        micro = self.micro
-        sizes, weights, batches = self._columns(window)
-        if self.measure is not None and self._source is not None:
-            source, self._source = self._source, None
-            self._measured(sizes, weights)
-            rest = self._columns(list(islice(source, self.length - 1)))
-            sizes, weights, batches = (
-                old + new
-                for old, new in zip((sizes, weights, batches), rest, strict=True)
-            )
-        known = (
-            [self.feed.samples(start + i) for i in range(len(batches))]
-            if self._by_samples
-            else [None]
+    def _load_one(self, items: list[Any], start: int) -> Window | None:
+        """A faster `_load_together` for a window of one batch with a known number of samples."""
+        if len(items) != 1 or items[0] is MISSING or self._measure is not None:
+            return self._load_together(items, start)
+        samples = self.feed.samples(start)
+        if samples is None:
+            return self._load_together(items, start)
+        batch, size = items[0]
+        factor = size * self.divisor / (samples * self.parts) if self.weighting else 1.0
+        uneven = start >= self._last_even
+        before = self.window
+        return Window(
+            runner=self.runner,
+            batches=[batch],
+            sizes=[samples],
+            weights=[size],
+            factors=None if factor == 1.0 else [factor],
+            count=1,
+            first=start,
+            started=self.runner.progress.step,
+            uneven=uneven,
+            batch=before.batch,
+            index=before.index,
+            earlier=self._earlier_batch([batch]) if uneven else before.earlier,
         )
-        if None not in known:
-            if not batches:
-                return False
-            micro.sizes = cast("list[int]", known)
-            total: float = sum(micro.sizes) * self.parts
-        else:
-            there = sum(batch is not None for batch in batches)
-            rows = self.group.agree(
-                [len(batches), sum(weights), sum(sizes), there]
-            )  # one small exchange on the CPU
-            micro.uneven = len({row[3] for row in rows}) > 1
-            longest, total = (
-                int(max(row[0] for row in rows)),
-                sum(row[1] for row in rows),
-            )
-            if longest == 0:
-                return False
-            missing = longest - len(batches)
-            batches, weights = batches + [None] * missing, [*weights, *[0.0] * missing]
-            samples = round(sum(row[2] for row in rows)) // self.parts
-            micro.sizes = [samples // longest] * longest
-            micro.sizes[-1] += samples % longest
-        micro.count, micro.batches, micro.weights = len(batches), batches, weights
-        self._weigh_window(weights, total)
-        return True
 
-    def _columns(self, window: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def _load_together(self, items: list[Any], start: int) -> Window | None:
+        """This rank's micro-batches; None once no rank has any left. Windows are equally long on every rank."""
+        sizes, weights, batches = self._columns(items)
+        if self._measure is not None and self._source is not None:
+            source, self._source = self._source, None
+            self._measure_window(sizes, weights)
+            more_sizes, more_weights, more = self._columns(
+                list(islice(source, self.length - 1))
+            )
+            sizes, weights = sizes + more_sizes, weights + more_weights
+            batches = batches + more
+        samples = self._known_samples(len(batches), start)
+        if samples is not None:
+            if not batches:
+                return None
+            total = float(
+                sum(samples) * self.parts
+            )  # no sync point: numbers of samples
+            uneven = start + len(batches) > self._last_even
+            return self._window(batches, samples, weights, total, start, uneven)
+        present = sum(batch is not None for batch in batches)
+        # One small exchange on the CPU.
+        rows = self.group.agree([len(batches), sum(weights), sum(sizes), present])
+        longest = int(max(row[0] for row in rows))
+        if longest == 0:
+            return None
+        missing = longest - len(batches)
+        samples = _distribute(round(sum(row[2] for row in rows)) // self.parts, longest)
+        total = sum(row[1] for row in rows)
+        uneven = len({row[3] for row in rows}) > 1
+        if self._by_samples:
+            uneven = start + longest > self._last_even
+        return self._window(
+            batches + [None] * missing,
+            samples,
+            weights + [0.0] * missing,
+            total,
+            start,
+            uneven,
+        )
+
+    def _known_samples(self, count: int, start: int) -> list[int] | None:
+        """The samples of each micro-batch over all ranks; None where only an exchange can tell."""
+        if not self._by_samples:
+            return None
+        samples = [self.feed.samples(start + index) for index in range(count)]
+        return None if None in samples else cast("list[int]", samples)
+
+    def _columns(self, items: list[Any]) -> tuple[list[int], list[float], list[_Batch]]:
         """The sizes, weights and batches of a window."""
         if self.ahead is not None:
-            return (
-                [item[0] for item in window],
-                [item[1] for item in window],
-                [item[2] for item in window],
-            )
-        batches = [None if batch is EMPTY else batch for batch, _ in window]
-        weights = sizes = [size for _, size in window]
-        if self.loss_weight is not None:
-            weights = [
-                0.0 if b is None else self._weigh(b, n)
-                for b, n in zip(batches, sizes, strict=True)
-            ]
+            sizes = [size for size, _, _ in items]
+            weights = [weight for _, weight, _ in items]
+            return sizes, weights, [batch for _, _, batch in items]
+        sizes = [size for _, size in items]
+        batches = [None if batch is EMPTY else batch for batch, _ in items]
+        if self.loss_weight is None:
+            return sizes, list(sizes), batches
+        pairs = zip(batches, sizes, strict=True)
+        weights = [
+            0.0 if batch is None else self._weigh(batch, size) for batch, size in pairs
+        ]
         return sizes, weights, batches
 
-    def _measured(self, sizes: Sequence[float], weights: Sequence[float]) -> None:
-        """Set the length of the window from its first micro-batch; every rank calls it."""
-        measure, self.measure = self.measure, None
-        assert measure is not None
-        mine = [sum(sizes), sum(weights)]
-        rows = self.group.agree(mine) if self.group.size > 1 else [mine]
-        measure(sum(row[0] for row in rows) / self.parts, sum(row[1] for row in rows))
+    def _earlier_batch(self, batches: list[_Batch]) -> _Batch:
+        """The batch that this rank runs as padding."""
+        before = self.window
+        if self.padding is None:
+            return before.earlier
+        provided = self.padding.provide([*batches, before.batch, before.earlier])
+        return before.earlier if provided is None else provided
 
-    def _load_one(self, window: list[Any], start: int) -> bool:
-        """A faster `_load_together` for a window of one batch with a known number of samples."""
-        samples = (
-            self.feed.samples(start)
-            if len(window) == 1 and window[0] is not MISSING
-            else None
-        )
-        if samples is None or self.measure is not None:
-            return self._load_together(window, start)
-        micro, (batch, size) = self.micro, window[0]
-        micro.batches, micro.sizes, micro.weights, micro.count = (
-            [batch],
-            [samples],
-            [size],
-            1,
-        )
-        factor = size * self.divisor / (samples * self.parts) if self.weighting else 1.0
-        micro.factors = None if factor == 1.0 else [factor]
-        return True
+    # -- one window --------------------------------------------------------------------------------------------
 
-    def _weigh_window(self, weights: Sequence[float], total: float) -> None:
-        self.micro.factors = self._factors(weights, total)
-        if self.loss_weight is not None:
-            self.micro.tokens = round(total)
+    def _closed_window(self, batch: _Batch = None, earlier: _Batch = None) -> Window:
+        """A window without micro-batches, for the time before the first one of an epoch."""
+        return Window(
+            runner=self.runner,
+            batches=[],
+            sizes=[],
+            weights=[],
+            factors=None,
+            count=0,
+            first=0,
+            started=-1,
+            batch=batch,
+            earlier=earlier,
+        )
+
+    def _window(
+        self,
+        batches: list[_Batch],
+        sizes: list[int],
+        weights: Sequence[float],
+        total: float,
+        start: int,
+        uneven: bool = False,
+    ) -> Window:
+        """The window of these micro-batches; ``total`` is the weight of all ranks."""
+        before = self.window
+        return Window(
+            runner=self.runner,
+            batches=batches,
+            sizes=sizes,
+            weights=weights,
+            factors=self._factors(weights, total),
+            count=len(batches),
+            first=start,
+            started=self.runner.progress.step,
+            tokens=0 if self.loss_weight is None else round(total),
+            uneven=uneven,
+            batch=before.batch,
+            index=before.index,
+            earlier=self._earlier_batch(batches) if uneven else before.earlier,
+        )
 
     def _factors(self, weights: Sequence[float], total: float) -> list[float] | None:
         if not self.weighting:
-            return None if len(weights) == 1 else [1 / len(weights)] * len(weights)
+            count = len(weights)
+            return None if count == 1 else [1 / count] * count
         if total <= 0:
             raise DataError(
                 "the weights of an accumulation window sum to zero or less",
@@ -343,15 +411,39 @@ class WindowLoader:
                 fix="return a positive number from loss_weight",
             )
         factors = [weight * self.divisor / total for weight in weights]
-        return None if all(factor == 1.0 for factor in factors) else factors
+        return None if factors.count(1.0) == len(factors) else factors
 
-    def _weighed(self, batch: Any, size: int) -> tuple[int, float, Any]:
-        if batch is EMPTY:
-            return 0, 0.0, None
-        return size, self._weigh(batch, size), batch
+    def _measure_window(self, sizes: Sequence[float], weights: Sequence[float]) -> None:
+        """Set the length of the window from its first micro-batch; every rank calls it."""
+        measure, self._measure = self._measure, None
+        assert measure is not None
+        sums = [sum(sizes), sum(weights)]
+        rows = self.group.agree(sums) if self.group.size > 1 else [sums]
+        measure(sum(row[0] for row in rows) / self.parts, sum(row[1] for row in rows))
 
-    def _weigh(self, batch: Any, size: int) -> float:
+    def _ask_for_sizes(self) -> None:
+        """Ask once for what the feed cannot tell: the number of samples of a batch of the user's own kind."""
+        self._asks_for_sizes = False
+        self.feed.ask_for_sizes("define loss_weight(self, batch) on the module")
+
+    def _weighed(self, batches: Iterator[Any]) -> Iterator[tuple[int, float, _Batch]]:
+        # Not map(): a StopIteration from the user's loss_weight would look like the end of the batches.
+        return (
+            (0, 0.0, None)
+            if batch is EMPTY
+            else (size, self._weigh(batch, size), batch)
+            for batch, size in batches
+        )
+
+    def _weigh(self, batch: _Batch, size: int) -> float:
+        if self.loss_weight is None:
+            return float(size)  # no sync point: a number
         # On the host, before the copy: reading a tensor here does not wait for the device.
-        return float(
-            size if self.loss_weight is None else self.loss_weight(batch)
-        )  # no sync point
+        return float(self.loss_weight(batch))  # no sync point
+
+
+def _distribute(samples: int, count: int) -> list[int]:
+    """About equally many samples for each of ``count`` micro-batches; the last one has the remainder."""
+    sizes = [samples // count] * count
+    sizes[-1] += samples % count
+    return sizes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, final
 
 import torch
@@ -17,6 +18,7 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.metrics.objects import remember_metrics
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
+from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.closures import (
     Closures,
@@ -25,13 +27,13 @@ from trainer_kit.step.closures import (
     refusal_of_scaling,
     requires_closure,
 )
-from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.step.optimizers import (
     LRSchedulerConfig,
     OptimizerProxy,
     Optimizers,
     parameters_of,
 )
+from trainer_kit.step.window import GradientRules, Window
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ManualOptimizer", "ManualStepper", "Stepper"]
@@ -59,78 +61,92 @@ class Stepper:
     """Automatic optimization: everything between the last backward of a window and the next window.
 
     Args:
-        made: the optimizers and schedulers.
+        configured: the optimizers and schedulers.
         module: the module, whose overrides such as ``optimizer_step`` are called.
         strategy: clips gradients, and binds the step of an optimizer.
         precision: unscales gradients, and skips a step if they overflowed.
         bus: calls ``on_before_zero_grad`` and ``on_before_optimizer_step``.
         clip: (value, algorithm), or None.
         metrics: the values that schedulers monitor.
+        wake: called when a scheduler waits, so that the loop settles this step.
 
     Attributes:
-        several: the parameters of each optimizer, if optimizers are named.
+        by_loss: the parameters of each optimizer, if optimizers are named.
         trained: whether a step has had a gradient; None before the first step with a loss.
         waiting: the schedulers that are due at the last step and monitor a value: they advance after its validation.
-        wake: called when a scheduler waits, so that the loop settles this step.
     """
 
     def __init__(
         self,
-        made: Optimizers,
+        configured: Optimizers,
         module: TrainModule,
         strategy: Strategy,
         precision: Precision,
         bus: Bus,
         clip: tuple[float, str] | None,
         metrics: Callable[[], Mapping[str, Any]],
+        wake: Callable[[], None],
     ) -> None:
-        self.made, self.module, self.strategy, self.precision, self.bus = (
-            made,
-            module,
-            strategy,
-            precision,
-            bus,
-        )
-        self.clip, self.metrics = clip, metrics
+        self.configured = configured
+        self.module = module
+        self.strategy = strategy
+        self.precision = precision
+        self.bus = bus
+        self.clip = clip
+        self.metrics = metrics
         self._skips = precision.skips
-        self.window: Any = None
+        self._window: Window | None = None  # whose gradients are complete
         self.trained: bool | None = None
-        self._own_zero = is_overridden("optimizer_zero_grad", module, TrainModule)
-        self._own_clip = is_overridden(
+        self._overrides_zero_grad = is_overridden(
+            "optimizer_zero_grad", module, TrainModule
+        )
+        self._overrides_clipping = is_overridden(
             "configure_gradient_clipping", module, TrainModule
         )
-        self._own_step = is_overridden("optimizer_step", module, TrainModule)
-        self._own_schedule = is_overridden("lr_scheduler_step", module, TrainModule)
-        self.waiting: list[LRSchedulerConfig] = []
-        self.wake: Callable[[], None] = _nothing
-        self._all: list[nn.Parameter] = []
-        self.several: dict[str, list[nn.Parameter]] | None = (
-            None if made.names is None else {}
+        self._overrides_step = is_overridden("optimizer_step", module, TrainModule)
+        self._overrides_schedule = is_overridden(
+            "lr_scheduler_step", module, TrainModule
         )
+        self.waiting: list[LRSchedulerConfig] = []
+        self.wake = wake
+        # Both are filled again in place when parameter groups change: windows use them.
+        self._trained_parameters: list[nn.Parameter] = []
+        self.by_loss: dict[str, list[nn.Parameter]] | None = None
+        if configured.names is not None:
+            self.by_loss = {}
         self.read_groups()
 
     def read_groups(self) -> None:
         """Read the parameter groups again, into the lists that the loop already uses."""
-        optimizers, state = self.made.optimizers, self.strategy.optimizer_state
+        optimizers, names = self.configured.optimizers, self.configured.names
         # Only the module's parameters: an engine may have replaced some in the groups, whose gradients it drops.
-        self._parameters = {
-            id(o): [p for group in state(o)[0] for p in group] for o in optimizers
-        }
-        self._all[:] = [
-            p for parameters in self._parameters.values() for p in parameters
-        ]
-        names: Sequence[str | None] = self.made.names or [None] * len(optimizers)
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        for optimizer in optimizers:
+            groups, _ = self.strategy.optimizer_state(optimizer)
+            self._parameters[id(optimizer)] = list(chain.from_iterable(groups))
+        self._trained_parameters[:] = chain.from_iterable(self._parameters.values())
         self._runs = [
-            (o, self._clip(o), self._how(o, name))
-            for o, name in zip(optimizers, names, strict=True)
+            (optimizer, self._clip(optimizer), self._bind(optimizer, name))
+            for optimizer, name in zip(optimizers, names or repeat(None), strict=False)
         ]
-        if self.several is not None:
-            self.several.update(
-                {
-                    n: parameters_of(o)
-                    for n, o in zip(self.made.names or (), optimizers, strict=True)
-                }
+        if self.by_loss is not None:
+            named_optimizers = zip(names or (), optimizers, strict=True)
+            self.by_loss.update(
+                (name, parameters_of(each)) for name, each in named_optimizers
             )
+
+    def gradient_rules(self) -> GradientRules:
+        """What these optimizers want done with the gradients of a window."""
+        drops_nothing_else = not (
+            self._overrides_zero_grad or self.bus.on_before_zero_grad
+        )
+        return GradientRules(
+            by_loss=self.by_loss,
+            droppable=self._trained_parameters if drops_nothing_else else [],
+            drop=self.zero,
+            repeats=self.evaluates,
+            draws=self.draws,
+        )
 
     def replace(self, optimizers: list[Optimizer]) -> int:
         """Step other optimizers from here on; return the number of schedulers that still change a replaced one.
@@ -138,18 +154,7 @@ class Stepper:
         Raises:
             ConfigurationError: their number or kind differs from what the run was composed for.
         """
-        wrong = next((o for o in optimizers if self._is_given_closure(o)), None)
-        reason = (
-            "the optimizers have names"
-            if self.several is not None
-            else f"{len(optimizers)} in the place of {len(self.made.optimizers)}"
-            if len(optimizers) != len(self.made.optimizers)
-            else f"{self.strategy.name} steps an engine's own optimizer"
-            if self.strategy.owns_step
-            else f"{type(wrong).__name__} evaluates the loss again"
-            if wrong is not None
-            else None
-        )
+        reason = self._reason_against(optimizers)
         if reason is not None:
             raise ConfigurationError(
                 "these optimizers cannot be exchanged in a run",
@@ -158,26 +163,41 @@ class Stepper:
             )
         for optimizer in optimizers:
             self.strategy.prepare_optimizer(optimizer)
-        before = set(map(id, self._all))
-        self.made.optimizers[:] = optimizers
+        parameters_before = set(map(id, self._trained_parameters))
+        self.configured.optimizers[:] = optimizers
         self.read_groups()
-        for parameter in self._all:
-            if (
-                id(parameter) not in before
-            ):  # nothing has dropped its gradients since it was last stepped
+        for parameter in self._trained_parameters:
+            # Nothing has dropped the gradient of a new one since it was last stepped.
+            if id(parameter) not in parameters_before:
                 parameter.grad = None
-        of = [
+        present = set(map(id, optimizers))
+        scheduled = [
             getattr(config.scheduler, "optimizer", config.optimizer)
-            for config in self.made.schedulers
+            for config in self.configured.schedulers
         ]
-        return sum(all(one is not optimizer for optimizer in optimizers) for one in of)
+        return sum(id(optimizer) not in present for optimizer in scheduled)
 
-    def _clip(self, optimizer: Optimizer) -> Callable[[], Any] | None:
-        if self._own_clip:
+    def _reason_against(self, optimizers: list[Optimizer]) -> str | None:
+        """Why these optimizers cannot take the place of the present ones."""
+        if self.by_loss is not None:
+            return "the optimizers have names"
+        if len(optimizers) != len(self.configured.optimizers):
+            return (
+                f"{len(optimizers)} in the place of {len(self.configured.optimizers)}"
+            )
+        if self.strategy.owns_step:
+            return f"{self.strategy.name} steps an engine's own optimizer"
+        for optimizer in optimizers:
+            if self._takes_closure(optimizer):
+                return f"{type(optimizer).__name__} evaluates the loss again"
+        return None
+
+    def _clip(self, optimizer: Optimizer) -> Callable[[], object] | None:
+        """What clips the gradients of one optimizer."""
+        if self._overrides_clipping:
+            value, algorithm = self.clip or (None, None)
             return partial(
-                self.module.configure_gradient_clipping,
-                optimizer,
-                *(self.clip or (None, None)),
+                self.module.configure_gradient_clipping, optimizer, value, algorithm
             )
         if self.clip is None:
             return None
@@ -185,122 +205,120 @@ class Stepper:
             self.strategy.clip_gradients, self._parameters[id(optimizer)], *self.clip
         )
 
-    def _how(self, optimizer: Optimizer, name: str | None) -> Callable[[], Any]:
+    def _bind(self, optimizer: Optimizer, name: str | None) -> Callable[[], object]:
+        """What steps one optimizer; ``name`` is that of its loss."""
         step, module = self.strategy.bind_step(optimizer), self.module
-        refused = refusal(optimizer, self.strategy, self.precision)
-        if requires_closure(optimizer) and refused is not None:
-            raise refused
+        error = refusal(optimizer, self.strategy, self.precision)
+        if requires_closure(optimizer) and error is not None:
+            raise error
         closures = self._closures(optimizer, name)
-        if self._own_step:
-            # A strategy may do more than the optimizer's step: average weights, reshard, replay a graph.
-            given = (
-                optimizer
-                if step == optimizer.step
-                else _SteppedByStrategy(optimizer, step)
-            )
+        if self._overrides_step:
+            stepped: Optimizer = optimizer
+            if step != optimizer.step:
+                # A strategy may do more than the optimizer's step: average weights, reshard, replay a graph.
+                stepped = _SteppedByStrategy(optimizer, step)
             return lambda: module.optimizer_step(
-                module.current_epoch, self.window.index, given, closures.make()
+                module.current_epoch, self.window.index, stepped, closures.make()
             )
-        if self._is_given_closure(optimizer):
+        if self._takes_closure(optimizer):
             return lambda: step(closure=closures.make())
         return step
 
-    def _is_given_closure(self, optimizer: Optimizer) -> bool:
+    def _takes_closure(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer gets a closure; never if an engine calls its step."""
         return not (calls_once(optimizer) or self.strategy.keeps_gradients)
 
-    def _closures(self, optimizer: Optimizer, name: str | None) -> Closures[Any]:
+    @property
+    def window(self) -> Window:
+        """The window that is stepped."""
+        assert self._window is not None
+        return self._window
+
+    def _closures(
+        self, optimizer: Optimizer, name: str | None
+    ) -> Closures[Tensor | None]:
         """The closures of one optimizer."""
         # The optimizer may decide by the loss, so every rank must see the same one.
-        read = (
-            self._loss_over_ranks
-            if self._is_given_closure(optimizer)
-            else lambda of: self.window.window_loss(of)
+        over_ranks = self._takes_closure(optimizer)
+
+        def read_loss() -> Tensor | None:
+            loss = self.window.window_loss(name)
+            return self._loss_over_ranks(loss) if over_ranks else loss
+
+        def run_again() -> Tensor | None:
+            error = refusal(optimizer, self.strategy, self.precision)
+            if error is not None:
+                raise error
+            self._evaluate(optimizer)
+            return read_loss()
+
+        return Closures(
+            self._trained_parameters, self.strategy.world, read_loss, run_again
         )
 
-        def again() -> Any:
-            refused = refusal(optimizer, self.strategy, self.precision)
-            if refused is not None:
-                raise refused
-            self._evaluate(optimizer)
-            return read(name)
-
-        return Closures(self._all, self.strategy.world, partial(read, name), again)
-
-    def _loss_over_ranks(self, name: str | None) -> Any:
-        """The loss of the window over all ranks."""
-        group, loss = self.strategy.losses, self.window.window_loss(name)
+    def _loss_over_ranks(self, loss: Tensor | None) -> Tensor | None:
+        """The loss of the window over all ranks; ``loss``: that of this one."""
+        group = self.strategy.losses
         if group.size == 1:
             return loss
         if loss is None:
             loss = torch.zeros((), device=self.strategy.device)
-        whole = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        return group.all_reduce(whole) / self.strategy.gradient_divisor
+        wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        return group.all_reduce(wide) / self.strategy.gradient_divisor
 
     def _evaluate(self, optimizer: Optimizer) -> None:
         """Run the window again, without changing the gradients of other optimizers or counting in metric objects."""
-        mine = {id(parameter) for parameter in self._parameters[id(optimizer)]}
-        others = [
-            (parameter, parameter.grad)
-            for parameter in self._all
-            if id(parameter) not in mine
-        ]
-        for parameter, _ in others:
+        stepped = {id(parameter) for parameter in self._parameters[id(optimizer)]}
+        others = [each for each in self._trained_parameters if id(each) not in stepped]
+        gradients = [parameter.grad for parameter in others]
+        for parameter in others:
             parameter.grad = None
-        clip = next(clip for one, clip, _ in self._runs if one is optimizer)
+        clip = next(clip for stepping, clip, _ in self._runs if stepping is optimizer)
         undo_metrics = remember_metrics([self.module])
-        with self.window.again():
-            self.strategy.forward_backward(self.window)
+        with self.window.again() as repeated:
+            self.strategy.forward_backward(repeated)
             for hook in self.bus.on_before_optimizer_step:
                 hook(optimizer)
             if clip is not None:
                 clip()
         undo_metrics()
-        for parameter, gradient in others:
+        for parameter, gradient in zip(others, gradients, strict=True):
             parameter.grad = gradient
 
     @property
     def evaluates(self) -> bool:
         """Whether any optimizer may run a window again."""
-        return self._own_step or self.draws
+        return self._overrides_step or self.draws
 
     @property
     def draws(self) -> bool:
         """Whether an optimizer runs a window again itself, with the random numbers of the first run."""
-        return any(map(self._is_given_closure, self.made.optimizers))
+        return any(map(self._takes_closure, self.configured.optimizers))
 
-    def droppable(self) -> list[nn.Parameter]:
-        """The parameters whose gradients the loop drops; none if a hook or the module does that."""
-        return [] if self._own_zero or self.bus.on_before_zero_grad else self._all
-
-    def zero(self) -> None:
-        """Drop all gradients."""
-        for optimizer in self.made.optimizers:
+    def zero(self, batch_index: int) -> None:
+        """Drop all gradients; ``batch_index`` is that of the batch that runs."""
+        optimizers = self.configured.optimizers
+        for optimizer in optimizers:
             for hook in self.bus.on_before_zero_grad:
                 hook(optimizer)
-        if self._own_zero:
-            for optimizer in self.made.optimizers:
-                self.module.optimizer_zero_grad(
-                    self.module.current_epoch, self.window.index, optimizer
-                )
+        if self._overrides_zero_grad:
+            epoch = self.module.current_epoch
+            for optimizer in optimizers:
+                self.module.optimizer_zero_grad(epoch, batch_index, optimizer)
         else:
-            for parameter in self._all:
+            for parameter in self._trained_parameters:
                 parameter.grad = None
 
-    def step(self) -> None:
+    def step(self, window: Window) -> None:
         """Step every optimizer, then the schedulers that count steps."""
-        window = self.window
-        if (
-            window.uneven
-        ):  # a rank without data does not know whether the other ranks skipped theirs
-            window.contributed = any(
-                row[0] for row in self.strategy.data.agree([window.contributed])
-            )
+        self._window = window
+        if window.uneven:
+            window.agree_on_contribution(self.strategy.data)
         if not window.contributed:  # every micro-batch was skipped: nothing to apply
             return
         if not self.trained:
             self.trained = self.strategy.keeps_gradients or any(
-                p.grad is not None for p in self._all
+                parameter.grad is not None for parameter in self._trained_parameters
             )
         scales = self.precision.scales
         skipped: list[Optimizer] = []
@@ -317,12 +335,11 @@ class Stepper:
                 skipped.append(optimizer)
         if scales:
             self.precision.end_step()
-        for config in self.made.schedulers:  # callbacks may have replaced them
-            due = (
-                config.interval == "step"
-                and (window.progress.step + 1) % config.frequency == 0
-            )
-            if not due or (skipped and config.optimizer in skipped):
+        steps = window.started + 1
+        for config in self.configured.schedulers:  # callbacks may have replaced them
+            if config.interval != "step" or steps % config.frequency:
+                continue
+            if skipped and config.optimizer in skipped:
                 continue
             if config.monitor is None:
                 self.advance(config)
@@ -342,35 +359,39 @@ class Stepper:
 
     def end_epoch(self, completed: int) -> None:
         """Advance the schedulers that count epochs; ``completed`` epochs are over."""
-        for config in self.made.schedulers:
+        for config in self.configured.schedulers:
             if config.interval == "epoch" and completed % config.frequency == 0:
                 self.advance(config)
 
     def advance(self, config: LRSchedulerConfig) -> None:
         """Step one scheduler, with its metric if it wants one."""
-        metric = None
+        metric: Any = None
         if config.monitor is not None and config.reduce_on_plateau:
-            known = self.metrics()
-            metric = known.get(config.monitor)
-            if self.strategy.world.size > 1:
-                # Between flushes values are local to a rank, and tensor-parallel ranks may differ in the last bit.
-                metric = self.strategy.world.broadcast(
-                    None if metric is None else float(metric)
-                )  # sync point: decides
+            metric = self._monitored(config, config.monitor)
             if metric is None:
-                if not config.strict:
-                    return
-                raise ConfigurationError(
-                    f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged",
-                    found=f"logged so far: {', '.join(sorted(known)) or 'nothing'}",
-                    fix="log it before the scheduler advances, or pass strict=False",
-                )
-        if self._own_schedule:
+                return
+        if self._overrides_schedule:
             self.module.lr_scheduler_step(config.scheduler, metric)
         elif metric is None:
             config.scheduler.step()
         else:
             config.scheduler.step(metric)
+
+    def _monitored(self, config: LRSchedulerConfig, name: str) -> Any:
+        """The value that a scheduler monitors; None if it was not logged and need not be."""
+        values = self.metrics()
+        value = values.get(name)
+        if self.strategy.world.size > 1:
+            # Between flushes values are local to a rank, and tensor-parallel ranks may differ in the last bit.
+            number = None if value is None else float(value)  # sync point: decides
+            value = self.strategy.world.broadcast(number)
+        if value is None and config.strict:
+            raise ConfigurationError(
+                f"{type(config.scheduler).__name__} monitors {name!r}, which was not logged",
+                found=f"logged so far: {', '.join(sorted(values)) or 'nothing'}",
+                fix="log it before the scheduler advances, or pass strict=False",
+            )
+        return value
 
 
 @final
@@ -389,10 +410,17 @@ class ManualOptimizer(OptimizerProxy):
         module: TrainModule,
     ) -> None:
         super().__init__(optimizer)
-        self._step = strategy.bind_step(optimizer)
-        self._precision, self._bus, self._module = precision, bus, module
+        self._strategy = strategy
+        self._precision = precision
+        self._bus = bus
+        self._module = module
+        self.bind_step()
         self.trained: bool | None = None
         """Whether a step has had a gradient; None before the first step."""
+
+    def bind_step(self) -> None:
+        """Bind the strategy's step, again after parameter groups have changed."""
+        self._step = self._strategy.bind_step(self.optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step; returns what the optimizer returns.
@@ -444,41 +472,48 @@ class ManualOptimizer(OptimizerProxy):
 
 @final
 class ManualStepper:
-    """Manual optimization: the loop steps nothing; it adapts the loss scale, and weights the backward."""
+    """Manual optimization: the loop steps nothing; it adapts the loss scale, and weights the backward.
 
-    evaluates = draws = False
-    several = None
+    Args:
+        configured: the optimizers and schedulers.
+        module: whose ``backward`` is called.
+        strategy: binds backward and steps.
+        precision: scales losses, and skips a step if gradients overflowed.
+        bus: calls the hooks around backward and before a step.
+        windows: whose open window a backward belongs to.
+    """
+
+    evaluates = False
+    draws = False
+    by_loss = None
     waiting: Sequence[LRSchedulerConfig] = ()
 
     def __init__(
         self,
-        made: Optimizers,
+        configured: Optimizers,
         module: TrainModule,
         strategy: Strategy,
         precision: Precision,
         bus: Bus,
+        windows: WindowLoader,
     ) -> None:
-        self.made, self.module, self.strategy, self.precision, self.bus = (
-            made,
-            module,
-            strategy,
-            precision,
-            bus,
-        )
-        self.window: MicroBatches | None = None
+        self.configured = configured
+        self.module = module
+        self.strategy = strategy
+        self.precision = precision
+        self.bus = bus
+        self._windows = windows
         self._backward = strategy.bind_backward(module.backward) or module.backward
         self.optimizers = [
-            ManualOptimizer(o, strategy, precision, bus, module)
-            for o in made.optimizers
+            ManualOptimizer(optimizer, strategy, precision, bus, module)
+            for optimizer in configured.optimizers
         ]
 
     @property
     def trained(self) -> bool | None:
         """Whether a step has had a gradient; None before the first step."""
-        return max(
-            (one.trained for one in self.optimizers if one.trained is not None),
-            default=None,
-        )
+        trained = [optimizer.trained for optimizer in self.optimizers]
+        return max((each for each in trained if each is not None), default=None)
 
     def replace(self, optimizers: list[Optimizer]) -> int:
         """Refused: the user's own code steps them."""
@@ -490,19 +525,12 @@ class ManualStepper:
     def read_groups(self) -> None:
         """Bind the steps again, after parameter groups have changed."""
         for optimizer in self.optimizers:
-            optimizer._step = self.strategy.bind_step(optimizer.optimizer)
+            optimizer.bind_step()
 
-    def step(self) -> None:
+    def step(self, window: Window) -> None:
         """End a window: the user has stepped already."""
         if self.precision.scales:
             self.precision.end_step()
-
-    def droppable(self) -> list[Any]:
-        """The user drops gradients."""
-        return []
-
-    def zero(self) -> None:
-        """The user drops gradients."""
 
     def end_epoch(self, completed: int) -> None:
         """The user advances schedulers."""
@@ -518,11 +546,10 @@ class ManualStepper:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Weight and scale the loss, and run the module's backward, which averages gradients over the ranks."""
-        micro = self.window
-        if micro is not None:
-            micro.note(loss)
-            if micro.factors is not None:
-                loss = loss * micro.factors[0]
+        window = self._windows.window
+        window.note(loss)
+        if window.factors is not None:
+            loss = loss * window.factors[0]
         if self.precision.scales:
             loss = self.precision.scale_loss(loss)
         self.strategy.arm(loss)
@@ -531,7 +558,3 @@ class ManualStepper:
         self._backward(loss, *args, **kwargs)
         for hook in self.bus.on_after_backward:
             hook()
-
-
-def _nothing() -> None:
-    """Do nothing: no loop waits."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import map_tensors
 from trainer_kit.data import MISSING, Feed
-from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.step.side_effects import remember_effects
+from trainer_kit.step.window import Window
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
@@ -29,7 +29,9 @@ __all__ = [
     "without_side_effects",
 ]
 
-_OVER: Final = object()
+_NO_BATCH: Final = object()
+# Whatever the user's loader yields.
+_Batch: TypeAlias = Any
 
 
 @final
@@ -37,7 +39,6 @@ class PaddingBatches:
     """The padding batches of training.
 
     Args:
-        micro: whose step they run.
         module: the user's.
         strategy: under which it is trained.
         move: how a batch gets onto the device, or None.
@@ -46,62 +47,47 @@ class PaddingBatches:
 
     def __init__(
         self,
-        micro: MicroBatches,
         module: nn.Module,
         strategy: Strategy,
-        move: Callable[[Any], Any] | None,
+        move: Callable[[_Batch], _Batch] | None,
         names: Sequence[str] | None,
     ) -> None:
-        self._micro, self._module, self._strategy, self._move, self._names = (
-            micro,
-            module,
-            strategy,
-            move,
-            names,
-        )
-        self._provided = False  # every rank has had a batch
+        self._module = module
+        self._strategy = strategy
+        self._move = move
+        self._names = names
+        self._every_rank_has_one = False
 
-    def provide(self) -> None:
-        """A rank that never had a batch gets one of another rank's; every rank calls it, until all have one."""
-        if self._provided:
-            return
-        micro = self._micro
-        mine = next((batch for batch in micro.batches if batch is not None), None)
-        known = next(
-            (
-                batch
-                for batch in (mine, micro.batch, micro.earlier)
-                if batch is not None
-            ),
-            None,
-        )
-        given = shared_batch(known, self._strategy.data)
-        if known is None:
-            micro.earlier = (
-                given if self._move is None or given is None else self._move(given)
-            )
-        self._provided = True
+    def provide(self, batches: Sequence[_Batch]) -> _Batch:
+        """On a rank that never had a batch, return one of another rank's; every rank calls it, until all have one.
 
-    def run(self) -> Any:
+        Args:
+            batches: those that this rank has had or is about to run, None for each that it lacks.
+        """
+        if self._every_rank_has_one:
+            return None
+        batch = next((batch for batch in batches if batch is not None), None)
+        shared = shared_batch(batch, self._strategy.data)
+        self._every_rank_has_one = True
+        if batch is not None or shared is None:
+            return None
+        return shared if self._move is None else self._move(shared)
+
+    def run(self, window: Window) -> Any:
         """Run the step on a padding batch; returns the losses for its backward, all zero; None in manual mode.
 
         Raises:
             DataError: no rank has had a batch.
         """
-        micro = self._micro
-        if micro.earlier is None:
+        if window.earlier is None:
             raise DataError(
                 "the loader is empty on all ranks",
                 fix="pass a loader that has at least one batch",
             )
-        kept = micro.factors, micro.loss, micro.losses
-        micro.factors, micro.losses = [0.0], []
-        try:
-            with without_side_effects(self._module, self._strategy.device):
-                output = micro.dry_run(micro.earlier, micro.first)
-        finally:
-            micro.factors, micro.loss, micro.losses = kept
-        if micro.manual or output is None:
+        effects = without_side_effects(self._module, self._strategy.device)
+        with window.as_padding(), effects:
+            output = window.dry_run(window.earlier, window.first)
+        if window.runner.manual or output is None:
             return None
         if self._names is not None:
             return {
@@ -109,23 +95,24 @@ class PaddingBatches:
                 for name in self._names
                 if output[name] is not None
             }
-        return (output["loss"] if isinstance(output, Mapping) else output) * 0.0
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        return loss * 0.0
 
 
-def shared_batch(mine: Any, group: Group) -> Any:
+def shared_batch(batch: _Batch, group: Group) -> _Batch:
     """A batch for each rank: its own, or a copy on the host of the batch of the first rank that has one.
 
     Args:
-        mine: of this rank, or None.
+        batch: of this rank, or None.
         group: every rank of it calls this.
     """
-    has = [bool(row[0]) for row in group.agree([mine is not None])]
-    if all(has) or not any(has):
-        return mine
-    source = has.index(True)
-    on_host = map_tensors((mine,), _to_host) if group.rank == source else (None,)
-    (given,) = group.broadcast(on_host, source)
-    return given if mine is None else mine
+    has_batch = [bool(row[0]) for row in group.agree([batch is not None])]
+    if all(has_batch) or not any(has_batch):
+        return batch
+    source = has_batch.index(True)
+    on_host = map_tensors((batch,), _to_host) if group.rank == source else (None,)
+    (shared,) = group.broadcast(on_host, source)
+    return shared if batch is None else batch
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -146,10 +133,11 @@ def padded_to_longest(
         yield from batches
         return
     while True:
-        batch = next(batches, _OVER)
-        if not any(row[0] for row in strategy.data.agree([batch is not _OVER])):
+        batch = next(batches, _NO_BATCH)
+        rows = strategy.data.agree([batch is not _NO_BATCH])
+        if not any(row[0] for row in rows):
             return
-        yield MISSING if batch is _OVER else batch
+        yield MISSING if batch is _NO_BATCH else batch
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from trainer_kit.precision.precision import Precision
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.evaluate import Evaluation
-from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.step.optimize import ManualStepper, Stepper
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.schedule import Schedule
+from trainer_kit.step.window import Window, WindowRunner
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Fit", "Outcome", "Rewind", "Save", "Saver", "StepGuard"]
@@ -158,7 +158,7 @@ class Fit:
     progress: Progress
     strategy: Strategy
     precision: Precision
-    micro: MicroBatches
+    runner: WindowRunner
     windows: WindowLoader
     stepper: Stepper | ManualStepper
     schedule: Schedule
@@ -173,6 +173,6 @@ class Fit:
     save_logs: Callable[[], Callable[[], None]]
     say: Callable[[str], None]
     saver: Saver
-    forward_backward: Callable[[MicroBatches], None]
+    forward_backward: Callable[[Window], None]
     frozen: frozenset[str] = frozenset()
     id: str = ""

@@ -254,6 +254,8 @@ class Schedule:
             goals.append(
                 (self._validation_counter(self.validate_every), next_validation)
             )
+        if not self.intervals:
+            return goals
         goals += [
             (interval.every.counter, interval.next_end(progress))
             for interval in self.intervals

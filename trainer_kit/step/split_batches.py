@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -17,21 +17,22 @@ from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import RankError, TrainerKitError
 from trainer_kit.core.protocols import SplitsBatches
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.core.tensors import is_tensor, local, map_leaves, sequence_like
+from trainer_kit.core.tensors import local, map_leaves, sequence_like
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.metrics.metrics import Metrics
-from trainer_kit.step.micro_batch import EarlyEpochExit, MicroBatches
 from trainer_kit.step.side_effects import remember_effects
+from trainer_kit.step.window import Window
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ReplayedSteps", "SplitBatches", "split"]
 
 _DIVIDED = (Tensor, np.ndarray, list, tuple)  # a packed sequence is a tuple
-_COUNTS = ("batch", "epoch_batch", "samples", "tokens")
-_OF_MICRO = ("skipped", "padded", "contributed", "outputs", "loss", "earlier")
+# Whatever the user's loader yields.
+_Batch: TypeAlias = Any
+_Context: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
-def split(batch: Any, parts: int) -> list[tuple[Any, int]]:
+def split(batch: _Batch, parts: int) -> list[tuple[_Batch, int]]:
     """Divide a batch into at most ``parts`` parts of equal size, each with its number of samples.
 
     Every tensor, array and list with as many rows as the batch has samples is divided, and so are packed sequences and
@@ -42,34 +43,34 @@ def split(batch: Any, parts: int) -> list[tuple[Any, int]]:
         ['d', 'e']
     """
     size = batch_size_of(batch)
-    each = -(-size // parts)
-
-    def rows(low: int) -> tuple[Any, int]:
-        high = min(low + each, size)
-
-        def cut(part: Any) -> Any:
-            if isinstance(part, PackedSequence):
-                return pack_sequence(
-                    unpack_sequence(part)[low:high], enforce_sorted=False
-                )
-            if isinstance(part, (Tensor, np.ndarray)):
-                return part[low:high] if part.ndim and len(part) == size else part
-            if len(part) == size and _holds_samples(part):
-                return part[low:high]
-            return sequence_like(
-                part, [map_leaves(item, cut, _DIVIDED) for item in part]
-            )
-
-        return map_leaves(batch, cut, _DIVIDED), high - low
-
-    return [rows(low) for low in range(0, size, each)]
+    part_size = -(-size // parts)
+    slices = [
+        slice(low, min(low + part_size, size)) for low in range(0, size, part_size)
+    ]
+    return [(_cut(batch, rows, size), rows.stop - rows.start) for rows in slices]
 
 
-def _holds_samples(part: list[Any] | tuple[Any, ...]) -> bool:
+def _cut(batch: _Batch, rows: slice, size: int) -> _Batch:
+    """The rows of a batch of ``size`` samples; what has another number of rows is left as it is."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, PackedSequence):
+            return pack_sequence(unpack_sequence(value)[rows], enforce_sorted=False)
+        if isinstance(value, (Tensor, np.ndarray)):
+            has_samples = value.ndim and len(value) == size
+            return value[rows] if has_samples else value
+        if len(value) == size and _holds_samples(value):
+            return value[rows]
+        return sequence_like(value, [map_leaves(item, cut, _DIVIDED) for item in value])
+
+    return map_leaves(batch, cut, _DIVIDED)
+
+
+def _holds_samples(items: Sequence[object]) -> bool:
     """Whether the items are values of samples: of a tuple only texts, for numbers may be anything else."""
-    if isinstance(part, tuple):
-        return all(isinstance(item, (str, bytes)) for item in part)
-    return not isinstance(part[0], (Tensor, list, tuple, dict))
+    if isinstance(items, tuple):
+        return all(isinstance(item, (str, bytes)) for item in items)
+    return not isinstance(items[0], (Tensor, list, tuple, dict))
 
 
 @final
@@ -80,7 +81,7 @@ class SplitBatches:
 
     Args:
         strategy: under which each rank can run a window without an exchange.
-        inside: the context in which nothing is exchanged.
+        without_exchange: the context in which nothing is exchanged.
         module: whose gradients, buffers and metric objects a failed attempt has changed.
         callbacks: whose metric objects its hooks have updated.
         metrics: where a failed attempt has logged.
@@ -92,118 +93,105 @@ class SplitBatches:
     def __init__(
         self,
         strategy: Strategy,
-        inside: Callable[[], AbstractContextManager[Any]],
+        without_exchange: _Context,
         module: nn.Module,
-        callbacks: Sequence[Any],
+        callbacks: Sequence[object],
         metrics: Metrics,
-        loss_weight: Callable[[Any], Any] | None,
+        loss_weight: Callable[[_Batch], Any] | None,
         state: SplitsBatches,
         say: Callable[[str], None],
     ) -> None:
-        self._strategy, self._inside, self._module, self._callbacks = (
-            strategy,
-            inside,
-            module,
-            callbacks,
-        )
+        self._strategy = strategy
+        self._without_exchange = without_exchange
+        self._module = module
+        self._callbacks = callbacks
         self._metrics = metrics
-        self._loss_weight, self._state, self._say = loss_weight, state, say
-        self._largest = 0
+        self._loss_weight = loss_weight
+        self._state = state
+        self._say = say
+        self._largest_batch = 0  # samples
 
-    def __call__(self, micro: MicroBatches) -> None:
+    def __call__(self, window: Window) -> None:
         """Forward and backward of one window; every rank must call it."""
         world = self._strategy.world
         while True:
-            undo = self._undo(micro)
-            problem = self._attempt(micro)
-            rows = world.agree([problem is not None, self._largest])
-            if not any(row[0] for row in rows):
+            undo = self._remember(window)
+            problem = self._attempt(window)
+            rows = world.agree([problem is not None, self._largest_batch])
+            failed_ranks = [rank for rank, row in enumerate(rows) if row[0]]
+            if not failed_ranks:
                 break
             undo()
             gc.collect()
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
             if self._state.parts >= max(row[1] for row in rows):
-                rank = next(rank for rank, row in enumerate(rows) if row[0])
                 raise problem or RankError(
-                    f"rank {rank} is out of memory with a single sample in a batch",
+                    f"rank {failed_ranks[0]} is out of memory with a single sample in a batch",
                     fix="use more ranks, or a smaller model",
                 )
             self._state.parts *= 2
             self._say(
-                f"out of memory at step {micro.started + 1}: the step is repeated, and each batch is split into"
+                f"out of memory at step {window.started + 1}: the step is repeated, and each batch is split into"
                 f" {self._state.parts} parts from here on"
             )
         self._strategy.exchange_gradients()
 
-    def _attempt(self, micro: MicroBatches) -> Exception | None:
+    def _attempt(self, window: Window) -> Exception | None:
         """Run the window; returns the error of a rank that ran out of memory."""
-        agree, agreed = micro.agree_on_exit, 0
-
-        def counted(leaves: bool, has_batch: bool) -> bool:
-            nonlocal agreed
-            agreed += 1
-            return agree is not None and agree(leaves, has_batch)
-
-        micro.agree_on_exit = None if agree is None else counted
+        agreement = window.runner.agree_on_exit
+        rounds = 0 if agreement is None else agreement.rounds
         try:
-            with self._inside():
-                for index in range(micro.count):
-                    micro.begin(index)
-                    micro.run_parts(index, list(self._parts(micro.batch)))
-                    micro.end(index)
+            with self._without_exchange():
+                for index in range(window.count):
+                    window.begin(index)
+                    window.run_parts(index, self._parts(window.batch))
+                    window.end(index)
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
             problem = error.with_traceback(None)  # its frames hold activations
         else:
             return None
-        finally:
-            micro.agree_on_exit = agree
         # The other ranks agree before each of their micro-batches whether to leave the epoch.
-        while agree is not None and agreed < micro.count:
-            agreed += 1
-            if agree(False, False):
-                raise EarlyEpochExit
+        if agreement is not None:
+            agreement.catch_up(rounds + window.count)
         return problem
 
-    def _parts(self, batch: Any) -> Iterable[tuple[Any, float]]:
+    def _parts(self, batch: _Batch) -> list[tuple[_Batch, float]]:
+        """The parts of a batch, each with its share of the weight."""
         if batch is None:
             return [(None, 1.0)]
-        self._largest = max(self._largest, batch_size_of(batch))
+        self._largest_batch = max(self._largest_batch, batch_size_of(batch))
         if self._state.parts == 1:
             return [(batch, 1.0)]
         parts = split(batch, self._state.parts)
-        weigh = self._loss_weight
-        weights = [
-            float(size if weigh is None else weigh(part)) for part, size in parts
-        ]  # sync point: where asked for
+        weights = [self._weigh(part, size) for part, size in parts]
+        total = sum(weights)
+        weighted_parts = zip(parts, weights, strict=True)
         return [
-            (part, weight / sum(weights))
-            for (part, _), weight in zip(parts, weights, strict=True)
-            if weight
+            (part, weight / total) for (part, _), weight in weighted_parts if weight
         ]
 
-    def _undo(self, micro: MicroBatches) -> Callable[[], None]:
-        """Returns what puts everything back that a window changes."""
-        device, progress, module = self._strategy.device, micro.progress, self._module
-        noise, logged = rng_state(device), self._metrics.undo()
-        effects = remember_effects(module, self._callbacks, attributes=False)
-        counts = [(name, getattr(progress, name)) for name in _COUNTS]
-        kept = [(name, getattr(micro, name)) for name in _OF_MICRO]
-        losses = len(micro.losses)
+    def _weigh(self, part: _Batch, size: int) -> float:
+        if self._loss_weight is None:
+            return float(size)  # no sync point: a number
+        return float(self._loss_weight(part))  # sync point: where asked for
+
+    def _remember(self, window: Window) -> Callable[[], None]:
+        """Return a function that undoes everything that the window changes."""
+        device = self._strategy.device
+        random_state = rng_state(device)
+        undo_logs = self._metrics.undo()
+        undo_effects = remember_effects(self._module, self._callbacks, attributes=False)
+        undo_window = window.remember()
 
         def undo() -> None:
-            restore_rng(noise, device)
-            logged()
-            effects()
-            for name, count in counts:
-                setattr(progress, name, count)
-            for name, value in kept:
-                setattr(micro, name, value)
-            del micro.losses[losses:]
-            micro.fresh = True
-            for parameter in module.parameters():
+            restore_rng(random_state, device)
+            undo_logs()
+            undo_effects()
+            undo_window()
+            for parameter in self._module.parameters():
                 parameter.grad = None
 
         return undo
@@ -215,7 +203,7 @@ class ReplayedSteps:
 
     Args:
         strategy: under which the window runs.
-        inside: the context in which nothing is exchanged; None: every run exchanges.
+        without_exchange: the context in which nothing is exchanged; None: every run exchanges.
         module: whose gradients are compared.
         every: steps between two comparisons.
     """
@@ -223,83 +211,98 @@ class ReplayedSteps:
     def __init__(
         self,
         strategy: Strategy,
-        inside: Callable[[], AbstractContextManager[Any]] | None,
+        without_exchange: _Context | None,
         module: nn.Module,
         every: int,
     ) -> None:
-        self._strategy, self._inside, self._module, self._every = (
-            strategy,
-            inside,
-            module,
-            every,
-        )
+        self._strategy = strategy
+        self._without_exchange = without_exchange
+        self._module = module
+        self._every = every
 
-    def __call__(self, micro: MicroBatches) -> None:
+    def __call__(self, window: Window) -> None:
         """Forward and backward of one window; every rank must call it."""
-        if (micro.started + 1) % self._every:
-            self._strategy.forward_backward(micro)
+        if (window.started + 1) % self._every:
+            self._strategy.forward_backward(window)
             return
-        device, module = self._strategy.device, self._module
-        noise, to_start = rng_state(device), remember_effects(module, attributes=False)
-        self._run(micro)
-        first, loss = _gradients(module), micro.loss
-        noise_after, to_end = (
-            rng_state(device),
-            remember_effects(module, attributes=False),
-        )
-        losses = len(micro.losses)
-        restore_rng(noise, device)
-        to_start()
-        with micro.again():
-            self._run(micro)
-            loss_again = micro.loss
-        del micro.losses[losses:]
-        restore_rng(noise_after, device)
-        to_end()
-        again = _gradients(module)
-        differ = [
-            name
-            for name in first
-            if name not in again or not same_bits(first[name], again[name])
-        ]
-        self._compare(micro.started + 1, differ, [loss, loss_again])
-        if self._inside is not None:
+        return_to_start = self._remember()
+        self._run(window)
+        gradients, losses = _gradients(self._module), window.runner.losses
+        return_to_end, noted_losses = self._remember(), len(losses)
+        return_to_start()
+        with window.again() as repeated:
+            self._run(repeated)
+        losses.drop_after(noted_losses)
+        return_to_end()
+        differing = _differing(gradients, _gradients(self._module))
+        self._compare(window.started + 1, differing, [window.loss, repeated.loss])
+        if self._without_exchange is not None:
             self._strategy.exchange_gradients()
 
-    def _run(self, micro: MicroBatches) -> None:
-        if self._inside is None:
-            self._strategy.forward_backward(micro)
+    def _remember(self) -> Callable[[], None]:
+        """Return a function that restores generators, buffers and metric objects as they are now."""
+        device = self._strategy.device
+        random_state = rng_state(device)
+        undo_effects = remember_effects(self._module, attributes=False)
+
+        def restore() -> None:
+            restore_rng(random_state, device)
+            undo_effects()
+
+        return restore
+
+    def _run(self, window: Window) -> None:
+        if self._without_exchange is None:
+            self._strategy.forward_backward(window)
             return
-        with self._inside():
-            Strategy.forward_backward(self._strategy, micro)
+        with self._without_exchange():
+            Strategy.forward_backward(self._strategy, window)
 
     def _compare(
-        self, step: int, differ: list[str], losses: list[Tensor | float | None]
+        self, step: int, differing: list[str], losses: list[Tensor | float | None]
     ) -> None:
-        world = self._strategy.world
-        read = [
-            torch.as_tensor(local(x), dtype=None if is_tensor(x) else torch.float64)
-            for x in losses
-            if x is not None
-        ]
-        loss = len(read) == 2 and not same_bits(*read)
-        rows = world.agree([len(differ), loss])
+        """Raise on every rank where gradients or losses of any rank differ."""
+        world, device = self._strategy.world, self._strategy.device
+        values = [_as_tensor(loss) for loss in losses if loss is not None]
+        loss_differs = len(values) == 2 and not same_bits(*values)
+        rows = world.agree([len(differing), loss_differs])
         ranks = [rank for rank, row in enumerate(rows) if any(row)]
         if not ranks:
             return
-        mine = f"{self._strategy.device}: {'the loss and ' if loss else ''}{len(differ)} gradients, first {differ[:1]}"
-        found = world.all_gather_object(mine)
+        loss_text = "the loss and " if loss_differs else ""
+        description = (
+            f"{device}: {loss_text}{len(differing)} gradients, first {differing[:1]}"
+        )
+        descriptions = world.all_gather_object(description)
         raise TrainerKitError(
             f"step {step} gave different results when it was repeated on rank {', '.join(map(str, ranks))}",
-            found="; ".join(f"rank {rank} on {found[rank]}" for rank in ranks),
+            found="; ".join(f"rank {rank} on {descriptions[rank]}" for rank in ranks),
             fix="test that device, which may be damaged; to exclude non-deterministic kernels, set deterministic=True",
         )
 
 
+def _as_tensor(loss: Tensor | float) -> Tensor:
+    if isinstance(loss, Tensor):
+        return torch.as_tensor(local(loss))
+    return torch.as_tensor(loss, dtype=torch.float64)
+
+
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each, dense."""
-    return {
-        name: local(p.grad.detach()).to_dense().clone()
-        for name, p in module.named_parameters()
-        if p.grad is not None
-    }
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            shard = local(parameter.grad.detach())
+            gradients[name] = shard.to_dense().clone()
+    return gradients
+
+
+def _differing(
+    gradients: Mapping[str, Tensor], repeated: Mapping[str, Tensor]
+) -> list[str]:
+    """The names of the gradients that the second run did not repeat in every bit."""
+    return [
+        name
+        for name, gradient in gradients.items()
+        if name not in repeated or not same_bits(gradient, repeated[name])
+    ]

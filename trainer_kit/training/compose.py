@@ -29,8 +29,8 @@ from trainer_kit.data import (
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
+from trainer_kit.step.early_exit import exit_agreement
 from trainer_kit.step.evaluate import part_weight
-from trainer_kit.step.micro_batch import MicroBatches, exit_agreement
 from trainer_kit.step.optimize import ManualStepper, Stepper
 from trainer_kit.step.optimizers import (
     LRSchedulerConfig,
@@ -41,6 +41,7 @@ from trainer_kit.step.optimizers import (
 from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Interval, Schedule, check_tokens
+from trainer_kit.step.window import GradientRules, WindowRunner
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import (
     ActivationCheckpointing,
@@ -68,7 +69,6 @@ __all__ = [
 _NO_FLUSH: Final = 2**62
 """``log_every_n_steps=0``, as an interval."""
 
-_Steps = Stepper | ManualStepper
 _Move = Callable[..., Any]
 """Moves a batch to the device."""
 _Prefetch = Callable[[Iterable[Any]], Iterator[Any]]
@@ -119,17 +119,27 @@ def compose_fit(
     step = _bind_step(
         trainer, module, has_names=optimizers.names is not None and not manual
     )
-    stepper = _compose_stepper(trainer, module, optimizers, bus, manual)
+    _prepare_optimizers(trainer, module, optimizers)
+    automatic = None
+    if not manual:
+        automatic = _compose_stepper(trainer, module, optimizers, bus)
     move, prefetch = batch_movers(trainer, module, datamodule, feed)
-    micro = _compose_micro_batches(trainer, module, bus, stepper, step, manual)
-    micro.move = move if prefetch is None else None
-    windows = _compose_windows(trainer, module, feed, micro, length.limit, prefetch)
-    trainer.metrics.use_sizes_of(feed if windows.loss_weight is None else None)
+    padding = None
     if strategy.data.size > 1 and (manual or strategy.lockstep):
         # Each micro-batch runs collectives on every rank.
         names = None if manual else optimizers.names
-        padding = PaddingBatches(micro, module, strategy, move, names)
-        micro.run_padding, windows.provide = padding.run, padding.provide
+        padding = PaddingBatches(module, strategy, move, names)
+    move_in_step = move if prefetch is None else None
+    runner = _compose_runner(
+        trainer, module, bus, automatic, step, move_in_step, padding
+    )
+    windows = _compose_windows(
+        trainer, module, feed, runner, length.limit, prefetch, padding
+    )
+    stepper = automatic or ManualStepper(
+        optimizers, module, strategy, precision, bus, windows
+    )
+    trainer.metrics.use_sizes_of(feed if windows.loss_weight is None else None)
     validation_loaders = find_validation_loaders(
         trainer, module, datamodule, val_loaders
     )
@@ -143,7 +153,7 @@ def compose_fit(
         progress=trainer.progress,
         strategy=strategy,
         precision=precision,
-        micro=micro,
+        runner=runner,
         windows=windows,
         stepper=stepper,
         schedule=make_schedule(settings, length, validates, strategy.world.size),
@@ -162,7 +172,7 @@ def compose_fit(
         saver=Saver(trainer.async_save),
         id="" if trainer.files.record is None else trainer.files.record.id,
         forward_backward=compose_forward_backward(
-            trainer, module, stepper, micro, windows
+            trainer, module, stepper, runner, windows
         ),
         frozen=frozenset(
             name for name, trained in configured_flags(module).items() if not trained
@@ -187,15 +197,7 @@ def load_training(trainer: Session, loaders: Any) -> tuple[Feed, EpochLength]:
 
 
 def _connect(trainer: Session, run: Fit) -> None:
-    """Connect the stepper and the callbacks with the composed fit."""
-    if isinstance(run.stepper, Stepper):
-        run.stepper.wake = (
-            run.requests.wake
-        )  # a step in which schedulers wait is settled
-    if run.stepper.evaluates:
-        run.micro.remember(
-            run.stepper.draws
-        )  # an optimizer evaluates the windows again
+    """Connect the callbacks with the composed fit."""
     for callback in trainer.callbacks:
         if isinstance(callback, ActsAtIntervals) and callback.acts_every is not None:
             act = partial(callback.act, trainer, run.module)
@@ -312,28 +314,27 @@ def _configure_optimizers(trainer: Session, module: TrainModule) -> Optimizers:
     return optimizers
 
 
-def _compose_stepper(
-    trainer: Session,
-    module: TrainModule,
-    optimizers: Optimizers,
-    bus: Bus,
-    manual: bool,
-) -> _Steps:
-    strategy, precision = trainer.strategy, trainer.precision_plugin
+def _prepare_optimizers(
+    trainer: Session, module: TrainModule, optimizers: Optimizers
+) -> None:
     for optimizer in optimizers.optimizers:
-        strategy.prepare_optimizer(optimizer)
+        trainer.strategy.prepare_optimizer(optimizer)
         note_configured(optimizer)
-    check_parameters(optimizers, module, strategy, trainer.print)
-    if manual:
-        return ManualStepper(optimizers, module, strategy, precision, bus)
+    check_parameters(optimizers, module, trainer.strategy, trainer.print)
+
+
+def _compose_stepper(
+    trainer: Session, module: TrainModule, optimizers: Optimizers, bus: Bus
+) -> Stepper:
     return Stepper(
         optimizers,
         module,
-        strategy,
-        precision,
+        trainer.strategy,
+        trainer.precision_plugin,
         bus,
         trainer.settings.clip,
         trainer.metrics.callback_metrics,
+        trainer.requests.wake,
     )
 
 
@@ -385,50 +386,61 @@ def _checkpoint_activations(
     ActivationCheckpointing(policy).apply(module)
 
 
-def _compose_micro_batches(
+def _compose_runner(
     trainer: Session,
     module: TrainModule,
     bus: Bus,
-    stepper: _Steps,
+    automatic: Stepper | None,
     step: Callable[..., Any],
-    manual: bool,
-) -> MicroBatches:
+    move: Callable[..., Any] | None,
+    padding: PaddingBatches | None,
+) -> WindowRunner:
+    """What windows run with.
+
+    Args:
+        trainer: the session.
+        module: the user's.
+        bus: the hooks.
+        automatic: steps the optimizers; None in manual optimization.
+        step: the user's step under the strategy.
+        move: copies a batch to the device when its micro-batch begins; None where it is there.
+        padding: runs a batch that this rank lacks.
+    """
+    strategy = trainer.strategy
     overrides_backward = is_overridden("backward", module, TrainModule)
-    backward = trainer.strategy.bind_backward(
-        module.backward if overrides_backward else None
-    )
-    micro = MicroBatches(
+    compiles = trainer.compile_options is not None or trainer.compiler is not None
+    return WindowRunner(
         bus,
         trainer.metrics,
         trainer.progress,
         step,
         trainer.precision_plugin,
-        backward,
-        stepper.several,
-        manual,
+        GradientRules() if automatic is None else automatic.gradient_rules(),
+        backward=strategy.bind_backward(
+            module.backward if overrides_backward else None
+        ),
+        manual=automatic is None,
+        move=move,
+        agree_on_exit=exit_agreement(bus, strategy.world),
+        run_padding=None if padding is None else padding.run,
+        # A compiled step may reuse the memory of its last loss.
+        checks_every_loss=compiles,
     )
-    micro.zero, micro.drops = stepper.zero, stepper.droppable()
-    if trainer.compile_options is not None or trainer.compiler is not None:
-        micro.always_unusual = (
-            True  # a compiled step may reuse the memory of its last loss
-        )
-    micro.agree_on_exit = exit_agreement(bus, trainer.strategy.world)
-    stepper.window = micro
-    return micro
 
 
 def _compose_windows(
     trainer: Session,
     module: TrainModule,
     feed: Feed,
-    micro: MicroBatches,
+    runner: WindowRunner,
     limit: int | None,
     prefetch: _Prefetch | None,
+    padding: PaddingBatches | None,
 ) -> WindowLoader:
     strategy = trainer.strategy
-    windows = WindowLoader(
+    return WindowLoader(
         feed,
-        micro,
+        runner,
         strategy.losses,
         strategy.gradient_divisor,
         parts=strategy.losses.size // strategy.data.size,
@@ -436,9 +448,9 @@ def _compose_windows(
         weighting=trainer.settings.loss_weighting,
         limit=limit,
         ahead=prefetch,
+        length=trainer.accumulation,
+        padding=padding,
     )
-    windows.length = trainer.accumulation
-    return windows
 
 
 def batch_movers(

@@ -310,7 +310,7 @@ class EntryPoint:
             ActivationCheckpointing().undo(self.module)
         run = self.trainer.run
         if run is not None:
-            run.micro.release()
+            run.runner.release()
             run.windows.release()
             run.saver.buffers.clear()
 
@@ -478,7 +478,7 @@ class EntryPoint:
         restore(
             run,
             state,
-            run.stepper.made,
+            run.stepper.configured,
             trainer.callbacks,
             self.datamodule,
             self.module.strict_loading,

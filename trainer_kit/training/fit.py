@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.state.saving import settle_save
-from trainer_kit.step.micro_batch import EarlyEpochExit
+from trainer_kit.step.early_exit import EarlyEpochExit
 from trainer_kit.step.run import Fit, Rewind
 from trainer_kit.training.settle import Settler
 
@@ -25,8 +25,7 @@ def fit(
         reload_loaders: called before each epoch; gets the loaders from the user again where they are due.
     """
     bus, progress, windows = run.bus, run.progress, run.windows
-    micro, stepper = run.micro, run.stepper
-    forward_backward = run.forward_backward
+    stepper, forward_backward = run.stepper, run.forward_backward
     with _repeated_hooks(run, settler.resumed):
         for hook in bus.on_train_start:
             hook()
@@ -42,28 +41,25 @@ def fit(
                     hook()
             completed = not settler.settle_resume()
             try:
-                for _ in (
-                    windows.epoch(progress) if completed else ()
-                ):  # k micro-batches
-                    if (
-                        stepper.waiting
-                    ):  # the last step did not end an epoch of unknown length
+                for window in windows.epoch(progress) if completed else ():
+                    # The last step did not end an epoch of unknown length.
+                    if stepper.waiting:
                         stepper.advance_waiting()
-                    forward_backward(
-                        micro
-                    )  # begin, training_step, backward, end of each
-                    stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
+                    # Of each micro-batch: begin, training_step, backward, end.
+                    forward_backward(window)
+                    # Gradients are complete: hooks, clip, optimizers, schedulers.
+                    stepper.step(window)
                     progress.step += 1
-                    if micro.batch is not None:
+                    if window.batch is not None:
                         for hook in bus.on_train_batch_end:
-                            hook(micro.outputs, micro.batch, micro.index)
+                            hook(window.outputs, window.batch, window.index)
                     for hook in bus.on_train_step_end:
                         hook()
                     if progress.step >= settler.due and settler.settle_step():
                         completed = settler.epoch_is_over()
                         break
             except EarlyEpochExit:
-                micro.started = -1  # no window is open
+                windows.window.abandon()
             continues = settler.settle_epoch(completed)
         except Rewind:
             settler.settle_rewind()  # the loop continues from an earlier state
@@ -87,9 +83,7 @@ def _repeated_hooks(run: Fit, resumed: bool) -> Iterator[None]:
 
 
 def _begin_epoch(run: Fit, settler: Settler) -> None:
-    run.micro.index = -1
     run.metrics.proceed()
     run.schedule.start_epoch(run.progress)
-    steps = run.schedule.steps_left(run.progress)
-    run.windows.budget = None if steps is None else steps * run.windows.length
+    run.windows.start_epoch(run.schedule.steps_left(run.progress))
     settler.begin_epoch()

@@ -63,10 +63,9 @@ class LoaderReload:
         feed, length = load_training(trainer, trainer.load_train())
         if trainer.metrics.feed is not None:
             trainer.metrics.use_sizes_of(feed)
-        windows.feed.close()
-        windows.feed, windows.limit = feed, length.limit
-        move, windows.ahead = batch_movers(trainer, run.module, self._datamodule, feed)
-        run.micro.move = move if windows.ahead is None else None
+        move, ahead = batch_movers(trainer, run.module, self._datamodule, feed)
+        windows.read_from(feed, length.limit, ahead)
+        run.runner.move_batches_with(move if ahead is None else None)
         trainer.set_training_length(feed, length)
         schedule = make_schedule(
             trainer.settings,

@@ -13,11 +13,11 @@ from trainer_kit.core.protocols import LeavesOutSteps, ReplaysSteps, SplitsBatch
 from trainer_kit.state.collect import collect, restore
 from trainer_kit.state.rewind import Guard
 from trainer_kit.step.accumulation_window import WindowLoader
-from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.step.optimize import ManualStepper, Stepper
 from trainer_kit.step.run import Fit
 from trainer_kit.step.side_effects import remember_effects
 from trainer_kit.step.split_batches import ReplayedSteps, SplitBatches
+from trainer_kit.step.window import Window, WindowRunner
 from trainer_kit.training.session import Session
 
 __all__ = ["compose_forward_backward", "compose_guard"]
@@ -27,9 +27,9 @@ def compose_forward_backward(
     trainer: Session,
     module: TrainModule,
     stepper: Stepper | ManualStepper,
-    micro: MicroBatches,
+    runner: WindowRunner,
     windows: WindowLoader,
-) -> Callable[[MicroBatches], None]:
+) -> Callable[[Window], None]:
     """The strategy's ``forward_backward``, or what a callback puts in its place to repeat steps."""
     strategy = trainer.strategy
     callbacks = trainer.callbacks
@@ -41,7 +41,7 @@ def compose_forward_backward(
     )
     without_exchange = strategy.without_exchange()
     if replaying is not None:
-        if micro.manual or stepper.evaluates or splitting is not None:
+        if runner.manual or stepper.evaluates or splitting is not None:
             raise ConfigurationError(
                 "ReplayCheck cannot repeat a step of this run",
                 found="manual optimization, an optimizer that evaluates the loss several times, or AutoMicroBatch",
@@ -52,7 +52,7 @@ def compose_forward_backward(
         )
     if splitting is None:
         return strategy.forward_backward
-    obstacle = _obstacle_to_splitting(trainer, module, stepper, micro)
+    obstacle = _obstacle_to_splitting(trainer, module, stepper, runner)
     if obstacle is not None or without_exchange is None:
         raise ConfigurationError(
             "AutoMicroBatch cannot repeat a step of this run",
@@ -75,13 +75,13 @@ def _obstacle_to_splitting(
     trainer: Session,
     module: TrainModule,
     stepper: Stepper | ManualStepper,
-    micro: MicroBatches,
+    runner: WindowRunner,
 ) -> str | None:
     """Why a step of this run cannot be repeated in smaller parts; None if it can."""
     strategy = trainer.strategy
-    if micro.manual:
+    if runner.manual:
         return "manual optimization"
-    if stepper.evaluates or stepper.several is not None:
+    if stepper.evaluates or stepper.by_loss is not None:
         return "an optimizer that evaluates the loss several times, or several losses"
     if strategy.without_exchange() is None:
         return strategy.describe()
@@ -126,7 +126,7 @@ def compose_guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
     return Guard(
         collect_state,
         lambda state: restore(
-            run, state, run.stepper.made, callbacks, datamodule, strict=True
+            run, state, run.stepper.configured, callbacks, datamodule, strict=True
         ),
         lambda: remember_effects(run.module, trainer.callbacks),
         raises=policy == "raise",

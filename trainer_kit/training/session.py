@@ -510,7 +510,7 @@ class Session:
         """Whether this training batch is the last of its epoch by the loader's length; False if that is unknown."""
         return (
             self.run is not None
-            and self.run.micro.index + 1 == self.num_training_batches
+            and self.run.windows.window.index + 1 == self.num_training_batches
         )
 
     @property
@@ -663,10 +663,12 @@ class Session:
                 its window is complete; it calls this method again to set the number.
         """
         self.accumulation = batches
-        if self.run is not None:
-            self.run.windows.measure = measure
-        if self.run is not None and self.run.windows.length != batches:
-            self.run.windows.length = batches
+        if self.run is None:
+            return
+        windows = self.run.windows
+        windows.measure_with(measure)
+        if windows.length != batches:
+            windows.set_length(batches)
             self.requests.wake()
 
     # -- data ------------------------------------------------------------------------------------------------------
@@ -851,7 +853,7 @@ class Session:
         return (
             []
             if self.run is None
-            else OptimizersOfFit(self.run.stepper.made.optimizers)
+            else OptimizersOfFit(self.run.stepper.configured.optimizers)
         )
 
     @optimizers.setter
@@ -883,7 +885,7 @@ class Session:
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         """The schedulers of the running fit, with their intervals."""
-        return [] if self.run is None else self.run.stepper.made.schedulers
+        return [] if self.run is None else self.run.stepper.configured.schedulers
 
     @property
     def precision(self) -> str:

@@ -245,10 +245,11 @@ class Settler:
         validates = completed and schedule.validates_at_epoch_end(progress)
         if validates and self._validated_at != progress.step:
             self._validate()
-        has_run = run.micro.index >= 0
+        has_run = run.windows.window.index >= 0
         is_empty = completed and not has_run and progress.epoch_batch == 0
         self._end_epoch_hooks(has_run)
-        if has_run and run.micro.loss is None and run.micro.skipped:
+        runner = run.runner
+        if has_run and runner.skipped and not runner.losses.has_returned_a_loss:
             run.say(
                 "nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)"
             )
@@ -300,7 +301,7 @@ class Settler:
         if run.precision.scales and step - published < _MAX_OVERFLOWS:
             return  # the scaler skips overflowed steps and adapts the scale: too early to judge
         self._checked_until = step
-        rows = [list(run.micro.first_bad() or _ALL_FINITE)]
+        rows = [list(run.runner.losses.first_bad() or _ALL_FINITE)]
         if world.size > 1:
             rows = world.agree(rows[0])
         first = min(rows)
@@ -330,10 +331,10 @@ class Settler:
             over: whether training has ended; until then, a resumed or partial epoch may have returned no loss yet.
         """
         run = self.run
-        optimizers = run.stepper.made.optimizers
+        optimizers = run.stepper.configured.optimizers
         if self._has_trained or not optimizers:
             return
-        had_gradient, skipped = run.stepper.trained, run.micro.skipped
+        had_gradient, skipped = run.stepper.trained, run.runner.skipped
         votes: list[float] = [had_gradient is True, had_gradient is not None, skipped]
         rows = run.strategy.world.agree(votes)
         any_gradient, any_step, most_skipped = (
@@ -385,7 +386,7 @@ class Settler:
         ):
             self.check_finite()  # before values of a step that may be skipped are published
         if flushes:
-            self._publish(run.metrics.flush_step(run.micro.batch is not None))
+            self._publish(run.metrics.flush_step(run.windows.window.batch is not None))
             self.check_finite()
         elif agrees and run.progress.step - self._checked_until >= LONGEST:
             self.check_finite()  # bounds the number of stored losses
@@ -473,7 +474,7 @@ class Settler:
     def _exchange_requests(self) -> None:
         """Exchange requests and elapsed time, so that every rank has the requests of all and the same time."""
         run = self.run
-        world, requests, micro = run.strategy.world, run.requests, run.micro
+        world, requests, runner = run.strategy.world, run.requests, run.runner
         if world.size == 1:
             if run.saver.ended:
                 settle_save(run)
@@ -481,8 +482,8 @@ class Settler:
         rows = world.agree(
             [
                 *requests.pending,
-                micro.skipped,
-                micro.padded,
+                runner.skipped,
+                runner.padded,
                 run.saver.ended,
                 self._clock.uncounted,
                 self._steps_until_look(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 from torch.utils.data import DataLoader
@@ -12,6 +13,7 @@ from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.step.run import Fit
+from trainer_kit.step.window import Window
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.on_processes import on_processes
 from trainer_kit.training.session import Session
@@ -97,20 +99,21 @@ class _Attempt:
                 fix="search on one device or with plain DDP, and pass the value it finds",
             )
 
-        def forward_backward() -> None:
+        def run_without_exchange(window: Window) -> None:
             with inside():
-                Strategy.forward_backward(run.strategy, run.micro)
+                Strategy.forward_backward(run.strategy, window)
 
-        def both(micro: Any) -> None:
-            self._together(
-                run, lambda: None
-            )  # every rank must have its batches first: a forward may send buffers
-            self._together(run, forward_backward)
+        def forward_backward(window: Window) -> None:
+            # Every rank must have its batches first: a forward may send buffers.
+            self._together(run, lambda: None)
+            self._together(run, partial(run_without_exchange, window))
             run.strategy.exchange_gradients()
 
         step = run.stepper.step
-        vars(run.stepper)["step"] = lambda: self._together(run, step)
-        return replace(run, forward_backward=both)
+        vars(run.stepper)["step"] = lambda window: self._together(
+            run, partial(step, window)
+        )
+        return replace(run, forward_backward=forward_backward)
 
     def _together(self, run: Fit, act: Callable[[], None]) -> None:
         """Run a part of a step that has no communication, and agree on whether it fits on every rank."""
@@ -128,7 +131,7 @@ class _Attempt:
         """After the first step, refuse a batch that is not full: it says nothing about this size."""
         if (
             run.progress.step == 1
-            and run.micro.sizes[0] < self.size * run.strategy.data.size
+            and run.windows.window.sizes[0] < self.size * run.strategy.data.size
         ):
             raise _TooLarge("the data have fewer samples")
 

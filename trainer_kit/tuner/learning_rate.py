@@ -230,7 +230,7 @@ class RangeTest:
         return LearningRates(self.rates[: len(self.losses)], self.losses, self.mode)
 
     def _watch(self, run: Fit) -> Fit:
-        optimizers = run.stepper.made.optimizers
+        optimizers = run.stepper.configured.optimizers
         if len(optimizers) != 1:
             raise ConfigurationError(
                 "the learning rate is searched for one optimizer",
@@ -238,9 +238,9 @@ class RangeTest:
                 fix="search with a module that returns one of them",
             )
         if (
-            not run.micro.manual
+            not run.runner.manual
         ):  # a module that steps its schedulers needs them; the rate is set after that
-            run.stepper.made.schedulers.clear()
+            run.stepper.configured.schedulers.clear()
         groups = optimizers[0].param_groups
         bases = [float(group.get("initial_lr", group["lr"])) for group in groups]
         ratios = [base / bases[0] if bases[0] else 1.0 for base in bases]
@@ -265,13 +265,15 @@ class RangeTest:
 
     def _read(self, run: Fit) -> None:
         """Take the mean loss of the step over its micro-batches and all ranks: every rank gets the same number."""
-        micro, weighting = run.micro, run.windows.weighting
+        window, weighting = run.windows.window, run.windows.weighting
+        losses = (
+            run.runner.losses.take()
+        )  # a loss that is not finite ends the test without an error
         weights = {
-            at: float(micro.weights[at - micro.first]) if weighting else 1.0
-            for _, _, at in micro.losses
+            at: float(window.weights[at - window.first]) if weighting else 1.0
+            for _, _, at in losses
         }
-        total = sum(float(loss) * weights[at] for loss, _, at in micro.losses)
-        micro.losses.clear()  # a loss that is not finite ends the test without an error
+        total = sum(float(loss) * weights[at] for loss, _, at in losses)
         rows = run.strategy.world.agree([total, sum(weights.values())])
         weight = sum(row[1] for row in rows)
         if not weight:
