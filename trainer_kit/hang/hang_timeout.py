@@ -13,12 +13,16 @@ from trainer_kit.hang.position import Position
 __all__ = ["PATIENT", "ProgressClock", "chosen_timeout"]
 
 _VARIABLE: Final = "TRAINER_KIT_HANG_TIMEOUT"
-_LEAST: Final = 60.0
-_ORDINARY: Final = 10  # multiple of the slowest ordinary step
-_FIRST: Final = 3  # first steps, in which libraries load, compile and tune
+_MIN_TIMEOUT: Final = 60.0
+_STEP_FACTOR: Final = 10
+"""The multiple of the slowest ordinary step."""
+_FIRST_STEPS: Final = 3
+"""The number of steps in which libraries load, compile and tune."""
 PATIENT: Final = 1800.0
 """The timeout in seconds of phases that may take long, equal to torch's timeout of collectives."""
-_SIGNAL_GRACE: Final = 15.0  # half of what torchrun and SLURM wait before SIGKILL
+_SIGNAL_GRACE: Final = 15.0
+"""Half of the seconds that torchrun and SLURM wait before SIGKILL."""
+_OFF: Final = ("off", "0", "false", "no")
 
 
 def chosen_timeout(value: Any) -> float | None:
@@ -38,28 +42,21 @@ def chosen_timeout(value: Any) -> float | None:
         value = os.environ.get(_VARIABLE) or None
     if value is None:
         return None
-    if (
-        value is False
-        or value == 0
-        or str(value).lower() in ("off", "0", "false", "no")
-    ):
+    if value is False or value == 0 or str(value).lower() in _OFF:
         return math.inf
+    if isinstance(value, str) and value.replace(".", "", 1).isdigit():
+        value = float(value)
     try:
-        text = (
-            float(value)
-            if isinstance(value, str) and value.replace(".", "", 1).isdigit()
-            else value
-        )
-        found = Duration.parse(text, "s")
+        duration = Duration.parse(value, "s")
     except DurationError:
-        found = None
-    if found is None or found.unit != "s" or found.value <= 0:
+        duration = None
+    if duration is None or duration.unit != "s" or duration.value <= 0:
         raise ConfigurationError(
             "hang_timeout must be a duration",
             found=repr(value),
             fix='pass hang_timeout="5min", a number of seconds, or False to disable it',
         )
-    return float(found.value)
+    return float(duration.value)
 
 
 @final
@@ -76,16 +73,17 @@ class ProgressClock:
         self.timeout = timeout
         self.slowest = 0.0
         self.since = now
-        self.step = self._first = step
+        self.step = self._first_step = step
         self.position: Position | None = None
         self._token: Any = None
         self._step_since = now
-        self._ordinary = False  # whether the current step was seen from its start, without a long phase
+        # Whether the current step was observed from its start, and had no long phase.
+        self._ordinary = False
 
     @property
     def every(self) -> float:
         """Seconds between two looks."""
-        return min(5.0, max(0.1, (self.timeout or _LEAST) / 40))
+        return min(5.0, max(0.1, (self.timeout or _MIN_TIMEOUT) / 40))
 
     def look(
         self, position: Position, step: int, token: Any, now: float, paused: float
@@ -102,16 +100,16 @@ class ProgressClock:
         self.since += paused
         self._step_since += paused
         moved = self.position is None or position.frames != self.position.frames
-        if (
-            (step, token) != self._token
-            or position.debugged
-            or (position.patient and moved)
-        ):
-            self._token, self.since = (step, token), now
+        progressed = (step, token) != self._token
+        if progressed or position.debugged or (position.patient and moved):
+            self._token = (step, token)
+            self.since = now
         if step != self.step:
             if self._ordinary:
                 self.slowest = max(self.slowest, now - self._step_since)
-            self.step, self._step_since, self._ordinary = step, now, True
+            self.step = step
+            self._step_since = now
+            self._ordinary = True
         if position.patient:
             self._ordinary = False
         self.position = position
@@ -119,21 +117,24 @@ class ProgressClock:
     @property
     def limit(self) -> float:
         """The seconds without progress after which this rank hangs, in its current phase."""
-        limit = (
-            max(_LEAST, _ORDINARY * self.slowest)
-            if self.timeout is None
-            else self.timeout
-        )
-        starts = self.step - self._first < _FIRST
-        compiles = self.position is not None and self.position.phase == "compilation"
+        limit = self.timeout
+        if limit is None:
+            limit = max(_MIN_TIMEOUT, _STEP_FACTOR * self.slowest)
+        starts = self.step - self._first_step < _FIRST_STEPS
+        if starts or self._is_patient:
+            return max(limit, PATIENT)
+        return limit
+
+    @property
+    def _is_patient(self) -> bool:
+        """Whether the current phase may take long."""
+        position = self.position
+        if position is None:
+            return False
+        if position.phase == "compilation":
+            return True
         # A waiting rank asks early: its remaining time depends on the rank for which it waits.
-        long = (
-            self.timeout is None
-            and self.position is not None
-            and self.position.patient
-            and not self.position.call
-        )
-        return max(limit, PATIENT) if starts or compiles or long else limit
+        return self.timeout is None and position.patient and not position.call
 
     @property
     def grace(self) -> float:

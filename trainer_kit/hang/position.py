@@ -18,12 +18,16 @@ __all__ = ["COMPILERS", "OUTSIDE", "Position", "find_position", "user_line"]
 
 # Frames hold the paths that were imported: links, such as that of an environment, stay as they are.
 _HERE: Final = str(Path(__file__).absolute().parents[1])
-_TORCH: Final = str(
-    Path(torch.__file__).absolute().parent
-)  # torch may be outside this environment's directories
+# torch may be outside of this environment's directories.
+_TORCH: Final = str(Path(torch.__file__).absolute().parent)
+_ENVIRONMENT: Final = sysconfig.get_paths()
 _LIBRARIES: Final = (
-    *(_HERE, _TORCH, "<frozen"),
-    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+    _HERE,
+    _TORCH,
+    "<frozen",
+    _ENVIRONMENT["stdlib"],
+    _ENVIRONMENT["purelib"],
+    _ENVIRONMENT["platlib"],
 )
 OUTSIDE: Final = "your code"
 """The phase outside the code of this library and of torch's training."""
@@ -39,8 +43,8 @@ COMPILERS: Final = (
 )
 """Directories of compiler code."""
 _FILES: Final = (
-    # (part of the file's path, phase, whether it may take long)
-    *((part, "compilation", True) for part in COMPILERS),
+    # (start of the file's path, phase, whether it may take long)
+    *((directory, "compilation", True) for directory in COMPILERS),
     (os.path.join(_HERE, "checkpoint", ""), "checkpoint", True),
     (os.path.join(_HERE, "state", "saving.py"), "checkpoint", True),
     (os.path.join(_HERE, "accelerator", "checkpoints.py"), "checkpoint", True),
@@ -95,56 +99,57 @@ def find_position(frame: FrameType | None) -> Position:
     """Return the position of a thread from its innermost frame."""
     frames = list(_outward(frame))
     phase, patient = _phase(frames)
-    debugged = "pydevd" in sys.modules or any(
-        f.f_code.co_filename.endswith(_DEBUGGERS) for f in frames
-    )
-    moves = tuple(hash((id(f), f.f_lasti)) for f in frames)
-    return Position(phase, user_line(frame), _call(frames), patient, debugged, moves)
+    debugged = "pydevd" in sys.modules
+    for caller in frames:
+        debugged = debugged or caller.f_code.co_filename.endswith(_DEBUGGERS)
+    identity = tuple(hash((id(caller), caller.f_lasti)) for caller in frames)
+    return Position(phase, user_line(frame), _call(frames), patient, debugged, identity)
 
 
 def user_line(frame: FrameType | None) -> str:
     """Return a thread's current line of user code, and the function that it calls."""
-    does = ""
-    for one in _outward(frame):
-        if not one.f_code.co_filename.startswith(_LIBRARIES):
-            inner = f" in {does}" if does else ""
-            return (
-                f"at {os.path.basename(one.f_code.co_filename)}:{one.f_lineno}{inner}"
-            )
-        does = one.f_code.co_name
-    return f"in {does}" if does else "at its end"
+    called = ""
+    for caller in _outward(frame):
+        path = caller.f_code.co_filename
+        if not path.startswith(_LIBRARIES):
+            line = f"at {os.path.basename(path)}:{caller.f_lineno}"
+            return f"{line} in {called}" if called else line
+        called = caller.f_code.co_name
+    return f"in {called}" if called else "at its end"
 
 
 def _phase(frames: list[FrameType]) -> tuple[str, bool]:
-    inner: tuple[str, bool] | None = None
+    innermost: tuple[str, bool] | None = None
     for frame in frames:
-        name, file = frame.f_code.co_name, frame.f_code.co_filename
-        found = _hook(frame) if name.startswith("on_") else None
-        if found is None and name in _STEPS:
-            found = _STEPS[name], False
-        if found is None:
-            found = next(
-                (
-                    (phase, long)
-                    for part, phase, long in _FILES
-                    if file.startswith(part)
-                ),
-                None,
-            )
-        if found is not None and found[1]:
-            return found  # a forward during validation may take long too
-        inner = inner or found
-    return inner or (OUTSIDE, True)
+        phase = _phase_of_frame(frame)
+        if phase is not None and phase[1]:
+            return phase  # a forward during validation may take long too
+        innermost = innermost or phase
+    return innermost or (OUTSIDE, True)
 
 
-def _hook(frame: FrameType) -> tuple[str, bool] | None:
+def _phase_of_frame(frame: FrameType) -> tuple[str, bool] | None:
+    """Return the phase that a frame shows, and whether it may take long."""
+    function = frame.f_code.co_name
+    if function.startswith("on_"):
+        hook = _hook(frame)
+        if hook is not None:
+            return hook, True
+    if function in _STEPS:
+        return _STEPS[function], False
+    for path, phase, patient in _FILES:
+        if frame.f_code.co_filename.startswith(path):
+            return phase, patient
+    return None
+
+
+def _hook(frame: FrameType) -> str | None:
+    """Return the name of the hook that a frame runs, with the class of its object."""
     names = frame.f_code.co_varnames
     owner = frame.f_locals.get(names[0]) if names else None
-    return (
-        None
-        if owner is None or inspect.ismodule(owner)
-        else (f"{type(owner).__name__}.{frame.f_code.co_name}", True)
-    )
+    if owner is None or inspect.ismodule(owner):
+        return None
+    return f"{type(owner).__name__}.{frame.f_code.co_name}"
 
 
 def _call(frames: list[FrameType]) -> str:
@@ -156,11 +161,9 @@ def _call(frames: list[FrameType]) -> str:
         return ""
     call = ""
     for frame in frames:
-        if not frame.f_code.co_filename.startswith(_TORCH):
+        path = frame.f_code.co_filename
+        if not path.startswith(_TORCH):
             break
-        if (
-            frame.f_code.co_filename.startswith(_EXCHANGES)
-            and frame.f_code.co_name != "wrapper"
-        ):
+        if path.startswith(_EXCHANGES) and frame.f_code.co_name != "wrapper":
             call = frame.f_code.co_name
     return call

@@ -21,13 +21,12 @@ __all__ = [
     "write_stacks",
 ]
 
-_SIGNAL: Final[int | None] = (
-    signal.SIGRTMAX - 3
-    if hasattr(signal, "SIGRTMAX") and sys.platform == "linux"
-    else None
-)
+_SUPPORTED: Final = hasattr(signal, "SIGRTMAX") and sys.platform == "linux"
+_SIGNAL: Final[int | None] = signal.SIGRTMAX - 3 if _SUPPORTED else None
 _FILE: dict[str, Any] = {}
-_WAIT: Final = 0.5  # seconds in which a process writes its stacks
+"""The file of this process, and its pid: a fork needs another one."""
+_WAIT: Final = 0.5
+"""Seconds in which a process writes its stacks."""
 
 
 def answering_file() -> str:
@@ -59,17 +58,18 @@ def read_stacks(pid: int, stacks: str) -> str:
     if not stacks or _SIGNAL is None or is_stopped(pid) or not _catches(pid):
         return ""
     try:
-        before = os.stat(stacks).st_size
+        size_before = os.stat(stacks).st_size
         os.kill(pid, _SIGNAL)
-        end, size = time.monotonic() + _WAIT, before
-        while time.monotonic() < end:
+        deadline = time.monotonic() + _WAIT
+        previous_size = size_before
+        while time.monotonic() < deadline:
             time.sleep(0.05)
-            now = os.stat(stacks).st_size
-            if now == size > before:
+            size = os.stat(stacks).st_size
+            if size == previous_size > size_before:  # the process has stopped writing
                 break
-            size = now
+            previous_size = size
         with open(stacks, "rb") as file:
-            file.seek(before)
+            file.seek(size_before)
             return file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -91,10 +91,11 @@ def _status(pid: int) -> dict[str, str]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return {}
-    return {
-        name: value.strip()
-        for name, _, value in (line.partition(":") for line in lines)
-    }
+    fields = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        fields[name] = value.strip()
+    return fields
 
 
 def start_time(pid: int) -> int:

@@ -9,7 +9,10 @@ from typing import Any, Final, final
 
 __all__ = ["Finding", "Report", "find_culprits", "name_silent", "ranks_named"]
 
-_SHOWN: Final = 12  # stack lines in a message
+_STACK_LINES: Final = 12
+"""Stack lines in a message."""
+_EQUAL_SIZES: Final = ("all_reduce", "all_gather", "allgather", "broadcast", "barrier")
+"""Collectives whose inputs have the same size on every rank."""
 
 
 @final
@@ -75,24 +78,34 @@ class Report:
         """The name and the amount of data of the last collective."""
         if self.last is None:
             return None
-        found = next(
-            (
-                one
-                for one in self.groups[self.last[0]]["calls"]
-                if one[0] == self.last[1]
-            ),
-            None,
-        )
-        return None if found is None else (found[1], found[2])
+        group, number = self.last
+        return self.issued_as(group, number)
+
+    def issued_as(self, group: str, number: int) -> tuple[str, str] | None:
+        """Return the name and the amount of data of a collective.
+
+        Args:
+            group: the name of its process group.
+            number: its number in the group.
+        """
+        if group not in self.groups:
+            return None
+        for call_number, name, amount in self.groups[group]["calls"]:
+            if call_number == number:
+                return name, amount
+        return None
 
     @property
     def call_named(self) -> str:
         """Return the last collective with its size and number, or the current exchange."""
-        if self.issued is None or self.last is None:
+        issued = self.issued
+        if issued is None or self.last is None:
             return self.call or "a collective"
-        gradients = "backward" in self.call
-        bucket = f" (a bucket of gradients, {self.issued[1]})" if gradients else ""
-        return f"{self.issued[0]} #{self.last[1]}{bucket}"
+        name, amount = issued
+        _, number = self.last
+        if "backward" in self.call:
+            return f"{name} #{number} (a bucket of gradients, {amount})"
+        return f"{name} #{number}"
 
 
 @final
@@ -120,9 +133,9 @@ def ranks_named(ranks: list[int]) -> str:
         >>> ranks_named([0, 2]), ranks_named([1])
         ('ranks 0, 2', 'rank 1')
     """
-    listed = ", ".join(map(str, ranks[:8])) + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )
+    listed = ", ".join(map(str, ranks[:8]))
+    if len(ranks) > 8:
+        listed += f" and {len(ranks) - 8} more"
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
@@ -139,48 +152,63 @@ def find_culprits(
     silent = [rank for rank in range(size) if rank not in answers]
     if silent:
         return name_silent(silent, answers, last_words)
-    ended = [rank for rank, one in answers.items() if one.ended]
-    if ended and len(ended) < size:
-        inside = [one for one in answers.values() if not one.ended]
-        where = f"at {inside[0].at} in {inside[0].call_named}"
-        problem = (
-            f"{ranks_named(ended)} left the training loop, but {_wait(inside)} {where}"
-        )
-        return Finding(tuple(ended), problem, (), certain=False)
-    if (found := _mismatch(answers)) is not None:
-        return found
-    blocked = {rank: _waits_for(rank, answers) for rank in answers}
-    awaited = {other for others in blocked.values() for other in others}
-    behind = sorted(rank for rank in awaited if not blocked[rank])
-    if not behind and awaited:  # each of them waits for another
-        lines = tuple(
-            f"{one.who} is in {one.call_named}, {one.place}" for one in answers.values()
-        )
-        return Finding(
-            tuple(sorted(awaited)),
-            "ranks wait for each other in different collectives",
-            lines,
-            True,
-        )
-    busy = behind or [rank for rank, one in answers.items() if not one.call]
-    if not busy or len(busy) == size > 1:
-        first = max(answers.values(), key=lambda one: one.seconds)
-        if busy:
-            return Finding(
-                (first.rank,),
-                f"{first.who} hangs {_doing(first)}",
-                _stack(first),
-                False,
-            )
-        together = f"all ranks wait in {first.call_named} at {first.at}: a connection between them is dead"
-        return Finding((), together, _stack(first), False)
+    finding = _name_ended(answers) or _name_mismatch(answers)
+    if finding is not None:
+        return finding
+    awaited: dict[int, list[int]] = {}
+    for rank in answers:
+        awaited[rank] = _ranks_awaited_by(rank, answers)
+    all_awaited = {rank for ranks in awaited.values() for rank in ranks}
+    behind = sorted(rank for rank in all_awaited if not awaited[rank])
+    if all_awaited and not behind:
+        return _name_deadlock(sorted(all_awaited), answers)
+    busy = behind or [rank for rank, report in answers.items() if not report.call]
+    if busy and (len(busy) < size or size == 1):
+        return _name_busy(busy, answers)
+    longest = max(answers.values(), key=lambda report: report.seconds)
+    if busy:  # every rank is busy: the one that has waited longest is named
+        problem = f"{longest.who} hangs {_activity(longest)}"
+        return Finding((longest.rank,), problem, _innermost(longest), certain=False)
+    problem = (
+        f"all ranks wait in {longest.call_named} at {longest.at}: "
+        "a connection between them is dead"
+    )
+    return Finding((), problem, _innermost(longest), certain=False)
+
+
+def _name_ended(answers: Mapping[int, Report]) -> Finding | None:
+    """Name ranks that have left the loop while others are in it."""
+    ended = [rank for rank, report in answers.items() if report.ended]
+    running = [report for report in answers.values() if not report.ended]
+    if not ended or not running:
+        return None
+    call = f"at {running[0].at} in {running[0].call_named}"
+    problem = (
+        f"{ranks_named(ended)} left the training loop, but {_waiting(running)} {call}"
+    )
+    return Finding(tuple(ended), problem, (), certain=False)
+
+
+def _name_deadlock(ranks: list[int], answers: Mapping[int, Report]) -> Finding:
+    """Name ranks of which each waits for another."""
+    lines = [
+        f"{report.who} is in {report.call_named}, {report.place}"
+        for report in answers.values()
+    ]
+    problem = "ranks wait for each other in different collectives"
+    return Finding(tuple(ranks), problem, tuple(lines), certain=True)
+
+
+def _name_busy(busy: list[int], answers: Mapping[int, Report]) -> Finding:
+    """Name ranks for which the others wait."""
     first = answers[busy[0]]
-    waiting = [one for rank, one in answers.items() if rank not in busy]
-    entered = f" and has not entered {waiting[0].call_named}; " if waiting else ""
-    problem = f"{first.who} hangs {_doing(first)}{entered}{_wait(waiting)}"
+    waiting = [report for rank, report in answers.items() if rank not in busy]
+    problem = f"{first.who} hangs {_activity(first)}"
+    if waiting:
+        problem += f" and has not entered {waiting[0].call_named}; {_waiting(waiting)}"
     if len(busy) > 1:
         problem += f"; {ranks_named(busy[1:])} likewise"
-    return Finding(tuple(busy), problem, _stack(first), False)
+    return Finding(tuple(busy), problem, _innermost(first), certain=False)
 
 
 def name_silent(
@@ -188,105 +216,104 @@ def name_silent(
 ) -> Finding:
     """Return a finding about ranks that do not answer; the arguments are those of `find_culprits`."""
     first = last_words.get(silent[0], Report(rank=silent[0]))
-    host = f" ({first.host}, pid {first.pid})" if first.pid else ""
-    known = f": {first.reason}" if first.reason else ""
-    last = (
-        f"; last seen at {first.at} in {first.phase}, {first.place}"
-        if first.phase
-        else ""
-    )
-    waiting = [one for one in answers.values() if one.call]
-    entered = f" and has not entered {waiting[0].call_named}; " if waiting else "; "
-    problem = (
-        f"rank {silent[0]}{host} does not answer{known}{entered}{_wait(waiting)}".removesuffix(
-            "; "
-        )
-        + last
-    )
+    problem = f"rank {silent[0]}"
+    if first.pid:
+        problem += f" ({first.host}, pid {first.pid})"
+    problem += " does not answer"
+    if first.reason:
+        problem += f": {first.reason}"
+    waiting = [report for report in answers.values() if report.call]
+    if waiting:
+        problem += f" and has not entered {waiting[0].call_named}; {_waiting(waiting)}"
+    if first.phase:
+        problem += f"; last seen at {first.at} in {first.phase}, {first.place}"
     if len(silent) > 1:
         problem += f"; neither do {ranks_named(silent[1:])}"
-    return Finding(tuple(silent), problem, _stack(first), False)
+    return Finding(tuple(silent), problem, _innermost(first), certain=False)
 
 
-def _doing(one: Report) -> str:
-    reason = f": {one.reason}" if one.reason else ""
-    return f"at {one.at} in {one.phase}, {one.place}{reason}"
+def _activity(report: Report) -> str:
+    reason = f": {report.reason}" if report.reason else ""
+    return f"at {report.at} in {report.phase}, {report.place}{reason}"
 
 
-def _wait(waiting: list[Report]) -> str:
-    if not waiting:
+def _waiting(reports: list[Report]) -> str:
+    if not reports:
         return ""
-    verb = "wait" if len(waiting) > 1 else "waits"
-    return f"{ranks_named([one.rank for one in waiting])} {verb} {max(one.seconds for one in waiting):.0f} s"
+    ranks = ranks_named([report.rank for report in reports])
+    verb = "wait" if len(reports) > 1 else "waits"
+    longest = max(report.seconds for report in reports)
+    return f"{ranks} {verb} {longest:.0f} s"
 
 
-def _stack(one: Report) -> tuple[str, ...]:
+def _innermost(report: Report) -> tuple[str, ...]:
     """Return a rank's innermost frames; faulthandler writes these in reverse order, after other threads."""
-    lines = [line for text in one.stack for line in text.rstrip().splitlines()]
+    lines: list[str] = []
+    for text in report.stack:
+        lines += text.rstrip().splitlines()
     starts = [i for i, line in enumerate(lines) if "most recent call first" in line]
-    return tuple(lines[starts[-1] :][: _SHOWN + 1] if starts else lines[-_SHOWN:])
+    if starts:
+        return tuple(lines[starts[-1] :][: _STACK_LINES + 1])
+    return tuple(lines[-_STACK_LINES:])
 
 
-def _waits_for(rank: int, answers: Mapping[int, Report]) -> list[int]:
+def _ranks_awaited_by(rank: int, answers: Mapping[int, Report]) -> list[int]:
     """Return the ranks that have not issued the last collective of ``rank`` yet."""
-    mine = answers[rank]
-    if mine.last is None:
+    report = answers[rank]
+    if report.last is None:
         return []
-    group, number = mine.last
-    return [
-        other
-        for other in mine.groups[group]["ranks"]
-        if other in answers
-        and other != rank
-        and _reached(answers[other], group) < number
-    ]
+    group, number = report.last
+    awaited = []
+    for other in report.groups[group]["ranks"]:
+        if other == rank or other not in answers:
+            continue
+        if _last_number(answers[other], group) < number:
+            awaited.append(other)
+    return awaited
 
 
-def _reached(one: Report, group: str) -> int:
-    calls = one.groups.get(group, {}).get("calls", [])
+def _last_number(report: Report, group: str) -> int:
+    calls = report.groups.get(group, {}).get("calls", [])
     return int(calls[-1][0]) if calls else 0
 
 
-def _mismatch(answers: Mapping[int, Report]) -> Finding | None:
-    """Find ranks whose collectives of one group differ at the same number; the first such number is used."""
-    for rank, mine in answers.items():
-        if mine.last is None or mine.issued is None:
+def _name_mismatch(answers: Mapping[int, Report]) -> Finding | None:
+    """Name a rank whose collective differs from that of another with the same number in the same group."""
+    for rank, report in answers.items():
+        if report.last is None:
             continue
-        group, number = mine.last
-        for other in mine.groups[group]["ranks"]:
-            theirs = answers.get(other)
-            if theirs is None or other == rank or not theirs.groups.get(group):
+        for other in report.groups[report.last[0]]["ranks"]:
+            if other == rank or other not in answers:
                 continue
-            found = next(
-                (call for call in theirs.groups[group]["calls"] if call[0] == number),
-                None,
-            )
-            if found is not None and not _alike(mine.issued[0], found[1]):
-                now = (
-                    theirs.place if theirs.last == mine.last else f"now {theirs.place}"
-                )
-                at = f"#{number} at {mine.at}"
-                problem = (
-                    f"{theirs.who} issued {found[1]} as collective {at}, "
-                    f"where rank {rank} issued {mine.issued[0]}"
-                )
-                lines = (
-                    f"rank {other}: {found[1]} {now}",
-                    f"rank {rank}: {mine.issued[0]} {mine.place}",
-                )
-                return Finding((other,), problem, lines, certain=True)
+            finding = _compare_calls(report, answers[other])
+            if finding is not None:
+                return finding
     return None
 
 
-def _alike(one: str, other: str) -> bool:
-    """Whether two calls may belong to one collective: a gather or scatter has different inputs on its ranks."""
-    name, _, size = one.partition("[")
-    same, _, their_size = other.partition("[")
-    same_size = size == their_size or name not in (
-        "all_reduce",
-        "all_gather",
-        "allgather",
-        "broadcast",
-        "barrier",
+def _compare_calls(report: Report, other: Report) -> Finding | None:
+    """Name ``other`` if its call differs from the last one of ``report``."""
+    assert report.last is not None
+    group, number = report.last
+    call, other_call = report.issued, other.issued_as(group, number)
+    if call is None or other_call is None or _alike(call[0], other_call[0]):
+        return None
+    problem = (
+        f"{other.who} issued {other_call[0]} as collective #{number} at {report.at}, "
+        f"where rank {report.rank} issued {call[0]}"
     )
-    return name == same and same_size
+    line = other.place if other.last == report.last else f"now {other.place}"
+    details = (
+        f"rank {other.rank}: {other_call[0]} {line}",
+        f"rank {report.rank}: {call[0]} {report.place}",
+    )
+    return Finding((other.rank,), problem, details, certain=True)
+
+
+def _alike(call: str, other: str) -> bool:
+    """Whether two calls may belong to one collective: a gather or scatter has different inputs on its ranks."""
+    name, _, size = call.partition("[")
+    other_name, _, other_size = other.partition("[")
+    if name != other_name:
+        return False
+    return size == other_size or name not in _EQUAL_SIZES
