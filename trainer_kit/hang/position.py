@@ -10,11 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
-__all__ = ["COMPILERS", "OUTSIDE", "Position", "find_position", "user_line"]
+from trainer_kit.data.workers import EndsWithParent
+
+__all__ = [
+    "COMPILERS",
+    "OUTSIDE",
+    "Position",
+    "awaited_worker",
+    "find_position",
+    "user_line",
+]
 
 # Frames hold the paths that were imported: links, such as that of an environment, stay as they are.
 _HERE: Final = str(Path(__file__).absolute().parents[1])
@@ -167,3 +176,21 @@ def _call(frames: list[FrameType]) -> str:
         if path.startswith(_EXCHANGES) and frame.f_code.co_name != "wrapper":
             call = frame.f_code.co_name
     return call
+
+
+def awaited_worker(frame: FrameType | None) -> str:
+    """Describe the data loader's worker for which a thread waits; "" if it waits for none."""
+    for caller in _outward(frame):
+        loader: Any = caller.f_locals.get("self")
+        if type(loader).__name__ != "_MultiProcessingDataLoaderIter":
+            continue
+        if caller.f_code.co_name != "_try_get_data":
+            continue
+        worker = loader._task_info.get(loader._rcvd_idx, (None,))[0]
+        if worker is None:
+            return ""
+        init = loader._worker_init_fn
+        index = init.reading(worker) if isinstance(init, EndsWithParent) else ""
+        pid = loader._workers[worker].pid
+        return f"worker {worker} (pid {pid}) of the data loader{index}"
+    return ""

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
+from trainer_kit.hang.position import Position
+
 __all__ = ["Finding", "Report", "find_culprits", "name_silent", "ranks_named"]
 
 _STACK_LINES: Final = 12
@@ -63,6 +65,47 @@ class Report:
     groups: dict[str, Any] = field(default_factory=dict)
     last: list[Any] | None = None
     reason: str = ""
+
+    def set_progress(self, step: int, text: str) -> None:
+        """Set the number of completed steps, and the same in words."""
+        self.step = step
+        self.at = text
+
+    def set_position(
+        self, position: Position, seconds: float, seconds_left: float
+    ) -> None:
+        """Set the position of the main thread.
+
+        Args:
+            position: where it is.
+            seconds: since its last progress.
+            seconds_left: until it counts as hanging.
+        """
+        self.phase = position.phase
+        self.place = position.place
+        self.call = position.call
+        self.patient = position.patient
+        self.seconds = seconds
+        self.left = seconds_left
+
+    def set_stack(self, stack: list[str], reason: str) -> None:
+        """Set the formatted stack of the main thread, and for what its data loader waits."""
+        self.stack = stack
+        self.reason = reason
+
+    def set_collectives(self, groups: dict[str, Any], last: list[Any] | None) -> None:
+        """Set the last collectives by process group, and the group and number of the last one."""
+        self.groups = groups
+        self.last = last
+
+    def set_silence(self, reason: str, seconds_left: float) -> None:
+        """Set why the rank does not answer ("" if unknown), and the seconds until it counts as hanging."""
+        self.reason = reason or self.reason
+        self.left = seconds_left
+
+    def set_ended(self) -> None:
+        """Note that the rank has left the loop."""
+        self.ended = True
 
     def dumped(self) -> str:
         """Return the report as text for the other ranks."""
