@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import trainer_kit as tk
 from trainer_kit.checkpoint.manifest import read_manifest
-from trainer_kit.checkpoint.read import OF_A_RUN
+from trainer_kit.checkpoint.read import RUN_PARTS
 from trainer_kit.testing import TinyModule
 
 QUIET: dict[str, Any] = {
@@ -108,7 +108,7 @@ def test_a_new_run_from_the_weights(saved: tuple[Keeps, Path, Path]) -> None:
             4,
             {"lr": 0.2},
         )
-        assert not module.seen.keys() & OF_A_RUN
+        assert not module.seen.keys() & RUN_PARTS
 
 
 def test_evaluation_and_a_resumed_run(saved: tuple[Keeps, Path, Path]) -> None:
@@ -168,7 +168,7 @@ def test_a_full_checkpoint_adds_only_the_listed_parts_of_a_run(
     saved: tuple[Keeps, Path, Path],
 ) -> None:
     full, alone = (set(read_manifest(path)["parts"]) for path in saved[1:])
-    assert full - alone <= OF_A_RUN
+    assert full - alone <= RUN_PARTS
     assert alone == {"model", "hyper_parameters", "epoch", "global_step", "vocabulary"}
 
 
