@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.background import HostBuffers
 from trainer_kit.checkpoint.commit import dump_document, encode_info, name_parts
-from trainer_kit.checkpoint.encoding import encode, merge
+from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.checkpoint.files import CARRIERS, dtype_name, flatten
 from trainer_kit.checkpoint.layout import (
     Chunk,
@@ -23,6 +23,7 @@ from trainer_kit.checkpoint.layout import (
     named_dtype,
 )
 from trainer_kit.checkpoint.manifest import SHARD
+from trainer_kit.checkpoint.trees import merge
 from trainer_kit.core.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -26,11 +26,7 @@ from trainer_kit.checkpoint.commit import (
     versions,
     work_directory,
 )
-from trainer_kit.checkpoint.encoding import (
-    children,
-    decode,
-    tensor_record,
-)
+from trainer_kit.checkpoint.encoding import decode
 from trainer_kit.checkpoint.files import (
     safetensors_bytes,
     write_file,
@@ -57,6 +53,7 @@ from trainer_kit.checkpoint.manifest import (
 )
 from trainer_kit.checkpoint.read import description_files, open_checkpoint, read_trees
 from trainer_kit.checkpoint.shard_plan import LocalState, WritePlan, file_names
+from trainer_kit.checkpoint.trees import children, tensor_record
 from trainer_kit.core.atomic_files import sync_directory
 from trainer_kit.core.errors import CheckpointError, did_you_mean
 from trainer_kit.core.location import Location, absolute, is_url, locate

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.deepspeed import deepspeed_weights, find_deepspeed
-from trainer_kit.checkpoint.encoding import decode, holds_record
+from trainer_kit.checkpoint.encoding import decode
 from trainer_kit.checkpoint.files import (
     EXTRA_STATE,
     TENSOR_DTYPES,
@@ -60,6 +60,7 @@ from trainer_kit.checkpoint.read import (
 )
 from trainer_kit.checkpoint.remote import fetch_files
 from trainer_kit.checkpoint.store import similar
+from trainer_kit.checkpoint.trees import holds_record
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
