@@ -878,7 +878,9 @@ def _load_deepspeed(
                 if name not in absent
             }
         )
-        for name, parameter in named_state(model).items() if content.placed else ():
+        for name, parameter in (
+            named_state(model).items() if content.moments_by_position else ()
+        ):
             weights[name] = weights[
                 names[id(parameter)]
             ]  # a shared parameter has one master weight
@@ -923,10 +925,10 @@ def _place(
     path: Path, content: DeepSpeedContent, called: Sequence[Sequence[str]]
 ) -> None:
     """Match optimizer states to parameters by order; for a checkpoint without ZeRO."""
-    if not content.placed:
+    if not content.moments_by_position:
         return
     sizes, own = (
-        [len(group) for group in content.placed],
+        [len(group) for group in content.moments_by_position],
         [len(group) for group in called],
     )
     if sizes != own:
@@ -935,7 +937,7 @@ def _place(
             "optimizer",
             f"groups of {sizes} parameters were saved, and groups of {own} are here",
         )
-    for group, names in zip(content.placed, called, strict=True):
+    for group, names in zip(content.moments_by_position, called, strict=True):
         for state, name in zip(group, names, strict=True):
             master = state.pop("master", None)
             content.moments[name] = state

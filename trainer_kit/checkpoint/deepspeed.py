@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
@@ -32,7 +32,7 @@ __all__ = [
 
 _POINTERS: Final = ("latest_universal", "latest")
 _STATES: Final = "*_model_states.pt"
-_MOST: Final = 4096  # bytes of a name
+_MAX_NAME_BYTES: Final = 4096  # bytes of a name
 
 
 @dataclass(frozen=True)
@@ -57,52 +57,55 @@ def find_deepspeed(path: Path) -> DeepSpeedFiles | None:
     Raises:
         CheckpointError: ZeRO wrote the directory as pickles that only DeepSpeed can assemble; the fix has the command.
     """
-    tag = _tag(path)
-    if tag is None:
+    directory = _find_step(path)
+    if directory is None:
         return None
-    states = sorted(tag.glob(_STATES))
-    parameters = {file.parent.name: file for file in sorted(tag.glob("zero/*/fp32.pt"))}
-    if parameters:
+    states = sorted(directory.glob(_STATES))
+    parameter_files = sorted(directory.glob("zero/*/fp32.pt"))
+    if parameter_files:
+        parameters = {file.parent.name: file for file in parameter_files}
         return DeepSpeedFiles(parameters, sorted(states, key=_rank))
-    if len(states) == 1 and not any(tag.glob("*_optim_states.pt")):
+    if len(states) == 1 and not any(directory.glob("*_optim_states.pt")):
         return DeepSpeedFiles({}, states)
-    universal = f"{tag.parent}-universal"
-    command = f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {tag}"
+    universal = f"{directory.parent}-universal"
+    command = (
+        f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {directory}"
+    )
     raise CheckpointError(
-        tag,
+        directory,
         None,
         "DeepSpeed wrote it, in parts that only DeepSpeed can assemble",
-        fix=f"{command} --output_folder {universal}/{tag.name} --inject_missing_state, and pass {universal} as weights,"
-        " or to accelerator.load_state to resume from it",
+        fix=f"{command} --output_folder {universal}/{directory.name} --inject_missing_state, and pass {universal} as"
+        " weights, or to accelerator.load_state to resume from it",
     )
 
 
 def _rank(file: Path) -> int:
     """Return the rank in a file name; sorted as text, names of ten or more ranks are in another order."""
-    found = re.match(r"zero_pp_rank_(\d+)_", file.name)
-    return 0 if found is None else int(found[1])
+    match = re.match(r"zero_pp_rank_(\d+)_", file.name)
+    return 0 if match is None else int(match[1])
 
 
-def _tag(path: Path) -> Path | None:
+def _find_step(path: Path) -> Path | None:
     """Return the directory of one step, or None."""
     if any(path.glob(_STATES)):
         return path
     for pointer in _POINTERS:
         try:
             with open(path / pointer, encoding="utf-8") as file:
-                name = file.read(_MOST).strip()
+                name = file.read(_MAX_NAME_BYTES).strip()
         except (OSError, ValueError):
             continue
-        if (
-            name == os.path.basename(name)
-            and name not in ("", ".", "..")
-            and any((path / name).glob(_STATES))
-        ):
+        leads_out = name != os.path.basename(name) or name in ("", ".", "..")
+        if not leads_out and any((path / name).glob(_STATES)):
             return path / name
     return None
 
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+_State = dict[str, Any]
 
 
 @final
@@ -113,61 +116,68 @@ class DeepSpeedContent:
     Attributes:
         weights: by name; trained weights in full precision if ZeRO wrote them.
         moments: the moments of each parameter, by name.
-        placed: without ZeRO: the moments of each group's parameters in order, in half precision with the ``master``.
+        moments_by_position: without ZeRO: the moments of each group's parameters in order, in half precision with the
+            ``master``.
         rates: the learning rates of the groups; empty if they are unknown.
         schedule: the scheduler's state; None if the engine had no scheduler.
         step: optimizer steps of the run, including skipped steps.
     """
 
     weights: dict[str, Tensor]
-    moments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    placed: list[list[dict[str, Any]]] = field(default_factory=list)
+    moments: dict[str, _State] = field(default_factory=dict)
+    moments_by_position: list[list[_State]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     schedule: Mapping[str, Any] | None = None
     step: int = 0
 
 
 def deepspeed_weights(
-    theirs: DeepSpeedFiles, device: torch.device | str = "cpu"
+    files: DeepSpeedFiles, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """Return a module's tensors by name.
 
     Raises:
         CheckpointError: a file is missing, damaged, or not in DeepSpeed's format.
     """
-    return _weights(theirs, _engine_state(theirs.states[0], device), device)
+    return _weights(files, _engine_state(files.states[0], device), device)
 
 
-def deepspeed_content(theirs: DeepSpeedFiles) -> DeepSpeedContent:
+def deepspeed_content(files: DeepSpeedFiles) -> DeepSpeedContent:
     """Return the state of a run, with whole tensors on the CPU.
 
     Raises:
         CheckpointError: as `deepspeed_weights`.
     """
-    state = _engine_state(theirs.states[0], "cpu")
-    step, schedule = state.get("global_steps", 0), state.get("lr_scheduler")
-    found = DeepSpeedContent(_weights(theirs, state, "cpu"), step=step)
-    if isinstance(schedule, Mapping):
-        found.schedule = schedule
-        rates = schedule.get("_last_lr")
-        found.rates = (
-            [rate for rate in rates if isinstance(rate, float)]
-            if isinstance(rates, list)
-            else []
+    state = _engine_state(files.states[0], "cpu")
+    step = state.get("global_steps", 0)
+    weights = _weights(files, state, "cpu")
+    schedule = state.get("lr_scheduler")
+    if not isinstance(schedule, Mapping):
+        schedule = None
+    rates = _scheduled_rates(schedule)
+    if files.parameters:
+        updates = step - state.get("skipped_steps", 0)
+        moments = _read_moments(files, weights, _shared_names(state), updates)
+        return DeepSpeedContent(
+            weights, moments=moments, rates=rates, schedule=schedule, step=step
         )
-    if theirs.parameters:
-        found.moments = dict(
-            _moments(
-                theirs,
-                found.weights,
-                _shared(state),
-                step - state.get("skipped_steps", 0),
-            )
-        )
-    else:
-        found.placed, rates = _placed(theirs.states[0], state.get("optimizer"))
-        found.rates = rates or found.rates
-    return found
+    by_position, group_rates = _moments_by_position(
+        files.states[0], state.get("optimizer")
+    )
+    return DeepSpeedContent(
+        weights,
+        moments_by_position=by_position,
+        rates=group_rates or rates,
+        schedule=schedule,
+        step=step,
+    )
+
+
+def _scheduled_rates(schedule: Mapping[str, Any] | None) -> list[float]:
+    rates = None if schedule is None else schedule.get("_last_lr")
+    if not isinstance(rates, list):
+        return []
+    return [rate for rate in rates if isinstance(rate, float)]
 
 
 def _engine_state(file: Path, device: torch.device | str) -> dict[str, Any]:
@@ -178,70 +188,73 @@ def _engine_state(file: Path, device: torch.device | str) -> dict[str, Any]:
 
 
 def _weights(
-    theirs: DeepSpeedFiles, state: Mapping[str, Any], device: torch.device | str
+    files: DeepSpeedFiles, state: Mapping[str, Any], device: torch.device | str
 ) -> dict[str, Tensor]:
-    first = theirs.states[0]
-    kept, size = state["module"], first.stat().st_size
-    if not theirs.parameters:
-        return tensors_of(first, kept, size)
+    first_file = files.states[0]
+    max_bytes = first_file.stat().st_size
+    module = state["module"]
+    if not files.parameters:
+        return tensors_of(first_file, module, max_bytes)
     # Trained weights are in their own files in full precision. Take buffers from the module: its dtypes are unchanged.
     buffers = state.get("buffer_names") or ()
     frozen = state.get("frozen_param_shapes") or {}
-    shapes = _shapes(state)
-    divided = any(
-        isinstance(kept.get(name), Tensor) and kept[name].shape != shape
+    is_divided = any(
+        isinstance(module.get(name), Tensor) and module[name].shape != shape
         for name, shape in frozen.items()
     )
-    weights = tensors_of(
-        first,
-        {
-            n: v
-            for n, v in kept.items()
-            if n in buffers or (n in frozen and not divided)
-        },
-        size,
-    )
-    if divided:
-        weights |= _assemble_frozen(theirs, frozen, device)
-    for name, file in theirs.parameters.items():
+    whole_frozen = () if is_divided else frozen
+    values = {
+        name: value
+        for name, value in module.items()
+        if name in buffers or name in whole_frozen
+    }
+    weights = tensors_of(first_file, values, max_bytes)
+    if is_divided:
+        weights |= _assemble_frozen(files, frozen, device)
+    shapes = _trained_shapes(state)
+    for name, file in files.parameters.items():
         if name not in weights and name not in frozen:
             weights[name] = _read_tensor(file, name, device, shapes.get(name))
-    return weights | {
-        name: weights[one] for name, one in _shared(state).items() if one in weights
+    shared = {
+        name: weights[first_name]
+        for name, first_name in _shared_names(state).items()
+        if first_name in weights
     }
+    return weights | shared
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:
+def _trained_shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:
     """Return the shapes of trained parameters, which stage 3 writes flat."""
+    shapes: dict[str, torch.Size] = {}
     groups = state.get("param_shapes")
-    return (
-        {name: shape for group in groups for name, shape in group.items()}
-        if isinstance(groups, list)
-        else {}
-    )
+    for group in groups if isinstance(groups, list) else ():
+        shapes.update(group)
+    return shapes
 
 
-def _shared(state: Mapping[str, Any]) -> dict[str, str]:
+def _shared_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Each further name of a shared parameter, with its first name."""
     shared = state.get("shared_params")
     return dict(shared) if isinstance(shared, dict) else {}
 
 
 def _assemble_frozen(
-    theirs: DeepSpeedFiles, frozen: Mapping[str, torch.Size], device: torch.device | str
+    files: DeepSpeedFiles, frozen: Mapping[str, torch.Size], device: torch.device | str
 ) -> dict[str, Tensor]:
     """Assemble frozen parameters of stage 3 from the files of all ranks; each file holds a part."""
-    parts = [
-        (file, _engine_state(file, device).get("frozen_param_fragments") or {})
-        for file in theirs.states
-    ]
-    found = {}
+    fragments_by_file = []
+    for file in files.states:
+        fragments = _engine_state(file, device).get("frozen_param_fragments") or {}
+        fragments_by_file.append((file, fragments))
+    weights = {}
     for name, shape in frozen.items():
-        pieces = [
-            tensors_of(file, {name: of.get(name)}, file.stat().st_size)[name].view(-1)
-            for file, of in parts
-        ]
-        found[name] = _shaped(torch.cat(pieces), shape, theirs.states[0], name)
-    return found
+        flat = []
+        for file, fragments in fragments_by_file:
+            fragment = {name: fragments.get(name)}
+            tensors = tensors_of(file, fragment, file.stat().st_size)
+            flat.append(tensors[name].view(-1))
+        weights[name] = _unflatten(torch.cat(flat), shape, files.states[0], name)
+    return weights
 
 
 def _read_tensor(
@@ -250,10 +263,10 @@ def _read_tensor(
     content = torch_load(file, device)
     value = content.get("param") if isinstance(content, dict) else content
     tensor = tensors_of(file, {name: value}, file.stat().st_size)[name]
-    return tensor if shape is None else _shaped(tensor, shape, file, name)
+    return tensor if shape is None else _unflatten(tensor, shape, file, name)
 
 
-def _shaped(tensor: Tensor, shape: torch.Size, file: Path, name: str) -> Tensor:
+def _unflatten(tensor: Tensor, shape: torch.Size, file: Path, name: str) -> Tensor:
     """Return a tensor in ``shape``; it may be flat with padding at its end."""
     if tensor.shape == shape:
         return tensor
@@ -266,38 +279,51 @@ def _shaped(tensor: Tensor, shape: torch.Size, file: Path, name: str) -> Tensor:
     return tensor[: shape.numel()].view(shape)
 
 
-def _moments(
-    theirs: DeepSpeedFiles,
+def _read_moments(
+    files: DeepSpeedFiles,
     weights: Mapping[str, Tensor],
     shared: Mapping[str, str],
-    steps: int,
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    aliases = {first: name for name, first in shared.items()}
-    for name, file in theirs.parameters.items():
-        files = {key: file.with_name(f"{key}.pt") for key in _MOMENTS}
-        if not all(one.exists() for one in files.values()):
+    updates: int,
+) -> dict[str, _State]:
+    """The moments of each parameter, by name.
+
+    Args:
+        files: of the checkpoint.
+        weights: whole, by name.
+        shared: each further name of a shared parameter, with its first name.
+        updates: the number of steps that were not skipped.
+    """
+    second_names = {first: name for name, first in shared.items()}
+    moments: dict[str, _State] = {}
+    for name, file in files.parameters.items():
+        moment_files = {key: file.with_name(f"{key}.pt") for key in _MOMENTS}
+        if not all(moment_file.exists() for moment_file in moment_files.values()):
             continue  # it never had a gradient, is frozen, or is a buffer
-        own: dict[str, Any] = {
-            key: _read_tensor(one, name, "cpu", weights[name].shape)
-            for key, one in files.items()
-        }
-        counted = file.with_name("step.pt")
+        shape = weights[name].shape
+        state: _State = {}
+        for key, moment_file in moment_files.items():
+            state[key] = _read_tensor(moment_file, name, "cpu", shape)
         # Stage 3 and fused optimizers have one count for all parameters, which are all updated in each step.
-        number = torch_load(counted, "cpu") if counted.exists() else steps
-        own["step"] = torch.as_tensor(number, dtype=torch.float32)
-        yield name, own
-        if name in aliases:  # the module may use the other name of a shared parameter
-            yield aliases[name], own
+        step_file = file.with_name("step.pt")
+        step = torch_load(step_file, "cpu") if step_file.exists() else updates
+        state["step"] = torch.as_tensor(step, dtype=torch.float32)
+        moments[name] = state
+        if (
+            name in second_names
+        ):  # the module may use the other name of a shared parameter
+            moments[second_names[name]] = state
+    return moments
 
 
-def _placed(file: Path, state: Any) -> tuple[list[list[dict[str, Any]]], list[float]]:
+def _moments_by_position(
+    file: Path, state: Any
+) -> tuple[list[list[_State]], list[float]]:
     """Return moments and learning rates without ZeRO, from torch's ``state_dict``; in half precision with masters."""
     if not isinstance(state, dict):
         return [], []
     inner = state.get("optimizer_state_dict", state)
     if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
         return [], []
-    masters: Sequence[Any] | None = state.get("fp32_groups")
     if "fp32_groups_flat" in state:
         raise CheckpointError(
             file,
@@ -305,13 +331,13 @@ def _placed(file: Path, state: Any) -> tuple[list[list[dict[str, Any]]], list[fl
             "masters are in flat groups, which do not name their parameters",
             fix="train its last steps with ZeRO's stage 1, and pass the output of ds_to_universal",
         )
+    masters: Sequence[Any] | None = state.get("fp32_groups")
     groups = []
-    for number, group in enumerate(inner["param_groups"]):
-        own = [dict(inner["state"].get(index, {})) for index in group["params"]]
+    for group_index, group in enumerate(inner["param_groups"]):
+        states = [dict(inner["state"].get(index, {})) for index in group["params"]]
         if masters is not None:
-            own = [
-                {**one, "master": master}
-                for one, master in zip(own, masters[number], strict=True)
-            ]
-        groups.append(own)
-    return groups, [group["lr"] for group in inner["param_groups"] if "lr" in group]
+            pairs = zip(states, masters[group_index], strict=True)
+            states = [{**moments, "master": master} for moments, master in pairs]
+        groups.append(states)
+    rates = [group["lr"] for group in inner["param_groups"] if "lr" in group]
+    return groups, rates

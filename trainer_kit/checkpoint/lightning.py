@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
-
-from torch import Tensor
 
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.files import EXTRA_STATE, tensors_of, torch_load
@@ -27,29 +24,28 @@ __all__ = ["BY_POSITION", "import_lightning", "lightning_hparams", "to_lightning
 BY_POSITION: Final = "by_position"
 """Marks the state of an optimizer whose parameters have no names: ``group<g>.<i>`` is the i-th of group g."""
 _VERSION: Final = "pytorch-lightning_version"
-_WRITTEN_AS: Final = "2.5.0"
-_SCALE: Final = ("MixedPrecision", "native_amp_scaling_state")
-_LIGHTNINGS: Final = frozenset(
+_WRITTEN_VERSION: Final = "2.5.0"
+_SCALE_ENTRIES: Final = ("MixedPrecision", "native_amp_scaling_state")
+_LIGHTNING_ENTRIES: Final = frozenset(
     (
-        *(
-            "epoch",
-            "global_step",
-            _VERSION,
-            "state_dict",
-            "loops",
-            "callbacks",
-            "optimizer_states",
-            "lr_schedulers",
-        ),
-        *("hparams_name", "hparams_type", "hyper_parameters", *_SCALE),
-        *(
-            "datamodule_hparams_name",
-            "datamodule_hparams_type",
-            "datamodule_hyper_parameters",
-        ),
+        "epoch",
+        "global_step",
+        _VERSION,
+        "state_dict",
+        "loops",
+        "callbacks",
+        "optimizer_states",
+        "lr_schedulers",
+        "hparams_name",
+        "hparams_type",
+        "hyper_parameters",
+        *_SCALE_ENTRIES,
+        "datamodule_hparams_name",
+        "datamodule_hparams_type",
+        "datamodule_hyper_parameters",
     )
 )
-_COUNTS: Final = ("ready", "started", "processed", "completed")
+"""Entries of Lightning itself; all others are of ``on_save_checkpoint``."""
 
 
 def import_lightning(
@@ -89,38 +85,47 @@ def import_lightning(
             f"not a checkpoint of Lightning: it has no {_VERSION!r}",
             fix="read it with read_weights",
         )
-    weights = without_wrappers(content["state_dict"])
-    extra = {
-        name: value
-        for name, value in weights.items()
-        if str(name).endswith(EXTRA_STATE)
-    }
+    epoch, step = content.get("epoch", 0), content.get("global_step", 0)
     state: dict[str, Any] = {
-        "model": {**tensors_of(source, weights, source.stat().st_size), **extra},
+        "model": _weights(source, content),
         "hyper_parameters": lightning_hparams(content),
-        "epoch": content.get("epoch", 0),
-        "global_step": content.get("global_step", 0),
-        **{name: value for name, value in content.items() if name not in _LIGHTNINGS},
+        "epoch": epoch,
+        "global_step": step,
+    }
+    state |= {
+        name: value for name, value in content.items() if name not in _LIGHTNING_ENTRIES
     }
     if "optimizer_states" in content:
         state |= _run_parts(source, content)
-    progress = state.get(
-        "progress", {"epoch": state["epoch"], "step": state["global_step"]}
-    )
+    progress = state.get("progress", {"epoch": epoch, "step": step})
     info = {
         "epoch": progress["epoch"],
         "step": progress["step"],
         "left_out": sorted(content.get("callbacks") or ()),
     }
-    return write_checkpoint(
-        source.with_suffix("") if target is None else target, state, info=info
-    )
+    if target is None:
+        target = source.with_suffix("")
+    return write_checkpoint(target, state, info=info)
+
+
+def _weights(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors and extra state of the module."""
+    weights = without_wrappers(content["state_dict"])
+    extra_state = {
+        name: value
+        for name, value in weights.items()
+        if str(name).endswith(EXTRA_STATE)
+    }
+    return {**tensors_of(file, weights, file.stat().st_size), **extra_state}
 
 
 def lightning_hparams(content: Mapping[str, Any]) -> Any:
     """The hyperparameters of a file as constructor arguments; a mapping that was the only argument gets its name."""
-    hparams, name = content.get("hyper_parameters", {}), content.get("hparams_name")
-    return hparams if name in (None, "kwargs") else {name: hparams}
+    hparams = content.get("hyper_parameters", {})
+    argument = content.get("hparams_name")
+    if argument in (None, "kwargs"):
+        return hparams
+    return {argument: hparams}
 
 
 def _run_parts(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,12 +139,12 @@ def _run_parts(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
             f"it does not contain the progress of a Lightning 2 run ({content[_VERSION]} wrote it)",
             fix="run python -m lightning.pytorch.utilities.upgrade_checkpoint FILE, with Lightning 2, and import that",
         ) from error
+    scales = [content[name] for name in _SCALE_ENTRIES if name in content]
+    optimizers = [_name_by_group(saved) for saved in content["optimizer_states"]]
     return {
-        "optimizer_states": [
-            _optimizer_by_group(one) for one in content["optimizer_states"]
-        ],
+        "optimizer_states": optimizers,
         "lr_schedulers": content.get("lr_schedulers", []),
-        "precision": next((content[name] for name in _SCALE if name in content), {}),
+        "precision": scales[0] if scales else {},
         "progress": progress,
         "datamodule_hyper_parameters": content.get("datamodule_hyper_parameters", {}),
         "callbacks": {},
@@ -156,39 +161,41 @@ def _progress(loop: Mapping[str, Any]) -> dict[str, int]:
     batch is processed is finished, also where Lightning's ``epoch`` still names it (in ``on_validation_end``). A
     step of manual optimization is a batch here.
     """
-    batches, epochs = (
-        loop["epoch_loop.batch_progress"],
-        loop["epoch_progress"]["current"],
-    )
-    running = epochs["processed"] < epochs["started"]
-    ended = running and batches["is_last_batch"]
-    automatic = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"][
-        "step"
-    ]["total"]["completed"]
-    manual = loop["epoch_loop.manual_optimization.optim_step_progress"]["total"][
-        "completed"
-    ]
+    batches = loop["epoch_loop.batch_progress"]
+    epochs = loop["epoch_progress"]["current"]
+    is_running = epochs["processed"] < epochs["started"]
+    has_ended = is_running and batches["is_last_batch"]
+    optimizers = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+    automatic_steps = optimizers["step"]["total"]["completed"]
+    manual_progress = loop["epoch_loop.manual_optimization.optim_step_progress"]
+    manual_steps = manual_progress["total"]["completed"]
+    batch = batches["total"]["processed"]
+    step, epoch_batch = automatic_steps, 0
+    if manual_steps and not automatic_steps:
+        step = batch
+    if is_running and not has_ended:
+        epoch_batch = batches["current"]["processed"]
     return {
-        "epoch": epochs["processed"] + int(ended),
-        "batch": batches["total"]["processed"],
-        "step": batches["total"]["processed"]
-        if manual and not automatic
-        else automatic,
-        "epoch_batch": batches["current"]["processed"] if running and not ended else 0,
+        "epoch": epochs["processed"] + int(has_ended),
+        "batch": batch,
+        "step": step,
+        "epoch_batch": epoch_batch,
     }
 
 
-def _optimizer_by_group(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _name_by_group(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Torch's ``state_dict`` of an optimizer with ``group<g>.<i>`` in place of a number."""
-    groups, names = [], {}
-    for number, group in enumerate(saved["param_groups"]):
-        own = {
-            parameter: f"group{number}.{i}"
-            for i, parameter in enumerate(group["params"])
-        }
-        names.update(own)
-        groups.append({**group, "params": list(own.values())})
-    state = {names[parameter]: dict(one) for parameter, one in saved["state"].items()}
+    groups = []
+    names: dict[int, str] = {}
+    for group_index, group in enumerate(saved["param_groups"]):
+        group_names = []
+        for index, parameter in enumerate(group["params"]):
+            names[parameter] = f"group{group_index}.{index}"
+            group_names.append(names[parameter])
+        groups.append({**group, "params": group_names})
+    state = {
+        names[parameter]: dict(values) for parameter, values in saved["state"].items()
+    }
     return {"state": state, "param_groups": groups, BY_POSITION: True}
 
 
@@ -201,66 +208,66 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state: the parts of a checkpoint, with its weights under ``state_dict``; weights alone are enough.
     """
-    hparams = {
-        k: v for k, v in state.get("hyper_parameters", {}).items() if not _is_masked(v)
-    }
+    hparams = state.get("hyper_parameters", {})
     content: dict[str, Any] = {
         "epoch": state.get("epoch", 0),
         "global_step": state.get("global_step", 0),
-        _VERSION: _WRITTEN_AS,
+        _VERSION: _WRITTEN_VERSION,
         **{name: value for name, value in state.items() if name not in RUN_PARTS},
         "hparams_name": "kwargs",
-        "hyper_parameters": hparams,
+        "hyper_parameters": {
+            name: value for name, value in hparams.items() if not _is_masked(value)
+        },
     }
     if "optimizer_states" in state:
-        content |= {
-            "loops": {
-                "fit_loop": _loop(state["progress"]),
-                "validate_loop": {},
-                "test_loop": {},
-                "predict_loop": {},
-            },
-            "callbacks": {},
-            "optimizer_states": [
-                _optimizer_by_number(one) for one in state["optimizer_states"]
-            ],
-            "lr_schedulers": state["lr_schedulers"],
-            "datamodule_hyper_parameters": state.get("datamodule_hyper_parameters", {}),
-            **({_SCALE[0]: state["precision"]} if state["precision"] else {}),
-            **{
-                name: state[name]
-                for name in ("averaging_state", "current_model_state")
-                if name in state
-            },
-        }
+        content |= _run_entries(state)
+    # The weights are tensors already; everything else may hold objects.
     return {
-        name: part if name == "state_dict" else as_plain(part)
-        for name, part in content.items()
+        name: value if name == "state_dict" else as_plain(value)
+        for name, value in content.items()
     }
 
 
-def _is_masked(value: Any) -> bool:
+def _run_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What Lightning needs to continue the run."""
+    loops = {"fit_loop": _fit_loop(state["progress"])}
+    loops.update(validate_loop={}, test_loop={}, predict_loop={})
+    entries: dict[str, Any] = {
+        "loops": loops,
+        "callbacks": {},
+        "optimizer_states": [
+            _number_parameters(saved) for saved in state["optimizer_states"]
+        ],
+        "lr_schedulers": state["lr_schedulers"],
+        "datamodule_hyper_parameters": state.get("datamodule_hyper_parameters", {}),
+    }
+    if state["precision"]:
+        entries[_SCALE_ENTRIES[0]] = state["precision"]
+    for name in ("averaging_state", "current_model_state"):
+        if name in state:
+            entries[name] = state[name]
+    return entries
+
+
+def _is_masked(value: object) -> bool:
     return isinstance(value, dict) and value.keys() == {"repr"}
 
 
-def _loop(done: Mapping[str, int]) -> dict[str, Any]:
+def _fit_loop(progress: Mapping[str, int]) -> dict[str, Any]:
     """The state of Lightning's training loop between two batches; it takes no loop's state that is missing."""
-
-    def counts(number: int, begun: int = 0) -> dict[str, int]:
-        return {
-            name: number + (begun if name in _COUNTS[:2] else 0) for name in _COUNTS
-        }
-
-    epoch, batch = done["epoch"], done["epoch_batch"]
-    epochs = counts(epoch, begun=1 if batch else 0)
-    step = {"total": counts(done["step"]), "current": counts(0)}
+    epoch_batch = progress["epoch_batch"]
+    epochs = _counts(progress["epoch"])
+    if epoch_batch:  # inside an epoch
+        epochs["ready"] += 1
+        epochs["started"] += 1
+    step = {"total": _counts(progress["step"]), "current": _counts(0)}
     return {
         "epoch_progress": {"total": epochs, "current": dict(epochs)},
-        "epoch_loop.state_dict": {"_batches_that_stepped": done["step"]},
+        "epoch_loop.state_dict": {"_batches_that_stepped": progress["step"]},
         "epoch_loop.batch_progress": {
-            "total": counts(done["batch"]),
-            "current": counts(batch),
-            "is_last_batch": not batch,
+            "total": _counts(progress["batch"]),
+            "current": _counts(epoch_batch),
+            "is_last_batch": not epoch_batch,
         },
         "epoch_loop.automatic_optimization.optim_progress": {
             "optimizer": {"step": step, "zero_grad": step}
@@ -269,14 +276,25 @@ def _loop(done: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _optimizer_by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
-    number = count()
-    groups, numbers = [], {}
+def _counts(number: int) -> dict[str, int]:
+    return dict.fromkeys(("ready", "started", "processed", "completed"), number)
+
+
+def _number_parameters(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Torch's ``state_dict`` of an optimizer, with a number in place of each name."""
+    groups = []
+    numbers: dict[str, int] = {}
+    count = 0
     for group in saved["param_groups"]:
-        own = {name: next(number) for name in group["params"]}
-        numbers.update(own)
-        groups.append({**group, "params": list(own.values())})
-    state: dict[int, dict[str, Tensor]] = {
-        numbers[n]: one for n, one in saved["state"].items() if n in numbers
+        group_numbers = []
+        for name in group["params"]:
+            numbers[name] = count
+            group_numbers.append(count)
+            count += 1
+        groups.append({**group, "params": group_numbers})
+    state = {
+        numbers[name]: values
+        for name, values in saved["state"].items()
+        if name in numbers
     }
     return {"state": state, "param_groups": groups}

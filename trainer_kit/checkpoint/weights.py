@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import os
-import pickle
 import shutil
 import stat
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Final, Literal, TypeVar, final, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -36,9 +32,7 @@ from trainer_kit.checkpoint.files import (
     write_file,
 )
 from trainer_kit.checkpoint.layout import (
-    Chunk,
     TensorLayout,
-    check_cover,
     layouts_of,
     tensors_in,
 )
@@ -60,6 +54,10 @@ from trainer_kit.checkpoint.read import (
 )
 from trainer_kit.checkpoint.remote import fetch_files
 from trainer_kit.checkpoint.store import similar
+from trainer_kit.checkpoint.torch_distributed import (
+    find_torch_distributed,
+    read_torch_distributed,
+)
 from trainer_kit.checkpoint.trees import holds_record
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -104,10 +102,9 @@ def read_weights(
         ...     read_weights(f"{directory}/old.ckpt")
         {'w': tensor([1., 1.])}
     """
-    found = _read(locate(path), device, ())["state_dict"]
-    return {
-        name: value for name, value in found.items() if isinstance(value, Tensor)
-    }  # without extra state
+    state = _read(locate(path), device, ())["state_dict"]
+    # Without the extra state of modules.
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _read(
@@ -115,72 +112,82 @@ def _read(
 ) -> dict[str, Any]:
     """Return a ``state_dict``, and these ``parts`` of the other content of a checkpoint, if it has them; None: all."""
     if isinstance(file, Path) and holds_weight_files(file):
-        if (sharded := _find_torch_sharded(file)) is not None:
-            return {"state_dict": _read_torch_sharded(sharded, device)}
-        return {
-            "state_dict": _joined(
-                _find_weight_files(file), partial(read_tensors, device=device)
-            )
-        }
-    if isinstance(file, Path) and (theirs := find_deepspeed(file)) is not None:
-        return {"state_dict": deepspeed_weights(theirs, device)}
+        return {"state_dict": _read_weight_files(file, device)}
+    if isinstance(file, Path):
+        files = find_deepspeed(file)
+        if files is not None:
+            return {"state_dict": deepspeed_weights(files, device)}
     if file.is_dir():
-        more = (
-            []
-            if parts == ()
-            else [
-                one
-                for one in read_manifest(file)["parts"]
-                if parts is None or one in parts
-            ]
-        )
-        content = read_checkpoint(file, dict.fromkeys(["model", *more]), device=device)
-        held = content.pop("model")
-        weights = tensors_of(file, held)
-        extra = {
-            name: value
-            for name, value in held.items()
-            if str(name).endswith(EXTRA_STATE)
-        }
-        return {**content, "state_dict": {**weights, **extra}}
+        return _read_checkpoint(file, device, parts)
     if isinstance(file, RemotePath):
-        with fetch_files(file.parent, [file.name]) as here:
-            return _read(here / file.name, device, parts)
+        with fetch_files(file.parent, [file.name]) as directory:
+            return _read(directory / file.name, device, parts)
     if weight_format(file) == "safetensors":
         return {"state_dict": read_tensors(file, device)}
-    loaded = torch_load(file, device)
-    weights = _state_dict(loaded)
-    other = (
-        {}
-        if weights is loaded
-        else {name: loaded[name] for name in loaded if parts is None or name in parts}
-    )
-    return {**other, "state_dict": tensors_of(file, weights, file.stat().st_size)}
+    content = torch_load(file, device)
+    weights = _nested_state_dict(content)
+    state: dict[str, Any] = {}
+    if weights is not content:
+        state = {name: content[name] for name in _select(content, parts)}
+    state["state_dict"] = tensors_of(file, weights, file.stat().st_size)
+    return state
 
 
-_Held = TypeVar("_Held")
+def _select(names: Iterable[Any], parts: Collection[str] | None) -> list[Any]:
+    """Those of the names that are among the parts; all if ``parts`` is None."""
+    return [name for name in names if parts is None or name in parts]
 
 
-def _joined(
-    files: list[Path], read: Callable[[Path], dict[str, _Held]]
-) -> dict[str, _Held]:
+def _read_weight_files(
+    directory: Path, device: torch.device | str
+) -> dict[str, Tensor]:
+    distributed = find_torch_distributed(directory)
+    if distributed is not None:
+        return read_torch_distributed(distributed, device)
+    files = _find_weight_files(directory)
+    return _merge_files(files, partial(read_tensors, device=device))
+
+
+def _read_checkpoint(
+    path: Location, device: torch.device | str, parts: Collection[str] | None
+) -> dict[str, Any]:
+    """Like `_read`, of a checkpoint of ours; its weights include the extra state of modules."""
+    names = ["model"]
+    if parts is None or parts:
+        names += _select(read_manifest(path)["parts"], parts)
+    content = read_checkpoint(path, dict.fromkeys(names), device=device)
+    model = content.pop("model")
+    extra_state = {
+        name: value for name, value in model.items() if str(name).endswith(EXTRA_STATE)
+    }
+    content["state_dict"] = {**tensors_of(path, model), **extra_state}
+    return content
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _merge_files(
+    files: list[Path], read: Callable[[Path], dict[str, _Entry]]
+) -> dict[str, _Entry]:
     """Return what all files hold, by name; CheckpointError if two hold the same name."""
-    whole: dict[str, _Held] = {}
+    merged: dict[str, _Entry] = {}
     for file in files:
-        found = read(file)
-        if twice := whole.keys() & found:
+        entries = read(file)
+        repeated = merged.keys() & entries
+        if repeated:
             raise CheckpointError(
-                file, min(twice), "another file of this directory holds it too"
+                file, min(repeated), "another file of this directory holds it too"
             )
-        whole |= found
-    return whole
+        merged |= entries
+    return merged
 
 
 def check_exists(path: Location) -> None:
     """Raise `MissingCheckpointError`, which names the checkpoints near ``path``, if nothing is there."""
     with named_failure(path, "it cannot be reached"):
-        present = path.exists()
-    if not present:
+        exists = path.exists()
+    if not exists:
         raise missing_checkpoint(path, "does not exist", fix=similar(path))
 
 
@@ -198,9 +205,8 @@ def weight_format(file: Path) -> Literal["safetensors", "torch"]:
             start = stream.read(9)
     if start[8:] == b"{":  # the JSON header follows its length
         return "safetensors"
-    if start.startswith(
-        (b"PK", b"\x80")
-    ):  # a zip file, or a pickle of torch before 1.6
+    # A zip file, or a pickle of torch before 1.6.
+    if start.startswith((b"PK", b"\x80")):
         return "torch"
     raise CheckpointError(
         file,
@@ -223,10 +229,12 @@ def weight_shapes(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         ...     weight_shapes(write_checkpoint(f"{directory}/step-3", {"model": {"w": torch.ones(2, 3)}}))
         {'w': tensor(..., device='meta', size=(2, 3))}
     """
-    return {
-        name: torch.empty(one.shape, dtype=one.dtype, device="meta")
-        for name, one in weight_layout(path)[1].items()
-    }
+    _, layouts = weight_layout(path)
+    return {name: _meta_tensor(layout) for name, layout in layouts.items()}
+
+
+def _meta_tensor(layout: TensorLayout) -> Tensor:
+    return torch.empty(layout.shape, dtype=layout.dtype, device="meta")
 
 
 def weight_layout(
@@ -248,7 +256,7 @@ def weight_layout(
             file, None, "headers are read on this machine", fix="copy it here first"
         )
     if holds_weight_files(file):
-        return file, _joined(_find_weight_files(file, index), tensors_in)
+        return file, _merge_files(_find_weight_files(file, index), tensors_in)
     if not file.is_dir():
         return file.parent, tensors_in(file)
     manifest = read_manifest(file)
@@ -257,26 +265,27 @@ def weight_layout(
     if verify:
         check_files(file, manifest)
         check_content(file, manifest, files_for(manifest, ["model"]))
-    layout = layouts_of(file, manifest, ["model"])["model"]
-    held = {
-        key: torch.empty(one.shape, dtype=one.dtype, device="meta")
-        for key, one in layout.items()
-    }
-    keys = {tensor.untyped_storage()._cdata: key for key, tensor in held.items()}
+    return file, _checkpoint_layout(file, manifest)
+
+
+def _checkpoint_layout(
+    path: Path, manifest: Mapping[str, Any]
+) -> dict[str, TensorLayout]:
+    """The layouts of the weights in a checkpoint of ours, by their names in the module."""
+    layouts = layouts_of(path, manifest, ["model"])["model"]
+    stored = {key: _meta_tensor(layout) for key, layout in layouts.items()}
+    keys = {tensor.untyped_storage()._cdata: key for key, tensor in stored.items()}
     # The tree has the names, and the dtypes that safetensors does not hold: decode it with meta tensors.
-    tree = read_trees(file, ["model"])["model"]
+    tree = read_trees(path, ["model"])["model"]
+    model = decode(tree, stored, at="model", file=path / DOCUMENT)
     weights = {}
-    for name, tensor in tensors_of(
-        file, decode(tree, held, at="model", file=file / DOCUMENT)
-    ).items():
+    for name, tensor in tensors_of(path, model).items():
         key = keys[tensor.untyped_storage()._cdata]
-        same = tensor.dtype == held[key].dtype
-        weights[name] = (
-            layout[key]
-            if same
-            else layout[key].viewed_as(tensor.dtype, tuple(tensor.shape))
-        )
-    return file, weights
+        layout = layouts[key]
+        if tensor.dtype != stored[key].dtype:
+            layout = layout.viewed_as(tensor.dtype, tuple(tensor.shape))
+        weights[name] = layout
+    return weights
 
 
 def map_weights(file: Path) -> dict[str, Tensor]:
@@ -285,14 +294,12 @@ def map_weights(file: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: as for `read_weights`. Files of torch before 1.6 are read whole.
     """
-    return tensors_of(
-        file,
-        _state_dict(torch_load(file, "cpu", mapped=zipfile.is_zipfile(file))),
-        file.stat().st_size,
-    )
+    content = torch_load(file, "cpu", mapped=zipfile.is_zipfile(file))
+    return tensors_of(file, _nested_state_dict(content), file.stat().st_size)
 
 
-def _state_dict(content: Any) -> Any:
+def _nested_state_dict(content: Any) -> Any:
+    """The ``state_dict`` inside a Lightning file; any other content as it is."""
     nested = content.get("state_dict") if isinstance(content, dict) else None
     return nested if isinstance(nested, dict) else content
 
@@ -308,39 +315,42 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
         CheckpointError: as for `read_weights`.
     """
     file = locate(path)
-    content = _read(
-        file, "cpu", None if whole else {"hyper_parameters", "hparams_name"}
-    )
-    kept = content["hyper_parameters"] = lightning_hparams(content)
-    if not isinstance(kept, Mapping):
+    parts = None if whole else {"hyper_parameters", "hparams_name"}
+    content = _read(file, "cpu", parts)
+    hparams = lightning_hparams(content)
+    if not isinstance(hparams, Mapping):
         raise CheckpointError(
-            file, "hyper_parameters", f"a {type(kept).__name__}, not a dict"
+            file, "hyper_parameters", f"a {type(hparams).__name__}, not a dict"
         )
+    content["hyper_parameters"] = hparams
     for part in ("hyper_parameters", "datamodule_hyper_parameters"):
-        if isinstance(content.get(part), Mapping):
+        values = content.get(part)
+        if isinstance(values, Mapping):
             content[part] = {
-                name: _object_or_repr(value) for name, value in content[part].items()
+                name: _object_or_repr(value) for name, value in values.items()
             }
     return content
 
 
-def _object_or_repr(value: Any) -> Any:
+def _object_or_repr(value: object) -> object:
     """A hyperparameter; its repr if its class is not imported, for the caller to pass it."""
     return {"repr": repr(value)} if holds_record(value) else value
 
 
 _INDEX: Final = ".safetensors.index.json"
-_MOST: Final = 64 << 20
+_MAX_INDEX_BYTES: Final = 64 << 20
 
 
 def holds_weight_files(path: Path) -> bool:
     """Whether this is a directory of weights for `_find_weight_files`, and not a checkpoint of ours, whole or not."""
-    if not path.is_dir() or any(
-        os.path.lexists(path / name) for name in (MANIFEST, DOCUMENT, LAYOUT)
-    ):
+    if not path.is_dir():
         return False
-    signs = ("*.safetensors", f"*{_INDEX}", ".metadata", "*/.metadata")
-    return any(True for sign in signs for _ in path.glob(sign))
+    if any(os.path.lexists(path / name) for name in (MANIFEST, DOCUMENT, LAYOUT)):
+        return False
+    for pattern in ("*.safetensors", f"*{_INDEX}", ".metadata", "*/.metadata"):
+        if next(path.glob(pattern), None) is not None:
+            return True
+    return False
 
 
 def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]:
@@ -364,28 +374,31 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
             )
     indices = [index] if index is not None else sorted(directory.glob(f"*{_INDEX}"))
     if len(indices) > 1:
-        raise CheckpointError(
-            directory,
-            None,
-            f"several indices: {', '.join(index.name for index in indices)}",
-        )
+        names = ", ".join(index.name for index in indices)
+        raise CheckpointError(directory, None, f"several indices: {names}")
     if not indices:
-        found = sorted(
-            path
-            for path in directory.glob("*.safetensors")
-            if not path.name.startswith(".")
-        )
-        if not found:
+        files = sorted(directory.glob("*.safetensors"))
+        visible = [file for file in files if not file.name.startswith(".")]
+        if not visible:
             raise CheckpointError(
                 directory, None, "neither a checkpoint, nor safetensors files"
             )
-        return found
-    places = read_index(indices[0])
-    files = [directory / name for name in sorted(set(places.values()))]
-    held = {name: file.name for file in files for name in read_header(file)}
-    for name, file_name in places.items():
-        if held.get(name) != file_name:
-            reason = f"{indices[0].name} lists this weight here, but the file does not hold it"
+        return visible
+    return _indexed_files(directory, indices[0])
+
+
+def _indexed_files(directory: Path, index: Path) -> list[Path]:
+    """The files that an index names; CheckpointError if one does not hold a weight that is listed for it."""
+    listed = read_index(index)
+    files = [directory / name for name in sorted(set(listed.values()))]
+    stored = {}
+    for file in files:
+        stored.update(dict.fromkeys(read_header(file), file.name))
+    for name, file_name in listed.items():
+        if stored.get(name) != file_name:
+            reason = (
+                f"{index.name} lists this weight here, but the file does not hold it"
+            )
             raise CheckpointError(directory / file_name, name, reason)
     return files
 
@@ -397,15 +410,10 @@ def read_index(index: Path) -> dict[str, str]:
         CheckpointError: ``index`` is not an index of weights, or names a file that is missing or elsewhere.
     """
     try:
-        content = read_json(index, _MOST)
-        places: dict[str, str] = content.get("weight_map", content)
-        names = sorted(set(places.values()))
-        if not all(
-            isinstance(name, str)
-            and name == os.path.basename(name)
-            and name not in ("", "..")
-            for name in names
-        ):
+        content = read_json(index, _MAX_INDEX_BYTES)
+        listed: dict[str, str] = content.get("weight_map", content)
+        names = sorted(set(listed.values()))
+        if not all(map(_is_file_name, names)):
             raise CheckpointError(
                 index, "weight_map", "a file that is not one of this directory"
             )
@@ -414,13 +422,19 @@ def read_index(index: Path) -> dict[str, str]:
             index, "weight_map", "this is not an index of weights"
         ) from error
     for name in names:
-        if not (index.parent / name).is_file():
+        file = index.parent / name
+        if not file.is_file():
             raise CheckpointError(
-                index.parent / name,
-                None,
-                f"{index.name} lists it, but it does not exist",
+                file, None, f"{index.name} lists it, but it does not exist"
             )
-    return places
+    return listed
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether a name leads to no other directory."""
+    if not isinstance(name, str) or name in ("", ".."):
+        return False
+    return name == os.path.basename(name)
 
 
 ExportFormat = Literal["huggingface", "lightning", "safetensors", "torch"]
@@ -479,36 +493,20 @@ def export(
             found=str(path),
             fix="export to a local path, and copy it there",
         )
-    kind, limit = (
-        _choose(path, format),
-        in_bytes(max_shard_size, "max_shard_size", least=1),
-    )
+    export_format = _choose_format(path, format)
+    max_bytes = in_bytes(max_shard_size, "max_shard_size", least=1)
     if os.path.lexists(path):
         raise CheckpointError(
             path, None, "it exists already", fix="use another name, or delete it first"
         )
-    weights: dict[str, Any]
-    if kind == "lightning":
-        held = (
-            {"state_dict": checkpoint}
-            if isinstance(checkpoint, Mapping)
-            else _read(locate(checkpoint), "cpu", None)
-        )
-        held["state_dict"] = without_wrappers(held["state_dict"])
-        weights = to_lightning(held)
-    else:
-        found = (
-            checkpoint if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
-        )
-        weights = dict(without_wrappers(found))
-    if kind in ("huggingface", "safetensors"):
-        _check_dtypes(
-            "the weights" if isinstance(checkpoint, Mapping) else checkpoint, weights
-        )
+    content = _content_to_export(checkpoint, export_format)
+    if export_format in ("huggingface", "safetensors"):
+        source = "the weights" if isinstance(checkpoint, Mapping) else checkpoint
+        _check_dtypes(source, content)
     work = hidden_path(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(work, kind, weights, limit)
+        _write(work, export_format, content, max_bytes)
         os.rename(work, path)
         sync_directory(path.parent)
     except BaseException as error:
@@ -523,15 +521,30 @@ def export(
     return path
 
 
-def _choose(path: Path, format: str | None) -> str:
-    chosen = _SUFFIXES.get(path.suffix.lower()) if format is None else format
-    if chosen is None or chosen not in get_args(ExportFormat):
+def _content_to_export(
+    checkpoint: str | os.PathLike[str] | Mapping[str, Tensor], export_format: str
+) -> dict[str, Any]:
+    """The weights by name; for Lightning the content of its file."""
+    if export_format != "lightning":
+        if not isinstance(checkpoint, Mapping):
+            checkpoint = read_weights(checkpoint)
+        return dict(without_wrappers(checkpoint))
+    state: dict[str, Any] = {"state_dict": checkpoint}
+    if not isinstance(checkpoint, Mapping):
+        state = _read(locate(checkpoint), "cpu", None)
+    state["state_dict"] = without_wrappers(state["state_dict"])
+    return to_lightning(state)
+
+
+def _choose_format(path: Path, format: str | None) -> str:
+    export_format = _SUFFIXES.get(path.suffix.lower()) if format is None else format
+    if export_format is None or export_format not in get_args(ExportFormat):
         raise ConfigurationError(
             "the export format is ambiguous",
             found=f"format={format!r}, target {path.name!r}",
             fix=f"pass format as one of {', '.join(get_args(ExportFormat))}",
         )
-    return chosen
+    return export_format
 
 
 def _check_dtypes(checkpoint: object, weights: Mapping[str, Tensor]) -> None:
@@ -545,234 +558,54 @@ def _check_dtypes(checkpoint: object, weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def _write(work: Path, kind: str, weights: dict[str, Any], limit: int) -> None:
-    if kind == "safetensors":
-        write_file(work, safetensors_bytes(weights)[1])
-    elif kind in ("lightning", "torch"):
+def _write(
+    work: Path, export_format: str, content: dict[str, Any], max_bytes: int
+) -> None:
+    if export_format == "safetensors":
+        _, buffers = safetensors_bytes(content)
+        write_file(work, buffers)
+    elif export_format in ("lightning", "torch"):
         with open(work, "xb") as file:
-            torch.save(weights, file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        if kind == "lightning":
-            torch_load(
-                work, "cpu", mapped=True
-            )  # a hyperparameter may be of a class that torch refuses to read
+        if export_format == "lightning":
+            # A hyperparameter may be of a class that torch refuses to read.
+            torch_load(work, "cpu", mapped=True)
     else:
         work.mkdir()
-        _write_shards(work, weights, limit)
+        _write_shards(work, content, max_bytes)
         sync_directory(work)
 
 
-def _write_shards(work: Path, weights: Mapping[str, Tensor], limit: int) -> None:
+def _write_shards(work: Path, weights: Mapping[str, Tensor], max_bytes: int) -> None:
     """Layout: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints."""
-    shards: list[dict[str, Tensor]] = [{}]
-    shard_of: dict[str, dict[str, Tensor]] = {}
     tied = tied_names(weights)
-    filled = total = 0
+    shards: list[dict[str, Tensor]] = [{}]
+    shards_by_name: dict[str, dict[str, Tensor]] = {}
+    shard_bytes = 0
+    total_bytes = 0
     for name, tensor in weights.items():
         if name in tied:  # the metadata of its file lists the name; the index does not
-            shard_of[tied[name]][name] = tensor
+            shards_by_name[tied[name]][name] = tensor
             continue
-        if shards[-1] and filled + tensor.nbytes > limit:
+        if shards[-1] and shard_bytes + tensor.nbytes > max_bytes:
             shards.append({})
-            filled = 0
-        shard_of[name] = shards[-1]
+            shard_bytes = 0
         shards[-1][name] = tensor
-        filled += tensor.nbytes
-        total += tensor.nbytes
+        shards_by_name[name] = shards[-1]
+        shard_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
     if len(shards) == 1:
-        write_file(work / "model.safetensors", safetensors_bytes(shards[0])[1])
+        _, buffers = safetensors_bytes(shards[0])
+        write_file(work / "model.safetensors", buffers)
         return
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(work / file, safetensors_bytes(shard)[1])
-        places.update({name: file for name in shard if name not in tied})
-    index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": places}
+        _, buffers = safetensors_bytes(shard)
+        write_file(work / file, buffers)
+        weight_map.update({name: file for name in shard if name not in tied})
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     content = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    write_file(work / "model.safetensors.index.json", [content.encode()])
-
-
-_METADATA: Final = ".metadata"
-_MOST_METADATA: Final = 256 << 20
-_RECORDS: Final = {
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        *(
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-        ),
-        *("TensorProperties", "TensorStorageMetadata"),
-    },
-}
-
-
-def _word(value: Any) -> Any:
-    """A text or number as it is: the text of a nested list can be longer than the memory."""
-    if not isinstance(value, (str, int)):
-        raise TypeError(f"a {type(value).__name__} is neither text nor a number")
-    return value
-
-
-_VALUES: Final[Mapping[tuple[str, str], Any]] = {
-    ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _word,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _word,
-    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
-    ("pathlib", "WindowsPath"): lambda *parts: "/".join(parts),
-}
-"""What stands in the place of the functions that these files call."""
-
-
-@final
-class _Reader(pickle.Unpickler):
-    """Creates plain records for torch's classes, and refuses every other name, so that no other code runs."""
-
-    def __init__(self, content: bytes, file: Path) -> None:
-        super().__init__(io.BytesIO(content))
-        self._file = file
-        self._records: dict[str, type] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _RECORDS.get(module, ()):
-            return self._records.setdefault(name, type(name, (_Record,), {}))
-        if (module, name) in _VALUES:
-            return _VALUES[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise CheckpointError(
-            self._file.parent,
-            None,
-            f"{module}.{name} does not belong in a torch distributed checkpoint; its .metadata is a pickle,"
-            " which can run "
-            "any code when it is read",
-            fix="if you trust its author, convert it yourself: python -m torch.distributed.checkpoint.format_utils "
-            "dcp_to_torch DIRECTORY FILE.pt",
-        )
-
-
-class _Record(SimpleNamespace):
-    """One of torch's records: its attributes, or the tuple that it is pickled as."""
-
-    __hash__ = object.__hash__  # type: ignore[assignment]  # keys of a dict are filled before they have attributes
-
-    def __setstate__(self, state: Any) -> None:
-        vars(self).update(state if isinstance(state, dict) else {"values": state})
-
-
-def _find_torch_sharded(directory: Path) -> Path | None:
-    """Return the torch distributed checkpoint of a model at, or directly inside of, a directory; None without one.
-
-    Raises:
-        CheckpointError: there are several.
-    """
-    found = [
-        file.parent
-        for file in (directory / _METADATA, *sorted(directory.glob(f"*/{_METADATA}")))
-        if file.is_file()
-    ]
-    models = [one for one in found if not one.name.startswith("optimizer")] or found
-    if len(models) > 1:
-        names = ", ".join(one.name for one in models)
-        raise CheckpointError(
-            directory,
-            None,
-            f"several torch distributed checkpoints: {names}",
-            fix="name one of them",
-        )
-    return models[0] if models else None
-
-
-def _read_torch_sharded(
-    directory: Path, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """Return the tensors of a torch distributed checkpoint, whole, by name.
-
-    Args:
-        directory: with a ``.metadata`` and its ``.distcp`` files.
-        device: the device of the tensors.
-
-    Returns:
-        By name; of ``{"model": state}``, as Accelerate writes it, the names in ``state``.
-
-    Raises:
-        CheckpointError: the files are damaged, or name a class that does not belong in such a checkpoint.
-    """
-    file = directory / _METADATA
-    with named_failure(file, "it cannot be read"):
-        if file.stat().st_size > _MOST_METADATA:
-            raise CheckpointError(
-                file, None, f"it has more than {_MOST_METADATA} bytes"
-            )
-        content = file.read_bytes()
-    try:
-        metadata = _Reader(content, file).load()
-        places = {
-            (index.fqn, tuple(index.offset or ())): info
-            for index, info in metadata.storage_data.items()
-        }
-        tensors = {
-            name: _tensor(directory, name, one, places).to(device)
-            for name, one in metadata.state_dict_metadata.items()
-            if hasattr(one, "chunks")  # else it is a pickled value
-        }
-    except CheckpointError:
-        raise
-    except Exception as error:  # a hostile file can cause any error
-        raise CheckpointError(
-            file,
-            None,
-            f"it does not describe tensors ({type(error).__name__}: {error})",
-        ) from error
-    inside = all(name.startswith("model.") for name in tensors)
-    return {
-        name.removeprefix("model.") if inside else name: tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _tensor(
-    directory: Path,
-    name: str,
-    one: Any,
-    places: Mapping[tuple[str, tuple[int, ...]], Any],
-) -> Tensor:
-    dtype, shape = one.properties.values[0], tuple(one.size)
-    parts = [
-        (tuple(chunk.offsets), tuple(chunk.sizes))
-        for chunk in one.chunks
-        if math.prod(chunk.sizes)
-    ]
-    chunks = [
-        Chunk(offsets, sizes, places[name, offsets].relative_path, name)
-        for offsets, sizes in parts
-    ]
-    check_cover(directory / _METADATA, name, TensorLayout(dtype, shape, tuple(chunks)))
-    for chunk in chunks:
-        file = directory / chunk.file
-        bytes_of = math.prod(chunk.sizes) * dtype.itemsize
-        if (
-            chunk.file != os.path.basename(chunk.file)
-            or not file.is_file()
-            or bytes_of > file.stat().st_size
-        ):
-            raise CheckpointError(file, name, "it does not hold this tensor")
-    whole = torch.empty(shape, dtype=dtype)
-    for chunk in chunks:
-        place, target = places[name, chunk.offsets], whole
-        for dim, (start, size) in enumerate(
-            zip(chunk.offsets, chunk.sizes, strict=True)
-        ):
-            target = target.narrow(dim, start, size)
-        with open(directory / chunk.file, "rb") as stream:
-            stream.seek(place.offset)
-            content = io.BytesIO(stream.read(place.length))
-        try:
-            part = torch_load(content, "cpu")
-        except CheckpointError as error:
-            raise CheckpointError(directory / chunk.file, name, error.reason) from error
-        target.copy_(part.reshape(chunk.sizes))
-    return whole
+    write_file(work / f"model{_INDEX}", [content.encode()])
