@@ -44,24 +44,18 @@ class HostBuffers:
         on_accelerator = tensor.device.type != "cpu"
         if on_accelerator:
             self._devices.add(tensor.device)
+        shape, dtype = tensor.shape, tensor.dtype
         buffer = self._previous.get(name)
-        if (
-            buffer is None
-            or buffer.shape != tensor.shape
-            or buffer.dtype != tensor.dtype
-        ):
-            buffer = torch.empty(
-                tensor.shape, dtype=tensor.dtype, pin_memory=on_accelerator
-            )
+        if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
+            buffer = torch.empty(shape, dtype=dtype, pin_memory=on_accelerator)
         self._current[name] = buffer
         return buffer.copy_(tensor, non_blocking=on_accelerator)
 
     def end(self) -> None:
         """Wait until all copies of this save are complete."""
         for device in self._devices:
-            torch.accelerator.synchronize(
-                device
-            )  # sync point: copies from the accelerator run until here
+            # Copies from the accelerator run until here.
+            torch.accelerator.synchronize(device)  # sync point: a checkpoint
         self._previous = self._current
         self._current = {}
         self._devices = set()

@@ -154,7 +154,7 @@ def type_name(kind: Any) -> str:
     return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, Any]:
     """The attributes of an object by name, also those in slots."""
     slots: list[str] = []
     for base in type(value).__mro__:
@@ -165,7 +165,8 @@ def attributes_of(value: Any) -> dict[str, Any]:
         for name in slots
         if not _is_special(name) and hasattr(value, name)
     }
-    return attributes | dict(getattr(value, "__dict__", {}))
+    attributes.update(getattr(value, "__dict__", {}))
+    return attributes
 
 
 def _is_special(name: str) -> bool:
@@ -186,53 +187,57 @@ def object_from_attributes(kind: type, attributes: Mapping[str, Any]) -> Any:
 # -- classes of Python and of other libraries --------------------------------------------------------------------------
 
 
-def _supply(
+def _register_builtin(
     kind: type, to_plain: Callable[[Any], Any], from_plain: Callable[[Any], Any]
 ) -> None:
     name = type_name(kind)
     _CODECS[kind] = _BY_NAME[name] = Codec(name, to_plain, from_plain)
 
 
-def _generator(state: Tensor) -> torch.Generator:
+def _make_generator(state: Tensor) -> torch.Generator:
     generator = torch.Generator()
     generator.set_state(state)
     return generator
 
 
-_supply(datetime, datetime.isoformat, datetime.fromisoformat)
-_supply(date, date.isoformat, date.fromisoformat)
-_supply(time, time.isoformat, time.fromisoformat)
-_supply(Decimal, str, Decimal)
-_supply(
+_register_builtin(datetime, datetime.isoformat, datetime.fromisoformat)
+_register_builtin(date, date.isoformat, date.fromisoformat)
+_register_builtin(time, time.isoformat, time.fromisoformat)
+_register_builtin(Decimal, str, Decimal)
+_register_builtin(
     Fraction,
     lambda value: [value.numerator, value.denominator],
     lambda parts: Fraction(*map(index, parts)),
 )
-_supply(UUID, str, UUID)
-_supply(
+_register_builtin(UUID, str, UUID)
+_register_builtin(
     range,
     lambda value: [value.start, value.stop, value.step],
     lambda parts: range(*parts),
 )
-_supply(
+_register_builtin(
     slice,
     lambda value: [value.start, value.stop, value.step],
     lambda parts: slice(*parts),
 )
-_supply(
+_register_builtin(
     deque,
     lambda value: [list(value), value.maxlen],
     lambda parts: deque(parts[0], parts[1]),
 )
-_supply(
+_register_builtin(
     defaultdict,
     lambda value: [value.default_factory, dict(value)],
     lambda parts: defaultdict(*parts),
 )
-_supply(argparse.Namespace, vars, partial(object_from_attributes, argparse.Namespace))
-_supply(SimpleNamespace, vars, lambda attributes: SimpleNamespace(**attributes))
-_supply(HParams, dict, HParams)
-_supply(torch.Generator, torch.Generator.get_state, _generator)
+_register_builtin(
+    argparse.Namespace, vars, partial(object_from_attributes, argparse.Namespace)
+)
+_register_builtin(
+    SimpleNamespace, vars, lambda attributes: SimpleNamespace(**attributes)
+)
+_register_builtin(HParams, dict, HParams)
+_register_builtin(torch.Generator, torch.Generator.get_state, _make_generator)
 
 
 def _config_to_plain(config: Any) -> Any:
@@ -267,26 +272,23 @@ _CONFIG: Final = Codec("omegaconf", _config_to_plain, _config_from_plain)
 _BY_NAME[_CONFIG.name] = _CONFIG
 
 
-def codec_of(value: Any) -> Codec | None:
+def codec_of(value: object) -> Codec | None:
     """The codec for objects of exactly this class; None without one."""
+    kind = type(value)
     omegaconf = sys.modules.get("omegaconf")
-    if omegaconf is not None and type(value) in (
-        omegaconf.DictConfig,
-        omegaconf.ListConfig,
-    ):
+    if omegaconf is not None and kind in (omegaconf.DictConfig, omegaconf.ListConfig):
         return _CONFIG
-    return _CODECS.get(type(value))
+    return _CODECS.get(kind)
 
 
 def cannot_be_stored(kind: type) -> bool:
     """Whether objects of a class of the program, or of `object`, have neither a codec nor a form of their own."""
-    plain = (
-        issubclass(kind, (*_TORCH_KINDS, Path))
-        or dataclasses.is_dataclass(kind)
-        or is_named_tuple(kind)
-    )
-    creates = inspect.getattr_static(kind, "__new__")
-    if plain or kind in _CODECS or creates is not vars(object)["__new__"]:
+    if kind in _CODECS or issubclass(kind, (*_TORCH_KINDS, Path)):
+        return False
+    if dataclasses.is_dataclass(kind) or is_named_tuple(kind):
+        return False
+    constructor = inspect.getattr_static(kind, "__new__")
+    if constructor is not vars(object)["__new__"]:
         return False
     return kind is object or _is_of_program(kind.__module__)
 
@@ -314,7 +316,7 @@ _PLAIN_KINDS: Final = (
     object,
 )
 _TORCH_KINDS: Final = (nn.Module, Optimizer, LRScheduler, Tensor, Enum)
-_FUNCTIONS_OF: Final = (
+_FUNCTION_MODULES: Final = (
     "torch.nn.functional",
     "torch.nn.init",
     "torchmetrics.utilities.data",
@@ -336,14 +338,12 @@ def is_named_tuple(kind: type) -> bool:
     return issubclass(kind, tuple) and isinstance(vars(kind).get("_fields"), tuple)
 
 
-def import_path(value: Any) -> str | None:
+def import_path(value: object) -> str | None:
     """The name by which a checkpoint may hold a class or a function; None if it may not hold it."""
-    name = _tensor_operation(value) or (
-        type_name(value) if isinstance(value, (type, FunctionType)) else None
-    )
-    if name is None:
+    name = _tensor_operation(value) or _defined_name(value)
+    if name is None or find_name(name) is not value:
         return None
-    return name if find_name(name) is value else None
+    return name
 
 
 def find_name(name: str) -> Any:
@@ -352,9 +352,11 @@ def find_name(name: str) -> Any:
         return _REGISTERED[name]
     value = _find_imported(name)
     if is_library_kind(value):
-        return value if name in (_tensor_operation(value), _own_name(value)) else None
-    is_named = isinstance(value, (type, FunctionType)) and type_name(value) == name
-    return value if is_named and _is_of_program(value.__module__) else None
+        is_own_name = name in (_tensor_operation(value), _defined_name(value))
+        return value if is_own_name else None
+    if _defined_name(value) != name or not _is_of_program(value.__module__):
+        return None
+    return value
 
 
 def find_class(name: str) -> type | None:
@@ -363,39 +365,37 @@ def find_class(name: str) -> type | None:
     return value if isinstance(value, type) else None
 
 
-def is_library_kind(value: Any) -> bool:
+def is_library_kind(value: object) -> bool:
     """Whether this is a class or a function that is safe to name wherever it is defined."""
     if isinstance(value, type):
-        known = value in _PLAIN_KINDS or issubclass(value, _TORCH_KINDS)
-        return known or dataclasses.is_dataclass(value) or is_named_tuple(value)
+        if value in _PLAIN_KINDS or issubclass(value, _TORCH_KINDS):
+            return True
+        return dataclasses.is_dataclass(value) or is_named_tuple(value)
     if isinstance(value, FunctionType):
-        return value.__module__ in _FUNCTIONS_OF
+        return value.__module__ in _FUNCTION_MODULES
     return _tensor_operation(value) is not None
 
 
-def _own_name(value: Any) -> str | None:
+def _defined_name(value: object) -> str | None:
+    """The import path at which a class or a function was defined; None for every other object."""
     return type_name(value) if isinstance(value, (type, FunctionType)) else None
 
 
-def _tensor_operation(value: Any) -> str | None:
+def _tensor_operation(value: object) -> str | None:
     """The name of a built-in function that computes tensors or arrays; None for every other object."""
     if isinstance(value, np.ufunc):
         ufunc: Any = value
-        return (
-            f"numpy.{ufunc.__name__}" if vars(np).get(ufunc.__name__) is value else None
-        )
+        is_numpys = vars(np).get(ufunc.__name__) is value
+        return f"numpy.{ufunc.__name__}" if is_numpys else None
     if not isinstance(value, BuiltinFunctionType):
         return None
     name = value.__name__
-    if vars(torch).get(name) is value and hasattr(
-        Tensor, name
-    ):  # a tensor has no method that loads or writes a file
+    # A tensor has no method that loads or writes a file.
+    if vars(torch).get(name) is value and hasattr(Tensor, name):
         return f"torch.{name}"
-    return (
-        f"torch.nn.functional.{name}"
-        if vars(nn.functional).get(name) is value
-        else None
-    )
+    if vars(nn.functional).get(name) is value:
+        return f"torch.nn.functional.{name}"
+    return None
 
 
 def _is_of_program(module_name: str) -> bool:
@@ -405,24 +405,28 @@ def _is_of_program(module_name: str) -> bool:
     if module_name.partition(".")[0] in _LIBRARIES:
         return False
     file = getattr(sys.modules.get(module_name), "__file__", None)
-    return file is not None and not {"site-packages", "dist-packages"} & set(
-        Path(file).parts
-    )
+    if file is None:
+        return False
+    return {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _find_imported(path: str) -> Any:
     """The object at an import path in the imported modules; no module or class is asked for an attribute."""
     if "." not in path:
-        return next((kind for kind in _PLAIN_KINDS if kind.__name__ == path), None)
-    parts = path.split(".")
-    for length in range(len(parts) - 1, 0, -1):
-        value: Any = sys.modules.get(".".join(parts[:length]))
+        for kind in _PLAIN_KINDS:
+            if kind.__name__ == path:
+                return kind
+        return None
+    names = path.split(".")
+    # The longest prefix that is a module decides.
+    for length in range(len(names) - 1, 0, -1):
+        value: Any = sys.modules.get(".".join(names[:length]))
         if value is None:
             continue
-        for part in parts[length:]:
-            value = (
-                vars(value).get(part) if isinstance(value, (ModuleType, type)) else None
-            )
+        for name in names[length:]:
+            if not isinstance(value, (ModuleType, type)):
+                return None
+            value = vars(value).get(name)
         return value
     return None
 
@@ -436,35 +440,34 @@ _OUTSIDE_STATE: Final = frozenset(
 
 def why_not_module(kind: type[nn.Module]) -> str | None:
     """Why modules of a class cannot be stored; None if they can."""
-    if find_class(type_name(kind)) is not kind:
-        return f"{type_name(kind)} cannot be found by this name"
-    if (
-        kind.__reduce__ is not object.__reduce__
-        or kind.__reduce_ex__ is not object.__reduce_ex__
-    ):
-        return f"{type_name(kind)} defines how it is pickled"
+    name = type_name(kind)
+    if find_class(name) is not kind:
+        return f"{name} cannot be found by this name"
+    has_reduce = kind.__reduce__ is not object.__reduce__
+    if has_reduce or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return f"{name} defines how it is pickled"
     setter: str = inspect.getattr_static(kind, "__setstate__").__module__
-    trusted = setter.startswith(_STATE_SETTERS) or _is_of_program(setter)
-    return None if trusted else f"{type_name(kind)} defines __setstate__"
+    if setter.startswith(_STATE_SETTERS) or _is_of_program(setter):
+        return None
+    return f"{name} defines __setstate__"
 
 
 def module_to_plain(module: nn.Module) -> dict[str, Any]:
     """The state of a module from which `module_from_plain` makes one, without its class."""
-    defaults = vars(nn.Module())
-    reader: Any = inspect.getattr_static(
-        type(module), "__getstate__", None
-    )  # Python 3.10 has no default
+    # Python 3.10 has no default.
+    reader: Any = inspect.getattr_static(type(module), "__getstate__", None)
     state: dict[str, Any] = vars(module) if reader is None else dict(reader(module))
-    attributes = {
-        name: value
-        for name, value in state.items()
-        if name not in _OUTSIDE_STATE
-        and (name == "training" or name not in defaults or value)
-    }
-    parameters = {
-        name: None if parameter is None else [parameter, parameter.requires_grad]
-        for name, parameter in module._parameters.items()
-    }
+    defaults = vars(nn.Module())
+    attributes = {}
+    for name, value in state.items():
+        if name in _OUTSIDE_STATE:
+            continue
+        if name == "training" or name not in defaults or value:
+            attributes[name] = value
+    parameters: dict[str, list[Any] | None] = {}
+    for name, parameter in module._parameters.items():
+        entry = None if parameter is None else [parameter, parameter.requires_grad]
+        parameters[name] = entry
     return {
         "attributes": attributes,
         "parameters": parameters,
@@ -483,32 +486,34 @@ def module_from_plain(
         plain: from `module_to_plain`.
         parameters: filled with the parameters by the identity of their tensors, so that tied weights stay tied.
     """
-
-    def parameter_of(entry: list[Any] | None) -> nn.Parameter | None:
-        if entry is None:
-            return None
-        tensor, requires_grad = entry
-        if not isinstance(tensor, Tensor):
-            raise TypeError("a parameter is not a tensor")
-        return parameters.setdefault(
-            id(tensor), nn.Parameter(tensor, bool(requires_grad))
-        )
-
-    for parts, part_kind in ((plain["buffers"], Tensor), (plain["modules"], nn.Module)):
-        if not all(
-            part is None or isinstance(part, part_kind) for part in parts.values()
-        ):
-            raise TypeError(f"not a {part_kind.__name__}")
-    module: Any = object.__new__(kind)
-    state = {
-        **vars(nn.Module()),
-        **plain["attributes"],
-        "_parameters": {
-            name: parameter_of(entry) for name, entry in plain["parameters"].items()
-        },
-        "_buffers": dict(plain["buffers"]),
-        "_modules": dict(plain["modules"]),
+    _check_kinds(plain["buffers"], Tensor)
+    _check_kinds(plain["modules"], nn.Module)
+    module: nn.Module = object.__new__(kind)
+    state = vars(nn.Module()) | plain["attributes"]
+    state["_parameters"] = {
+        name: _parameter_from_plain(entry, parameters)
+        for name, entry in plain["parameters"].items()
     }
-    module.__setstate__(state)
-    restored: nn.Module = module
-    return restored
+    state["_buffers"] = dict(plain["buffers"])
+    state["_modules"] = dict(plain["modules"])
+    set_state: Any = module.__setstate__  # torch does not type it
+    set_state(state)
+    return module
+
+
+def _check_kinds(entries: Mapping[str, object], kind: type) -> None:
+    for entry in entries.values():
+        if entry is not None and not isinstance(entry, kind):
+            raise TypeError(f"not a {kind.__name__}")
+
+
+def _parameter_from_plain(
+    entry: list[Any] | None, parameters: dict[int, nn.Parameter]
+) -> nn.Parameter | None:
+    if entry is None:
+        return None
+    tensor, requires_grad = entry
+    if not isinstance(tensor, Tensor):
+        raise TypeError("a parameter is not a tensor")
+    parameter = nn.Parameter(tensor, bool(requires_grad))
+    return parameters.setdefault(id(tensor), parameter)

@@ -24,13 +24,16 @@ from trainer_kit.core.location import Location, RemotePath, absolute, locate
 __all__ = ["LOCK", "DirectoryLock", "Owner", "is_free", "owner_of"]
 
 LOCK: Final = ".lock"
-_MOST: Final = 1 << 16  # bytes of a lock
+_MAX_BYTES: Final = 1 << 16  # bytes of a lock
 _ATTEMPTS: Final = 20
-_SETTLED: Final = 0.05
+_SETTLE_SECONDS: Final = 0.05
 """Seconds after which a takeover is verified."""
-_DENIED: Final = (
+_DENIED_FIX: Final = (
     "choose a directory that this process may write to (dirpath=, default_root_dir=)"
 )
+
+
+_RIVALS: Final = "others that take the lock at the same time"
 
 
 @final
@@ -75,11 +78,10 @@ class DirectoryLock:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = absolute(directory)
-        self.owner = Owner(
-            Process.this(), datetime.now(timezone.utc).isoformat(" ", "seconds")
-        )
+        since = datetime.now(timezone.utc).isoformat(" ", "seconds")
+        self.owner = Owner(Process.this(), since)
         self._file = self.directory / LOCK
-        self._made: list[Path] = []
+        self._new_directories: list[Path] = []
         try:
             self._make_directory()
             if isinstance(self._file, RemotePath):
@@ -91,7 +93,7 @@ class DirectoryLock:
             if isinstance(error, OSError):
                 reason = f"no checkpoint can be written here: {error.strerror or error}"
                 raise CheckpointError(
-                    self.directory, None, reason, fix=_DENIED
+                    self.directory, None, reason, fix=_DENIED_FIX
                 ) from error
             raise
 
@@ -108,19 +110,18 @@ class DirectoryLock:
         if isinstance(self.directory, RemotePath):
             self.directory.mkdir()
             return
-        self._made = missing_directories(self.directory)
-        make_directories(self._made)
+        self._new_directories = missing_directories(self.directory)
+        make_directories(self._new_directories)
 
     def _remove_directory(self) -> None:
-        for directory in self._made:
+        for directory in self._new_directories:
             with suppress(OSError):  # it is in use now, or was never made
                 directory.rmdir()
-        self._made = []
+        self._new_directories = []
 
     def _content(self) -> bytes:
-        return (
-            json.dumps({**asdict(self.owner.process), "since": self.owner.since}) + "\n"
-        ).encode()
+        content = {**asdict(self.owner.process), "since": self.owner.since}
+        return (json.dumps(content) + "\n").encode()
 
     def _acquire(self, file: Path) -> None:
         work = hidden_path(file, "tmp")
@@ -131,7 +132,7 @@ class DirectoryLock:
                     return
         finally:
             work.unlink(missing_ok=True)
-        raise self._refusal("others that take the lock at the same time")
+        raise self._refusal(_RIVALS)
 
     def _take_over(self, work: Path, file: Path) -> bool:
         """Replace the lock of a dead owner by ``work``; False if another process took it over first."""
@@ -141,19 +142,16 @@ class DirectoryLock:
         try:
             with _open(file) as stale:
                 _wait_for(stale)
-                if (
-                    not os.path.samestat(os.fstat(stale.fileno()), os.stat(file))
-                    or _read(file) != owner
-                ):
+                is_same = os.path.samestat(os.fstat(stale.fileno()), os.stat(file))
+                if not is_same or _read(file) != owner:
                     return False
-                mine = os.stat(work)
+                status = os.stat(work)
                 os.replace(work, file)
         except FileNotFoundError:
             return False
-        time.sleep(
-            _SETTLED
-        )  # without file locks, another process may have done the same at the same time
-        if not os.path.samestat(mine, os.stat(file)):
+        # Without file locks, another process may have done the same at the same time.
+        time.sleep(_SETTLE_SECONDS)
+        if not os.path.samestat(status, os.stat(file)):
             raise self._refusal(str(_read(file)))
         return True
 
@@ -165,18 +163,17 @@ class DirectoryLock:
         if file.exists():
             owner = _read(file)
             if owner is None:  # another process may be writing it
-                time.sleep(_SETTLED)
+                time.sleep(_SETTLE_SECONDS)
                 owner = _read(file)
             if owner is not None and not owner.process.dead:
                 raise self._refusal(str(owner))
             file.unlink(missing_ok=True)
         with suppress(FileExistsError):
             file.write_bytes(self._content(), new=True)
-        time.sleep(_SETTLED)
+        time.sleep(_SETTLE_SECONDS)
         if _read(file) != self.owner:
-            raise self._refusal(
-                str(_read(file) or "others that take the lock at the same time")
-            )
+            owner = _read(file)
+            raise self._refusal(str(owner or _RIVALS))
 
     def _refusal(self, by: str) -> CheckpointError:
         return CheckpointError(
@@ -191,7 +188,8 @@ def owner_of(directory: str | os.PathLike[str]) -> Owner | None:
     """Return the live owner of a directory's lock; None without a lock, or if its owner is dead."""
     with suppress(OSError):
         owner = _read(locate(directory) / LOCK)
-        return None if owner is None or owner.process.dead else owner
+        if owner is not None and not owner.process.dead:
+            return owner
     return None
 
 
@@ -201,22 +199,25 @@ def is_free(directory: str | os.PathLike[str]) -> bool:
     return owner is None or owner.process == Process.this()
 
 
+_INCOMPLETE: Final = (
+    FileNotFoundError,
+    ValueError,
+    TypeError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+)
+"""What the reading of a lock raises that is missing, or not written to its end."""
+
+
 def _read(file: Location) -> Owner | None:
     """Return the owner in a lock file; None if the file is missing or incomplete: such a file locks nothing."""
     try:
-        content: Any = json.loads(read_file(file, _MOST).decode())
-        process = Process(
-            str(content["host"]), int(content["pid"]), str(content["start"])
-        )
+        content: Any = json.loads(read_file(file, _MAX_BYTES).decode())
+        host, pid = str(content["host"]), int(content["pid"])
+        process = Process(host, pid, str(content["start"]))
         return Owner(process, str(content["since"]))
-    except (
-        FileNotFoundError,
-        ValueError,
-        TypeError,
-        KeyError,
-        OverflowError,
-        RecursionError,
-    ):
+    except _INCOMPLETE:
         return None
 
 
@@ -236,10 +237,9 @@ def _put(work: Path, file: Path) -> bool:
 
 
 def _open(file: Path) -> IO[bytes]:
+    # Network file systems lock only files that are open for writing.
     try:
-        return open(
-            file, "r+b"
-        )  # network file systems lock only files that are open for writing
+        return open(file, "r+b")
     except PermissionError:
         return open(file, "rb")
 

@@ -53,42 +53,41 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, (Enum, EnumRecord)):
         return as_plain(value.value)
     if isinstance(value, Mapping):
-        items = {as_plain(key): as_plain(item) for key, item in value.items()}
-        return OrderedDict(items) if type(value) is OrderedDict else items
-    if isinstance(value, (list, tuple)):
-        parts = [as_plain(item) for item in value]
-        return parts if isinstance(value, list) else tuple(parts)
+        plain = {as_plain(key): as_plain(item) for key, item in value.items()}
+        return OrderedDict(plain) if type(value) is OrderedDict else plain
+    if isinstance(value, list):
+        return [as_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(as_plain(item) for item in value)
     if isinstance(value, (set, frozenset)):
         return {as_plain(item) for item in value}
     if isinstance(value, np.ndarray):
-        return (
-            torch.from_numpy(value) if value.dtype.kind in "biufc" else value.tolist()
-        )
+        is_numeric = value.dtype.kind in "biufc"
+        return torch.from_numpy(value) if is_numeric else value.tolist()
     return _object_as_plain(value)
 
 
 def _object_as_plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return as_plain(value.item())
-    if isinstance(value, (PurePath, bytearray)):
-        return str(value) if isinstance(value, PurePath) else bytes(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, bytearray):
+        return bytes(value)
     if isinstance(value, timedelta):
         return value.total_seconds()
     if isinstance(value, ObjectRecord):
         return {"class_path": value.kind, "state": as_plain(value.state)}
     if isinstance(value, nn.Module):
-        return {
-            "class_path": type_name(type(value)),
-            "state_dict": dict(value.state_dict()),
-        }
+        class_path = type_name(type(value))
+        return {"class_path": class_path, "state_dict": dict(value.state_dict())}
     if isinstance(value, partial):
-        return {
-            "class_path": as_plain(value.func),
-            "init_args": as_plain(value.keywords),
-        }
+        class_path = as_plain(value.func)
+        return {"class_path": class_path, "init_args": as_plain(value.keywords)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return as_plain(attributes_of(value))
     codec = codec_of(value)
     if codec is not None:
         return as_plain(codec.to_plain(value))
-    return (import_path(value) if callable(value) else None) or repr(value)
+    name = import_path(value) if callable(value) else None
+    return name or repr(value)
