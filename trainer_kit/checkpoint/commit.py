@@ -125,14 +125,16 @@ def take_snapshot(
     trees: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     copier = copy.copy if isinstance(copy, HostBuffers) else copy
-    for part, value in state.items():
-        if not isinstance(part, str):
+    for part_name, value in state.items():
+        if not isinstance(part_name, str):
             raise CheckpointError(
                 "the state to save",
-                repr(part),
+                repr(part_name),
                 "the parts of a checkpoint are named by strings",
             )
-        trees[part] = encode(value, tensors.setdefault(part, {}), at=part, copy=copier)
+        trees[part_name] = encode(
+            value, tensors.setdefault(part_name, {}), at=part_name, copy=copier
+        )
     if isinstance(copy, HostBuffers):
         copy.end()
     return Snapshot(dump_document(trees), tensors, encode_info(info))
@@ -221,9 +223,9 @@ def write_snapshot(
     )
     needed = len(snapshot.document)
     buffers_by_name = {}
-    for part, name in parts.items():
+    for part_name, name in parts.items():
         if name is not None:
-            size, buffers = safetensors_bytes(snapshot.tensors[part])
+            size, buffers = safetensors_bytes(snapshot.tensors[part_name])
             needed += size
             buffers_by_name[name] = buffers
     with work_directory(target, needed, overwrite=overwrite, staged=staged) as work:
@@ -427,12 +429,12 @@ def name_parts(
     """
     names: dict[str, str | None] = {}
     used = {name.casefold() for name in taken}  # some file systems ignore case
-    for part, members in tensors.items():
-        name = part + suffix
+    for part_name, members in tensors.items():
+        name = part_name + suffix
         if not FILE_NAME.fullmatch(name) or name.casefold() in used:
             numbered = [f"part{number}{suffix}" for number in range(len(used) + 1)]
             name = next(name for name in numbered if name.casefold() not in used)
-        names[part] = name if members else None
+        names[part_name] = name if members else None
         if members:
             used.add(name.casefold())
     return names
@@ -440,9 +442,8 @@ def name_parts(
 
 def _check_space(target: Path, needed: int) -> None:
     usage = shutil.disk_usage(target.parent)
-    if (
-        usage.total and needed > usage.free
-    ):  # some network file systems report a total of 0
+    # Some network file systems report a total of 0.
+    if usage.total and needed > usage.free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -488,17 +489,15 @@ def _replace(work: Path, target: Path) -> None:
             raise
     else:
         replaced = hidden_path(target, "old")
-        os.rename(
-            target, replaced
-        )  # after a kill from here on, `clean_incomplete` restores it
+        # After a kill from here on, `clean_incomplete` restores it.
+        os.rename(target, replaced)
         try:
             _rename(work, target)
         except BaseException:
             os.rename(replaced, target)
             raise
-    with suppress(
-        OSError
-    ):  # the new checkpoint is durable; `clean_incomplete` deletes leftovers
+    # The new checkpoint is durable; `clean_incomplete` deletes leftovers.
+    with suppress(OSError):
         _carry_over(replaced, target)
         _delete_directory(replaced)
 
@@ -508,9 +507,8 @@ def _rename(work: Path, target: Path) -> None:
     try:
         sync_directory(target.parent)
     except BaseException:
-        os.rename(
-            target, work
-        )  # the name may not be durable, so the checkpoint must not exist
+        # The name may not be durable, so the checkpoint must not exist.
+        os.rename(target, work)
         raise
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Final, Literal, final
 
@@ -79,9 +80,12 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
     parts_b = {"info": read_info(b), **state_b}
     differences: list[Difference] = []
     try:
-        for part in {**parts_a, **parts_b}:
-            value_a, value_b = parts_a.get(part, _ABSENT), parts_b.get(part, _ABSENT)
-            differences += _walk(part, (), value_a, value_b)
+        for part_name in {**parts_a, **parts_b}:
+            value_a, value_b = (
+                parts_a.get(part_name, _ABSENT),
+                parts_b.get(part_name, _ABSENT),
+            )
+            differences += _walk(part_name, (), value_a, value_b)
     except RecursionError:
         raise CheckpointError(
             a, None, "it is nested too deeply to be compared"
@@ -89,42 +93,50 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
     return differences
 
 
-def _walk(part: str, path: tuple[str, ...], a: Any, b: Any) -> Iterator[Difference]:
-    key = ".".join(path)
+def _walk(
+    part_name: str, path: tuple[str, ...], a: Any, b: Any
+) -> Iterator[Difference]:
+    report = partial(Difference, part_name, ".".join(path))
     if a is _ABSENT:
-        yield Difference(part, key, "missing", "", _show(b))
+        yield report("missing", "", _show(b))
     elif b is _ABSENT:
-        yield Difference(part, key, "missing", _show(a), "")
+        yield report("missing", _show(a), "")
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
         for name in {**a, **b}:
-            value_a, value_b = a.get(name, _ABSENT), b.get(name, _ABSENT)
-            yield from _walk(part, (*path, str(name)), value_a, value_b)
+            value_a = a.get(name, _ABSENT)
+            value_b = b.get(name, _ABSENT)
+            yield from _walk(part_name, (*path, str(name)), value_a, value_b)
     elif type(a) is not type(b):
-        yield Difference(part, key, "type", _show(a), _show(b))
+        yield report("type", _show(a), _show(b))
     elif isinstance(a, (list, tuple)):
         pairs = zip_longest(a, b, fillvalue=_ABSENT)
         for index, (item_a, item_b) in enumerate(pairs):
-            yield from _walk(part, (*path, str(index)), item_a, item_b)
+            yield from _walk(part_name, (*path, str(index)), item_a, item_b)
     elif isinstance(a, Tensor):
-        yield from _compare_tensors(part, key, a, b)
+        yield from _compare_tensors(report, a, b)
     elif isinstance(a, np.ndarray) and _is_numeric(a) and _is_numeric(b):
-        yield from _compare_tensors(part, key, torch.from_numpy(a), torch.from_numpy(b))
+        tensor_a = torch.from_numpy(a)
+        tensor_b = torch.from_numpy(b)
+        yield from _compare_tensors(report, tensor_a, tensor_b)
     elif _text(a) != _text(b):  # the text of a float is exact, and NaN is NaN
-        yield Difference(part, key, "value", _show(a), _show(b))
+        yield report("value", _show(a), _show(b))
 
 
 def _is_numeric(array: np.ndarray[Any, Any]) -> bool:
     return array.dtype.kind in "biufc"
 
 
-def _compare_tensors(part: str, key: str, a: Tensor, b: Tensor) -> Iterator[Difference]:
+def _compare_tensors(
+    report: Callable[..., Difference], a: Tensor, b: Tensor
+) -> Iterator[Difference]:
     if a.shape != b.shape:
-        yield Difference(part, key, "shape", str(list(a.shape)), str(list(b.shape)))
+        shape_a, shape_b = list(a.shape), list(b.shape)
+        yield report("shape", str(shape_a), str(shape_b))
     elif a.dtype != b.dtype:
-        yield Difference(part, key, "dtype", dtype_name(a.dtype), dtype_name(b.dtype))
+        yield report("dtype", dtype_name(a.dtype), dtype_name(b.dtype))
     elif not same_bits(a, b):
         largest = _largest_difference(a, b)
-        yield Difference(part, key, "value", _show(a), _show(b), largest)
+        yield report("value", _show(a), _show(b), largest)
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:

@@ -308,9 +308,8 @@ def _read_moments(
         step = torch_load(step_file, "cpu") if step_file.exists() else updates
         state["step"] = torch.as_tensor(step, dtype=torch.float32)
         moments[name] = state
-        if (
-            name in second_names
-        ):  # the module may use the other name of a shared parameter
+        # The module may use the other name of a shared parameter.
+        if name in second_names:
             moments[second_names[name]] = state
     return moments
 

@@ -439,26 +439,34 @@ class _Encoder:
 
     def _new_tensor(self, tensor: Tensor, path: _KeyPath) -> dict[str, Any]:
         if self._sharded:
-            return _record("tensor", self._add_tensor(tensor, path))
+            name = self._add_tensor(tensor, path)
+            return _record("tensor", name)
         tensor = tensor.resolve_conj().resolve_neg()
-        if tensor.dtype in TENSOR_DTYPES:
-            return _record("tensor", self._add_tensor(tensor, path, self._copy))
-        flat = flatten(tensor).view(CARRIERS[tensor.dtype])
+        dtype = tensor.dtype
+        if dtype in TENSOR_DTYPES:
+            name = self._add_tensor(tensor, path, self._copy)
+            return _record("tensor", name)
+        flat = flatten(tensor).view(CARRIERS[dtype])
         name = self._add_tensor(flat, path, self._copy)
-        dtype, shape = dtype_name(tensor.dtype), list(tensor.shape)
-        return _record("tensor", name, dtype=dtype, shape=shape)
+        shape = list(tensor.shape)
+        return _record("tensor", name, dtype=dtype_name(dtype), shape=shape)
 
     def _array(self, array: np.ndarray[Any, Any], path: _KeyPath) -> dict[str, Any]:
         dtype = array.dtype
         if dtype.kind not in _SCALARS:
-            raise self._refusal(array, path, f"arrays of {dtype} cannot be saved")
+            reason = f"arrays of {dtype} cannot be saved"
+            raise self._refusal(array, path, reason)
         # A copy that is contiguous, writable, and 0-dimensional where the array is.
         copied = np.array(array, order="C")
-        if dtype.isnative and dtype.kind in "biuf" and dtype.itemsize <= 8:
-            return _record("array", self._add_tensor(torch.from_numpy(copied), path))
-        raw = np.array(bytearray(copied.tobytes()), np.uint8)
-        name = self._add_tensor(torch.from_numpy(raw), path)
-        return _record("array", name, dtype=dtype.str, shape=list(array.shape))
+        is_torch_dtype = dtype.kind in "biuf" and dtype.itemsize <= 8
+        if dtype.isnative and is_torch_dtype:
+            name = self._add_tensor(torch.from_numpy(copied), path)
+            return _record("array", name)
+        content = bytearray(copied.tobytes())
+        raw = torch.from_numpy(np.array(content, np.uint8))
+        name = self._add_tensor(raw, path)
+        shape = list(array.shape)
+        return _record("array", name, dtype=dtype.str, shape=shape)
 
     def _add_tensor(
         self,
@@ -633,9 +641,8 @@ class _Decoder:
 
     def array(self, record: dict[str, Any], path: _KeyPath) -> Any:
         tensor = self.stored(record, path)
-        if (
-            tensor.is_meta
-        ):  # only headers were read; NumPy has no arrays without content
+        # Only headers were read; NumPy has no arrays without content.
+        if tensor.is_meta:
             return None
         stored = tensor.cpu().numpy()  # no sync point: arrays are read on the CPU
         if "dtype" not in record:

@@ -86,9 +86,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype of numbers, strings or dates of this name; TypeError for any other name."""
-    if not _PLAIN_DTYPE.fullmatch(
-        name
-    ):  # NumPy evaluates its other notations as Python
+    # NumPy evaluates its other notations as Python.
+    if not _PLAIN_DTYPE.fullmatch(name):
         raise TypeError(f"{name!r} is not a plain dtype")
     return np.dtype(name)
 

@@ -107,8 +107,8 @@ def dump_layout(layout: Mapping[str, Mapping[str, TensorLayout]]) -> bytes:
         CheckpointError: the bytes are more than `read_layout` accepts.
     """
     content = {}
-    for part, tensors in layout.items():
-        content[part] = {
+    for part_name, tensors in layout.items():
+        content[part_name] = {
             name: _tensor_entry(tensor) for name, tensor in tensors.items()
         }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
@@ -144,17 +144,19 @@ def read_layout(path: Path, manifest: Mapping[str, Any]) -> Layout:
         )
     layout: Layout = {}
     bytes_by_file: Counter[str] = Counter()
-    for part, entries in content.items():
+    for part_name, entries in content.items():
         if not isinstance(entries, dict):
-            raise CheckpointError(file, part, "the tensors of a part are not a dict")
-        layout[part] = {}
+            raise CheckpointError(
+                file, part_name, "the tensors of a part are not a dict"
+            )
+        layout[part_name] = {}
         for name, entry in entries.items():
-            layout[part][name] = _parse_tensor(file, f"{part}.{name}", entry)
-        for name, tensor in layout[part].items():
-            key = f"{part}.{name}"
+            layout[part_name][name] = _parse_tensor(file, f"{part_name}.{name}", entry)
+        for name, tensor in layout[part_name].items():
+            key = f"{part_name}.{name}"
             check_cover(file, key, tensor)
             for chunk in tensor.chunks:
-                if chunk.file not in parts[part]:
+                if chunk.file not in parts[part_name]:
                     raise CheckpointError(
                         file, key, f"its file {chunk.file!r} is not listed"
                     )
@@ -215,9 +217,8 @@ def check_cover(file: object, key: str, tensor: TensorLayout) -> None:
             key,
             f"chunks of {covered} elements for a tensor of {math.prod(shape)}",
         )
-    if (
-        len(chunks) > 1 and shape
-    ):  # the sum above already refuses two chunks of a scalar
+    # The sum above already refuses two chunks of a scalar.
+    if len(chunks) > 1 and shape:
         _refuse_overlap(file, key, tensor)
 
 
@@ -373,9 +374,8 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
     layout: dict[str, TensorLayout] = {}
     keys: dict[int, str] = {}
     for name, tensor in read_header(file).items():
-        key = keys.setdefault(
-            id(tensor), name
-        )  # a tied weight is stored only under its first name
+        # A tied weight is stored only under its first name.
+        key = keys.setdefault(id(tensor), name)
         shape = tuple(tensor.shape)
         chunks: tuple[Chunk, ...] = ()
         if tensor.numel():
@@ -393,8 +393,8 @@ def layouts_of(path: Path, manifest: Mapping[str, Any], parts: Iterable[str]) ->
     if is_sharded(manifest):
         return read_layout(path, manifest)
     layout: Layout = {}
-    for part in parts:
-        layout[part] = {}
-        for name in files_of_part(manifest, part):
-            layout[part].update(tensors_in(path / name))
+    for part_name in parts:
+        layout[part_name] = {}
+        for name in files_of_part(manifest, part_name):
+            layout[part_name].update(tensors_in(path / name))
     return layout

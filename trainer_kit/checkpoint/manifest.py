@@ -375,9 +375,9 @@ def is_sharded(manifest: Mapping[str, Any]) -> bool:
     return bool(manifest["version"] == _SHARDED)
 
 
-def files_of_part(manifest: Mapping[str, Any], part: str) -> list[str]:
+def files_of_part(manifest: Mapping[str, Any], part_name: str) -> list[str]:
     """Return the names of the files with a part's tensors."""
-    files = manifest["parts"][part]
+    files = manifest["parts"][part_name]
     if files is None:
         return []
     return list(files) if isinstance(files, list) else [files]
@@ -452,9 +452,8 @@ def _refuse_constant(name: str) -> float:
 
 
 def _integer(text: str) -> int:
-    value = (
-        int(text) if len(text) <= 20 else 2**63
-    )  # int() takes time quadratic in the digits
+    # int() takes time quadratic in the digits.
+    value = int(text) if len(text) <= 20 else 2**63
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"an integer of {len(text)} digits is beyond 64 bits")
     return value
@@ -519,24 +518,26 @@ def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
                 "a sharded checkpoint without number of shards or layout",
                 fix=_FIX,
             )
-    for part in parts:
-        _check_files_of_part(file, manifest, part)
+    for part_name in parts:
+        _check_files_of_part(file, manifest, part_name)
 
 
-def _check_files_of_part(file: Location, manifest: dict[str, Any], part: str) -> None:
+def _check_files_of_part(
+    file: Location, manifest: dict[str, Any], part_name: str
+) -> None:
     files, value, sharded = (
         manifest["files"],
-        manifest["parts"][part],
+        manifest["parts"][part_name],
         is_sharded(manifest),
     )
-    names = files_of_part(manifest, part)
+    names = files_of_part(manifest, part_name)
     if not isinstance(value, list if sharded else (str, type(None))):
         names = [value]  # no valid name, so that the error shows it
     for name in names:
         entry = files.get(name) if isinstance(name, str) else None
         if entry is None:
             raise CheckpointError(
-                file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX
+                file, f"parts.{part_name}", f"its file {name!r} is not listed", fix=_FIX
             )
         if not sharded:
             continue

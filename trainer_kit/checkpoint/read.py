@@ -138,11 +138,11 @@ def open_checkpoint(
     root, manifest = _check_or_describe(path)
     existing = manifest["parts"]
     wanted = list(existing if parts is None else parts)
-    for part in wanted:
-        if part not in existing:
-            fix = did_you_mean(part, existing) if existing else None
+    for part_name in wanted:
+        if part_name not in existing:
+            fix = did_you_mean(part_name, existing) if existing else None
             raise CheckpointError(
-                root, part, "this checkpoint has no such part", fix=fix
+                root, part_name, "this checkpoint has no such part", fix=fix
             )
     names = files_for(manifest, wanted)
     check_sizes(root, manifest, names)  # before any file is fetched
@@ -272,8 +272,8 @@ def _subdirectories(directory: Location) -> list[Location]:
 def files_for(manifest: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
     """Return the names of the files that hold these parts, including their descriptions."""
     names = description_files(manifest)
-    for part in parts:
-        names += files_of_part(manifest, part)
+    for part_name in parts:
+        names += files_of_part(manifest, part_name)
     return names
 
 
@@ -289,15 +289,19 @@ def _decode(
     if is_sharded(manifest):
         layout = read_layout(root, manifest)
         with ShardFiles(root) as files:
-            for part in parts:
-                assembled = Assembled(files, layout[part], device)
-                state[part] = decode(trees[part], assembled, at=part, file=document)
+            for part_name in parts:
+                assembled = Assembled(files, layout[part_name], device)
+                state[part_name] = decode(
+                    trees[part_name], assembled, at=part_name, file=document
+                )
         return state
-    for part in parts:
+    for part_name in parts:
         tensors: dict[str, Tensor] = {}
-        for file in files_of_part(manifest, part):
+        for file in files_of_part(manifest, part_name):
             tensors |= read_tensors(root / file, device)
-        state[part] = decode(trees[part], tensors, at=part, file=document)
+        state[part_name] = decode(
+            trees[part_name], tensors, at=part_name, file=document
+        )
     return state
 
 
@@ -314,11 +318,11 @@ def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
     """
     document = root / DOCUMENT
     trees: dict[str, Any] = read_json(document)
-    for part in parts:
-        if not isinstance(trees, dict) or part not in trees:
+    for part_name in parts:
+        if not isinstance(trees, dict) or part_name not in trees:
             raise CheckpointError(
                 document,
-                part,
+                part_name,
                 "the manifest names this part, but it is not in the file",
             )
     return trees

@@ -56,9 +56,8 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
         work.mkdir()
         yield work
     except BaseException:
-        with suppress(
-            OSError
-        ):  # `clean_uploads` deletes what stays, because the sign stays too
+        # `clean_uploads` deletes what stays, because the sign stays too.
+        with suppress(OSError):
             (work / MANIFEST).unlink(missing_ok=True)
             _remove_tree(work)
             sign.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -41,8 +42,8 @@ _Tensors = dict[str, Tensor]
 def file_names(parts: Iterable[str], rank: int, size: int) -> dict[str, str]:
     """The names of a rank's files, by part."""
     suffix = f"-{rank + 1:05d}-of-{size:05d}{SHARD}"
-    names = name_parts({part: (part,) for part in parts}, suffix)
-    return {part: str(name) for part, name in names.items()}
+    names = name_parts({part_name: (part_name,) for part_name in parts}, suffix)
+    return {part_name: str(name) for part_name, name in names.items()}
 
 
 def _chunk_keys(chunks: Iterable[tuple[str, str]]) -> list[str]:
@@ -80,28 +81,28 @@ class LocalState:
         self.info = encode_info(info) if first else None
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[str, _TensorName] = {}
-        for part, value in state.items():
-            if not isinstance(part, str):
+        for part_name, value in state.items():
+            if not isinstance(part_name, str):
                 raise CheckpointError(
                     _SOURCE,
-                    repr(part),
+                    repr(part_name),
                     "the parts of a checkpoint are named by strings",
                 )
-            self._encode(part, value)
+            self._encode(part_name, value)
         self._planner = _save_planner(self._tensors, first)
         # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
         items = self._planner.create_local_plan().items
         self._items = [item for item in items if math.prod(_box(item)[1])]
 
-    def _encode(self, part: str, value: object) -> None:
+    def _encode(self, part_name: str, value: object) -> None:
         """Encode a part and number its tensors, as torch's planner takes one flat dict."""
         tensors: _Tensors = {}
-        self.trees[part] = encode(value, tensors, at=part, sharded=True)
+        self.trees[part_name] = encode(value, tensors, at=part_name, sharded=True)
         for name, tensor in tensors.items():
-            _refuse_partial(f"{part}.{name}", tensor)
+            _refuse_partial(f"{part_name}.{name}", tensor)
             key = str(len(self._tensors))
             self._tensors[key] = tensor
-            self._names[key] = (part, name)
+            self._names[key] = (part_name, name)
 
     def describe(self) -> object:
         """Return the trees; part, name, shape and dtype of each tensor; part, name and box of each chunk."""
@@ -127,13 +128,15 @@ class LocalState:
         """
         items = [self._items[index] for index in indices]
         names = [self._names[item.index.fqn] for item in items]
-        files = [file_names[part] for part, _ in names]
-        keys = _chunk_keys((file_names[part], name) for part, name in names)
+        files = [file_names[part_name] for part_name, _ in names]
+        keys = _chunk_keys((file_names[part_name], name) for part_name, name in names)
         shards: dict[str, _Tensors] = {}
-        for item, (part, name), file, key in zip(
+        for item, (part_name, name), file, key in zip(
             items, names, files, keys, strict=True
         ):
-            chunk = _plain_tensor(f"{part}.{name}", self._planner.resolve_data(item))
+            chunk = _plain_tensor(
+                f"{part_name}.{name}", self._planner.resolve_data(item)
+            )
             if buffers is not None:
                 chunk = buffers.copy(f"{file}/{key}", chunk)
             shards.setdefault(file, {})[key] = chunk
@@ -143,9 +146,10 @@ class LocalState:
 
 
 def _save_planner(tensors: _Tensors, first: bool) -> DefaultSavePlanner:
+    # torch's planner takes half a second to import.
     from torch.distributed.checkpoint.default_planner import (
         DefaultSavePlanner,
-    )  # half a second
+    )
 
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False
@@ -210,31 +214,45 @@ class WritePlan:
     """
 
     def __init__(self, descriptions: list[Any]) -> None:
-        trees = reduce(merge, [trees for trees, _, _ in descriptions])
-        self.document = dump_document(trees)
-        tensors = _agreed_tensors([tensors for _, tensors, _ in descriptions])
-        boxes = [_parse_boxes(entries) for _, _, entries in descriptions]
-        self.parts = list(dict.fromkeys(part for part, _ in tensors))
-        self.written = _assign_boxes(boxes, tensors)
-        chunks: dict[_TensorName, list[Chunk]] = {name: [] for name in tensors}
-        for rank, rank_boxes in enumerate(boxes):
-            written_boxes = [rank_boxes[index] for index in self.written[rank]]
-            files = file_names(self.parts, rank, len(descriptions))
-            keys = _chunk_keys((files[box.part], box.name) for box in written_boxes)
-            for box, key in zip(written_boxes, keys, strict=True):
+        trees: list[Any] = []
+        tensors_by_rank: list[list[Any]] = []
+        boxes_by_rank: list[list[_Box]] = []
+        for rank_trees, rank_tensors, rank_boxes in descriptions:
+            trees.append(rank_trees)
+            tensors_by_rank.append(rank_tensors)
+            boxes_by_rank.append(_parse_boxes(rank_boxes))
+        merged = reduce(merge, trees)
+        tensors = _agreed_tensors(tensors_by_rank)
+        self.document = dump_document(merged)
+        self.parts = list(dict.fromkeys(part_name for part_name, _ in tensors))
+        self.written = _assign_boxes(boxes_by_rank, tensors)
+        chunks = self._written_chunks(boxes_by_rank)
+        self.layout: Layout = {part_name: {} for part_name in merged}
+        for (part_name, name), (shape, dtype) in tensors.items():
+            tensor_chunks = tuple(chunks[part_name, name])
+            tensor = TensorLayout(dtype, shape, tensor_chunks)
+            check_cover(_SOURCE, f"{part_name}.{name}", tensor)
+            self.layout[part_name][name] = tensor
+
+    def _written_chunks(
+        self, boxes_by_rank: list[list[_Box]]
+    ) -> Mapping[_TensorName, list[Chunk]]:
+        """The chunks of each tensor in the files of all ranks."""
+        chunks: dict[_TensorName, list[Chunk]] = defaultdict(list)
+        for rank, boxes in enumerate(boxes_by_rank):
+            written = [boxes[index] for index in self.written[rank]]
+            files = file_names(self.parts, rank, len(boxes_by_rank))
+            keys = _chunk_keys((files[box.part], box.name) for box in written)
+            for box, key in zip(written, keys, strict=True):
                 chunk = Chunk(box.offsets, box.sizes, files[box.part], key)
                 chunks[box.part, box.name].append(chunk)
-        self.layout: Layout = {part: {} for part in trees}
-        for (part, name), (shape, dtype) in tensors.items():
-            tensor = TensorLayout(dtype, shape, tuple(chunks[part, name]))
-            check_cover(_SOURCE, f"{part}.{name}", tensor)
-            self.layout[part][name] = tensor
+        return chunks
 
 
 def _parse_boxes(entries: list[Any]) -> list[_Box]:
     return [
-        _Box(part, name, tuple(offsets), tuple(sizes))
-        for part, name, offsets, sizes in entries
+        _Box(part_name, name, tuple(offsets), tuple(sizes))
+        for part_name, name, offsets, sizes in entries
     ]
 
 
@@ -244,11 +262,13 @@ def _agreed_tensors(
     """Shape and dtype of each tensor; raises if they differ between ranks."""
     tensors: dict[_TensorName, tuple[list[int], str]] = {}
     for rank_tensors in descriptions:
-        for part, name, shape, dtype in rank_tensors:
-            first_shape, first_dtype = tensors.setdefault((part, name), (shape, dtype))
+        for part_name, name, shape, dtype in rank_tensors:
+            first_shape, first_dtype = tensors.setdefault(
+                (part_name, name), (shape, dtype)
+            )
             if (first_shape, first_dtype) != (shape, dtype):
                 reason = f"{dtype} {shape} on one rank, {first_dtype} {first_shape} on another"
-                raise CheckpointError(_SOURCE, f"{part}.{name}", reason)
+                raise CheckpointError(_SOURCE, f"{part_name}.{name}", reason)
     return {
         name: (tuple(shape), named_dtype(dtype))
         for name, (shape, dtype) in tensors.items()

@@ -234,9 +234,8 @@ def _write_shards(
         size, buffers = safetensors_bytes(tensors)
         with io_failures(target / name, size):
             entries[name] = write_file(work / name, buffers)
-    if shards and isinstance(
-        work, Path
-    ):  # makes the names of the files visible to other machines
+    # Make the names of the files visible to other machines.
+    if shards and isinstance(work, Path):
         sync_directory(work)
     return entries
 
@@ -256,11 +255,11 @@ def _write_descriptions(
     files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
     files[LAYOUT] = write_file(work / LAYOUT, [dump_layout(snapshot.layout)])
     parts = {}
-    for part, tensors in snapshot.layout.items():
+    for part_name, tensors in snapshot.layout.items():
         names: set[str] = set()
         for tensor in tensors.values():
             names.update(chunk.file for chunk in tensor.chunks)
-        parts[part] = sorted(names)
+        parts[part_name] = sorted(names)
     extra = None if staged is None else staged_files(staged, files)
     manifest = new_manifest(
         files, parts, snapshot.info, versions(), committed, snapshot.number, extra
@@ -369,8 +368,10 @@ def read_divided(
 
         def make_template() -> dict[str, Any]:
             return {
-                part: source.template(part, divided, absent.get(part, ()))
-                for part in source.parts
+                part_name: source.template(
+                    part_name, divided, absent.get(part_name, ())
+                )
+                for part_name in source.parts
             }
 
         state = ranks.each(make_template)
@@ -387,8 +388,8 @@ def _fill_together(
 ) -> None:
     if verify:
         files: list[str] = []
-        for part in source.parts:
-            files += files_of_part(source.manifest, part)
+        for part_name in source.parts:
+            files += files_of_part(source.manifest, part_name)
         files.sort()
         # Each rank verifies its share of the files; from a URL each rank has fetched its own copies.
         share = files if is_url(path) else files[ranks.rank :: ranks.size]
@@ -420,12 +421,12 @@ class _Source:
         self.trees = read_trees(root, parts)
         self.layout = layouts_of(root, manifest, parts)
 
-    def stored_layout(self, tree: Any, part: str, key: str) -> TensorLayout | None:
+    def stored_layout(self, tree: Any, part_name: str, key: str) -> TensorLayout | None:
         """Return the layout of the tensor that ``tree`` records; None if it records none."""
         record = tensor_record(tree)
         if record is None:
             return None
-        layout = self.layout[part].get(str(record.get("v")))
+        layout = self.layout[part_name].get(str(record.get("v")))
         if layout is None or "dtype" not in record:
             return layout
         try:
@@ -437,11 +438,11 @@ class _Source:
             ) from error
 
     def template(
-        self, part: str, like: Mapping[str, Any], elsewhere: Collection[str]
+        self, part_name: str, like: Mapping[str, Any], elsewhere: Collection[str]
     ) -> Any:
         """Return the state of a part that is to be filled: memory for divided tensors, None for all other values."""
         models = {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}
-        return self._template(self.trees[part], models, (part,), None)
+        return self._template(self.trees[part_name], models, (part_name,), None)
 
     def _template(
         self, tree: Any, models: Mapping[Any, Any], path: tuple[str, ...], model: Any
@@ -490,8 +491,10 @@ class _Target:
         self._tensors: _Tensors = {}
         self._layouts: dict[str, TensorLayout] = {}
         self._stored_names: dict[str, str] = {}
-        for part in state:
-            state[part] = self._fill(state[part], source.trees[part], part, ())
+        for part_name in state:
+            state[part_name] = self._fill(
+                state[part_name], source.trees[part_name], part_name, ()
+            )
 
     def strided_tensors(self) -> list[Any]:
         """Return name, shape and boxes of this rank's tensors that are split twice along one dim."""
@@ -505,47 +508,51 @@ class _Target:
             strided.append([self._stored_names[name], list(tensor.shape), boxes])
         return strided
 
-    def _fill(self, value: Any, tree: Any, part: str, path: tuple[str, ...]) -> Any:
+    def _fill(
+        self, value: Any, tree: Any, part_name: str, path: tuple[str, ...]
+    ) -> Any:
         """Return ``value`` with the content of ``tree``; register tensors for `load`."""
-        key = ".".join((part, *path))
+        key = ".".join((part_name, *path))
         document = self._source.document
         if value is _ELSEWHERE:
-            layout = self._source.stored_layout(tree, part, key)
+            layout = self._source.stored_layout(tree, part_name, key)
             if layout is None:
                 return None
             return torch.empty(layout.shape, dtype=layout.dtype, device="meta")
         if isinstance(value, Tensor):
-            return self._register(value, tree, part, key)
+            return self._register(value, tree, part_name, key)
         items = children(tree, at=key, file=document)
         if isinstance(value, MutableMapping) and isinstance(items, Mapping):
-            self._fill_dict(value, items, part, path)
+            self._fill_dict(value, items, part_name, path)
             return value
         if isinstance(value, (list, tuple)) and _holds_tensors(value):
-            return self._fill_list(value, items, part, path)
-        assembled = Assembled(self._files, self._source.layout[part])
+            return self._fill_list(value, items, part_name, path)
+        assembled = Assembled(self._files, self._source.layout[part_name])
         return decode(tree, assembled, at=key, file=document)
 
     def _fill_dict(
         self,
         value: MutableMapping[Any, Any],
         items: Mapping[Any, Any],
-        part: str,
+        part_name: str,
         path: tuple[str, ...],
     ) -> None:
         for name in list(value):
             if name not in items:
-                key = ".".join((part, *path, str(name)))
+                key = ".".join((part_name, *path, str(name)))
                 fix = did_you_mean(str(name), map(str, items)) if items else None
                 raise CheckpointError(
                     self._source.root, key, "it is not in the checkpoint", fix=fix
                 )
-            value[name] = self._fill(value[name], items[name], part, (*path, str(name)))
+            value[name] = self._fill(
+                value[name], items[name], part_name, (*path, str(name))
+            )
 
     def _fill_list(
         self,
         value: list[Any] | tuple[Any, ...],
         items: object,
-        part: str,
+        part_name: str,
         path: tuple[str, ...],
     ) -> Any:
         if not isinstance(items, list) or len(items) != len(value):
@@ -554,14 +561,14 @@ class _Target:
                 if isinstance(items, list)
                 else "something else is"
             )
-            key = ".".join((part, *path))
+            key = ".".join((part_name, *path))
             raise CheckpointError(
                 self._source.root,
                 key,
                 f"{stored} stored, the state has {len(value)} items",
             )
         filled = [
-            self._fill(item, items[index], part, (*path, str(index)))
+            self._fill(item, items[index], part_name, (*path, str(index)))
             for index, item in enumerate(value)
         ]
         if isinstance(value, tuple):
@@ -571,9 +578,10 @@ class _Target:
 
     def load(self) -> None:
         """Fill the tensors; torch's planner finds the stored chunks that overlap with this rank's parts."""
+        # torch's planner takes half a second to import.
         from torch.distributed.checkpoint.default_planner import (
             DefaultLoadPlanner,
-        )  # half a second
+        )
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             Metadata,
@@ -612,9 +620,9 @@ class _Target:
             )
             planner.resolve_tensor(item).detach().copy_(content)
 
-    def _register(self, value: Tensor, tree: Any, part: str, key: str) -> Tensor:
+    def _register(self, value: Tensor, tree: Any, part_name: str, key: str) -> Tensor:
         root = self._source.root
-        layout = self._source.stored_layout(tree, part, key)
+        layout = self._source.stored_layout(tree, part_name, key)
         if layout is None:
             raise CheckpointError(
                 root, key, "the state has a tensor where the checkpoint has none"
@@ -636,7 +644,7 @@ class _Target:
         self._tensors[name] = value
         self._layouts[name] = layout
         # Under its stored name a tensor is the same on all ranks.
-        self._stored_names[name] = f"{part}.{tree['v']}"
+        self._stored_names[name] = f"{part_name}.{tree['v']}"
         return value
 
 

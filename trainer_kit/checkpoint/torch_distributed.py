@@ -197,10 +197,13 @@ def _read_tensor(directory: Path, name: str, record: Any, storage: _Storage) -> 
 
 
 def _tensor_layout(name: str, record: Any, storage: _Storage) -> TensorLayout:
+    dtype = record.properties.values[0]
+    shape = tuple(record.size)
     chunks = []
     for chunk in record.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        offsets = tuple(chunk.offsets)
+        sizes = tuple(chunk.sizes)
         if math.prod(sizes):
-            file = storage[name, offsets].relative_path
-            chunks.append(Chunk(offsets, sizes, file, name))
-    return TensorLayout(record.properties.values[0], tuple(record.size), tuple(chunks))
+            info = storage[name, offsets]
+            chunks.append(Chunk(offsets, sizes, info.relative_path, name))
+    return TensorLayout(dtype, shape, tuple(chunks))

@@ -323,10 +323,10 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
             file, "hyper_parameters", f"a {type(hparams).__name__}, not a dict"
         )
     content["hyper_parameters"] = hparams
-    for part in ("hyper_parameters", "datamodule_hyper_parameters"):
-        values = content.get(part)
+    for part_name in ("hyper_parameters", "datamodule_hyper_parameters"):
+        values = content.get(part_name)
         if isinstance(values, Mapping):
-            content[part] = {
+            content[part_name] = {
                 name: _object_or_repr(value) for name, value in values.items()
             }
     return content

@@ -264,8 +264,8 @@ def _divergent_rank_state(run: Fit, names: Mapping[int, str]) -> State:
         entries = strategy.module_state(run.module).items()
         weights = {name: value for name, value in entries if isinstance(value, Tensor)}
         optimizers = _optimizer_states(run, names)
-    part = {"state_dict": weights, "optimizer_states": optimizers}
-    return {rank_part_name(strategy.world.rank): part}
+    state = {"state_dict": weights, "optimizer_states": optimizers}
+    return {rank_part_name(strategy.world.rank): state}
 
 
 def rank_part_name(rank: int | str) -> str:
@@ -380,9 +380,8 @@ def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
     # torch's RuntimeError names the weights that do not match, so it stays as it is.
     with checkpoint_errors("state_dict", RuntimeError):
         weights = state["state_dict"]
-        if (
-            "optimizer_states" in state
-        ):  # a run may deploy averages of the weights that it trains
+        # A run may deploy averages of the weights that it trains.
+        if "optimizer_states" in state:
             weights = {**weights, **state.get("current_model_state", {})}
         run.strategy.load_module_state(run.module, weights, strict)
 
@@ -488,9 +487,8 @@ def describe_rank_change(strategy: Strategy, state: Mapping[str, Any]) -> str | 
         return f"{saved_ranks} ranks on {world.size}"
     # Ranks that get the same batch have agreed on what they draw.
     data_ranks = [int(row[0]) for row in world.agree([strategy.data.rank])]
-    if (
-        state.get("data_ranks", data_ranks) == data_ranks
-    ):  # older checkpoints lack this entry
+    # Older checkpoints lack this entry.
+    if state.get("data_ranks", data_ranks) == data_ranks:
         return None
     return f"{saved_ranks} ranks that now share batches among them in another way"
 
@@ -502,9 +500,8 @@ def _restore_rank_state(
     with checkpoint_errors("metrics"):
         saved_metrics = state["metrics"]
         report_rank = run.strategy.reports.rank
-        if report_rank >= len(
-            saved_metrics
-        ):  # more report ranks now than when it was saved
+        # More report ranks now than when it was saved.
+        if report_rank >= len(saved_metrics):
             report_rank = 0
         run.metrics.load_state_dict(saved_metrics[report_rank])
     if state.get("inside_step"):
@@ -524,11 +521,11 @@ def _restore_rank_state(
 
 
 @contextmanager
-def checkpoint_errors(part: str, *unchanged: type[Exception]) -> Iterator[None]:
+def checkpoint_errors(part_name: str, *unchanged: type[Exception]) -> Iterator[None]:
     """Turn every error of an object that refuses its saved state into a `CheckpointError`.
 
     Args:
-        part: of the state.
+        part_name: of the state.
         unchanged: errors that are raised as they are.
 
     Raises:
@@ -545,7 +542,7 @@ def checkpoint_errors(part: str, *unchanged: type[Exception]) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"it does not fit this run: {type(error).__name__}: {error}"
-        raise CheckpointError(part, None, reason) from error
+        raise CheckpointError(part_name, None, reason) from error
 
 
 def _loader_state(run: Fit, completed: Mapping[str, Any]) -> State | None:

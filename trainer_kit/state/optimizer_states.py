@@ -137,9 +137,8 @@ def _merge_names(strategy: Strategy, groups: list[_Options]) -> None:
 def _parameter_name(
     parameter: nn.Parameter, names: Mapping[int, str], group: int, index: int
 ) -> str:
-    return names.get(
-        id(parameter), f"group{group}.{index}"
-    )  # a parameter that is not the module's
+    # A parameter that is not the module's has only a position.
+    return names.get(id(parameter), f"group{group}.{index}")
 
 
 def restore_optimizer(
@@ -201,9 +200,8 @@ def restore_optimizer(
             if name not in saved["state"]:
                 continue
             parameter_state = saved["state"][name]
-            if (
-                not strategy.keeps_gradients
-            ):  # otherwise it belongs to a parameter of the engine
+            # Otherwise it belongs to a parameter of the engine.
+            if not strategy.keeps_gradients:
                 weight = (weights or {}).get(name)
                 parameter_state = _cast_with_weight(parameter_state, weight, parameter)
             state[parameter] = parameter_state

@@ -361,8 +361,10 @@ def _parts_to_read(path: Location, weights_only: bool) -> list[str]:
     """The shared parts; of weights alone also the entries that ``on_save_checkpoint`` hooks have added."""
     parts = read_manifest(path)["parts"]
     if weights_only:
-        return [part for part in parts if not _is_run_part(part)]
-    return [part for part in parts if not part.startswith(rank_part_name(""))]
+        return [part_name for part_name in parts if not _is_run_part(part_name)]
+    return [
+        part_name for part_name in parts if not part_name.startswith(rank_part_name(""))
+    ]
 
 
 def read_start(path: Location, weights_only: bool, strategy: Strategy) -> State:
@@ -374,7 +376,11 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> State:
         if weights_only or not _is_checkpoint(path):
             return {}
         parts = read_manifest(path)["parts"]
-        needed = [part for part in ("callbacks", "progress", "seed") if part in parts]
+        needed = [
+            part_name
+            for part_name in ("callbacks", "progress", "seed")
+            if part_name in parts
+        ]
         return {**dict.fromkeys(parts), **read_checkpoint(path, parts=needed)}
 
     return fail_together(strategy.world, read)
@@ -405,9 +411,10 @@ def read_rest(
         return state
     if not _is_checkpoint(path):
         return fail_together(world, lambda: read_state(path, weights_only))
+    # torch's planner takes half a second to import.
     from trainer_kit.checkpoint.sharded import (
         read_divided,
-    )  # torch.distributed's planner
+    )
 
     tensors, absent = fail_together(world, lambda: local_tensors(strategy, module))
     state = read_divided(
@@ -505,20 +512,23 @@ def compare_hparams(
     return f"hyperparameters of the module differ from the checkpoint's: {differences}"
 
 
+_PLAIN: Final = (bool, int, float, str, type(None))
+
+
 def _differ(value: object, saved: object) -> bool:
     """Whether two plain values differ; other objects are not compared."""
     if isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)):
         if len(value) != len(saved):
             return True
-        return any(_differ(*pair) for pair in zip(value, saved, strict=True))
+        return any(map(_differ, value, saved))
     if isinstance(value, Mapping) and isinstance(saved, Mapping):
-        if {"repr"} in (value.keys(), saved.keys()):
+        names, saved_names = value.keys(), saved.keys()
+        if {"repr"} in (names, saved_names):
             return False  # a value that a checkpoint holds by its repr only
-        if value.keys() != saved.keys():
+        if names != saved_names:
             return True
-        return any(_differ(value[key], saved[key]) for key in value)
-    plain = (bool, int, float, str, type(None))
-    if not isinstance(value, plain) or not isinstance(saved, plain):
+        return any(_differ(value[name], saved[name]) for name in names)
+    if not isinstance(value, _PLAIN) or not isinstance(saved, _PLAIN):
         return False
     both_nan = value != value and saved != saved
     return value != saved and not both_nan

@@ -276,9 +276,8 @@ class Guard:
                 bad_gradients[-1] if bad_gradients else "", gradient_rank
             )
             batches = self._describe_batches(run, None)
-            if (
-                world.size > 1
-            ):  # gradients are summed already: a batch of any rank may be the cause
+            # Gradients are summed already: a batch of any rank may be the cause.
+            if world.size > 1:
                 by_rank = enumerate(world.all_gather_object(batches))
                 batches = "; ".join(f"rank {rank}: {text}" for rank, text in by_rank)
             count = int(rows[gradient_rank][1])
@@ -333,8 +332,9 @@ class Guard:
 
     def _rewrite_checkpoints(self, run: Fit) -> None:
         """Request the checkpoints again that hold steps of the window that is left out, where they still exist."""
-        stale = [entry for entry in self._written if entry[0] >= self._first]
-        self._written = [entry for entry in self._written if entry[0] < self._first]
+        first = self._first
+        stale = [entry for entry in self._written if entry[0] >= first]
+        self._written = [entry for entry in self._written if entry[0] < first]
         existing: list[str] = []
         for _, paths in stale:
             existing += [path for path in paths if locate(path).exists()]
@@ -344,7 +344,8 @@ class Guard:
             requests: _Requests = []
             for path, weights_only in paths.items():
                 if path in existing:
-                    requests.append(("left out", _Rewrite(locate(path), weights_only)))
+                    rewrite = _Rewrite(locate(path), weights_only)
+                    requests.append(("left out", rewrite))
             self._requests.append((step, requests))
 
     def _end_search(self, run: Fit) -> None:

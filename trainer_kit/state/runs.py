@@ -536,9 +536,8 @@ def _load_loggers(loggers: Sequence[object], states: Sequence[object]) -> None:
     """Let loggers continue the runs that these `_logger_states` belong to."""
     for logger, state in zip(loggers, states, strict=False):
         if isinstance(state, dict) and state:
-            with suppress(
-                KeyError
-            ):  # the state of another logger: the script was changed
+            # A KeyError: the state of another logger, since the script was changed.
+            with suppress(KeyError):
                 call_optional(logger, "load_state_dict", state)
 
 
@@ -762,9 +761,8 @@ def take_directories(
                     files.say(f"{discarded(names)} in {directory}")
             files.begin(directories, requests, progress, cleanup)
         finally:
-            cleanup.extend(
-                releases
-            )  # also after an error: the locks that were taken are released
+            # Also after an error: the locks that were taken are released.
+            cleanup.extend(releases)
         return discarded_names
 
     return on_rank_zero(world, take)

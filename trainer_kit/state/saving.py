@@ -297,8 +297,8 @@ class _Writer:
         return bool(Collective(self.group).reduce(lambda: is_finite, all))
 
     def _has_finite_parameters(self, snapshot: Snapshot) -> bool:
-        for part in ("model", "current_model_state"):
-            weights = snapshot.tensors.get(part, {})
+        for part_name in ("model", "current_model_state"):
+            weights = snapshot.tensors.get(part_name, {})
             names = [name for name in self.parameter_names if name in weights]
             if not are_finite(weights[name] for name in names):
                 return False
@@ -337,9 +337,8 @@ def _write(
             continue
         outcome[path] = None
         is_finite = writer.is_finite(snapshot)
-        if (
-            save.abandoned
-        ):  # only this rank knows: all collective calls come before this line
+        # Only this rank knows: all collective calls come before this line.
+        if save.abandoned:
             continue
         if saver.finite and not is_finite:
             save.messages.append(
