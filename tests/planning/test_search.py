@@ -157,6 +157,7 @@ def test_what_cannot_be_measured_is_not_ranked():
         return replace(
             whole(candidate),
             exact=False,
+            ran=False,
             flops=0,
             traffic=(),
             notes=("the step reads values",),
@@ -316,7 +317,10 @@ def test_a_module_that_refuses_a_single_sample():
     def measure(candidate):
         one = candidate.micro_batch == 1
         return replace(
-            memory(candidate), exact=not one, notes=("it is one sample",) * one
+            memory(candidate),
+            exact=not one,
+            ran=not one,
+            notes=("it is one sample",) * one,
         )
 
     one = {"worlds": (1,), "strategies": ("ddp",)}

@@ -247,6 +247,83 @@ class Recommender(nn.Module):
         return self.out(self.top(torch.cat([dense, products[:, rows, columns]], 1)))
 
 
+class Volumes(nn.Module):
+    """Convolutions in three dimensions, down and up again."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Conv3d(1, width, 3, padding=1), nn.GroupNorm(4, width), nn.SiLU()),
+            *(
+                nn.Conv3d(width, 2 * width, 3, 2, 1),
+                nn.BatchNorm3d(2 * width),
+                nn.SiLU(),
+            ),
+            *(nn.Conv3d(2 * width, 2 * width, 3, padding=1), nn.SiLU()),
+            *(nn.ConvTranspose3d(2 * width, width, 2, 2), nn.SiLU()),
+            nn.Conv3d(width, 1, 1),
+        )
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Translator(nn.Module):
+    """An LSTM that reads, and one that writes, which begins with the state of the first."""
+
+    def __init__(self, width=128, vocabulary=1000):
+        super().__init__()
+        self.source, self.target = (nn.Embedding(vocabulary, width) for _ in range(2))
+        self.reader, self.writer = (
+            nn.LSTM(width, width, num_layers=2, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens):
+        _, state = self.reader(self.source(tokens))
+        return self.head(self.writer(self.target(tokens), state)[0])
+
+
+class Ranker(nn.Module):
+    """A GRU over the items of a session; a sample's items, a good and a bad one share one table."""
+
+    def __init__(self, width=128, items=10_000):
+        super().__init__()
+        self.table = nn.Embedding(items, width)
+        self.cell = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, items):
+        states, _ = self.cell(self.table(items))
+        good, bad = self.table(items[:, 0]), self.table(items[:, 1])
+        return (states[:, -1] * (good - bad)).sum(-1)
+
+
+class Scan(nn.Module):
+    """A state space model, whose state is computed from one step of the sequence to the next."""
+
+    def __init__(self, width=64, state=8):
+        super().__init__()
+        self.sizes = [state, state, width]
+        self.inner, self.parts = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, sum(self.sizes)),
+        )
+        self.decay = nn.Parameter(torch.rand(width, state))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        values, gate = self.inner(x).chunk(2, -1)
+        into, out_of, steps = self.parts(values).split(self.sizes, -1)
+        steps = F.softplus(steps)
+        state = x.new_zeros(len(x), *self.decay.shape)
+        seen = []
+        for at in range(x.shape[1]):
+            kept = torch.exp(-steps[:, at, :, None] * self.decay) * state
+            state = kept + (steps[:, at] * values[:, at])[..., None] * into[:, at, None]
+            seen.append((state * out_of[:, at, None]).sum(-1))
+        return x + self.out(torch.stack(seen, 1) * F.silu(gate))
+
+
 def _mlp():
     parts = [
         nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
@@ -357,6 +434,10 @@ MODELS = {
     "gpt": (lambda: LanguageModel(GPT()), (128,), True),
     "lstm": (lambda: Measured(Recurrent()), (64, 64), False),
     "unet": (lambda: Measured(UNet()), (3, 64, 64), False),
+    "volumes": (lambda: Measured(Volumes()), (1, 16, 16, 16), False),
+    "translator": (lambda: Measured(Translator()), (40,), True),
+    "ranker": (lambda: Measured(Ranker()), (32,), True),
+    "scan": (lambda: Measured(nn.Sequential(Scan(), Scan())), (32, 64), False),
     "llama": (_llama, (128,), True),
     "vit": (_vit, (3, 32, 32), False),
     "resnet": (lambda: Measured(ResNet()), (3, 32, 32), False),

@@ -195,7 +195,7 @@ class _Exchanged:
 
 
 @contextmanager
-def adapted() -> Iterator[None]:
+def adapted(*, fused: bool = False) -> Iterator[None]:
     """Inside, parts of torch work with fake tensors.
 
     ``module.to`` converts fake parameters in place, as it does real ones; torch would swap objects. A mesh computes
@@ -205,10 +205,11 @@ def adapted() -> Iterator[None]:
     of them know the shapes that they exchange: ours do; their exchanges keep tensors alive, as real ones do. A gradient
     scaler steps without reading whether gradients are finite. An operator that fails is not logged: the plan shows the
     error.
+
+    Args:
+        fused: whether oneDNN's LSTM is used, as on a CPU; a fake one does not report what it saves for backward.
     """
-    recurrent: Any = (
-        torch.backends.mkldnn.enabled
-    )  # its LSTM does not report what it saves for backward
+    recurrent: Any = torch.backends.mkldnn.enabled
     from torch.distributed import pipelining
 
     divides: Any = _fsdp_param
@@ -260,7 +261,7 @@ def adapted() -> Iterator[None]:
         (joins, "_concatenate", staticmethod(concatenate_outside)),
     )
     log.disabled = True
-    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_mkldnn_enabled(fused and recurrent)
     propagator.propagate_op_sharding_non_cached = _once_for_equal_entries(
         propagator.propagate_op_sharding_non_cached
     )

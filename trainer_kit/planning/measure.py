@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from trainer_kit.planning.fake_world import (
     fake_world,
     unpacked,
 )
+from trainer_kit.planning.kernel_memory import KernelMemory
 from trainer_kit.planning.memory_tracker import Mark, StepTracker
 from trainer_kit.planning.records import (
     CALCULATED,
@@ -109,8 +110,9 @@ def measure(
         size: the samples in ``batch``; None: the rows of its first tensor.
 
     Returns:
-        What the step needs. ``exact`` is False, and a note says why, where the step cannot run without data: weights,
-        gradients and optimizer state are then calculated.
+        What the step needs. ``exact`` is False, and `Measured.inexact` says why, where a real step has other kernels.
+        ``ran`` is False, and a note says why, where the step cannot run: weights, gradients and optimizer state are
+        then calculated.
 
     Raises:
         TrainerKitError: the candidate cannot be built: sizes that do not divide, a precision that the engine refuses,
@@ -175,6 +177,7 @@ class _Role:
     traffic: tuple[Traffic, ...]
     flops: int
     operators: int
+    with_workspaces: frozenset[str]
 
 
 @final
@@ -193,6 +196,7 @@ class _Trial:
         self.module, self.batch, self.candidate = module, batch, candidate
         self.trainer, self.accelerator, self.size = trainer, accelerator, size
         self.mode = FastFakeMode()
+        self.kernels = KernelMemory() if accelerator == "cpu" else None
 
     def run(self) -> Measured:
         """Run the steps on a rank of each stage."""
@@ -203,7 +207,9 @@ class _Trial:
             self._role(stage * candidate.world // stages, box)
             for stage in range(stages)
         ]
-        notes = _notes(self.module, self.batch, candidate, self.accelerator)
+        with_workspaces = frozenset().union(*(role.with_workspaces for role in roles))
+        notes = _notes(self.batch, candidate, self.accelerator, with_workspaces)
+        inexact = _inexact(self.module, self.accelerator, roles, self.kernels)
         if stages > 1:
             notes += (
                 "of the stages, traffic and operations are those of the one that has most",
@@ -218,8 +224,9 @@ class _Trial:
             ),
             flops=max(role.flops for role in roles),
             operators=max(role.operators for role in roles),
-            exact=True,
-            notes=notes,
+            exact=not inexact,
+            notes=(*notes, *inexact),
+            inexact=inexact,
         )
 
     def _role(self, rank: int, box: dict[int, list[Any]]) -> _Role:
@@ -229,10 +236,11 @@ class _Trial:
         precision = choose_precision(candidate.precision, None, strategy)
         if isinstance(strategy, DDPStrategy):
             strategy = FakeReplicas(strategy)
-        with fake_world(candidate.world, rank), adapted(), fake_mail(box):
+        on_cpu = self.accelerator == "cpu"
+        with fake_world(candidate.world, rank), adapted(fused=on_cpu), fake_mail(box):
             strategy.start()
             counter = TrafficCounter(axes_of(strategy))
-            tracker = StepTracker(self.mode, counter.see)
+            tracker = StepTracker(self.mode, counter.see, self.kernels)
             try:
                 run = self._composed(strategy, precision)
                 since = self._steps(run, tracker, counter)
@@ -254,6 +262,7 @@ class _Trial:
             traffic=counter.traffic(),
             flops=tracker.flops - since.flops,
             operators=tracker.operators - since.operators,
+            with_workspaces=frozenset(tracker.with_workspaces),
         )
 
     def _steps(self, run: Fit, tracker: StepTracker, counter: TrafficCounter) -> Mark:
@@ -272,6 +281,7 @@ class _Trial:
         tracker.note_state(held, optimizers)
         since = tracker.mark()
         with unpacked(self.batch), self.mode, tracker, tracker.resizes():
+            tracker.calibrate()
             for index, window in enumerate(run.windows.epoch(run.progress)):
                 if index == _WARM_UP:
                     since = tracker.mark()
@@ -394,13 +404,46 @@ def _step_together(optimizers: Sequence[Optimizer]) -> None:
             group["foreach"] = True
 
 
-def _notes(
-    module: nn.Module, batch: Any, candidate: Candidate, accelerator: str
+def _inexact(
+    module: nn.Module,
+    accelerator: str,
+    roles: Sequence[_Role],
+    kernels: KernelMemory | None,
 ) -> tuple[str, ...]:
-    notes = [
-        "fragmentation, the workspace of kernels and the memory of libraries are not in it"
-    ]
-    if accelerator != "cpu":
+    """Why the memory of a step on fake tensors is not that of a real one: the operators, and what is not known."""
+    found: list[str] = []
+    unknown = sorted(kernels.unknown) if kernels is not None else []
+    if unknown:
+        found.append(
+            f"what the CPU's kernels of {', '.join(unknown)} allocate could not be found"
+        )
+    if accelerator == "cpu":
+        return tuple(found)
+    recurrent = {
+        type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase)
+    }
+    if recurrent:
+        found.append(
+            f"{', '.join(sorted(recurrent))}: measured as plain operators; the fused kernel of {accelerator} "
+            "saves other tensors for backward"
+        )
+    return tuple(found)
+
+
+def _notes(
+    batch: Any, candidate: Candidate, accelerator: str, with_workspaces: Collection[str]
+) -> tuple[str, ...]:
+    if accelerator == "cpu":
+        notes = ["fragmentation and the memory of libraries are not in it"]
+    else:
+        notes = [
+            "fragmentation, the workspace of kernels and the memory of libraries are not in it"
+        ]
+        if with_workspaces:
+            names = ", ".join(sorted(with_workspaces))
+            notes.append(
+                f"{names}: {accelerator}'s library chooses its workspace when it runs"
+            )
         notes.append(
             f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward"
         )
@@ -415,10 +458,6 @@ def _notes(
         is not None
     ):
         notes.append(AUTOCAST_COPIES)
-    if any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        notes.append(
-            "recurrent layers are measured as plain operators; a fused kernel has its own workspace"
-        )
     if (
         "transformers" in sys.modules
         and isinstance(batch, Mapping)
@@ -593,5 +632,6 @@ def _calculated(
         traffic=(),
         flops=0,
         exact=False,
+        ran=False,
         notes=tuple(notes),
     )

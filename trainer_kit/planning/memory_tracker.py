@@ -6,6 +6,7 @@ an allocator sees it: when it is allocated, resized and freed.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from trainer_kit.planning.fake_mode import FastFakeMode
+from trainer_kit.planning.kernel_memory import RECURRENT, KernelMemory, has_workspace
 from trainer_kit.planning.records import CATEGORIES
 
 __all__ = ["Mark", "StepTracker", "storages"]
@@ -45,8 +47,11 @@ _FLOPS: Final[Mapping[Any, Callable[..., int]]] = {
         )
     ),
 }
+_ADD: Final = _aten.add.Tensor
 _STATE: Final = ("parameters", "gradients", "optimizer")
 """The categories of tensors that outlive a step."""
+_IN_KERNEL: Final = 0
+"""The number of what kernels allocate; storages have higher ones."""
 
 
 def storages(values: object) -> Iterator[torch.UntypedStorage]:
@@ -58,6 +63,23 @@ def storages(values: object) -> Iterator[torch.UntypedStorage]:
                 yield from storages([getattr(leaf, name) for name in names])
             else:
                 yield leaf.untyped_storage()
+
+
+def _references(tensor: Tensor) -> tuple[int, int, int]:
+    """How often a tensor and its storage are referred to, in C++ and in Python."""
+    inner: Any = torch._C
+    storage = inner._storage_Use_Count(tensor.untyped_storage()._cdata)
+    count = getattr(tensor, "_use_count", None)  # not in every release
+    return 0 if count is None else count(), storage, sys.getrefcount(tensor)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements follow each other in memory, in any order of dimensions."""
+    last = sum(
+        (size - 1) * stride
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return last + 1 == tensor.numel()
 
 
 class Mark(NamedTuple):
@@ -78,13 +100,21 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         mode: the fake mode whose tensors count.
         watch: called with every operator, its arguments and its result.
+        kernels: finds what kernels allocate beside their results; None: nothing is known of them.
     """
 
     def __init__(
-        self, mode: FastFakeMode, watch: Callable[[Any, Any, Any], None]
+        self,
+        mode: FastFakeMode,
+        watch: Callable[[Any, Any, Any], None],
+        kernels: KernelMemory | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._mode, self._watch = mode, watch
+        self._mode, self._watch, self._kernels = mode, watch, kernels
+        self._calibrates = False
+        self._sole: tuple[int, int, int] | None = (
+            None  # references to what only autograd holds
+        )
         self._numbers: dict[
             int, int
         ] = {}  # the number of a storage that exists, by its address
@@ -97,6 +127,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._in_step = True
         self.flops = 0
         self.operators = 0
+        self.with_workspaces: set[str] = set()  # operators of libraries
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -172,12 +203,21 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):  # the fake operator allocates a second tensor; the real one returns its input
             return args[0]
         kwargs = kwargs or {}
+        backward = torch._C._current_graph_task_id() != -1
+        if backward and func is _ADD and not kwargs and self._adds_in_place(*args):
+            func = _aten.add_.Tensor
         out = self._mode.call(func, args, kwargs)
         self.operators += not func.is_view
         count = _FLOPS.get(func._overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=out)
-        backward = torch._C._current_graph_task_id() != -1
+        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+        self.flops += flops
+        probe = None
+        if self._kernels is not None:
+            probe = self._kernels.probe(func, args, kwargs, flops)
+        if has_workspace(func):
+            self.with_workspaces.add(func.overloadpacket.__name__)
+        if func is RECURRENT and probe is not None:
+            out = (*out[:-1], out[-1].new_empty(probe.saved))
         if backward and self._fresh:
             for number in self._fresh:
                 self._category.setdefault(number, "activations")
@@ -195,8 +235,37 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._category[number] = "activations"
                     else:
                         self._fresh.add(number)
+        if probe is not None:
+            self._events += [(_IN_KERNEL, probe.extra), (_IN_KERNEL, -probe.extra)]
         self._watch(func, args, out)
         return out
+
+    def calibrate(self) -> None:
+        """Count the references to a gradient that nothing but autograd holds, in a small backward."""
+        self._calibrates = True
+        weight = torch.ones(2, requires_grad=True)
+        middle = weight * 2
+        (middle * 3 + middle * 4).sum().backward()  # type: ignore[no-untyped-call]
+        self._calibrates = False
+
+    def _adds_in_place(self, total: Tensor, *terms: object) -> bool:
+        """Whether autograd adds a gradient to another in place, as it does where no mode watches.
+
+        It does for a sum that nothing else holds (torch/csrc/autograd/input_buffer.cpp).
+        """
+        if len(terms) != 1 or torch.is_grad_enabled():
+            return False
+        (term,) = terms
+        if self._calibrates:
+            self._sole = _references(total)
+        elif _references(total) != self._sole:
+            return False
+        same = (
+            isinstance(term, Tensor)
+            and term.shape == total.shape
+            and term.dtype == total.dtype
+        )
+        return same and _is_dense(total)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:

@@ -331,7 +331,13 @@ def _notes(rows: Sequence[Row], samples: int, own: Strategy | None) -> list[str]
     """What the plan leaves out of the user's strategy, copies of weights, ranks that cannot divide the samples."""
     options = f"strategies are planned with their defaults, without the options of this {type(own).__name__}"
     unknown = "a step that cannot run without data may also have a mistake: try it with Trainer(fast_dev_run=True)"
-    inexact = any(row.measured is not None and not row.measured.exact for row in rows)
+    calculated = any(row.measured is not None and not row.measured.ran for row in rows)
+    reasons = dict.fromkeys(
+        reason
+        for row in rows
+        if row.measured is not None
+        for reason in row.measured.inexact
+    )
     copies = any(
         row.measured is not None and AUTOCAST_COPIES in row.measured.notes
         for row in rows
@@ -344,7 +350,8 @@ def _notes(rows: Sequence[Row], samples: int, own: Strategy | None) -> list[str]
     return [
         *([] if own is None else [options]),
         *_uncounted(own),
-        *([unknown] if inexact else []),
+        *([unknown] if calculated else []),
+        *(f"not exact: {reason}" for reason in reasons),
         *([AUTOCAST_COPIES] if copies else []),
         *(
             f"{world} ranks have {count} samples a step, and not {samples}: each has one or more, all equally many"

@@ -76,14 +76,17 @@ class Measured:
         host: the bytes in host memory of one rank, where it offloads.
         traffic: the collectives.
         flops: floating-point operations of one rank, forward and backward.
-        operators: the operators of one rank that compute something, in forward, backward and the optimizer's step.
-        exact: whether the step was run; False: weights, gradients and optimizer state are calculated, the rest is not.
+        exact: whether memory is that of a real step on a CPU, but for what the notes say.
         notes: the assumptions, in words.
+        operators: the operators of one rank that compute something, in forward, backward and the optimizer's step.
+        ran: whether the step was run; False: weights, gradients and optimizer state are calculated, the rest is not.
+        inexact: why a step that ran is not exact, one line for each reason.
 
     Example:
         >>> one = Candidate(strategy="single_device", precision="32-true", world=1, micro_batch=8)
         >>> held = {"parameters": 40, "gradients": 40}
-        >>> Measured(candidate=one, memory=(held,), host=0, traffic=(), flops=0, exact=False, notes=()).peak
+        >>> Measured(candidate=one, memory=(held,), host=0, traffic=(), flops=0, exact=False, ran=False,
+        ...          notes=()).peak
         80
     """
 
@@ -95,6 +98,8 @@ class Measured:
     exact: bool
     notes: tuple[str, ...]
     operators: int = 0
+    ran: bool = True
+    inexact: tuple[str, ...] = ()
 
     @property
     def peak(self) -> int:

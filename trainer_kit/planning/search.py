@@ -187,7 +187,7 @@ class _Search:
             return
         plain = self._row(first)
         yield plain
-        if plain.measured is None or not plain.measured.exact:
+        if plain.measured is None or not plain.measured.ran:
             return
         whole = plain.estimate is not None and plain.candidate.accumulate == 1
         saving = plain
@@ -223,7 +223,7 @@ class _Search:
                 estimate=None,
                 reason=self._why_not(measured),
             )
-        if not measured.exact:
+        if not measured.ran:
             state, notes = (
                 in_units(measured.peak),
                 "; ".join(measured.notes).removeprefix(CALCULATED),
@@ -280,13 +280,13 @@ class _Search:
     def _largest(self, first: Candidate, sizes: Sequence[int]) -> Measured:
         """Measure the largest micro-batch that fits, or the smallest; each sample adds the same memory."""
         limit, whole = self.question.limit, self._run(first, sizes[-1], sizes)
-        if whole.peak <= limit or len(sizes) == 1 or not whole.exact:
+        if whole.peak <= limit or len(sizes) == 1 or not whole.ran:
             return whole
         guessed = self._guessed(first, sizes, whole)
         if guessed is not None:
             return guessed
         at, least = 0, self._run(first, sizes[0], sizes)
-        while not least.exact:  # a batch norm refuses a single sample
+        while not least.ran:  # a batch norm refuses a single sample
             at += 1
             least = (
                 whole if sizes[at] == sizes[-1] else self._run(first, sizes[at], sizes)
@@ -319,7 +319,7 @@ class _Search:
         found = self._run(first, fitting[-1], sizes)
         own = (whole.peak - found.peak) / (sizes[-1] - fitting[-1])
         larger = sizes[sizes.index(fitting[-1]) + 1]
-        fits = found.exact and found.peak <= limit
+        fits = found.ran and found.peak <= limit
         return (
             found
             if fits and found.peak + own * (larger - fitting[-1]) > limit
@@ -389,7 +389,7 @@ class _Search:
         )
         if (
             whole is None
-            or not whole.exact
+            or not whole.ran
             or whole.flops * 2 * candidate.micro_batch != measured.flops * size
         ):
             return self._once(replace(candidate, accumulate=1))

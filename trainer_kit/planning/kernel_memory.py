@@ -1,0 +1,310 @@
+"""What CPU kernels allocate inside one operator: copies in another layout, buffers of threads, workspaces of oneDNN.
+
+A step on fake tensors shows what operators return, and nothing of this. The kernel itself runs on zeros of the same
+shapes, once for each signature, under torch's legacy profiler, which is private; this is the only file that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "RECURRENT",
+    "Allocations",
+    "KernelMemory",
+    "has_workspace",
+    "record_allocations",
+]
+
+_aten = torch.ops.aten
+RECURRENT: Final = _aten.mkldnn_rnn_layer.default
+"""The forward of oneDNN's recurrent layer; the last tensor that it returns is what it saves for backward."""
+_RECURRENT_BACKWARD: Final = _aten.mkldnn_rnn_layer_backward.default
+_EMBEDDING_BACKWARD: Final = _aten.embedding_dense_backward.default
+"""It copies a gradient that is not contiguous."""
+_WORKSPACE: Final = 22
+"""The argument of oneDNN's recurrent backward that is what its forward has saved."""
+_KERNELS: Final[Mapping[Any, tuple[int, ...]]] = {
+    _aten.convolution.default: (0,),
+    _aten.convolution_backward.default: (0, 1),
+    _aten.native_batch_norm_backward.default: (0, 1),
+    _aten.native_group_norm_backward.default: (0, 1, 2, 3),
+    _aten.upsample_nearest1d.default: (0,),
+    _aten.upsample_nearest2d.default: (0,),
+    _aten.upsample_nearest3d.default: (0,),
+    _aten.upsample_linear1d.default: (0,),
+    _aten.upsample_bilinear2d.default: (0,),
+    _aten.upsample_bicubic2d.default: (0,),
+    _aten.upsample_trilinear3d.default: (0,),
+    _aten.im2col.default: (0,),
+    _aten.mean.default: (0,),
+    _aten.mean.dim: (0,),
+    _aten.logsumexp.default: (0,),
+    _aten.cumsum.default: (0,),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1, 2),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ),
+    RECURRENT: (0,),
+    _RECURRENT_BACKWARD: (0, 7, 10),
+}
+"""By operator whose kernel allocates: the arguments whose first dimension counts samples (or steps of a sequence)."""
+_HALF_KERNELS: Final[Mapping[Any, tuple[int, ...]]] = {
+    _aten.mm.default: (0,),
+    _aten.addmm.default: (1,),
+    _aten.bmm.default: (0, 1),
+    _aten.baddbmm.default: (0, 1, 2),
+}
+"""Likewise for 16-bit arguments only."""
+_STATISTICS: Final[Mapping[Any, tuple[int, ...]]] = {
+    _aten.native_batch_norm_backward.default: (5, 6),
+    _aten.native_group_norm_backward.default: (2, 3),
+}
+"""Arguments that a fake forward returns in 16 bits, and the kernel in float32 where its weight is."""
+_HALF: Final = (torch.bfloat16, torch.float16)
+_SLOWER: Final = 10
+"""How many times longer a CPU without instructions for 16-bit numbers needs for the same operations."""
+_LIBRARY: Final = frozenset({"convolution", "convolution_backward", "mkldnn_rnn_layer"})
+"""Operators that each device computes with a library, which has its own workspaces."""
+_MOST_BYTES: Final = 64 << 20
+_MOST_FLOPS: Final = 2e9
+"""Above these, a kernel runs on fewer samples, twice, and the line through both sizes gives the rest."""
+_LARGEST: Final = 1 << 30
+"""Bytes of arguments above which a kernel is not run."""
+
+
+def has_workspace(func: Any) -> bool:
+    """Whether each device computes an operator with a library that has its own workspaces."""
+    return func.overloadpacket.__name__ in _LIBRARY
+
+
+@final
+class Allocations:
+    """What a thread allocated and freed, in order.
+
+    Attributes:
+        changes: signed bytes.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[int] = []
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were held beyond those at the beginning."""
+        total = most = 0
+        for change in self.changes:
+            total += change
+            most = max(most, total)
+        return most
+
+
+@contextmanager
+def record_allocations() -> Iterator[Allocations]:
+    """Inside, torch's CPU allocator records what this thread allocates; the record is complete at the end."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    private: Any = torch.autograd
+    allocations = Allocations()
+    private._enable_profiler_legacy(
+        private.ProfilerConfig(
+            private.ProfilerState.CPU,
+            False,
+            True,
+            False,
+            False,
+            False,
+            _ExperimentalConfig(),
+        )
+    )
+    try:
+        yield allocations
+    finally:
+        allocations.changes += [
+            event.cpu_memory_usage()
+            for thread in private._disable_profiler_legacy()
+            for event in thread
+            if event.kind() == "memory_alloc"
+        ]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """What one call of a kernel allocates: bytes beside its results, and of the last tensor that it returns."""
+
+    extra: int
+    saved: int
+
+
+_Arguments: TypeAlias = tuple[Any, ...]
+
+
+@final
+class KernelMemory:
+    """Runs kernels on zeros, and remembers what they allocate.
+
+    A kernel that needs long or much memory runs on fewer samples. One that cannot is left out, and named in `unknown`.
+    """
+
+    _known: ClassVar[dict[tuple[Any, ...], _Probe | None]] = {}
+
+    def __init__(self) -> None:
+        self.unknown: set[str] = set()
+
+    def probe(
+        self, func: Any, args: _Arguments, kwargs: Mapping[str, Any], flops: float
+    ) -> _Probe | None:
+        """What a call allocates; None for an operator whose kernel allocates nothing else, or cannot be run.
+
+        Args:
+            func: the operator.
+            args: its arguments, fake or real.
+            kwargs: likewise.
+            flops: the floating-point operations of the call.
+        """
+        if func is _EMBEDDING_BACKWARD:  # its result may be as large as the model
+            size = args[0].numel() * args[0].element_size()
+            return None if args[0].is_contiguous() else _Probe(extra=size, saved=0)
+        scaled = _KERNELS.get(func)
+        if scaled is None and func in _HALF_KERNELS and args[0].dtype in _HALF:
+            scaled, flops = _HALF_KERNELS[func], flops * _SLOWER
+        if scaled is None or not args[scaled[0]].dim():
+            return None
+        key = (func, torch.get_num_threads(), *_described((args, kwargs)))
+        if key not in self._known:
+            self._known[key] = self._measured(func, args, kwargs, scaled, flops)
+        probe = self._known[key]
+        if probe is None:
+            self.unknown.add(func.overloadpacket.__name__)
+        return probe
+
+    @staticmethod
+    def _measured(
+        func: Any,
+        args: _Arguments,
+        kwargs: Mapping[str, Any],
+        scaled: Sequence[int],
+        flops: float,
+    ) -> _Probe | None:
+        def run(samples: int) -> _Probe:
+            """Run the kernel on a thread of its own: modes and the graph of a backward belong to this one."""
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(
+                    _run, func, _resized(args, scaled, samples), kwargs
+                ).result()
+
+        size = sum(leaf.numel() * leaf.element_size() for leaf in _tensors(args))
+        work = max(size / _MOST_BYTES, flops / _MOST_FLOPS)
+        samples = args[scaled[0]].shape[0]
+        fewer = samples if work <= 1 else min(samples, max(2, int(samples / work)))
+        if size / samples * fewer > _LARGEST:
+            return None
+        least = fewer // 2 if fewer < samples else fewer
+        try:
+            large = run(fewer)
+            small = large if least == fewer else run(least)
+        except (
+            RuntimeError,
+            ValueError,
+            NotImplementedError,
+        ):  # a shape that this kernel refuses
+            return None
+        beyond = (samples - fewer) / max(1, fewer - least)
+        return _Probe(
+            extra=large.extra + int(beyond * (large.extra - small.extra)),
+            saved=large.saved + int(beyond * (large.saved - small.saved)),
+        )
+
+
+def _run(func: Any, args: _Arguments, kwargs: Mapping[str, Any]) -> _Probe:
+    """Run a kernel on zeros."""
+    real = _zeros(args)
+    # Gradients are enabled, or oneDNN saves nothing for backward; zeros ask for none.
+    if func is _RECURRENT_BACKWARD:
+        real = _with_workspace(real)
+    with record_allocations() as allocations:
+        out = _call(func, real, kwargs)
+    results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    kept = sum(allocations.changes)
+    saved = results[-1].untyped_storage().nbytes() if func is RECURRENT else 0
+    return _Probe(extra=allocations.peak - max(0, kept), saved=saved)
+
+
+def _call(func: Any, args: _Arguments, kwargs: Mapping[str, Any]) -> Any:
+    """Call a kernel; one that refuses statistics in 16 bits gets them in float32."""
+    places = _STATISTICS.get(func, ())
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        if not places:
+            raise
+        wide = [
+            arg.float() if place in places else arg for place, arg in enumerate(args)
+        ]
+        return func(*wide, **kwargs)
+
+
+def _with_workspace(args: _Arguments) -> _Arguments:
+    """The arguments of oneDNN's recurrent backward, with what the forward saves for it."""
+    values, weights, state = args[0], args[1:5], args[5:7]
+    (
+        reverse, mode, hidden, layers, biases, train, both, sizes, batch_first,
+    ) = args[13:_WORKSPACE]  # fmt: skip
+    out = RECURRENT(
+        values, *weights, *state, reverse, sizes, mode, hidden, layers, biases, both, batch_first, train
+    )  # fmt: skip
+    return (*args[:_WORKSPACE], out[-1])
+
+
+def _zeros(values: Any) -> Any:
+    """Real tensors of the same shapes and strides."""
+
+    def zero(tensor: Tensor) -> Tensor:
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+        )
+        return made.zero_()
+
+    return tree_map_only(Tensor, zero, values)
+
+
+def _resized(args: _Arguments, scaled: Sequence[int], samples: int) -> _Arguments:
+    """The arguments for fewer samples."""
+    resized = list(args)
+    for place in scaled:
+        tensor = args[place]
+        if not isinstance(tensor, Tensor) or tensor.shape[0] == samples:
+            continue
+        strides = tensor.stride()
+        made = torch.empty_strided(
+            (samples, *tensor.shape[1:]), strides, dtype=tensor.dtype, device="meta"
+        )
+        resized[place] = made
+    return tuple(resized)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _described(values: Any) -> Iterator[Any]:
+    """All that a kernel's memory depends on."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            yield (leaf.dtype, tuple(leaf.shape), leaf.stride())
+        else:
+            yield leaf
