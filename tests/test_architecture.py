@@ -74,7 +74,7 @@ FOREIGN_MEMBERS = {
         frozen func get_ipython last_value memfd_create name node pidfd_open ps1 reconfigure renameat2 safe_path
         sched_getaffinity sysconf target targets""",
     "torch, by its version, its device, the class of a layer, or whether a tensor is a DTensor": """
-        _clear_DTensor_sharding_propagator_cache
+        _clear_DTensor_sharding_propagator_cache _use_count
         _metadata _num_yielded _reset_parameters _schedulers _step_count _torchdynamo_orig_callable _unsharded_param
         all_gather_single_autograd base_lrs chunks device_mesh full_tensor hip in_order is_initialized
         max_memory_allocated mem_get_info options placements reset_iter_state reset_parameters
