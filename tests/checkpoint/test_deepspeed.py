@@ -20,7 +20,7 @@ import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net, same_state
 from trainer_kit.checkpoint import read_weights
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.strategies.deepspeed.engine import deepspeed_of, quiet
+from trainer_kit.strategies.deepspeed.engine import import_deepspeed, quiet
 from trainer_kit.testing import run_distributed
 from trainer_kit.testing.conformance import assert_same
 
@@ -56,7 +56,7 @@ def make_optimizer(model: nn.Module) -> tuple[Any, Any]:
 
 def write(directory: str) -> None:
     """Two steps, a checkpoint, and two steps more, with batches that every rank has."""
-    deepspeed = deepspeed_of(torch.device("cpu"))
+    deepspeed = import_deepspeed(torch.device("cpu"))
     for stage, half in ((0, False), (0, True), (2, False), (3, False)):
         torch.manual_seed(0)
         model = make_model()

@@ -118,7 +118,7 @@ def check_what_ranks_hold() -> None:
 
 
 def masters(strategy: Any) -> list[Tensor]:
-    return [piece.master for piece in strategy._pieces.values()]
+    return [piece.master for piece in strategy._flat_shards.values()]
 
 
 def check_tensor_ranks() -> None:

@@ -21,7 +21,7 @@ from trainer_kit.core.errors import ConfigurationError, PrecisionError, Strategy
 from trainer_kit.strategies import DeepSpeedStrategy
 from trainer_kit.strategies.deepspeed.config import (
     RunFacts,
-    filled,
+    fill_config,
     read_config,
     with_arguments,
 )
@@ -61,7 +61,7 @@ def test_auto_takes_the_values_of_the_run(tmp_path: Path) -> None:
         clip=(0.5, "norm"),
         hidden_size=32,
     )
-    assert filled(config, facts) == {
+    assert fill_config(config, facts) == {
         # The run owns windows and clipping: to the engine each step is one micro-batch.
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
@@ -94,7 +94,7 @@ def test_numbers_that_agree_with_the_run_are_accepted() -> None:
     facts = RunFacts(
         world=2, precision="bf16-true", batch_size=4, accumulation=6, clip=(1.0, "norm")
     )
-    made = filled(with_arguments(written, None, False, False), facts)
+    made = fill_config(with_arguments(written, None, False, False), facts)
     assert (
         made["train_batch_size"],
         made["gradient_accumulation_steps"],
@@ -115,7 +115,7 @@ def test_contradictions_name_both_sides_and_all_of_them() -> None:
         world=2, precision="32-true", batch_size=4, accumulation=2, clip=(0.5, "norm")
     )
     with pytest.raises(StrategyError) as caught:
-        filled(with_arguments(written, 1, False, False), facts)
+        fill_config(with_arguments(written, 1, False, False), facts)
     for part in (
         "train_batch_size: 64, but samples of an optimizer step: 16",
         "train_micro_batch_size_per_gpu: 8, but the loader's batch_size: 4",

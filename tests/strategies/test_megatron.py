@@ -32,7 +32,7 @@ from trainer_kit.strategies.megatron.config import (
     megatron_model,
     optimizer_options,
 )
-from trainer_kit.strategies.megatron.state import find_pieces, megatron_costs
+from trainer_kit.strategies.megatron.state import find_flat_shards, megatron_costs
 
 
 class Task(tk.TrainModule):
@@ -195,8 +195,8 @@ def test_parts_of_tensor_ranks_are_put_together() -> None:
         lr=0.1, sgd_momentum=0.9, weight_decay=0.0, optimizer="sgd"
     )
     strategy._optimizer = Stepper([], config, [chunk], {})
-    strategy._pieces = find_pieces(
-        strategy._optimizer, module.parameters(), divided=False
+    strategy._flat_shards = find_flat_shards(
+        strategy._optimizer, module.parameters(), distributed=False
     )
     inner = strategy._optimizer.optimizer.state
     for parameter in module.parameters():

@@ -59,7 +59,7 @@ class AdaptiveDDP(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         parameters = list(module.parameters())
-        with _one_trained(parameters):
+        with _with_trained_parameter(parameters):
             super().__init__(module, **options)
         _REGISTRATIONS.watch()
         self._registrations = _REGISTRATIONS.count
@@ -78,13 +78,12 @@ class AdaptiveDDP(DistributedDataParallel):
             return True in trained
         if True not in trained:
             return False
-        unknown = any(
-            now and not before
-            for now, before in zip(trained, self._reduced, strict=True)
+        pairs = zip(trained, self._reduced, strict=True)
+        was_unfrozen = any(
+            is_trained and not is_reduced for is_trained, is_reduced in pairs
         )
-        if (
-            unknown or not self.find_unused_parameters
-        ):  # otherwise the reducer skips those that are frozen now
+        # A reducer that finds unused parameters skips those that are frozen now.
+        if was_unfrozen or not self.find_unused_parameters:
             self._make_reducer()
             self._reduced = trained
         return True
@@ -92,17 +91,14 @@ class AdaptiveDDP(DistributedDataParallel):
     def _find_added(self) -> None:
         """Give the parameters that the module received since the last call the values of rank 0."""
         self._registrations = _REGISTRATIONS.count
-        before = dict(zip(self._module_parameters, self._reduced, strict=True))
+        was_reduced = dict(zip(self._module_parameters, self._reduced, strict=True))
         ignored = self.parameters_to_ignore
-        self._module_parameters = [
-            p for name, p in self.module.named_parameters() if name not in ignored
-        ]
-        self._reduced = [
-            before.get(parameter, False) for parameter in self._module_parameters
-        ]
+        named = self.module.named_parameters()
+        self._module_parameters = [p for name, p in named if name not in ignored]
+        self._reduced = [was_reduced.get(p, False) for p in self._module_parameters]
         source = dist.get_global_rank(self.process_group, 0)
         for parameter in self._module_parameters:
-            if parameter not in before:
+            if parameter not in was_reduced:
                 dist.broadcast(parameter.detach(), source, group=self.process_group)
 
     def _make_reducer(self) -> None:
@@ -144,7 +140,7 @@ LoopDDP.__name__ = (
 
 
 @contextmanager
-def _one_trained(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _with_trained_parameter(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """A context in which at least one parameter is trained, which torch's constructor requires: the smallest."""
     candidates = [
         parameter for parameter in parameters if parameter.is_floating_point()

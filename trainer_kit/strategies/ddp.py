@@ -95,7 +95,8 @@ class DDPStrategy(Strategy):
             )
         self.device = torch.device(device)
         self.local_sgd = local_sgd
-        self.sharded = self.per_rank_state = local_sgd is not None
+        self.sharded = local_sgd is not None
+        self.per_rank_state = local_sgd is not None
         self._replicas: Replicas
         self.wrapper_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
@@ -104,29 +105,27 @@ class DDPStrategy(Strategy):
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        self.comm_hook, self.comm_state, self.comm_wrapper = (
-            ddp_comm_hook,
-            ddp_comm_state,
-            ddp_comm_wrapper,
-        )
+        self.comm_hook = ddp_comm_hook
+        self.comm_state = ddp_comm_state
+        self.comm_wrapper = ddp_comm_wrapper
         check_timeout(timeout, "DDPStrategy")
-        self.backend, self.timeout = process_group_backend, timeout
-        if not isinstance(
-            process_group,
-            (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER)),
-        ):
+        self.backend = process_group_backend
+        self.timeout = timeout
+        no_member = type(dist.GroupMember.NON_GROUP_MEMBER)
+        if not isinstance(process_group, (dist.ProcessGroup, type(None), no_member)):
             raise StrategyError(
                 "process_group= is a group of torch.distributed",
                 found=f"{process_group!r}",
                 fix="torch.distributed.new_group([1, 2]), or leave it out for all processes",
             )
-        self.process_group, self.spans_world = process_group, process_group is None
+        self.process_group = process_group
+        self.spans_world = process_group is None
         self._step = _Step(nn.Module())
         self._ddp: AdaptiveDDP | None = None
         self._hooks: list[RemovableHandle] = []
         self._modules: list[nn.Module] = []  # of a custom loop
-        self._learns_graph = False
-        self._trains = True  # whether any parameter is trained in this window
+        self._is_learning_graph = False
+        self._has_trained = True  # whether any parameter is trained in this window
         self._backward: Literal["one", "several", "manual"] = "one"
 
     @property
@@ -146,15 +145,16 @@ class DDPStrategy(Strategy):
                 found=f"rank {dist.get_rank()} of the world",
                 fix="make the strategy, and Fabric or Accelerator with it, on the ranks of the group alone",
             )
-        everyone = join_world(self.device, self.backend, self.timeout)
-        own = self.process_group
-        if own is not None and "gloo" not in str(dist.get_backend_config(own)):
-            raise StrategyError(
-                "the process group has no side on the CPU, which the processes agree through",
-                found=str(dist.get_backend_config(own)),
-                fix='init_process_group("cpu:gloo,cuda:nccl"), or TorchCollective().setup()',
-            )
-        self.world = everyone if own is None else ProcessGroup(self.device, own)
+        self.world = join_world(self.device, self.backend, self.timeout)
+        if self.process_group is not None:
+            backends = str(dist.get_backend_config(self.process_group))
+            if "gloo" not in backends:
+                raise StrategyError(
+                    "the process group has no side on the CPU, which the processes agree through",
+                    found=backends,
+                    fix='init_process_group("cpu:gloo,cuda:nccl"), or TorchCollective().setup()',
+                )
+            self.world = ProcessGroup(self.device, self.process_group)
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
         self._replicas = Replicas(self.local_sgd, self.world)
@@ -180,11 +180,12 @@ class DDPStrategy(Strategy):
     ) -> None:
         """Move and wrap the module; broadcast rank 0's weights."""
         if self.local_sgd is not None and (manual or precision.scales):
+            reason = f"precision={precision.name!r}, where each may skip a step"
+            if manual:
+                reason = "manual optimization"
             raise StrategyError(
                 "local SGD needs all ranks to step at the same time",
-                found="manual optimization"
-                if manual
-                else f"precision={precision.name!r}, where each may skip a step",
+                found=reason,
                 fix="use automatic optimization, and bf16 in place of fp16; or leave local_sgd out",
             )
         self._backward = "manual" if manual else "one"
@@ -193,36 +194,33 @@ class DDPStrategy(Strategy):
             return
         module.to(self.device)
         # In manual optimization each backward reaches only the parameters of one optimizer.
-        partial = bool(self.wrapper_options["find_unused_parameters"])
-        partial = partial or (manual and not self.wrapper_options["static_graph"])
-        self._step = _Step(module, partial)
-        self._learns_graph = bool(self.wrapper_options["static_graph"])
-        self._ddp = self._wrap(AdaptiveDDP, self._step, partial)
+        static_graph = bool(self.wrapper_options["static_graph"])
+        finds_unused = bool(self.wrapper_options["find_unused_parameters"])
+        finds_unused = finds_unused or (manual and not static_graph)
+        self._step = _Step(module, finds_unused)
+        self._is_learning_graph = static_graph
+        self._ddp = self._wrap(AdaptiveDDP, self._step, finds_unused)
         if self._ddp.follow_trained():
-            self._lay_out(module)
+            self._rebuild_buckets(module)
 
-    def _lay_out(self, module: nn.Module) -> None:
+    def _rebuild_buckets(self, module: nn.Module) -> None:
         """Make DDP rebuild its buckets now, with a backward of zeros in the order of parameter registration.
 
         DDP rebuilds them once, after its first backward. Without this, the first step after a resume would add
         gradients in another order than the same step of an uninterrupted run.
         """
         # The sum over three or more ranks depends on the position of a gradient in its bucket.
-        partial = (
-            self.wrapper_options["find_unused_parameters"] or self._backward == "manual"
-        )
-        if (
-            self.world.size < 3
-            or partial
-            or self._learns_graph
-            or self.comm_hook not in (None, "fp16", "bf16")
-        ):
+        if self.world.size < 3:
+            return
+        if self.wrapper_options["find_unused_parameters"] or self._backward == "manual":
+            return  # DDP does not rebuild the buckets of a graph that may change
+        if self._is_learning_graph or self.comm_hook not in (None, "fp16", "bf16"):
             return
         assert self._ddp is not None
         gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
-        with self._step.adding_nothing():
+        with self._step.contributing_zeros():
             self._ddp().backward()
         for parameter, gradient in gradients:
             parameter.grad = gradient
@@ -242,20 +240,15 @@ class DDPStrategy(Strategy):
             self.place_module(module, precision)
             self._hooks += average_in_backward(module.parameters(), self.world)
             return module
-        return self._wrap(
-            LoopDDP,
-            module.to(self.device),
-            bool(self.wrapper_options["find_unused_parameters"]),
-        )
+        finds_unused = bool(self.wrapper_options["find_unused_parameters"])
+        return self._wrap(LoopDDP, module.to(self.device), finds_unused)
 
     def _wrap(
-        self, wrapper: type[_Wrapper], module: nn.Module, partial: bool
+        self, wrapper: type[_Wrapper], module: nn.Module, finds_unused: bool
     ) -> _Wrapper:
-        options = {**self.wrapper_options, "find_unused_parameters": partial}
-        if (
-            "forward_sync_buffers"
-            in inspect.signature(DistributedDataParallel).parameters
-        ):  # torch 2.13 renamed it
+        options = {**self.wrapper_options, "find_unused_parameters": finds_unused}
+        torch_options = inspect.signature(DistributedDataParallel).parameters
+        if "forward_sync_buffers" in torch_options:  # torch 2.13 renamed it
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         wrapped = wrapper(module, process_group=self.world.group, **options)
         if self.comm_hook is not None:
@@ -280,7 +273,7 @@ class DDPStrategy(Strategy):
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's own step, of parameters whose gradients are averaged."""
         if self.local_sgd is not None:
-            return self._replicas.stepping(optimizer)
+            return self._replicas.bind_step(optimizer)
 
         def step(*arguments: Any, **options: Any) -> Any:
             return optimizer.step(*arguments, **options)  # other code may wrap it later
@@ -288,8 +281,10 @@ class DDPStrategy(Strategy):
         return refuse_unprepared(optimizer, step, self._prepared_parameters, "DDP")
 
     def _prepared_parameters(self) -> list[nn.Parameter]:
-        modules = [self._step.module, *self._modules]
-        return [parameter for module in modules for parameter in module.parameters()]
+        parameters = list(self._step.module.parameters())
+        for module in self._modules:
+            parameters += module.parameters()
+        return parameters
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other; the last backward synchronises gradients."""
@@ -304,58 +299,52 @@ class DDPStrategy(Strategy):
         for index in range(micro.count):
             micro.begin(index)
             if self._ddp is not None:
-                self._follow_trained(self._ddp)
+                self._follow_trained_parameters(self._ddp)
             if self._backward == "one" and self._ddp is not None:
                 # DDP learns a static graph in the first window, from synchronised backwards; extra ones change no sum.
-                if self._trains and (index == last or self._learns_graph):
-                    self._with_exchange(micro, index)
+                if self._has_trained and (index == last or self._is_learning_graph):
+                    self._run_with_exchange(micro, index)
                 else:
                     with self._ddp.no_sync():
-                        _without_exchange(micro, index)
-                        if micro.batch is None and self._trains:
+                        _run_without_exchange(micro, index)
+                        if micro.batch is None and self._has_trained:
                             # The wrapper's forward may broadcast buffers or rebuild buckets: no rank may skip it,
                             # for hooks exchange values between two micro-batches.
-                            with self._step.adding_nothing():
+                            with self._step.contributing_zeros():
                                 self._ddp()
             else:
-                _without_exchange(micro, index)
+                _run_without_exchange(micro, index)
                 if index == last and self._backward == "several":
                     average_gradients(self._step.parameters(), self.world)
             micro.end(index)
         if local and not micro.contributed:
-            fill_absent(self._step.reached or self._step.parameters())
-        if self._learns_graph:
-            self._learns_graph = False
-            self._step.reached = [
-                p for p in self._step.parameters() if p.grad is not None
-            ]
+            fill_absent(self._step.used_parameters or self._step.parameters())
+        if self._is_learning_graph:
+            self._is_learning_graph = False
+            self._step.find_used()
 
-    def _follow_trained(self, ddp: AdaptiveDDP) -> None:
+    def _follow_trained_parameters(self, ddp: AdaptiveDDP) -> None:
         """Prepare the wrapper for parameters that were frozen, unfrozen or added since the last micro-batch."""
         if self._backward == "several" or self.local_sgd is not None:
             return
         reducer = ddp.reducer
-        self._trains = ddp.follow_trained()
+        self._has_trained = ddp.follow_trained()
         if ddp.reducer is not reducer:
-            self._learns_graph = bool(self.wrapper_options["static_graph"])
-            self._lay_out(self._step.module)
+            self._is_learning_graph = bool(self.wrapper_options["static_graph"])
+            self._rebuild_buckets(self._step.module)
 
     def without_exchange(self) -> Callable[[], AbstractContextManager[Any]] | None:
         """The wrapper's ``no_sync``; None if a hook, a static graph or local SGD controls the synchronisation."""
         ddp = self._ddp
-        if (
-            ddp is None
-            or self._backward != "one"
-            or self.local_sgd is not None
-            or self._learns_graph
-            or self.comm_hook is not None
-        ):
+        if ddp is None or self._backward != "one" or self._is_learning_graph:
+            return None
+        if self.local_sgd is not None or self.comm_hook is not None:
             return None
 
         wrapper: Any = ddp  # the two methods have no types
 
         @contextmanager
-        def inside() -> Iterator[None]:
+        def without_exchange() -> Iterator[None]:
             # Each attempt begins with rank 0's buffers. They are sent here, not in the first forward: a rank whose
             # memory is full before its forward would leave the others waiting for it.
             ddp.require_forward_param_sync = True
@@ -366,19 +355,19 @@ class DDPStrategy(Strategy):
                 yield
             ddp.require_forward_param_sync = True  # the next step begins with them too
 
-        return inside
+        return without_exchange
 
     def exchange_gradients(self) -> None:
         """Average all gradients over the ranks."""
         average_gradients(self._step.parameters(), self.world)
 
-    def _with_exchange(self, micro: MicroSteps, index: int) -> None:
+    def _run_with_exchange(self, micro: MicroSteps, index: int) -> None:
         loss = micro.forward(index)
         if loss is not None:
             micro.backward(index, loss)
             return
         assert self._ddp is not None
-        with self._step.adding_nothing():
+        with self._step.contributing_zeros():
             self._ddp().backward()
 
     def arm(self, loss: Tensor) -> None:
@@ -402,52 +391,47 @@ class DDPStrategy(Strategy):
     @property
     def own_buffers(self) -> bool:
         """Whether each rank keeps its own buffers; False if the wrapper's forward broadcasts those of rank 0."""
-        follow = (
-            self.wrapper_options["broadcast_buffers"]
-            and self._backward == "one"
-            and self._ddp is not None
-        )
-        return not follow or self.local_sgd is not None
+        if self.local_sgd is not None or self._ddp is None or self._backward != "one":
+            return True
+        return not self.wrapper_options["broadcast_buffers"]
 
     @contextmanager
     def shared_buffers(self, module: nn.Module) -> Iterator[None]:
         """A context with rank 0's running statistics and equal weights on all ranks, as checkpoints hold them."""
-        with borrowed_buffers(module, self.world), self._replicas.united(module):
+        with borrowed_buffers(module, self.world), self._replicas.averaged(module):
             yield
 
     def own_state(self) -> AbstractContextManager[Any]:
         """A context in which states are this rank's own, not the average over the ranks."""
-        return self._replicas.own()
+        return self._replicas.unaveraged()
 
     def finish(self, module: nn.Module) -> None:
         """Average weights that differ from rank to rank."""
-        self._replicas.unite(module)
+        self._replicas.average_weights(module)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """A full replica on each rank; one all-reduce of all gradients per step."""
-        sent = []
-        if ranks > 1 and self.local_sgd is not None:
-            sent = [
-                f"weights: all-reduce over {ranks} ranks, every {self.local_sgd.period} steps"
-            ]
-        elif ranks > 1:
-            named = self.comm_hook if isinstance(self.comm_hook, str) else "own"
-            how = (
-                "all-reduce"
-                if self.comm_hook is None
-                else f"{named} communication hook"
-            )
-            sent = [f"gradients: {how} over {ranks} ranks"]
-            if (
-                self.wrapper_options["broadcast_buffers"]
-                and next(module.buffers(), None) is not None
-            ):
-                sent.append("buffers: broadcast from rank 0")
-        return held(
-            module,
-            f"{ranks} ranks, each with whole parameters, gradients and optimizer state",
-            sent,
+        layout = (
+            f"{ranks} ranks, each with whole parameters, gradients and optimizer state"
         )
+        return held(module, layout, self._describe_exchanges(module, ranks))
+
+    def _describe_exchanges(self, module: nn.Module, ranks: int) -> list[str]:
+        if ranks == 1:
+            return []
+        if self.local_sgd is not None:
+            period = self.local_sgd.period
+            return [f"weights: all-reduce over {ranks} ranks, every {period} steps"]
+        operation = "own communication hook"
+        if self.comm_hook is None:
+            operation = "all-reduce"
+        elif isinstance(self.comm_hook, str):
+            operation = f"{self.comm_hook} communication hook"
+        lines = [f"gradients: {operation} over {ranks} ranks"]
+        has_buffers = next(module.buffers(), None) is not None
+        if self.wrapper_options["broadcast_buffers"] and has_buffers:
+            lines.append("buffers: broadcast from rank 0")
+        return lines
 
     def places(self, processes: int) -> dict[str, int]:
         """Every process is a replica."""
@@ -455,19 +439,19 @@ class DDPStrategy(Strategy):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        on = ", ".join(
+        line = "DistributedDataParallel"
+        if self.started:
+            line += f" over {self.world.size} ranks"
+        enabled = [
             name for name, value in self.wrapper_options.items() if value is True
-        )
-        size = f" over {self.world.size} ranks" if self.started else ""
-        every = (
-            ""
-            if self.local_sgd is None
-            else f"; weights averaged every {self.local_sgd.period} steps"
-        )
-        return f"DistributedDataParallel{size} on {self.device.type}: {on}{every}"
+        ]
+        line += f" on {self.device.type}: {', '.join(enabled)}"
+        if self.local_sgd is not None:
+            line += f"; weights averaged every {self.local_sgd.period} steps"
+        return line
 
 
-def _without_exchange(micro: MicroSteps, index: int) -> None:
+def _run_without_exchange(micro: MicroSteps, index: int) -> None:
     loss = micro.forward(index)
     if loss is not None:
         micro.backward(index, loss)
@@ -478,31 +462,37 @@ class _Step(nn.Module):
 
     Args:
         module: the user's module.
-        partial: whether steps may leave parameters unused. A rank without data then uses only an extra parameter: if
-            all parameters counted as used, momentum would move them.
+        finds_unused: whether steps may leave parameters unused. A rank without data then uses only an extra parameter:
+            if all parameters counted as used, momentum would move them.
 
     Attributes:
-        reached: the parameters that get zero gradients on a rank without data; empty: all.
+        used_parameters: the parameters that get zero gradients on a rank without data; empty: all.
     """
 
-    def __init__(self, module: nn.Module, partial: bool = False) -> None:
+    def __init__(self, module: nn.Module, finds_unused: bool = False) -> None:
         super().__init__()
         self.module = module
-        if partial:
-            self.nothing = nn.Parameter(
-                torch.zeros((), device=next(module.parameters()).device)
-            )
-        self.reached: list[nn.Parameter] = [self.nothing] if partial else []
+        self.used_parameters: list[nn.Parameter] = []
+        if finds_unused:
+            device = next(module.parameters()).device
+            self.placeholder = nn.Parameter(torch.zeros((), device=device))
+            self.used_parameters.append(self.placeholder)
+
+    def find_used(self) -> None:
+        """Take the parameters that have a gradient now as those that steps use."""
+        self.used_parameters = [p for p in self.parameters() if p.grad is not None]
 
     def redirect(self, method: Callable[..., Any]) -> None:
         # In __dict__, so that DDP calls the user's method without a frame of ours in between.
         self.__dict__["forward"] = method
 
     @contextmanager
-    def adding_nothing(self) -> Iterator[None]:
+    def contributing_zeros(self) -> Iterator[None]:
         """A context in which the forward gives zero gradients to every parameter that other ranks use."""
         method = self.__dict__.get("forward")
-        parameters = self.reached or [p for p in self.parameters() if p.requires_grad]
+        parameters = self.used_parameters or [
+            p for p in self.parameters() if p.requires_grad
+        ]
         # The sum over no elements: exact zeros for any weights.
         self.__dict__["forward"] = lambda: sum(
             p.reshape(-1)[:0].sum() for p in parameters
@@ -516,7 +506,7 @@ class _Step(nn.Module):
 _HOOKS: Final = ("fp16", "bf16", "powersgd", "batched_powersgd")
 
 
-def check_comm_hook(hook: Any, state: Any, wrapper: Any) -> None:
+def check_comm_hook(hook: object, state: object, wrapper: object) -> None:
     """Check the arguments of a communication hook.
 
     Raises:
@@ -563,41 +553,32 @@ def register_comm_hook(
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    chosen: Callable[..., Any]
-    if hook in ("powersgd", "batched_powersgd") and (
-        state is None or isinstance(state, Mapping)
-    ):
+    is_powersgd = hook in ("powersgd", "batched_powersgd")
+    if is_powersgd and (state is None or isinstance(state, Mapping)):
         state = powerSGD_hook.PowerSGDState(ddp.process_group, **(state or {}))
     if hook in ("fp16", "bf16") and state is None:
         state = ddp.process_group
     # PowerSGD waits for exchanges in gloo's two threads: with two buckets under way none would be left for them.
-    one_by_one = (
-        not callable(hook)
-        and hook in ("powersgd", "batched_powersgd")
-        and ddp.device_type == "cpu"
-    )
-    if callable(hook):
-        chosen = hook
-    else:
-        named: dict[str, Callable[..., Any]] = {
-            "fp16": default_hooks.fp16_compress_hook,
-            "bf16": default_hooks.bf16_compress_hook,
-            "powersgd": powerSGD_hook.powerSGD_hook,
-            "batched_powersgd": _batched_powersgd,
-        }
-        chosen = named[hook]
+    waits = is_powersgd and ddp.device_type == "cpu"
+    named_hooks: dict[object, Callable[..., Any]] = {
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "powersgd": powerSGD_hook.powerSGD_hook,
+        "batched_powersgd": _batched_powersgd,
+    }
+    reduce_bucket = hook if callable(hook) else named_hooks[hook]
     if wrapper is not None:
-        wrappers: dict[Any, Callable[..., Any]] = {
+        named_wrappers: dict[object, Callable[..., Any]] = {
             "fp16": default_hooks.fp16_compress_wrapper,
             "bf16": default_hooks.bf16_compress_wrapper,
         }
-        chosen = wrappers.get(wrapper, wrapper)(chosen)
+        reduce_bucket = named_wrappers.get(wrapper, wrapper)(reduce_bucket)
 
-    def unannotated(state, bucket):  # type: ignore[no-untyped-def]
+    def unannotated(state, bucket):  # type: ignore[no-untyped-def]  # on purpose
         # torch compares annotations by identity, so those of `from __future__ import annotations` are refused. It also
         # asks for NCCL where a hook is named like its own one for bfloat16, although that runs on gloo as well.
-        reduced: torch.futures.Future[Tensor] = chosen(state, bucket)
-        if one_by_one:
+        reduced: torch.futures.Future[Tensor] = reduce_bucket(state, bucket)
+        if waits:
             reduced.wait()
         return reduced
 
@@ -605,7 +586,7 @@ def register_comm_hook(
 
 
 @final
-class _Square:
+class _SquareBucket:
     """A bucket as one square gradient, padded with zeros."""
 
     def __init__(self, bucket: Any) -> None:
@@ -614,7 +595,8 @@ class _Square:
         self._matrix = nn.functional.pad(flat, (0, side * side - flat.numel())).view(
             side, side
         )
-        self.index, self.is_last = bucket.index, bucket.is_last
+        self.index = bucket.index
+        self.is_last = bucket.is_last
 
     def buffer(self) -> Tensor:
         return self._matrix.view(-1)
@@ -628,6 +610,6 @@ def _batched_powersgd(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
 
     flat = bucket.buffer()
-    square: Any = _Square(bucket)
+    square: Any = _SquareBucket(bucket)
     reduced = powerSGD_hook(state, square)
-    return reduced.then(lambda done: flat.copy_(done.value()[: flat.numel()]))
+    return reduced.then(lambda future: flat.copy_(future.value()[: flat.numel()]))

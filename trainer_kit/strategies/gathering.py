@@ -78,5 +78,6 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        # all_reduce works in place, and autograd may still use the gradient.
         total = ctx.group.all_reduce(gradients[0].contiguous().clone())
         return total[ctx.group.rank], None

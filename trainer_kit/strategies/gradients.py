@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import local
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "clip_gradients",
@@ -26,12 +29,12 @@ __all__ = [
 
 def local_gradients(optimizer: Optimizer) -> list[Tensor]:
     """This rank's parts of the gradients that an optimizer steps."""
-    gradients = (
-        parameter.grad
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
-    return [local(gradient) for gradient in gradients if gradient is not None]
+    gradients: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradients.append(local(parameter.grad))
+    return gradients
 
 
 def clip_gradients(
@@ -83,18 +86,14 @@ def clip_sharded_gradients(
     Raises:
         ConfigurationError: for an unknown algorithm, or a norm type that cannot be combined from shards.
     """
-    given = [(p, p.grad) for p in parameters if p.grad is not None]
-    counted = (
-        [gradient for p, gradient in given if p not in repeated] if repeated else None
-    )
-    return clip_parts(
-        [gradient for _, gradient in given],
-        value,
-        algorithm,
-        norm_type,
-        stages,
-        counted,
-    )
+    gradients: list[Tensor] = []
+    counted: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+            if parameter not in repeated:
+                counted.append(parameter.grad)
+    return clip_parts(gradients, value, algorithm, norm_type, stages, counted)
 
 
 def clip_parts(
@@ -119,18 +118,17 @@ def clip_parts(
             fix="pass p above 0",
         )
     norm = total_norm(gradients if counted is None else counted, norm_type)
-    if stages is not None:  # one dtype for all: a stage may have no gradient
-        norm = torch.linalg.vector_norm(
-            stages.all_gather(norm.to(torch.float64)), norm_type
-        )
-    factor = (value / (norm + 1e-6)).clamp(
-        max=1.0
-    )  # unconditional: reading the norm would be a sync point
+    if stages is not None:
+        # One dtype for all: a stage may have no gradient.
+        stage_norms = stages.all_gather(norm.to(torch.float64))
+        norm = torch.linalg.vector_norm(stage_norms, norm_type)
+    # Unconditional: reading the norm would be a sync point.
+    factor = (value / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in map(local, gradients):
         by_device.setdefault(gradient.device, []).append(gradient)
-    for device, same in by_device.items():
-        torch._foreach_mul_(same, factor.to(device))
+    for device, shards in by_device.items():
+        torch._foreach_mul_(shards, factor.to(device))
     return norm
 
 
@@ -143,10 +141,11 @@ def spread_overflow(
         gradients: this rank's gradients, at least one, on its device.
         group: the ranks that hold the other gradients. No value is read on the host.
     """
-    parts = [local(gradient) for gradient in gradients]
-    overflowed = _norm(parts, torch.inf).isfinite().logical_not_().float()
+    shards = [local(gradient) for gradient in gradients]
+    is_finite = _local_norm(shards, torch.inf).isfinite()
+    overflowed = is_finite.logical_not_().float()
     dist.all_reduce(overflowed, dist.ReduceOp.MAX, group=group)
-    torch._foreach_add_(parts, torch.where(overflowed > 0, torch.nan, 0.0))
+    torch._foreach_add_(shards, torch.where(overflowed > 0, torch.nan, 0.0))
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
@@ -156,35 +155,49 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     instead could overflow earlier than on one process, and a max reduction can lose the NaN of a rank.
     """
     norms: list[Tensor] = []
-    by_layout: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
-    for gradient in gradients:
-        mesh = getattr(gradient, "device_mesh", None)
-        placements = getattr(gradient, "placements", ())
-        axes = tuple(
-            axis
-            for axis, placement in enumerate(placements)
-            if not placement.is_replicate()
-        )
-        by_layout.setdefault((mesh, axes), []).append(local(gradient))
-    for (mesh, axes), parts in by_layout.items():
-        norm = _norm(parts, norm_type)
-        for axis in axes:
-            theirs = [torch.empty_like(norm) for _ in range(mesh.size(axis))]
-            dist.all_gather(theirs, norm, group=mesh.get_group(axis))
-            norm = torch.linalg.vector_norm(torch.stack(theirs), norm_type)
+    for (mesh, axes), shards in _group_by_layout(gradients).items():
+        norm = _local_norm(shards, norm_type)
+        if mesh is not None:
+            for axis in axes:
+                norm = _combine_over_axis(norm, mesh, axis, norm_type)
         norms.append(norm)
     if not norms:
         return torch.zeros(())
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
-    )
+    on_one_device = [norm.to(norms[0].device) for norm in norms]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(on_one_device), norm_type)
     return total
 
 
-def _norm(parts: Sequence[Tensor], norm_type: float) -> Tensor:
+def _group_by_layout(
+    gradients: Sequence[Tensor],
+) -> dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]]:
+    """This rank's shards, by their mesh and the indices of the mesh axes that shard them."""
+    by_layout: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = getattr(gradient, "device_mesh", None)
+        placements = enumerate(getattr(gradient, "placements", ()))
+        axes = tuple(
+            axis for axis, placement in placements if not placement.is_replicate()
+        )
+        by_layout.setdefault((mesh, axes), []).append(local(gradient))
+    return by_layout
+
+
+def _combine_over_axis(
+    norm: Tensor, mesh: DeviceMesh, axis: int, norm_type: float
+) -> Tensor:
+    norms = [torch.empty_like(norm) for _ in range(mesh.size(axis))]
+    dist.all_gather(norms, norm, group=mesh.get_group(axis))
+    combined: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return combined
+
+
+def _local_norm(shards: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of this rank's shards; an uneven shard may be empty, and an empty tensor has no maximum."""
-    held = [part for part in parts if part.numel()]
-    return nn.utils.get_total_norm(held, norm_type) if held else parts[0].new_zeros(())
+    nonempty = [shard for shard in shards if shard.numel()]
+    if not nonempty:
+        return shards[0].new_zeros(())
+    return nn.utils.get_total_norm(nonempty, norm_type)
 
 
 def _unknown(algorithm: str) -> ConfigurationError:

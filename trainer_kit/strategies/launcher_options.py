@@ -25,7 +25,7 @@ FSDP_KEYS: Final = (
 """Those that say something. FSDP2 does by itself, or has no longer, what the others ask for."""
 
 
-def fsdp_from_launcher(given: Mapping[str, str]) -> dict[str, Any]:
+def fsdp_from_launcher(options: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of the strategy.
 
     Args:
@@ -38,37 +38,36 @@ def fsdp_from_launcher(given: Mapping[str, str]) -> dict[str, Any]:
         ...                "fsdp_transformer_layer_cls_to_wrap": "Block, Head"})
         {'auto_wrap_policy': ['Block', 'Head']}
     """
-    found: dict[str, Any] = {}
-    if is_true(given.get("fsdp_offload_params")):
-        found["cpu_offload"] = True
-    if "fsdp_sharding_strategy" in given:
-        found["sharding_strategy"] = given["fsdp_sharding_strategy"]
-    reshards = given.get("fsdp_reshard_after_forward", "")
+    arguments: dict[str, Any] = {}
+    if is_true(options.get("fsdp_offload_params")):
+        arguments["cpu_offload"] = True
+    if "fsdp_sharding_strategy" in options:
+        arguments["sharding_strategy"] = options["fsdp_sharding_strategy"]
+    reshards = options.get("fsdp_reshard_after_forward", "")
     if reshards.upper().endswith(
         ("SHARD", "_OP", "ZERO2")
     ):  # in version 1 this was the strategy
-        found["sharding_strategy"] = reshards
+        arguments["sharding_strategy"] = reshards
     elif reshards:
-        found["reshard_after_forward"] = is_true(reshards)
-    if is_true(given.get("fsdp_activation_checkpointing_offload")):
-        found["offload_activations"] = True
-    if is_true(given.get("fsdp_activation_checkpointing")):
-        found["activation_checkpointing_policy"] = True
-    if "fsdp_ignored_modules" in given:
-        found["ignored_modules"] = given["fsdp_ignored_modules"]
-    names = [
-        name.strip()
-        for name in given.get("fsdp_transformer_layer_cls_to_wrap", "").split(",")
-        if name.strip()
-    ]
-    policy = given.get("fsdp_auto_wrap_policy", "").upper()
+        arguments["reshard_after_forward"] = is_true(reshards)
+    if is_true(options.get("fsdp_activation_checkpointing_offload")):
+        arguments["offload_activations"] = True
+    if is_true(options.get("fsdp_activation_checkpointing")):
+        arguments["activation_checkpointing_policy"] = True
+    if "fsdp_ignored_modules" in options:
+        arguments["ignored_modules"] = options["fsdp_ignored_modules"]
+    layer_classes = options.get("fsdp_transformer_layer_cls_to_wrap", "")
+    names = [name.strip() for name in layer_classes.split(",") if name.strip()]
+    policy = options.get("fsdp_auto_wrap_policy", "").upper()
     if policy == "NO_WRAP":
-        found["auto_wrap_policy"] = []
+        arguments["auto_wrap_policy"] = []
     elif policy == "SIZE_BASED_WRAP":
-        found["auto_wrap_policy"] = int(given.get("fsdp_min_num_params", "100000000"))
+        arguments["auto_wrap_policy"] = int(
+            options.get("fsdp_min_num_params", "100000000")
+        )
     elif names:
-        found["auto_wrap_policy"] = names
-    return found
+        arguments["auto_wrap_policy"] = names
+    return arguments
 
 
 _LAUNCHER_AXES: Final = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -77,7 +76,7 @@ MESH_KEYS: Final = tuple(f"parallelism_config_{axis}_size" for axis in _LAUNCHER
 
 
 def mesh_from_launcher(
-    given: Mapping[str, str], fsdp: Mapping[str, Any] | None
+    options: Mapping[str, str], fsdp: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Arguments of the strategy; none where a mesh would do nothing that DDP or FSDP does not do alone.
 
@@ -97,25 +96,27 @@ def mesh_from_launcher(
     """
     try:
         sizes = {
-            axis: int(given.get(key, 1))
+            axis: int(options.get(key, 1))
             for axis, key in zip(_LAUNCHER_AXES, MESH_KEYS, strict=True)
         }
     except ValueError:
         raise ConfigurationError(
-            "sizes of parallelism_config are whole numbers", found=str(dict(given))
+            "sizes of parallelism_config are whole numbers",
+            found=str(dict(options)),
         ) from None
     active = [axis for axis, size in sizes.items() if size != 1]
     if not active or (active == ["dp_replicate"] and fsdp is None):
         return {}
-    more = dict(fsdp or {})
-    if active == ["tp"] and more.get("offload_activations"):
-        found_at = "fsdp_activation_checkpointing_offload, and parallelism_config with tp alone"
+    fsdp_options = dict(fsdp or {})
+    if active == ["tp"] and fsdp_options.get("offload_activations"):
         raise StrategyError(
-            "activations are offloaded where FSDP shards parameters", found=found_at
+            "activations are offloaded where FSDP shards parameters",
+            found="fsdp_activation_checkpointing_offload, and parallelism_config with tp alone",
         )
-    found: dict[str, Any] = dict(sizes)
-    if "activation_checkpointing_policy" in more:
-        found["activation_checkpointing_policy"] = more.pop(
-            "activation_checkpointing_policy"
-        )
-    return {**found, "fsdp": more} if more and active != ["tp"] else found
+    arguments: dict[str, Any] = dict(sizes)
+    policy = "activation_checkpointing_policy"
+    if policy in fsdp_options:
+        arguments[policy] = fsdp_options.pop(policy)
+    if fsdp_options and active != ["tp"]:
+        arguments["fsdp"] = fsdp_options
+    return arguments

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from itertools import chain
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from trainer_kit.strategies.process_group import ProcessGroup, average
 from trainer_kit.strategies.state import States
 
 __all__ = ["PostLocalSGD", "Replicas", "fill_absent"]
+
+_K = TypeVar("_K")
 
 
 @final
@@ -66,118 +69,118 @@ class Replicas:
     """
 
     def __init__(self, options: PostLocalSGD | None, world: ProcessGroup) -> None:
-        self.options, self.world = options, world
+        self.options = options
+        self.world = world
         self.local = False
-        self.diverged = (
-            options is not None
-        )  # of a resumed run, until its first step says more
-        self._due = self._own = False
+        # A resumed run may have different weights on each rank: its first step decides.
+        self.diverged = options is not None
+        self._is_due = False
+        self._is_unaveraged = False
 
     def begin(self, completed: int) -> bool:
         """Begin a window after so many steps; return whether it exchanges no gradients."""
         assert self.options is not None
-        after = completed + 1 - self.options.warmup_steps
-        self.local = after > 0
-        self._due = self.local and after % self.options.period == 0
+        local_steps = completed + 1 - self.options.warmup_steps  # with this one
+        self.local = local_steps > 0
+        self._is_due = self.local and local_steps % self.options.period == 0
         return self.local
 
-    def stepping(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The optimizer's step, and the average of its parameters where it is due."""
-        own = optimizer.step
+    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """The optimizer's step, followed by the average of its parameters in steps in which it is due."""
+        step_alone = optimizer.step
         if self.options is None:
-            return own
+            return step_alone
 
         def step(*args: Any, **options: Any) -> Any:
-            result = own(*args, **options)
-            self.diverged = self.local and not self._due
-            if self._due:
-                average(
-                    (p for group in optimizer.param_groups for p in group["params"]),
-                    self.world,
-                )
+            result = step_alone(*args, **options)
+            self.diverged = self.local and not self._is_due
+            if self._is_due:
+                parameters: list[nn.Parameter] = []
+                for group in optimizer.param_groups:
+                    parameters += group["params"]
+                average(parameters, self.world)
             return result
 
         return step
 
-    def unite(self, module: nn.Module) -> None:
-        """Average the weights, where they differ."""
+    def average_weights(self, module: nn.Module) -> None:
+        """Average the weights if they differ."""
         if self.diverged:
             average(module.parameters(), self.world)
             self.diverged = False
 
     @contextmanager
-    def united(self, module: nn.Module) -> Iterator[None]:
+    def averaged(self, module: nn.Module) -> Iterator[None]:
         """Inside, every rank has the average; afterwards its own weights again."""
         diverged = self.diverged
-        own = [(p, p.detach().clone()) for p in module.parameters()] if diverged else []
-        self.unite(module)
+        parameters = list(module.parameters()) if diverged else []
+        rank_weights = [parameter.detach().clone() for parameter in parameters]
+        self.average_weights(module)
         try:
             yield
         finally:
             with torch.no_grad():
-                for parameter, value in own:
-                    parameter.copy_(value)
+                for parameter, weight in zip(parameters, rank_weights, strict=True):
+                    parameter.copy_(weight)
             self.diverged = diverged
 
     @contextmanager
-    def own(self) -> Iterator[None]:
+    def unaveraged(self) -> Iterator[None]:
         """Inside, states are those of this rank; outside, the average of all ranks."""
-        self._own = True
+        self._is_unaveraged = True
         try:
             yield
         finally:
-            self._own = False
+            self._is_unaveraged = False
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """With averaged weights; every rank must call it."""
         state = plain_state(module)
-        if self._own or not self.diverged:
+        if self._is_unaveraged or not self.diverged:
             return state
-        weights = named_state(module)
-        return {
-            **state,
-            **self._averaged(
-                {"": {name: state[name] for name in state if name in weights}}
-            )[""],
-        }
+        names = named_state(module)
+        weights = {name: value for name, value in state.items() if name in names}
+        return {**state, **self._average_states({"": weights})[""]}
 
     def optimizer_state(
         self, groups: Sequence[Sequence[nn.Parameter]], state: States
     ) -> States:
         """With averaged moments, where every rank has them; every rank must call it."""
-        if self._own or not self.local:
+        if self._is_unaveraged or not self.local:
             return state
-        parameters = [p for group in groups for p in group]
-        numbers: list[float] = [len(_floats(state.get(p, {}))) for p in parameters]
-        rows = self.world.agree(numbers)
-        alike = [
-            p
-            for p, *counts in zip(parameters, *rows, strict=True)
-            if counts[0] and len(set(counts)) == 1
+        parameters = list(chain.from_iterable(groups))
+        rank_counts: list[float] = [
+            _count_moments(state.get(p, {})) for p in parameters
         ]
-        return {**state, **self._averaged({p: state[p] for p in alike})}
+        rows = self.world.agree(rank_counts)
+        complete: dict[nn.Parameter, Mapping[str, Any]] = {}
+        for parameter, *counts in zip(parameters, *rows, strict=True):
+            if counts[0] and len(set(counts)) == 1:
+                complete[parameter] = state[parameter]
+        return {**state, **self._average_states(complete)}
 
-    def _averaged(
-        self, states: Mapping[Any, Mapping[str, Any]]
-    ) -> dict[Any, dict[str, Any]]:
-        copies = {key: {**own, **_floats(own)} for key, own in states.items()}
-        average(
-            [own[name] for key, own in copies.items() for name in _floats(states[key])],
-            self.world,
-        )
+    def _average_states(
+        self, states: Mapping[_K, Mapping[str, Any]]
+    ) -> dict[_K, dict[str, Any]]:
+        """Copies of the states, in which tensors of floats are the average of all ranks."""
+        copies: dict[_K, dict[str, Any]] = {}
+        averaged: list[Tensor] = []
+        for key, values in states.items():
+            copies[key] = dict(values)
+            for name, value in values.items():
+                if _is_averageable(value):
+                    copies[key][name] = value.detach().clone()
+                    averaged.append(copies[key][name])
+        average(averaged, self.world)
         return copies
 
 
-def _floats(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies of the tensors that can be averaged."""
-    tensors = {
-        name: value for name, value in values.items() if isinstance(value, Tensor)
-    }
-    return {
-        name: value.detach().clone()
-        for name, value in tensors.items()
-        if value.is_floating_point()
-    }
+def _is_averageable(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _count_moments(state: Mapping[str, Any]) -> int:
+    return sum(_is_averageable(value) for value in state.values())
 
 
 def fill_absent(parameters: Iterable[nn.Parameter]) -> None:

@@ -196,18 +196,24 @@ class Strategy(ABC):
             raise StrategyError(
                 "reduce always uses all ranks", found="a group", fix="leave group out"
             )
-        op = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
+        op = str(reduce_op).lower()
+        if op == "avg":
+            op = "mean"
         if op not in ("mean", "sum", "min", "max"):
             raise StrategyError(
                 "unknown reduction",
                 found=f"reduce_op={reduce_op!r}",
                 fix="use mean, sum, min or max",
             )
-        own = torch.as_tensor(tensor, device=self.device)
-        own = (
-            own.float() if op == "mean" and not own.is_floating_point() else own.clone()
-        )
-        return own if self.world.size == 1 else self.world.all_reduce(own, op)
+        value = torch.as_tensor(tensor, device=self.device)
+        # all_reduce works in place, and the mean of integers is not one.
+        if op == "mean" and not value.is_floating_point():
+            value = value.float()
+        else:
+            value = value.clone()
+        if self.world.size == 1:
+            return value
+        return self.world.all_reduce(value, op)
 
     @property
     def global_rank(self) -> int:
@@ -241,22 +247,14 @@ class Strategy(ABC):
     if not TYPE_CHECKING:  # a checker knows all attributes
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__") or name in dir(
-                type(self)
-            ):  # a property has raised an AttributeError
+            # A property of the class that raised an AttributeError raises its own again.
+            if name.startswith("__") or name in dir(type(self)):
                 return object.__getattribute__(self, name)
-            fix = (
-                "it is known once a run has started"
-                if name in Strategy.__annotations__
-                else _INSTEAD.get(name)
-            )
-            raise AttributeError(
-                str(
-                    StrategyError(
-                        f"{type(self).__name__} has no attribute {name!r}", fix=fix
-                    )
-                )
-            )
+            fix = _INSTEAD.get(name)
+            if name in Strategy.__annotations__:
+                fix = "it is known once a run has started"
+            problem = f"{type(self).__name__} has no attribute {name!r}"
+            raise AttributeError(str(StrategyError(problem, fix=fix)))
 
     def configure(self, **facts: Any) -> str | None:
         """Take what the run knows, to complete the engine's own configuration and to refuse contradictions.

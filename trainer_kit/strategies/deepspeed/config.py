@@ -6,21 +6,21 @@ import copy
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
-from trainer_kit.strategies.deepspeed.engine import deepspeed_of, quiet
+from trainer_kit.strategies.deepspeed.engine import import_deepspeed, quiet
 
 __all__ = [
     "KEYS",
     "RunFacts",
     "Sections",
-    "filled",
+    "fill_config",
     "from_launcher",
     "read_config",
     "with_arguments",
@@ -32,12 +32,13 @@ KEYS: Final = (
 )  # fmt: skip
 """Options of the launcher's ``deepspeed_config`` that `from_launcher` reads."""
 
-_BF16: Final = ("bf16-mixed", "bf16-true")
-_FP16: Final = ("16-mixed", "16-true")
-_SECTIONS: Final = {
-    "optimizer": "Optim",
-    "scheduler": "Scheduler",
-}  # built by `Sections`, not by the engine
+_HALF_PRECISIONS: Final = {
+    "bf16": ("bf16-mixed", "bf16-true"),
+    "fp16": ("16-mixed", "16-true"),
+}
+"""For each section of the JSON, the precisions of a run that enable it."""
+_SECTIONS: Final = {"optimizer": "Optim", "scheduler": "Scheduler"}
+"""Sections that `Sections` builds, not the engine, with the ends of the names of Accelerate's dummies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +83,13 @@ def read_config(
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigurationError(
-            "DeepSpeed's configuration is a path or a dict", found=f"config={config!r}"
+            "DeepSpeed's configuration is a path or a dict",
+            found=f"config={config!r}",
         )
     path = os.path.expanduser(config)
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+            content = json.load(file)
     except OSError as error:
         raise ConfigurationError(
             f"{path}: {error.strerror}",
@@ -95,11 +97,11 @@ def read_config(
         ) from error
     except ValueError as error:
         raise ConfigurationError(f"{path} is not JSON", found=str(error)) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigurationError(
-            f"{path} holds no JSON object", found=type(found).__name__
+            f"{path} holds no JSON object", found=type(content).__name__
         )
-    return found
+    return content
 
 
 def from_launcher(
@@ -115,15 +117,15 @@ def from_launcher(
         >>> from_launcher({"zero_stage": "3", "offload_param_device": "cpu"})["offload_parameters"]
         True
     """
-    config = (
-        read_config(options.get("deepspeed_config_file")) if config is None else config
-    )
+    if config is None:
+        config = read_config(options.get("deepspeed_config_file"))
     zero = config.setdefault("zero_optimization", {})
     if "gradient_clipping" in options:
-        clip = _parsed("gradient_clipping", options["gradient_clipping"], float)
+        clip = _parse("gradient_clipping", options["gradient_clipping"], float)
         written = config.get("gradient_clipping", "auto")
         if written not in ("auto", clip):
-            raise _contradiction([("gradient_clipping", written, "the launcher", clip)])
+            contradiction = ("gradient_clipping", written, "the launcher", clip)
+            raise _contradiction([contradiction])
         config["gradient_clipping"] = clip
     for key in ("offload_optimizer", "offload_param"):
         if options.get(f"{key}_device") == "nvme":
@@ -133,17 +135,18 @@ def from_launcher(
             name.strip() for name in options["deepspeed_moe_layer_cls_names"].split(",")
         ]
         zero.setdefault("leaf_module", {"classes": names})
+    stage: int | None = None
+    if "zero_stage" in options:
+        stage = _parse("zero_stage", options["zero_stage"], int)
     return {
-        "stage": _parsed("zero_stage", options["zero_stage"], int)
-        if "zero_stage" in options
-        else None,
+        "stage": stage,
         "offload_optimizer": options.get("offload_optimizer_device") == "cpu",
         "offload_parameters": options.get("offload_param_device") == "cpu",
         "config": config,
     }
 
 
-def _parsed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+def _parse(name: str, text: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(text)  # no sync point: a text
     except ValueError:
@@ -179,66 +182,55 @@ def with_arguments(
         )
     written = zero.get("stage", "auto")
     if stage is not None and written not in ("auto", stage):
-        raise _contradiction(
-            [
-                (
-                    "zero_optimization.stage",
-                    written,
-                    "DeepSpeedStrategy(stage=...)",
-                    stage,
-                )
-            ]
-        )
-    zero["stage"] = chosen = (
-        (2 if stage is None else stage) if written == "auto" else written
-    )
-    if type(chosen) is not int or not 0 <= chosen <= 3:
+        argument = "DeepSpeedStrategy(stage=...)"
+        raise _contradiction([("zero_optimization.stage", written, argument, stage)])
+    if written == "auto":
+        written = 2 if stage is None else stage
+    zero["stage"] = written
+    if type(written) is not int or not 0 <= written <= 3:
         raise ConfigurationError(
             "the stage of ZeRO must be 0, 1, 2 or 3",
-            found=f"stage={chosen!r}",
+            found=f"stage={written!r}",
             fix="use stage=2, which suits most models",
         )
-    for wanted, key in (
-        (offload_optimizer, "offload_optimizer"),
-        (offload_parameters, "offload_param"),
-    ):
-        section = zero.get(key)
-        if isinstance(section, dict) and section.get("device") == "auto":
-            section["device"] = "cpu" if wanted else "none"
-        if wanted and section is None:
-            zero[key] = {"device": "cpu"}
-        device = (zero.get(key) or {}).get("device", "none")
-        if wanted and device == "none":
-            raise _contradiction(
-                [
-                    (
-                        f"zero_optimization.{key}.device",
-                        device,
-                        "DeepSpeedStrategy",
-                        f"{key}=True",
-                    )
-                ]
-            )
-        if device == "nvme":
-            raise StrategyError(
-                "checkpoints do not support state that is offloaded to NVMe",
-                found=f'zero_optimization.{key}.device is "nvme"',
-                fix='use "cpu"',
-            )
-        if device != "none" and key == "offload_param" and chosen != 3:
-            raise StrategyError(
-                "only stage 3 has parameters to offload",
-                found=f"stage {chosen}",
-                fix="use stage=3, or offload_optimizer=True",
-            )
-        if device != "none" and chosen == 0:
-            raise StrategyError(
-                "stage 0 has nothing to offload", found=key, fix="use stage=2"
-            )
+    _fill_offload(zero, "offload_optimizer", offload_optimizer)
+    _fill_offload(zero, "offload_param", offload_parameters)
     return config
 
 
-def filled(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
+def _fill_offload(zero: dict[str, Any], key: str, wanted: bool) -> None:
+    """Write into a section whether something is offloaded; refuse an offload that the stage does not have."""
+    section = zero.get(key)
+    if isinstance(section, dict) and section.get("device") == "auto":
+        section["device"] = "cpu" if wanted else "none"
+    if wanted and section is None:
+        zero[key] = {"device": "cpu"}
+    device = (zero.get(key) or {}).get("device", "none")
+    if device == "none":
+        if wanted:
+            name = f"zero_optimization.{key}.device"
+            argument = ("DeepSpeedStrategy", f"{key}=True")
+            raise _contradiction([(name, device, *argument)])
+        return
+    if device == "nvme":
+        raise StrategyError(
+            "checkpoints do not support state that is offloaded to NVMe",
+            found=f'zero_optimization.{key}.device is "nvme"',
+            fix='use "cpu"',
+        )
+    if key == "offload_param" and zero["stage"] != 3:
+        raise StrategyError(
+            "only stage 3 has parameters to offload",
+            found=f"stage {zero['stage']}",
+            fix="use stage=3, or offload_optimizer=True",
+        )
+    if zero["stage"] == 0:
+        raise StrategyError(
+            "stage 0 has nothing to offload", found=key, fix="use stage=2"
+        )
+
+
+def fill_config(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
     """The configuration for ``deepspeed.initialize``: every ``"auto"`` replaced, and checked against the run.
 
     The run owns accumulation windows: the engine's configuration has one micro-batch per step, and the strategy sets
@@ -252,64 +244,58 @@ def filled(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
         StrategyError: the JSON and the run contradict each other; the error lists all contradictions.
 
     Example:
-        >>> made = filled({"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}, RunFacts(batch_size=4))
-        >>> made["train_micro_batch_size_per_gpu"], made["bf16"]["enabled"]
+        >>> json = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}
+        >>> config = fill_config(json, RunFacts(batch_size=4))
+        >>> config["train_micro_batch_size_per_gpu"], config["bf16"]["enabled"]
         (4, False)
     """
-    made = {
+    engine_config = {
         key: copy.deepcopy(value)
         for key, value in config.items()
         if key not in _SECTIONS
     }
-    _compare(made, facts)
+    _check_consistency(engine_config, facts)
     size = facts.batch_size
     if size is None:
-        size = _number(made.get("train_micro_batch_size_per_gpu")) or 1
-    made["train_micro_batch_size_per_gpu"] = size
-    made["gradient_accumulation_steps"] = 1
-    made["train_batch_size"] = size * facts.world
-    if made.get("gradient_clipping", "auto") == "auto":
-        made["gradient_clipping"] = (
-            0.0  # the strategy passes the Trainer's value to each step
-        )
-    for key, words in (("bf16", _BF16), ("fp16", _FP16)):
-        enabled = facts.precision in words
-        if enabled or key in made:
-            made[key] = {**made.get(key, {}), "enabled": enabled}
-    _fill_buckets(made["zero_optimization"], facts.hidden_size)
+        size = _as_number(engine_config.get("train_micro_batch_size_per_gpu")) or 1
+    engine_config["train_micro_batch_size_per_gpu"] = size
+    engine_config["gradient_accumulation_steps"] = 1
+    engine_config["train_batch_size"] = size * facts.world
+    if engine_config.get("gradient_clipping", "auto") == "auto":
+        # The strategy passes the Trainer's value to each step.
+        engine_config["gradient_clipping"] = 0.0
+    for key, precisions in _HALF_PRECISIONS.items():
+        enabled = facts.precision in precisions
+        if enabled or key in engine_config:
+            section = engine_config.get(key, {})
+            engine_config[key] = {**section, "enabled": enabled}
+    _fill_buckets(engine_config["zero_optimization"], facts.hidden_size)
     for name, default in (
         ("zero_allow_untested_optimizer", True),
         ("zero_force_ds_cpu_optimizer", False),
     ):
-        if made.get(name, "auto") == "auto":
-            made[name] = default
-    return _without_auto(made)  # type: ignore[no-any-return]
+        if engine_config.get(name, "auto") == "auto":
+            engine_config[name] = default
+    return _without_auto(engine_config)  # type: ignore[no-any-return]  # a dict for a dict
 
 
-def _compare(config: Mapping[str, Any], facts: RunFacts) -> None:
-    total = (
-        None
-        if facts.batch_size is None
-        else facts.batch_size * facts.accumulation * facts.world
-    )
-    clip = None if facts.clip is None else facts.clip[0]
-    pairs = [
-        ("train_micro_batch_size_per_gpu", "the loader's batch_size", facts.batch_size),
-        ("gradient_accumulation_steps", "accumulate_grad_batches", facts.accumulation),
-        ("train_batch_size", "samples of an optimizer step", total),
-        ("gradient_clipping", "gradient_clip_val", clip),
-    ]
-    found: list[tuple[str, Any, str, Any]] = []
-    for key, name, ours in pairs:
-        theirs = _number(config.get(key))
-        if theirs is not None and ours is not None and theirs != ours:
-            found.append((key, theirs, name, ours))
-    for key, words in (("bf16", _BF16), ("fp16", _FP16)):
+def _check_consistency(config: Mapping[str, Any], facts: RunFacts) -> None:
+    """Refuse a JSON that differs from the run."""
+    contradictions: list[_Contradiction] = []
+    for key, name, run_value in _values_of_run(facts):
+        json_value = _as_number(config.get(key))
+        if json_value is None or run_value is None:
+            continue
+        if json_value != run_value:
+            contradictions.append((key, json_value, name, run_value))
+    for key, precisions in _HALF_PRECISIONS.items():
         enabled = config.get(key, {}).get("enabled", "auto")
-        if enabled != "auto" and bool(enabled) != (facts.precision in words):
-            found.append((f"{key}.enabled", enabled, "precision", facts.precision))
-    if found:
-        raise _contradiction(found)
+        if enabled != "auto" and bool(enabled) != (facts.precision in precisions):
+            contradictions.append(
+                (f"{key}.enabled", enabled, "precision", facts.precision)
+            )
+    if contradictions:
+        raise _contradiction(contradictions)
     if facts.clip is not None and facts.clip[1] != "norm":
         raise StrategyError(
             "DeepSpeed clips by norm only",
@@ -318,23 +304,41 @@ def _compare(config: Mapping[str, Any], facts: RunFacts) -> None:
         )
 
 
-def _contradiction(found: list[tuple[str, Any, str, Any]]) -> StrategyError:
+def _values_of_run(facts: RunFacts) -> list[tuple[str, str, float | None]]:
+    """Keys of the JSON, with the name and the value that the run has for each; None if it is not known."""
+    step_size: int | None = None
+    if facts.batch_size is not None:
+        step_size = facts.batch_size * facts.accumulation * facts.world
+    clip = facts.clip[0] if facts.clip is not None else None
+    return [
+        ("train_micro_batch_size_per_gpu", "the loader's batch_size", facts.batch_size),
+        ("gradient_accumulation_steps", "accumulate_grad_batches", facts.accumulation),
+        ("train_batch_size", "samples of an optimizer step", step_size),
+        ("gradient_clipping", "gradient_clip_val", clip),
+    ]
+
+
+_Contradiction: TypeAlias = tuple[str, Any, str, Any]
+"""A key of the JSON and its value; the name of the run's argument and its value."""
+
+
+def _contradiction(contradictions: Sequence[_Contradiction]) -> StrategyError:
+    facts = [
+        f"{key}: {json_value!r}, but {name}: {run_value!r}"
+        for key, json_value, name, run_value in contradictions
+    ]
+    keys = ", ".join(key for key, *_ in contradictions)
     return StrategyError(
         "DeepSpeed's JSON and the arguments of the run are inconsistent",
-        found="; ".join(
-            f"{key}: {theirs!r}, but {name}: {ours!r}"
-            for key, theirs, name, ours in found
-        ),
-        fix=f'write "auto" in the JSON ({", ".join(key for key, *_ in found)}), or change the argument',
+        found="; ".join(facts),
+        fix=f'write "auto" in the JSON ({keys}), or change the argument',
     )
 
 
-def _number(value: Any) -> Any:
-    return (
-        value
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-        else None
-    )
+def _as_number(value: Any) -> Any:
+    """The value if it is a number, else None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number else None
 
 
 def _fill_buckets(zero: dict[str, Any], hidden: int | None) -> None:
@@ -352,14 +356,14 @@ def _fill_buckets(zero: dict[str, Any], hidden: int | None) -> None:
 
 def _without_auto(value: Any) -> Any:
     """Leave each remaining ``"auto"`` to DeepSpeed's defaults."""
-    if isinstance(value, dict):
-        return {
-            key: _without_auto(part) for key, part in value.items() if part != "auto"
-        }
-    return value
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_auto(entry) for key, entry in value.items() if entry != "auto"
+    }
 
 
-_ADAM: Final = (
+_ADAM_OPTIONS: Final = (
     "lr",
     "betas",
     "eps",
@@ -369,11 +373,11 @@ _ADAM: Final = (
     "bias_correction",
 )
 _OPTIMIZERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "Adam": _ADAM,
-    "AdamW": _ADAM,
+    "Adam": _ADAM_OPTIONS,
+    "AdamW": _ADAM_OPTIONS,
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
 }
-_WARMUP: Final = (
+_WARMUP_OPTIONS: Final = (
     "warmup_min_lr",
     "warmup_max_lr",
     "warmup_num_steps",
@@ -381,8 +385,8 @@ _WARMUP: Final = (
     "last_batch_iteration",
 )
 _SCHEDULERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "WarmupLR": _WARMUP,
-    "WarmupDecayLR": ("total_num_steps", *_WARMUP),
+    "WarmupLR": _WARMUP_OPTIONS,
+    "WarmupDecayLR": ("total_num_steps", *_WARMUP_OPTIONS),
     "WarmupCosineLR": (
         "total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type",
         "last_batch_iteration",
@@ -402,14 +406,14 @@ class Sections:
 
     Example:
         >>> sections = Sections({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
-        >>> made = sections.make_optimizer(torch.nn.Linear(2, 1).parameters(), lr=0.1)
-        >>> type(made).__name__, made.defaults["lr"], made.defaults["weight_decay"]
+        >>> optimizer = sections.make_optimizer(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+        >>> type(optimizer).__name__, optimizer.defaults["lr"], optimizer.defaults["weight_decay"]
         ('AdamW', 0.1, 0.0)
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.optimizer = _read(config, "optimizer", _OPTIMIZERS)
-        self.scheduler = _read(config, "scheduler", _SCHEDULERS)
+        self.optimizer = _read_section(config, "optimizer", _OPTIMIZERS)
+        self.scheduler = _read_section(config, "scheduler", _SCHEDULERS)
 
     def make_optimizer(self, parameters: Iterable[Any], **values: Any) -> Optimizer:
         """Build the optimizer that the JSON names; ``values`` replace its ``"auto"``."""
@@ -426,66 +430,71 @@ class Sections:
                 fix="leave it out",
             )
         # As DeepSpeed reads them: Adam decays as AdamW does unless adam_w_mode is false; nothing decays by default.
-        by_torch = options.pop("torch_adam", False)
+        uses_torch_adam = options.pop("torch_adam", False)
         decoupled = options.pop("adam_w_mode", True) or kind == "AdamW"
-        options.setdefault("weight_decay", 1e-2 if by_torch and decoupled else 0.0)
+        default_decay = 1e-2 if uses_torch_adam and decoupled else 0.0
+        options.setdefault("weight_decay", default_decay)
         if "betas" in options:
             options["betas"] = tuple(options["betas"])
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
-            parameters, **options
-        )
+        if decoupled:
+            return torch.optim.AdamW(parameters, **options)
+        return torch.optim.Adam(parameters, **options)
 
     def make_scheduler(
         self, optimizer: Optimizer, device: torch.device, **values: Any
     ) -> Any:
         """Build the scheduler that the JSON names: DeepSpeed's own, which advances once per optimizer step."""
         assert self.scheduler is not None
+        groups = optimizer.param_groups
         rates = [
-            float(group["lr"]) for group in optimizer.param_groups
+            float(group["lr"]) for group in groups
         ]  # sync point: before the first step
-        known = {"warmup_min_lr": 0.0, "warmup_max_lr": max(rates), **values}
-        options = _replace_auto("scheduler", self.scheduler, known)
-        deepspeed_of(device)
+        values = {"warmup_min_lr": 0.0, "warmup_max_lr": max(rates), **values}
+        options = _replace_auto("scheduler", self.scheduler, values)
+        import_deepspeed(device)
         schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
         with quiet():
             return getattr(schedules, self.scheduler[0])(optimizer, **options)
 
-    def refuse_both(self, section: str, own: Any) -> None:
-        """Refuse an optimizer or scheduler of the script where the JSON names one, too."""
-        if getattr(self, section) is not None:
+    def refuse_both(self, section: str, from_script: object) -> None:
+        """Refuse an optimizer or scheduler of the script if the JSON names one, too."""
+        from_json = getattr(self, section)
+        if from_json is not None:
             raise StrategyError(
                 f"DeepSpeed's JSON names the {section}, and so does the script",
-                found=f"{getattr(self, section)[0]!r}, and {type(own).__name__}",
+                found=f"{from_json[0]!r}, and {type(from_script).__name__}",
                 fix=f'take "{section}" out of the JSON; or configure none, or Dummy{_SECTIONS[section]}, in the script',
             )
 
 
-def _read(
-    config: Mapping[str, Any], name: str, known: Mapping[str, tuple[str, ...]]
+def _read_section(
+    config: Mapping[str, Any],
+    name: str,
+    options_of_types: Mapping[str, tuple[str, ...]],
 ) -> tuple[str, dict[str, Any]] | None:
+    """The type and the options that a section names; None if the JSON has no such section."""
     section = config.get(name)
     if section is None:
         return None
-    kind = section.get("type") if isinstance(section, Mapping) else section
-    by_lower = {word.lower(): word for word in known}
-    if (
-        not isinstance(kind, str)
-        or kind.lower() not in by_lower
-        or not isinstance(section, Mapping)
-    ):
+    written = section.get("type") if isinstance(section, Mapping) else section
+    kind: str | None = None
+    if isinstance(section, Mapping) and isinstance(written, str):
+        by_lower = {known_type.lower(): known_type for known_type in options_of_types}
+        kind = by_lower.get(written.lower())
+    if kind is None:
+        article = "an" if name == "optimizer" else "a"
         raise StrategyError(
-            f"DeepSpeed's JSON names {'an' if name == 'optimizer' else 'a'} {name} that is not supported",
-            found=repr(kind),
-            fix=f"{', '.join(known)}; or remove the section, and create the {name} in the script",
+            f"DeepSpeed's JSON names {article} {name} that is not supported",
+            found=repr(written),
+            fix=f"{', '.join(options_of_types)}; or remove the section, and create the {name} in the script",
         )
-    kind = by_lower[kind.lower()]
     options = dict(section.get("params") or {})
     for key in options:
-        if key not in known[kind]:
+        if key not in options_of_types[kind]:
             raise StrategyError(
                 f"unknown option of DeepSpeed's {kind}",
                 found=f"{name}.params.{key}",
-                fix=did_you_mean(key, known[kind]),
+                fix=did_you_mean(key, options_of_types[kind]),
             )
     return kind, options
 
@@ -493,14 +502,16 @@ def _read(
 def _replace_auto(
     name: str, section: tuple[str, dict[str, Any]], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    kind, options = section
-    for key, value in options.items():
-        if value == "auto" and values.get(key) is None:
+    kind, written = section
+    options = dict(written)
+    for key, value in written.items():
+        if value != "auto":
+            continue
+        if values.get(key) is None:
             raise StrategyError(
                 f'"auto" has no value in DeepSpeed\'s {kind}',
                 found=f"{name}.params.{key}",
                 fix=f"write a number, or pass it to Dummy{_SECTIONS[name]}",
             )
-    return {
-        key: values[key] if value == "auto" else value for key, value in options.items()
-    }
+        options[key] = values[key]
+    return options

@@ -22,24 +22,24 @@ __all__ = [
     "OpenWindow",
     "begin_window",
     "check_float16",
-    "deepspeed_of",
     "destroy_engine",
-    "dividing",
     "finish_window",
+    "import_deepspeed",
     "local_rank",
+    "partitioning",
     "quiet",
     "release_module",
-    "round_parts",
+    "round_partitions",
     "take_step",
 ]
 
-_OWN_COUNTERS: Final = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+_DEEPSPEED_COUNTERS: Final = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 # -- the library ---------------------------------------------------------------------------------------------------
 
 
-def deepspeed_of(device: torch.device) -> Any:
+def import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed for ranks that compute on this kind of device, over the process group that exists already."""
     # DeepSpeed calls these at least once a step, and has no replacement for them yet.
     warnings.filterwarnings(
@@ -63,7 +63,7 @@ def deepspeed_of(device: torch.device) -> Any:
 
 def check_float16(device: torch.device) -> None:
     """Raise a PrecisionError where DeepSpeed has no float16."""
-    if not deepspeed_of(device).accelerator.get_accelerator().is_fp16_supported():
+    if not import_deepspeed(device).accelerator.get_accelerator().is_fp16_supported():
         raise PrecisionError(
             "DeepSpeed cannot run float16 on this device",
             found=device.type,
@@ -72,7 +72,7 @@ def check_float16(device: torch.device) -> None:
 
 
 @contextmanager
-def dividing(
+def partitioning(
     device: torch.device, config: Mapping[str, Any], full: bool = False
 ) -> Iterator[None]:
     """Inside, stage 3 divides the parameters of every layer among the ranks as soon as the layer is built.
@@ -80,42 +80,50 @@ def dividing(
     Args:
         device: where layers are built.
         config: the JSON.
-        full: build in full precision; `round_parts` then rounds to the dtype of the engine.
+        full: build in full precision; `round_partitions` then rounds to the dtype of the engine.
     """
-    deepspeed = deepspeed_of(device)
-    low = {key: {"enabled": False} for key in ("bf16", "fp16")} if full else {}
+    deepspeed = import_deepspeed(device)
+    init_config = dict(config)
+    if full:
+        init_config["bf16"] = {"enabled": False}
+        init_config["fp16"] = {"enabled": False}
     with (
         quiet(),
         local_rank(),
         torch.device(device),
-        deepspeed.zero.Init(config_dict_or_path={**config, **low}),
+        deepspeed.zero.Init(config_dict_or_path=init_config),
     ):
         yield
 
 
-def round_parts(module: nn.Module, config: Mapping[str, Any]) -> None:
+def round_partitions(module: nn.Module, config: Mapping[str, Any]) -> None:
     """Round divided parameters in full precision to the half precision that the JSON enables."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    chosen = [
-        dtype
-        for name, dtype in dtypes.items()
-        if (config.get(name) or {}).get("enabled")
-    ]
-    for parameter in module.parameters() if chosen else ():
-        part = getattr(parameter, "ds_tensor", None)
-        if part is not None and part.dtype == torch.float32:
-            rounded = part.data.to(chosen[0])
-            part.data = rounded.pin_memory() if part.is_pinned() else rounded
-            parameter.data = parameter.data.to(chosen[0])
+    dtype: torch.dtype | None = None
+    if (config.get("bf16") or {}).get("enabled"):
+        dtype = torch.bfloat16
+    elif (config.get("fp16") or {}).get("enabled"):
+        dtype = torch.float16
+    if dtype is None:
+        return
+    for parameter in module.parameters():
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is None or partition.dtype != torch.float32:
+            continue
+        rounded = partition.data.to(dtype)
+        if partition.is_pinned():
+            rounded = rounded.pin_memory()
+        partition.data = rounded
+        parameter.data = parameter.data.to(dtype)
 
 
 def release_module(module: nn.Module) -> None:
     """Destroy the stage 3 optimizer of an earlier run; parameters stay divided, for the next engine to take over."""
-    earlier: set[Any] = {
+    optimizers: set[Any] = {
         getattr(parameter, "_z3_optimizer", None) for parameter in module.parameters()
-    } - {None}
+    }
+    optimizers.discard(None)
     with quiet():
-        for optimizer in earlier:
+        for optimizer in optimizers:
             optimizer._partition_all_parameters()
             optimizer.destroy()
 
@@ -151,12 +159,12 @@ def local_rank() -> Iterator[None]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    given = name in os.environ
+    was_set = name in os.environ
     os.environ.setdefault(name, value)
     try:
         yield
     finally:
-        if not given:
+        if not was_set:
             del os.environ[name]
 
 
@@ -175,27 +183,32 @@ def begin_window(engine: Any, unfinished: bool) -> None:
     """
     optimizer = engine.optimizer
     if unfinished:
-        optimizer.zero_grad(set_to_none=True)
-        if hasattr(optimizer, "micro_step_id"):
-            optimizer.micro_step_id = 0 if engine.zero_optimization_stage() == 3 else -1
-        for name in ("all_grad_tensors", "averaged_gradients"):
-            kept = getattr(optimizer, name, None)
-            if isinstance(kept, dict):
-                kept.update(dict.fromkeys(kept))
+        _drop_unfinished(engine)
     if getattr(optimizer, "grad_partitions_flat_buffer", None) is not None:  # stage 3
         optimizer.grad_partitions_flat_buffer.zero_()
-        offloaded = (
-            optimizer.fp32_partitioned_groups_flat
-            if optimizer.offload_optimizer
-            else ()
-        )
+        if optimizer.offload_optimizer:
+            _zero_gradients(optimizer.fp32_partitioned_groups_flat)
     elif getattr(optimizer, "cpu_offload", False):
         for gradient in optimizer.accumulated_grads_in_cpu.values():
             gradient.zero_()
-        offloaded = optimizer.single_partition_of_fp32_groups
-    else:
-        offloaded = ()
-    for gradient in _gradients(offloaded):
+        _zero_gradients(optimizer.single_partition_of_fp32_groups)
+
+
+def _drop_unfinished(engine: Any) -> None:
+    """Drop what the engine keeps of a window that ended without a step."""
+    optimizer = engine.optimizer
+    optimizer.zero_grad(set_to_none=True)
+    if hasattr(optimizer, "micro_step_id"):
+        first = 0 if engine.zero_optimization_stage() == 3 else -1
+        optimizer.micro_step_id = first
+    for name in ("all_grad_tensors", "averaged_gradients"):
+        gradients = getattr(optimizer, name, None)
+        if isinstance(gradients, dict):
+            gradients.update(dict.fromkeys(gradients))
+
+
+def _zero_gradients(masters: Sequence[Tensor]) -> None:
+    for gradient in _existing_gradients(masters):
         gradient.zero_()
 
 
@@ -233,7 +246,10 @@ class OpenWindow:
     """
 
     def __init__(self) -> None:
-        self.begun = self._complete = self._left = False
+        self.begun = False
+        self._is_complete = False
+        # Whether a window was dropped whose gradients the engine still has.
+        self._has_stale_gradients = False
 
     def backward(self, engine: Any, loss: Tensor, retain_graph: bool) -> None:
         """Run one backward of the window; the loss is weighted already.
@@ -241,18 +257,18 @@ class OpenWindow:
         Raises:
             StrategyError: the gradients so far have been clipped.
         """
-        if self._complete:
+        if self._is_complete:
             raise StrategyError(
                 "backward was called between clipping and the optimizer step",
                 fix="call clip_grad_norm_ at the end of the window: if accelerator.sync_gradients",
             )
         if not self.begun:
-            if self._left:
+            if self._has_stale_gradients:
                 for parameter in engine.module.parameters():
                     parameter.grad = None
-            begin_window(engine, self._left)
+            begin_window(engine, self._has_stale_gradients)
             self.begun = True
-            self._left = False
+            self._has_stale_gradients = False
         if hasattr(engine.optimizer, "clear_backward_seen_flag"):
             # The engine counts forwards, and would overwrite gradients between two of them.
             engine.optimizer.clear_backward_seen_flag()
@@ -261,80 +277,67 @@ class OpenWindow:
 
     def complete(self, engine: Any) -> None:
         """Average over the ranks, and put each rank's part where the engine steps it; every rank calls it."""
-        if self.begun and not self._complete:
+        if self.begun and not self._is_complete:
             engine.set_gradient_accumulation_boundary(True)
             finish_window(engine)
-            self._complete = True
+            self._is_complete = True
 
     def drop(self, set_to_none: bool = True) -> None:
         """Discard the gradients of the window without a step (takes the place of ``zero_grad``)."""
-        self._left = self._left or self.begun
+        self._has_stale_gradients = self._has_stale_gradients or self.begun
         self.end()
 
     def end(self) -> None:
         """Called after the engine has stepped, and dropped its gradients."""
-        self.begun = self._complete = False
+        self.begun = False
+        self._is_complete = False
 
-    def parts(self, engine: Any) -> list[Tensor]:
+    def gradients(self, engine: Any) -> list[Tensor]:
         """This rank's part of all gradients, and the norms that the engine keeps of them to clip by."""
         self.complete(engine)
         if not self.begun:
             return []
-        kept = getattr(
-            engine.optimizer, "norm_for_param_grads", None
-        )  # where they are offloaded
-        return [*_stepped_gradients(engine), *(kept.values() if kept else ())]
+        # The engine has norms of its own where it offloads gradients.
+        norms = getattr(engine.optimizer, "norm_for_param_grads", None) or {}
+        return [*_stepped_gradients(engine), *norms.values()]
 
     def norm(self, engine: Any, world: Group) -> Tensor:
         """The 2-norm of all gradients of all ranks, without the scale of float16."""
         self.complete(engine)
-        parts = _stepped_gradients(engine) if self.begun else []
-        norms = (
-            torch._foreach_norm(parts)
-            if parts
-            else [torch.zeros((), device=engine.device)]
-        )
-        squares = (
-            torch.stack([norm.float() for norm in norms])
-            .square()
-            .sum()
-            .to(engine.device)
-        )
+        gradients = _stepped_gradients(engine) if self.begun else []
+        total = torch.zeros((), device=engine.device)
+        if gradients:
+            norms = [norm.float() for norm in torch._foreach_norm(gradients)]
+            total = torch.stack(norms).square().sum().to(engine.device)
         if engine.zero_optimization():  # each rank has a part
-            world.all_reduce(squares)
+            world.all_reduce(total)
         scale = float(
             getattr(engine.optimizer, "loss_scale", 1.0)
-        )  # no sync point: a number on the host
-        return squares.sqrt() / scale
+        )  # no sync point: a host number
+        return total.sqrt() / scale
 
 
 def _stepped_gradients(engine: Any) -> list[Tensor]:
     """This rank's gradients in the tensors from which the engine steps them; padding is zero."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
-        masters = (
-            optimizer.fp32_partitioned_groups_flat
-            if optimizer.offload_optimizer
-            else None
-        )
+        if optimizer.offload_optimizer:
+            return _existing_gradients(optimizer.fp32_partitioned_groups_flat)
     elif hasattr(optimizer, "averaged_gradients"):  # stages 1 and 2
-        masters = (
-            optimizer.single_partition_of_fp32_groups if optimizer.cpu_offload else None
-        )
-    elif hasattr(
-        optimizer, "fp32_groups_gradient_flat_partition"
-    ):  # bfloat16 with sums in float32
+        if optimizer.cpu_offload:
+            return _existing_gradients(optimizer.single_partition_of_fp32_groups)
+    elif hasattr(optimizer, "fp32_groups_gradient_flat_partition"):
+        # bfloat16 with sums in float32
         return list(optimizer.fp32_groups_gradient_flat_partition)
     else:
-        return _gradients(list(engine.module.parameters()))
-    if masters is not None:  # gradients are offloaded
-        return _gradients(masters)
-    return [
-        part for group in optimizer.averaged_gradients.values() for part in group or ()
-    ]
+        return _existing_gradients(list(engine.module.parameters()))
+    gradients: list[Tensor] = []
+    for group in optimizer.averaged_gradients.values():
+        gradients += group or ()
+    return gradients
 
 
-def _gradients(tensors: Sequence[Tensor] | Sequence[nn.Parameter]) -> list[Tensor]:
+def _existing_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
 
@@ -353,42 +356,44 @@ class EngineScaler:
 
     def __init__(self) -> None:
         self.skipped = False
-        self._numbers: Any = None
+        self._scaler: Any = None
         self._scales = False  # whether the loss is scaled here
 
     def follow(self, engine: Any) -> None:
         """Read the loss scale of this engine from now on."""
         self.skipped = False
-        self._numbers = None
+        self._scaler = None
         if engine.fp16_enabled():
-            self._numbers = getattr(engine.optimizer, "loss_scaler", None)
+            self._scaler = getattr(engine.optimizer, "loss_scaler", None)
         # Without ZeRO the engine divides gradients by the scale, and does not multiply the loss by it.
-        self._scales = self._numbers is None and engine.fp16_enabled()
+        self._scales = self._scaler is None and engine.fp16_enabled()
         if self._scales:
-            self._numbers = getattr(engine.optimizer, "loss_scale_config", None)
+            self._scaler = getattr(engine.optimizer, "loss_scale_config", None)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss on which the engine's backward is called."""
-        return loss.float() * self._numbers.cur_scale if self._scales else loss
+        if not self._scales:
+            return loss
+        scaled: Tensor = loss.float() * self._scaler.cur_scale
+        return scaled
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters under GradScaler's keys, for any other engine, and DeepSpeed's own counters."""
-        scaler = self._numbers
+        scaler = self._scaler
         if scaler is None:
             return {}
         window = int(getattr(scaler, "scale_window", None) or 2000)
-        since = _steps_since_overflow(scaler)
+        steps = _steps_since_overflow(scaler)
+        counters = {key: getattr(scaler, key, None) for key in _DEEPSPEED_COUNTERS}
         return {
             "scale": float(scaler.cur_scale),  # no sync point: a number on the host
             "growth_factor": 2.0,  # fixed in the engine, as is the next one
             "backoff_factor": 0.5,
             "growth_interval": window,
             # After an overflow the engine waits for one step more than the window.
-            "_growth_tracker": max(since - 1, 0) % window,
+            "_growth_tracker": max(steps - 1, 0) % window,
             "deepspeed": {
-                key: getattr(scaler, key)
-                for key in _OWN_COUNTERS
-                if getattr(scaler, key, None) is not None
+                key: count for key, count in counters.items() if count is not None
             },
         }
 
@@ -398,15 +403,15 @@ class EngineScaler:
         Args:
             state: empty where nothing was scaled.
         """
-        scaler = self._numbers
+        scaler = self._scaler
         if scaler is None or not state or _steps_since_overflow(scaler) < 0:
             return
         scaler.cur_scale = float(state["scale"])  # no sync point: as above
-        own = state.get("deepspeed", {})
-        if "last_overflow_iter" in own:
-            for key in _OWN_COUNTERS:
-                if key in own and hasattr(scaler, key):
-                    setattr(scaler, key, own[key])
+        counters = state.get("deepspeed", {})
+        if "last_overflow_iter" in counters:
+            for key in _DEEPSPEED_COUNTERS:
+                if key in counters and hasattr(scaler, key):
+                    setattr(scaler, key, counters[key])
         else:
             # The scale grows after as many further steps without an overflow as under the other scaler.
             scaler.last_overflow_iter = -1
@@ -416,4 +421,6 @@ class EngineScaler:
 def _steps_since_overflow(scaler: Any) -> int:
     """Steps since the last overflow; -1 where the scale is fixed."""
     last = getattr(scaler, "last_overflow_iter", None)
-    return -1 if last is None else scaler.cur_iter - last - 1
+    if last is None:
+        return -1
+    return int(scaler.cur_iter - last - 1)

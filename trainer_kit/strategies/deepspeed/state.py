@@ -7,8 +7,8 @@ writes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, cycle
 from typing import Any, Final
 
 import torch
@@ -36,7 +36,7 @@ from trainer_kit.strategies.state import (
 
 __all__ = [
     "deepspeed_costs",
-    "find_pieces",
+    "find_flat_shards",
     "load_module",
     "load_optimizer",
     "module_state",
@@ -44,139 +44,128 @@ __all__ = [
 ]
 
 _STEP: Final = "step"
-_LAYOUTS: Final = (
+_STAGE_LAYOUTS: Final = (
     "nothing is divided",
     "optimizer state and masters are divided",
     "gradients, optimizer state and masters are divided",
     "everything is divided, small parameters are whole besides",
 )
-_ALIGNED: Final = (
-    2  # the engine rounds a flat group up to a multiple of so many elements a rank
-)
+_ALIGNED: Final = 2
+"""The engine rounds a flat group up to a multiple of so many elements a rank."""
 
 
-def _shape_of(parameter: nn.Parameter) -> torch.Size:
+def _full_shape(parameter: nn.Parameter) -> torch.Size:
     """The shape of the whole parameter; at stage 3 the parameter itself is empty."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def find_pieces(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
+def find_flat_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
     """Find this rank's piece of every parameter whose master is another tensor; `optimizer` is the engine's."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
-        return dict(_pieces_of_stage_3(optimizer))
-    found: dict[nn.Parameter, FlatShard] = {}
-    if hasattr(optimizer, "bit16_groups") or hasattr(
-        optimizer, "fp32_groups_flat_partition"
-    ):  # stages 1 and 2
-        groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
-        masters = (
-            getattr(optimizer, "single_partition_of_fp32_groups", None)
-            or optimizer.fp32_groups_flat_partition
-        )
-        for group, master in zip(groups, masters, strict=True):
-            for parameter in group:
-                fragment = parameter._hp_mapping
-                if fragment is None:  # all of it is on other ranks
-                    found[parameter] = FlatShard(master, 0, 0, 0)
-                else:
-                    own = fragment.lp_fragment_address
-                    found[parameter] = FlatShard(
-                        master, fragment.hp_fragment_address.start, own.start, own.numel
-                    )
-    elif hasattr(
-        optimizer, "fp32_groups_flat"
-    ):  # stage 0, low precision, DeepSpeed's fused Adam
-        for group, master in zip(
-            optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True
-        ):
+        return _find_stage_3_shards(optimizer)
+    has_partitions = hasattr(optimizer, "fp32_groups_flat_partition")
+    if hasattr(optimizer, "bit16_groups") or has_partitions:  # stages 1 and 2
+        return _find_stage_2_shards(optimizer)
+    shards: dict[nn.Parameter, FlatShard] = {}
+    if hasattr(optimizer, "fp32_groups_flat"):
+        # Stage 0 in low precision with DeepSpeed's fused Adam: one master for a group.
+        masters = optimizer.fp32_groups_flat
+        for group, master in zip(optimizer.fp16_groups, masters, strict=True):
             start = 0
             for parameter in group:
-                found[parameter] = FlatShard(
-                    master, start, 0, parameter.numel(), is_sharded=False
-                )
-                start += parameter.numel()
-    elif hasattr(
-        optimizer, "fp32_groups"
-    ):  # stage 0, low precision, any other optimizer
-        for group, masters in zip(
-            optimizer.fp16_groups, optimizer.fp32_groups, strict=True
-        ):
-            for parameter, master in zip(group, masters, strict=True):
-                found[parameter] = FlatShard(
-                    master, 0, 0, parameter.numel(), is_sharded=False
-                )
-    return found
+                size = parameter.numel()
+                shards[parameter] = FlatShard(master, start, 0, size, is_sharded=False)
+                start += size
+    elif hasattr(optimizer, "fp32_groups"):
+        # Stage 0 in low precision with any other optimizer: one master for a parameter.
+        parameters = chain.from_iterable(optimizer.fp16_groups)
+        masters = chain.from_iterable(optimizer.fp32_groups)
+        for parameter, master in zip(parameters, masters, strict=True):
+            size = parameter.numel()
+            shards[parameter] = FlatShard(master, 0, 0, size, is_sharded=False)
+    return shards
 
 
-def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatShard]]:
-    for group in optimizer.fp16_groups:
+def _find_stage_2_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
+    """Stages 1 and 2: each rank has one master for a group, which holds fragments of some parameters."""
+    shards: dict[nn.Parameter, FlatShard] = {}
+    groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
+    masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    masters = masters or optimizer.fp32_groups_flat_partition
+    for group, master in zip(groups, masters, strict=True):
         for parameter in group:
-            number, start, size = optimizer.grad_position[
-                optimizer.get_param_id(parameter)
-            ]
-            first = size * dist.get_rank(parameter.ds_process_group)
-            count = max(
-                0, min(size, parameter.ds_numel - first)
-            )  # the last ranks' pieces are padded
-            yield (
-                parameter,
-                FlatShard(
-                    optimizer.fp32_partitioned_groups_flat[number],
-                    start,
-                    min(first, parameter.ds_numel),
-                    count,
-                ),
+            fragment = parameter._hp_mapping
+            if fragment is None:  # all of it is on other ranks
+                shards[parameter] = FlatShard(master, 0, 0, 0)
+                continue
+            in_master = fragment.hp_fragment_address
+            in_parameter = fragment.lp_fragment_address
+            shards[parameter] = FlatShard(
+                master, in_master.start, in_parameter.start, in_parameter.numel
             )
+    return shards
+
+
+def _find_stage_3_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
+    """Stage 3: each parameter is divided evenly, and each rank has its part in one of several masters."""
+    shards: dict[nn.Parameter, FlatShard] = {}
+    for parameter in chain.from_iterable(optimizer.fp16_groups):
+        parameter_id = optimizer.get_param_id(parameter)
+        master_index, master_start, size = optimizer.grad_position[parameter_id]
+        first = min(
+            size * dist.get_rank(parameter.ds_process_group), parameter.ds_numel
+        )
+        length = min(size, parameter.ds_numel - first)  # the last shards are padded
+        master = optimizer.fp32_partitioned_groups_flat[master_index]
+        shards[parameter] = FlatShard(master, master_start, first, length)
+    return shards
 
 
 def module_state(
-    pieces: Mapping[nn.Parameter, FlatShard],
+    shards: Mapping[nn.Parameter, FlatShard],
     module: nn.Module,
-    own: Mapping[str, Any],
+    local_state: Mapping[str, Any],
     keep: bool,
 ) -> dict[str, Any]:
-    """``module.state_dict()`` with whole weights in full precision. Every rank must call it.
+    """``module.state_dict()`` with full weights in full precision. Every rank must call it.
 
     Args:
-        pieces: of the module's parameters.
+        shards: this rank's shards of the module's parameters.
         module: the user's.
-        own: the module's ``state_dict``, which every rank has.
+        local_state: the module's ``state_dict``, which every rank has.
         keep: whether this rank needs the values; else weights are zeros that take no memory.
     """
-    state = dict(own)
-    seen: dict[nn.Parameter, Tensor] = {}
+    state = dict(local_state)
+    weights: dict[nn.Parameter, Tensor] = {}
     for name, parameter in named_state(module).items():
         if name not in state:
             continue
-        if parameter not in seen:
-            piece = pieces.get(parameter)
-            if piece is None:
-                seen[parameter] = _frozen_weight(parameter, state[name], keep)
-            elif parameter.dtype == piece.master.dtype and not hasattr(
-                parameter, "ds_id"
-            ):
-                seen[parameter] = state[name]  # not rounded, and whole on every rank
-            else:
-                seen[parameter] = gather_flat(
-                    piece, _shape_of(parameter), piece.master, keep
-                )
-        state[name] = seen[parameter]
+        if parameter not in weights:  # shared parameters are gathered once
+            shard = shards.get(parameter)
+            weights[parameter] = _gather_weight(parameter, shard, state[name], keep)
+        state[name] = weights[parameter]
     return state
 
 
-def _frozen_weight(parameter: nn.Parameter, own: Tensor, keep: bool) -> Tensor:
-    if not hasattr(parameter, "ds_id"):
-        return own
+def _gather_weight(
+    parameter: nn.Parameter, shard: FlatShard | None, local_weight: Tensor, keep: bool
+) -> Tensor:
+    """The full weight in full precision: of the master if there is one, else of the parameter."""
+    is_partitioned = hasattr(parameter, "ds_id")
+    if shard is not None and (is_partitioned or parameter.dtype != shard.master.dtype):
+        return gather_flat(shard, _full_shape(parameter), shard.master, keep)
+    if not is_partitioned:
+        return local_weight  # not rounded, and complete on every rank
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
         if not keep:
-            return placeholder_tensor(_shape_of(parameter), parameter.dtype)
+            return placeholder_tensor(_full_shape(parameter), parameter.dtype)
         return parameter.detach().clone().cpu()  # sync point: a checkpoint
 
 
 def load_module(
-    pieces: Mapping[nn.Parameter, FlatShard],
+    shards: Mapping[nn.Parameter, FlatShard],
     module: nn.Module,
     state: Mapping[str, Any],
     strict: bool,
@@ -184,21 +173,19 @@ def load_module(
 ) -> None:
     """Restore `module_state`, or a ``state_dict`` of the same module under any other strategy."""
     state = without_wrappers(state)
-    divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-    if divided:
-        _load_divided(module, state, strict, world)
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        _load_partitioned(module, state, strict, world)
     else:
         load_module_weights(module, state, strict)
     for name, parameter in named_state(module).items():
-        piece = pieces.get(parameter)
-        if piece is not None and name in state:
+        shard = shards.get(parameter)
+        if shard is not None and name in state:
             # The parameter may be in half precision; its master is not rounded.
-            piece.view_in_master(piece.master).copy_(
-                piece.view_in_parameter(state[name])
-            )
+            master = shard.view_in_master(shard.master)
+            master.copy_(shard.view_in_parameter(state[name]))
 
 
-def _load_divided(
+def _load_partitioned(
     module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group
 ) -> None:
     """Stage 3: gather one parameter at a time, and write rank 0's value into it on all ranks."""
@@ -206,18 +193,17 @@ def _load_divided(
 
     parameters = named_state(module)
     fail_together(world, lambda: _check_names(module, parameters, state, strict))
-    done: set[nn.Parameter] = set()
+    loaded: set[nn.Parameter] = set()
     for name, parameter in parameters.items():
-        if name in state and parameter not in done:
-            done.add(parameter)
-            with (
-                deepspeed.zero.GatheredParameters([parameter], modifier_rank=0),
-                torch.no_grad(),
-            ):
-                if dist.get_rank() == 0:
-                    parameter.copy_(state[name])
-    rest = {name: value for name, value in state.items() if name not in parameters}
-    module.load_state_dict(names_in(module, rest), strict=False)
+        if name not in state or parameter in loaded:
+            continue
+        loaded.add(parameter)
+        gathered = deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)
+        with gathered, torch.no_grad():
+            if dist.get_rank() == 0:
+                parameter.copy_(state[name])
+    buffers = {name: value for name, value in state.items() if name not in parameters}
+    module.load_state_dict(names_in(module, buffers), strict=False)
 
 
 def _check_names(
@@ -227,77 +213,77 @@ def _check_names(
     strict: bool,
 ) -> None:
     """Raise torch's own error, as every other strategy does."""
-    wrong = [
-        f"size mismatch for {name}: copying a param with shape {state[name].shape} from checkpoint, the shape in"
-        f" current model is {_shape_of(parameter)}."
-        for name, parameter in parameters.items()
-        if name in state and state[name].shape != _shape_of(parameter)
-    ]
-    known = set(plain_state(module))
+    errors: list[str] = []
+    for name, parameter in parameters.items():
+        shape = _full_shape(parameter)
+        if name in state and state[name].shape != shape:
+            errors.append(
+                f"size mismatch for {name}: copying a param with shape {state[name].shape} from checkpoint,"
+                f" the shape in current model is {shape}."
+            )
+    module_names = set(plain_state(module))
+    missing = module_names - state.keys()
+    unexpected = state.keys() - module_names
     if not strict:
-        report_differences(known - state.keys(), state.keys() - known)
+        report_differences(missing, unexpected)
     else:
-        for kind, names in (
-            ("Missing", known - state.keys()),
-            ("Unexpected", state.keys() - known),
-        ):
+        for kind, names in (("Missing", missing), ("Unexpected", unexpected)):
             if names:
-                wrong.append(
-                    f"{kind} key(s) in state_dict: {', '.join(map(repr, sorted(names)))}."
-                )
-    if wrong:
-        raise RuntimeError(
-            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t"
-            + "\n\t".join(wrong)
-        )
+                listed = ", ".join(map(repr, sorted(names)))
+                errors.append(f"{kind} key(s) in state_dict: {listed}.")
+    if errors:
+        title = f"Error(s) in loading state_dict for {type(module).__name__}:"
+        raise RuntimeError("\n\t".join([title, *errors]))
 
 
 def optimizer_states(
-    pieces: Mapping[nn.Parameter, FlatShard], optimizer: Optimizer, keep: bool
+    shards: Mapping[nn.Parameter, FlatShard], optimizer: Optimizer, keep: bool
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """The whole state of each parameter; every rank must call it. Without ``keep``: zeros that take no memory."""
-    found: dict[nn.Parameter, dict[str, Any]] = {}
-    for parameter, piece in pieces.items():
-        own = optimizer.state.get(piece.master)
-        if not own:
+    """The full state of each parameter; every rank must call it. Without ``keep``: zeros that take no memory."""
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    for parameter, shard in shards.items():
+        shard_state = optimizer.state.get(shard.master)
+        if not shard_state:
             continue
-        found[parameter] = {
-            key: gather_flat(piece, _shape_of(parameter), value, keep)
-            if isinstance(value, Tensor)
-            and key != _STEP
-            and value.shape == piece.master.shape
-            else value.clone()
-            if isinstance(value, Tensor)
-            else value
-            for key, value in own.items()
-        }
-    return found
+        state = dict(shard_state)
+        for key, value in shard_state.items():
+            if not isinstance(value, Tensor):
+                continue
+            if key != _STEP and value.shape == shard.master.shape:
+                state[key] = gather_flat(shard, _full_shape(parameter), value, keep)
+            else:
+                state[key] = value.clone()
+        states[parameter] = state
+    return states
 
 
 def load_optimizer(
-    pieces: Mapping[nn.Parameter, FlatShard], optimizer: Optimizer, state: States
+    shards: Mapping[nn.Parameter, FlatShard], optimizer: Optimizer, state: States
 ) -> None:
     """Restore `optimizer_states`, or the state of the same parameters under any other strategy."""
-    as_tensor = type(optimizer).__module__.startswith("torch.")
-    for parameter, piece in pieces.items():
-        own = optimizer.state[piece.master] if parameter in state else {}
-        for key, value in state.get(parameter, {}).items():
+    # torch counts steps in tensors, DeepSpeed's own optimizers in integers.
+    counts_in_tensors = type(optimizer).__module__.startswith("torch.")
+    for parameter, shard in shards.items():
+        if parameter not in state:
+            continue
+        shape = _full_shape(parameter)
+        shard_state = optimizer.state[shard.master]
+        for key, value in state[parameter].items():
             if key == _STEP:
-                # torch counts steps in tensors, DeepSpeed's own optimizers in integers.
-                count = float(
-                    value
-                )  # no sync point: a value of a checkpoint, on the host
-                own[key] = (
-                    torch.tensor(count, dtype=torch.float32)
-                    if as_tensor
-                    else int(count)
-                )
-            elif isinstance(value, Tensor) and value.shape == _shape_of(parameter):
-                if key not in own:
-                    own[key] = torch.zeros_like(piece.master, requires_grad=False)
-                piece.view_in_master(own[key]).copy_(piece.view_in_parameter(value))
+                steps = float(value)  # no sync point: of a checkpoint
+                shard_state[key] = int(steps)
+                if counts_in_tensors:
+                    shard_state[key] = torch.tensor(steps, dtype=torch.float32)
+            elif not isinstance(value, Tensor):
+                shard_state[key] = value
+            elif value.shape != shape:
+                shard_state[key] = value.clone()
             else:
-                own[key] = value.clone() if isinstance(value, Tensor) else value
+                if key not in shard_state:
+                    moment = torch.zeros_like(shard.master, requires_grad=False)
+                    shard_state[key] = moment
+                target = shard.view_in_master(shard_state[key])
+                target.copy_(shard.view_in_parameter(value))
 
 
 def deepspeed_costs(
@@ -316,57 +302,58 @@ def deepspeed_costs(
         precision: the run's, by name.
         groups: parameters of the optimizer, which at stage 3 has the masters of a group only while it steps it.
     """
-    low = {"bf16": torch.bfloat16, "16-m": torch.float16, "16-t": torch.float16}.get(
-        precision[:4]
-    )
+    low_dtypes = {"bf16": torch.bfloat16, "16-m": torch.float16, "16-t": torch.float16}
+    low_dtype = low_dtypes.get(precision[:4])
     parameters = list(module.parameters())
-    sizes = {p: _shape_of(p).numel() for p in parameters}
-    width = {p: (low or p.dtype).itemsize for p in parameters}
+    sizes = {p: _full_shape(p).numel() for p in parameters}
     trained = [p for p in parameters if p.requires_grad]
-    taken = cycle(groups)
+    group_iterator = cycle(groups)
 
-    def part(count: int) -> int:
-        return -(-count // ranks)
+    def count_bytes(parameter: nn.Parameter, sharded: bool) -> int:
+        itemsize = (low_dtype or parameter.dtype).itemsize
+        if sharded:
+            return _divide(sizes[parameter], ranks) * itemsize
+        return sizes[parameter] * itemsize
 
     def stepped(group: Sequence[nn.Parameter]) -> list[Tensor]:
         if any(p not in sizes for p in group):
             return list(group)  # the engine's own masters
-        group = group or next(taken, [])
+        group = group or next(group_iterator, [])
         counts = [sizes[p] for p in group if p.requires_grad]
         if 1 <= stage <= 2:
-            counts = [_ALIGNED * part(-(-sum(counts) // _ALIGNED))]
+            counts = [_ALIGNED * _divide(_divide(sum(counts), _ALIGNED), ranks)]
         elif stage == 3:
-            counts = [sum(map(part, counts))]
+            counts = [sum(_divide(count, ranks) for count in counts)]
         return [
             torch.empty(count, device="meta", requires_grad=True) for count in counts
         ]
 
-    weights = sum(sizes[p] * width[p] for p in parameters)
-    gradients = sum(sizes[p] * width[p] for p in trained)
+    masters = sum(master.numel() * 4 for master in stepped(trained))
+    if stage == 0 and low_dtype is None:
+        masters = 0
     return Costs(
-        layout=f"ZeRO stage {stage} over {ranks} ranks: {_LAYOUTS[stage]}",
-        parameters=sum(part(sizes[p]) * width[p] for p in parameters)
-        if stage == 3
-        else weights,
-        gradients=sum(part(sizes[p]) * width[p] for p in trained)
-        if stage >= 2
-        else gradients,
+        layout=f"ZeRO stage {stage} over {ranks} ranks: {_STAGE_LAYOUTS[stage]}",
+        parameters=sum(count_bytes(p, sharded=stage == 3) for p in parameters),
+        gradients=sum(count_bytes(p, sharded=stage >= 2) for p in trained),
         stepped=stepped,
-        masters=0
-        if stage == 0 and low is None
-        else sum(t.numel() * 4 for t in stepped(trained)),
-        exchanges=_exchanges(stage, ranks) if ranks > 1 else [],
+        masters=masters,
+        exchanges=_describe_exchanges(stage, ranks) if ranks > 1 else [],
     )
 
 
-def _exchanges(stage: int, ranks: int) -> list[str]:
+def _divide(count: int, ranks: int) -> int:
+    """The size of the largest part."""
+    return -(-count // ranks)
+
+
+def _describe_exchanges(stage: int, ranks: int) -> list[str]:
     over = f"over {ranks} ranks"
     if stage == 0:
         return [f"gradients: all-reduce {over}"]
     if stage < 3:
-        often = ", in each backward" if stage == 2 else ""
+        when = ", in each backward" if stage == 2 else ""
         return [
-            f"gradients: reduce {over}, to who steps them{often}",
+            f"gradients: reduce {over}, to who steps them{when}",
             f"stepped parameters: all-gather {over}",
         ]
     return [

@@ -28,7 +28,7 @@ from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.deepspeed.config import (
     RunFacts,
     Sections,
-    filled,
+    fill_config,
     read_config,
     with_arguments,
 )
@@ -37,19 +37,19 @@ from trainer_kit.strategies.deepspeed.engine import (
     OpenWindow,
     begin_window,
     check_float16,
-    deepspeed_of,
     destroy_engine,
-    dividing,
     finish_window,
+    import_deepspeed,
     local_rank,
+    partitioning,
     quiet,
     release_module,
-    round_parts,
+    round_partitions,
     take_step,
 )
 from trainer_kit.strategies.deepspeed.state import (
     deepspeed_costs,
-    find_pieces,
+    find_flat_shards,
     load_module,
     load_optimizer,
     module_state,
@@ -74,7 +74,7 @@ from trainer_kit.strategies.strategy import EngineModule, Strategy
 __all__ = ["DeepSpeedStrategy"]
 
 
-_OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
+_REFUSED_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
@@ -110,10 +110,13 @@ class DeepSpeedStrategy(Strategy):
     engine = "deepspeed"
     refused_precisions: ClassVar[Mapping[str, str]] = {
         "64-true": "this engine keeps weights in float32 at most",
-        **dict.fromkeys(EXCHANGING, _OWN_LAYERS),
+        **dict.fromkeys(EXCHANGING, _REFUSED_LAYERS),
     }
     lockstep = True
-    owns_step = keeps_gradients = completes_gradients = own_buffers = True
+    owns_step = True
+    keeps_gradients = True
+    completes_gradients = True
+    own_buffers = True
     why_not_averaged = "DeepSpeed steps flat copies of the weights"
     why_not_again = "DeepSpeed steps copies of the parameters"
     why_not_in_threads = (
@@ -150,12 +153,12 @@ class DeepSpeedStrategy(Strategy):
         self._scaler = EngineScaler()
         self._optimizer: Optimizer | None = None
         self._groups: list[list[nn.Parameter]] = []
-        self._trained: list[bool] = []  # for each parameter in the groups
-        self._pieces: dict[nn.Parameter, FlatShard] = {}
-        self._clip = self._own_clip = 0.0
-        self._unfinished = (
-            False  # whether there are gradients that have not been stepped
-        )
+        self._was_trained: list[bool] = []  # for each parameter in the groups
+        self._flat_shards: dict[nn.Parameter, FlatShard] = {}
+        self._clip = 0.0
+        self._config_clip = 0.0
+        # Whether there are gradients that have not been stepped.
+        self._has_unfinished_window = False
         self._window: OpenWindow | None = None  # of a raw loop
 
     def _set_config(self, config: dict[str, Any]) -> None:
@@ -163,7 +166,9 @@ class DeepSpeedStrategy(Strategy):
         self.sections = Sections(config)
         self.stage: int = config["zero_optimization"]["stage"]
         # Reduced after the last backward, not in it: at the boundary only its gradients would leave the device.
-        self._finishes_late = self.stage >= 2 and self._offloads("offload_optimizer")
+        self._reduces_after_backward = self.stage >= 2 and self._offloads(
+            "offload_optimizer"
+        )
 
     def use(self, config: dict[str, Any]) -> None:
         """Replace the JSON by another one that is as complete as ``self.config``.
@@ -172,11 +177,10 @@ class DeepSpeedStrategy(Strategy):
             StrategyError: a model was prepared with the current one.
         """
         if self._window is not None:
-            fix = "a second Accelerator for a second model"
             raise StrategyError(
                 "a model was prepared with another DeepSpeed plugin",
                 found=self.describe(),
-                fix=fix,
+                fix="a second Accelerator for a second model",
             )
         self._set_config(config)
 
@@ -187,9 +191,9 @@ class DeepSpeedStrategy(Strategy):
     @property
     def gradient_divisor(self) -> int:
         """The engine averages over the ranks, unless its JSON asks for a sum."""
-        return (
-            1 if self.config.get("gradient_allreduce_op") == "sum" else self.world.size
-        )
+        if self.config.get("gradient_allreduce_op") == "sum":
+            return 1
+        return self.world.size
 
     def start(self) -> None:
         """Join the process group, or make one, also for a single process."""
@@ -202,7 +206,7 @@ class DeepSpeedStrategy(Strategy):
     def configure(self, **facts: Any) -> None:
         """Take the run's values for the JSON, by the fields of `RunFacts`; contradictions are raised here."""
         self._facts = replace(self._facts, world=self.world.size, **facts)
-        filled(self.config, self._facts)
+        fill_config(self.config, self._facts)
         if self._facts.precision.startswith("16-"):
             check_float16(self.device)
 
@@ -213,18 +217,18 @@ class DeepSpeedStrategy(Strategy):
             self._engine = None
             self._step = _Step(nn.Module())
         if self._window is not None:
-            self._window = self._optimizer = None
-            self._pieces = {}
+            self._window = None
+            self._optimizer = None
+            self._flat_shards = {}
             self._step = _Step(nn.Module())
 
     def init_context(self) -> AbstractContextManager[Any]:
         """On the device; stage 3 divides every layer as soon as it is built."""
         if self.stage < 3:
             return torch.device(self.device)
-        whole = self._facts.precision.endswith(
-            "mixed"
-        )  # random initialisation differs between dtypes
-        return dividing(self.device, filled(self.config, self._facts), whole)
+        # Random initialization differs between dtypes: mixed precision starts from values in float32.
+        full = self._facts.precision.endswith("mixed")
+        return partitioning(self.device, fill_config(self.config, self._facts), full)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move the module, and give every rank rank 0's weights; a divided module gets an engine to run through."""
@@ -246,8 +250,9 @@ class DeepSpeedStrategy(Strategy):
         _check_module(module, manual)
         self.configure(precision=precision.name, hidden_size=_hidden_size(module))
         precision.hand_over(self._scaler, precision.name.startswith("16-"))
-        self._engine = self._optimizer = None
-        self._pieces = {}
+        self._engine = None
+        self._optimizer = None
+        self._flat_shards = {}
         self._step = _Step(module)
         if not self._release(module):
             module.to(self.device)
@@ -255,15 +260,15 @@ class DeepSpeedStrategy(Strategy):
 
     def _release(self, module: nn.Module) -> bool:
         """Take the module over from an earlier run; returns whether its parameters are divided."""
-        divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-        if divided and self.stage < 3:
+        partitioned = _is_partitioned(module)
+        if partitioned and self.stage < 3:
             raise StrategyError(
                 "an earlier run partitioned the parameters of this module with another stage",
                 found=f"stage 3, and now stage {self.stage}",
                 fix="build the module again, and load its checkpoint",
             )
         release_module(module)
-        return divided
+        return partitioned
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Prepare the one module that is trained; modules without trained parameters are only moved."""
@@ -289,12 +294,11 @@ class DeepSpeedStrategy(Strategy):
 
     def _run(self, *arguments: Any, **options: Any) -> Any:
         """Call the engine where gradients are needed, else the module; the engine exists once the optimizer does."""
-        if self._engine is None and any(
-            hasattr(parameter, "ds_id") for parameter in self._step.parameters()
-        ):
+        if self._engine is None and _is_partitioned(self._step):
             self._initialize(None)
-        trains = torch.is_grad_enabled() and self._optimizer is not None
-        return self._call(self._engine if trains else self._step, *arguments, **options)
+        if torch.is_grad_enabled() and self._optimizer is not None:
+            return self._call(self._engine, *arguments, **options)
+        return self._call(self._step, *arguments, **options)
 
     def _call(self, target: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if self.world.size > 1:
@@ -305,12 +309,10 @@ class DeepSpeedStrategy(Strategy):
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Make the engine of module and optimizer; it puts its flat masters into the optimizer's groups."""
         self._check_optimizer(optimizer)
-        refuse_unshardable(
-            optimizer
-        )  # the engine steps flat masters, of which each rank has a part
-        self._groups = [
-            list(group["params"]) for group in optimizer.param_groups if group["params"]
-        ]
+        # The engine steps flat masters, of which each rank has a part.
+        refuse_unshardable(optimizer)
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._groups = [group for group in groups if group]
         self._optimizer = optimizer
         self._initialize(optimizer)
         if getattr(self._engine.optimizer, "optimizer", optimizer) is not optimizer:
@@ -318,21 +320,22 @@ class DeepSpeedStrategy(Strategy):
                 "DeepSpeed replaces this optimizer by another one",
                 found=type(optimizer).__name__,
             )
-        self._pieces = find_pieces(self._engine.optimizer)
-        self._trained = list(map(_REQUIRES_GRAD, chain.from_iterable(self._groups)))
-        if (
-            optimizer.state
-        ):  # without ZeRO the engine tries a step, which counts and decays weights
-            optimizer.state.clear()
-            for parameter, piece in self._pieces.items():
-                piece.view_in_master(piece.master).copy_(
-                    piece.view_in_parameter(parameter)
-                )
+        self._flat_shards = find_flat_shards(self._engine.optimizer)
+        self._was_trained = list(map(_REQUIRES_GRAD, chain.from_iterable(self._groups)))
+        if optimizer.state:
+            self._undo_trial_step(optimizer)
         # On the user's object, which the user's code and schedulers call: the engine drops gradients in its step, and
         # needs those of offloaded masters until then; it divides the groups once.
-        drop = _keep_gradients if self._window is None else self._window.drop
-        optimizer.zero_grad = drop  # type: ignore[method-assign]
-        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
+        drop = _ignore_zero_grad if self._window is None else self._window.drop
+        optimizer.zero_grad = drop  # type: ignore[method-assign]  # see above
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]  # see above
+
+    def _undo_trial_step(self, optimizer: Optimizer) -> None:
+        """Undo the step that the engine tries without ZeRO: it counts, and decays weights."""
+        optimizer.state.clear()
+        for parameter, shard in self._flat_shards.items():
+            master = shard.view_in_master(shard.master)
+            master.copy_(shard.view_in_parameter(parameter))
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse a second optimizer, one of another model, one that has been stepped, and one with an empty group."""
@@ -341,22 +344,16 @@ class DeepSpeedStrategy(Strategy):
                 "DeepSpeed steps one optimizer",
                 fix="use one optimizer, with a parameter group for each part",
             )
-        own = set(self._step.parameters())
-        if not any(
-            parameter.requires_grad
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ):
+        stepped: list[nn.Parameter] = []
+        for group in optimizer.param_groups:
+            stepped += group["params"]
+        if not any(parameter.requires_grad for parameter in stepped):
             raise StrategyError(
                 "all parameters of this optimizer are frozen: DeepSpeed trains those that are trained when it begins",
                 found=type(optimizer).__name__,
                 fix="unfreeze parameters before the model and its optimizer are prepared",
             )
-        if not any(
-            parameter in own
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ):
+        if set(self._step.parameters()).isdisjoint(stepped):
             raise StrategyError(
                 "none of this optimizer's parameters belong to the model that DeepSpeed trains",
                 found=type(optimizer).__name__,
@@ -367,27 +364,24 @@ class DeepSpeedStrategy(Strategy):
                 "this optimizer has been stepped already",
                 found=type(optimizer).__name__,
             )
-        empty = [
-            index
-            for index, group in enumerate(optimizer.param_groups)
-            if not group["params"]
-        ]
-        if empty and any(
-            "initial_lr" in group for group in optimizer.param_groups
-        ):  # a scheduler has set it
+        groups = optimizer.param_groups
+        empty = [index for index, group in enumerate(groups) if not group["params"]]
+        has_scheduler = any("initial_lr" in group for group in groups)
+        if empty and has_scheduler:
             raise StrategyError(
                 "DeepSpeed drops parameter groups without parameters, but a scheduler has a learning rate for"
                 " each group",
-                found=f"group {empty[0]} of {len(optimizer.param_groups)} of {type(optimizer).__name__} has none",
+                found=f"group {empty[0]} of {len(groups)} of {type(optimizer).__name__} has none",
                 fix='create the optimizer without this group: [group for group in groups if group["params"]]',
             )
 
     def _initialize(self, optimizer: Optimizer | None) -> None:
-        deepspeed = deepspeed_of(self.device)
-        config = filled(self.config, self._facts)
-        self._own_clip = self._clip = config["gradient_clipping"]
+        deepspeed = import_deepspeed(self.device)
+        config = fill_config(self.config, self._facts)
+        self._config_clip = config["gradient_clipping"]
+        self._clip = self._config_clip
         with quiet(), local_rank():
-            round_parts(self._step, config)
+            round_partitions(self._step, config)
             self._engine, *_ = deepspeed.initialize(
                 model=self._step, optimizer=optimizer, config=config
             )
@@ -400,7 +394,7 @@ class DeepSpeedStrategy(Strategy):
                 "DeepSpeed runs one backward per micro-batch",
                 fix="return one loss and one optimizer, or use DDP",
             )
-        return self._through(method, lambda: self._engine)
+        return self._call_with(method, lambda: self._engine)
 
     def bind_evaluation(
         self, method: Callable[..., Any], whole: bool = False
@@ -408,14 +402,16 @@ class DeepSpeedStrategy(Strategy):
         """Call the method through the module for which the engine gathers parameters; below stage 3 directly."""
         if self._engine is None or self.stage < 3:
             return method
-        return self._through(method, lambda: self._step)
+        return self._call_with(method, lambda: self._step)
 
-    def _through(
-        self, method: Callable[..., Any], find: Callable[[], Any]
+    def _call_with(
+        self, method: Callable[..., Any], find_target: Callable[[], Any]
     ) -> Callable[..., Any]:
+        """Return a call of the engine or the module, whose forward is the method."""
+
         def run(*args: Any) -> Any:
             self._step.__dict__["forward"] = method
-            return self._call(find(), *args)
+            return self._call(find_target(), *args)
 
         return run
 
@@ -427,12 +423,13 @@ class DeepSpeedStrategy(Strategy):
             raise StrategyError(
                 "DeepSpeed's engine runs backward", found="backward is overridden"
             )
-        return self._backward if self._window is None else self._backward_raw
+        if self._window is None:
+            return self._backward
+        return self._backward_raw
 
     def _backward(self, loss: Tensor) -> None:
-        self._engine.backward(
-            self._scaler.scale(loss), scale_wrt_gas=False
-        )  # each loss is weighted already
+        # Each loss is weighted already.
+        self._engine.backward(self._scaler.scale(loss), scale_wrt_gas=False)
 
     def _backward_raw(self, loss: Tensor, retain_graph: bool = False) -> None:
         if self._optimizer is None or self._window is None:
@@ -450,25 +447,26 @@ class DeepSpeedStrategy(Strategy):
         """Refuse parameters that were frozen or unfrozen since the engine put the trained ones into flat masters."""
         parameters = list(chain.from_iterable(self._groups))
         trained = list(map(_REQUIRES_GRAD, parameters))
-        if trained == self._trained or not self._pieces:
+        if trained == self._was_trained or not self._flat_shards:
             return
-        names = {
-            parameter: name for name, parameter in self._step.module.named_parameters()
-        }
-        changed = next(
-            p
-            for p, now, then in zip(parameters, trained, self._trained, strict=True)
-            if now != then
-        )
-        action = "unfrozen" if changed.requires_grad else "frozen"
-        effect = (
-            "not train it"
-            if changed.requires_grad
-            else "still move it, by momentum and weight decay"
-        )
+        pairs = zip(trained, self._was_trained, strict=True)
+        changed = parameters[
+            next(
+                i
+                for i, (is_trained, was_trained) in enumerate(pairs)
+                if is_trained != was_trained
+            )
+        ]
+        action = "frozen"
+        effect = "still move it, by momentum and weight decay"
+        if changed.requires_grad:
+            action = "unfrozen"
+            effect = "not train it"
+        named = self._step.module.named_parameters()
+        name = next((name for name, p in named if p is changed), "a parameter")
         raise StrategyError(
             f"a parameter was {action} after the optimizer was prepared: DeepSpeed would {effect}",
-            found=f"{names.get(changed, 'a parameter')} at stage {self.stage}",
+            found=f"{name} at stage {self.stage}",
             fix="freeze and unfreeze before the optimizer is prepared, and train a layer later by a group of its own"
             " whose lr is 0 until then; or use DDP or FSDP",
         )
@@ -477,15 +475,17 @@ class DeepSpeedStrategy(Strategy):
         window = self._window
         self._check_trained()
         self._scaler.skipped = False
-        loss = closure() if closure is not None and window is not None else None
+        loss = None
         if window is not None:
+            if closure is not None:
+                loss = closure()
             if not window.begun:
                 return loss
             window.complete(self._engine)
             window.end()
         self._scaler.skipped = not take_step(self._engine, self._clip)
-        self._clip = self._own_clip
-        self._unfinished = False
+        self._clip = self._config_clip
+        self._has_unfinished_window = False
         return loss
 
     def forward_backward(self, micro: MicroSteps) -> None:
@@ -495,17 +495,21 @@ class DeepSpeedStrategy(Strategy):
                 "DeepSpeed needs an optimizer",
                 fix="return an optimizer from configure_optimizers",
             )
-        engine, last, late = self._engine, micro.count - 1, self._finishes_late
-        begin_window(engine, self._unfinished)
+        engine = self._engine
+        last = micro.count - 1
+        reduces_later = self._reduces_after_backward
+        begin_window(engine, self._has_unfinished_window)
         for index in range(micro.count):
             micro.begin(index)
-            engine.set_gradient_accumulation_boundary(index == last and not late)
+            is_boundary = index == last and not reduces_later
+            engine.set_gradient_accumulation_boundary(is_boundary)
             loss = micro.forward(index)
             if loss is not None:
-                self._unfinished = True
+                self._has_unfinished_window = True
                 micro.backward(index, loss)
-            if index == last and self._unfinished and (late or loss is None):
-                finish_window(engine)
+            if index == last and self._has_unfinished_window:
+                if reduces_later or loss is None:  # the last backward has not reduced
+                    finish_window(engine)
             micro.end(index)
 
     def clip_gradients(
@@ -525,9 +529,7 @@ class DeepSpeedStrategy(Strategy):
         self._clip = value
         if self._window is None:
             return None
-        missing = {
-            parameter for group in self._groups for parameter in group
-        }.difference(parameters)
+        missing = set(chain.from_iterable(self._groups)).difference(parameters)
         if missing:
             raise StrategyError(
                 "DeepSpeed clips all gradients together",
@@ -538,41 +540,44 @@ class DeepSpeedStrategy(Strategy):
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """The gradients that the engine steps, averaged over the ranks; called in raw loops."""
-        return [] if self._window is None else self._window.parts(self._engine)
+        if self._window is None:
+            return []
+        return self._window.gradients(self._engine)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Whole weights in full precision, on rank 0; the other ranks have their shapes."""
-        own = fail_together(
-            self.world, lambda: plain_state(module)
-        )  # before the ranks exchange anything
-        return module_state(self._pieces, module, own, self.world.rank == 0)
+        # Errors are raised on all ranks before the ranks exchange anything.
+        local_state = fail_together(self.world, lambda: plain_state(module))
+        return module_state(
+            self._flat_shards, module, local_state, self.world.rank == 0
+        )
 
     def load_module_state(
         self, module: nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None:
         """Restore this rank's pieces."""
-        load_module(self._pieces, module, state, strict, self.world)
+        load_module(self._flat_shards, module, state, strict, self.world)
 
     def optimizer_state(
         self, optimizer: Optimizer
     ) -> tuple[list[list[nn.Parameter]], States]:
         """Whole moments of the module's own parameters, on rank 0; the other ranks have their shapes."""
-        if not self._pieces:
+        if not self._flat_shards:
             return optimizer_state(optimizer)
         return self._groups, optimizer_states(
-            self._pieces, optimizer, self.world.rank == 0
+            self._flat_shards, optimizer, self.world.rank == 0
         )
 
     def load_optimizer_state(
         self, optimizer: Optimizer, groups: GroupOptions, state: States
     ) -> None:
         """Restore this rank's pieces."""
-        if not self._pieces:
+        if not self._flat_shards:
             load_optimizer_state(optimizer, groups, state)
             return
         for group, options in zip(optimizer.param_groups, groups, strict=True):
             group.update(options)
-        load_optimizer(self._pieces, optimizer, state)
+        load_optimizer(self._flat_shards, optimizer, state)
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, running statistics are those of rank 0, as in its checkpoints."""
@@ -584,11 +589,15 @@ class DeepSpeedStrategy(Strategy):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        size = f" over {self.world.size} ranks" if self.started else ""
+        line = f"DeepSpeed ZeRO stage {self.stage}"
+        if self.started:
+            line += f" over {self.world.size} ranks"
+        line += f" on {self.device.type}"
         keys = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
-        hosted = [word for word, key in keys.items() if self._offloads(key)]
-        there = f", {' and '.join(hosted)} on the host" if hosted else ""
-        return f"DeepSpeed ZeRO stage {self.stage}{size} on {self.device.type}{there}"
+        offloaded = [subject for subject, key in keys.items() if self._offloads(key)]
+        if offloaded:
+            line += f", {' and '.join(offloaded)} on the host"
+        return line
 
 
 @final
@@ -626,18 +635,23 @@ def _refuse_group(param_group: Any) -> None:
     )
 
 
-def _keep_gradients(set_to_none: bool = True) -> None:
+def _ignore_zero_grad(set_to_none: bool = True) -> None:
     """Takes the place of ``zero_grad``: the engine drops gradients in its step."""
+
+
+def _is_partitioned(module: nn.Module) -> bool:
+    """Whether stage 3 has divided the parameters among the ranks."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def _hidden_size(module: nn.Module) -> int | None:
     """The size in the first ``config.hidden_size`` of the module, as Hugging Face's models have it."""
-    for part in module.modules():
-        config = getattr(part, "config", None)
+    for submodule in module.modules():
+        config = getattr(submodule, "config", None)
         size = getattr(config, "hidden_size", None)
-        several = getattr(config, "hidden_sizes", None)
-        if size is None and isinstance(several, (list, tuple)):
-            size = max(several)
+        sizes = getattr(config, "hidden_sizes", None)
+        if size is None and isinstance(sizes, (list, tuple)):
+            size = max(sizes)
         if isinstance(size, int):
             return size
     return None

@@ -19,7 +19,7 @@ __all__ = [
     "optimizer_options",
 ]
 
-_READ: Final = (
+_SUPPORTED: Final = (
     "megatron_lm_tp_degree",
     "megatron_lm_sequence_parallelism",
     "megatron_lm_use_distributed_optimizer",
@@ -50,10 +50,9 @@ _REFUSED: Final = {
     "megatron_lm_no_save_optim": "ModelCheckpoint(save_weights_only=True)",
     "megatron_lm_overlap_cpu_optimizer_d2h_h2d": "use FSDPStrategy(cpu_offload=True)",
 }  # fmt: skip
-_HARMLESS: Final = {
-    "megatron_lm_calculate_per_token_loss"
-}  # the loop always weights losses
-KEYS: Final = (*_READ, *_REFUSED, *_HARMLESS)
+# The loop always weights losses.
+_HARMLESS: Final = {"megatron_lm_calculate_per_token_loss"}
+KEYS: Final = (*_SUPPORTED, *_REFUSED, *_HARMLESS)
 """Options of the launcher's ``megatron_lm_config``."""
 _ON: Final = {"1", "true", "yes"}
 _OFF: Final = {"", "0", "1", "false", "no", "none", "unfused"}
@@ -79,18 +78,15 @@ def from_launcher(options: Mapping[str, str]) -> dict[str, Any]:
                 found=f"{key}: {options[key]}",
                 fix=instead,
             )
+    sequence = options.get("megatron_lm_sequence_parallelism", "")
+    distributed = options.get("megatron_lm_use_distributed_optimizer", "")
+    # 1 is Accelerate's default. A Trainer has an argument for it.
+    clipping = options.get("megatron_lm_gradient_clipping", 1.0)
     return {
         "tensor_parallel": int(options.get("megatron_lm_tp_degree", 1)),
-        "sequence_parallel": options.get("megatron_lm_sequence_parallelism", "").lower()
-        in _ON,
-        "distributed_optimizer": options.get(
-            "megatron_lm_use_distributed_optimizer", ""
-        ).lower()
-        in _ON,
-        # 1 is Accelerate's default. A Trainer has an argument for it.
-        "gradient_clipping": float(
-            options.get("megatron_lm_gradient_clipping", 1.0)
-        ),  # no sync point: a text
+        "sequence_parallel": sequence.lower() in _ON,
+        "distributed_optimizer": distributed.lower() in _ON,
+        "gradient_clipping": float(clipping),  # no sync point: a text
     }
 
 
@@ -100,23 +96,25 @@ def megatron_model(module: nn.Module) -> nn.Module:
     Raises:
         StrategyError: there is none, or parameters outside it are trained.
     """
-    several = [module] if hasattr(module, "set_input_tensor") else module.children()
-    found = [part for part in several if hasattr(part, "set_input_tensor")]
-    inside = {id(p) for part in found for p in part.parameters()}
-    outside = [
-        name
-        for name, p in module.named_parameters()
-        if p.requires_grad and id(p) not in inside
-    ]
-    if len(found) != 1 or outside:
-        raise StrategyError(
-            "Megatron trains a single model made of Megatron layers",
-            found=f"{outside[0]} is outside it"
-            if len(found) == 1
-            else f"{len(found)} in {type(module).__name__}",
-            fix="create it in configure_model: self.net = megatron.core.models.gpt.GPTModel(...)",
-        )
-    return found[0]
+    candidates = list(module.children())
+    if hasattr(module, "set_input_tensor"):
+        candidates = [module]
+    models = [model for model in candidates if hasattr(model, "set_input_tensor")]
+    if len(models) != 1:
+        raise _not_one_model(f"{len(models)} in {type(module).__name__}")
+    model_parameters = {id(parameter) for parameter in models[0].parameters()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in model_parameters:
+            raise _not_one_model(f"{name} is outside it")
+    return models[0]
+
+
+def _not_one_model(found: str) -> StrategyError:
+    return StrategyError(
+        "Megatron trains a single model made of Megatron layers",
+        found=found,
+        fix="create it in configure_model: self.net = megatron.core.models.gpt.GPTModel(...)",
+    )
 
 
 def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
@@ -130,37 +128,37 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
     Raises:
         StrategyError: the model was built for another one, or has layers that are not supported.
     """
-    half = {"bf16": precision.startswith("bf16"), "fp16": precision.startswith("16")}
-    for name, wanted in {**sizes, **half}.items():
-        if getattr(config, name) != wanted:
+    wanted = dict(sizes)
+    wanted["bf16"] = precision.startswith("bf16")
+    wanted["fp16"] = precision.startswith("16")
+    for name, value in wanted.items():
+        built_with = getattr(config, name)
+        if built_with != value:
             raise StrategyError(
                 "the model was built for another strategy or precision",
-                found=f"{name}={getattr(config, name)!r}, but this run needs {wanted!r}",
-                fix=f"use TransformerConfig(..., {name}={wanted!r}) in configure_model",
+                found=f"{name}={built_with!r}, but this run needs {value!r}",
+                fix=f"use TransformerConfig(..., {name}={value!r}) in configure_model",
             )
-    for name, why in (
-        (
-            "num_moe_experts",
-            "Megatron weights the losses that balance experts by tokens",
-        ),
-        (
-            "mtp_num_layers",
-            "Megatron weights the losses of further predicted tokens by tokens",
-        ),
-    ):
-        if getattr(config, name, None):
+    for name, reason in _UNSUPPORTED_LAYERS.items():
+        value = getattr(config, name, None)
+        if value:
             raise StrategyError(
-                f"{name} is not supported yet",
-                found=f"{name}={getattr(config, name)!r}: {why}",
+                f"{name} is not supported yet", found=f"{name}={value!r}: {reason}"
             )
-    if sizes["tensor_model_parallel_size"] > 1 and getattr(
-        config, "gated_linear_unit", False
-    ):
+    is_gated = getattr(config, "gated_linear_unit", False)
+    if is_gated and sizes["tensor_model_parallel_size"] > 1:
         raise StrategyError(
             "gated layers cannot be gathered from tensor-parallel ranks yet",
             found="gated_linear_unit=True: each rank holds a part of the gate and a part of the rest in one tensor",
             fix="use tensor_parallel=1, or MeshStrategy(tp=)",
         )
+
+
+_UNSUPPORTED_LAYERS: Final = {
+    "num_moe_experts": "Megatron weights the losses that balance experts by tokens",
+    "mtp_num_layers": "Megatron weights the losses of further predicted tokens by tokens",
+}
+"""Fields of a ``TransformerConfig`` that are refused, each with the reason."""
 
 
 def optimizer_options(
@@ -188,7 +186,7 @@ def optimizer_options(
         )
     group = optimizer.param_groups[0]
     options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
-    beyond = [
+    refused = [
         key
         for key in ("amsgrad", "maximize", "nesterov", "dampening")
         if group.get(key)
@@ -198,22 +196,24 @@ def optimizer_options(
             "Megatron's distributed optimizer does not support SGD",
             fix="use AdamW or Adam, or distributed_optimizer=False",
         )
-    if type(optimizer) is torch.optim.SGD and not beyond:
+    if type(optimizer) is torch.optim.SGD and not refused:
         return {**options, "optimizer": "sgd", "sgd_momentum": group["momentum"]}
-    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not beyond:
-        decoupled = type(optimizer) is torch.optim.AdamW or bool(
-            group.get("decoupled_weight_decay")
-        )
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not refused:
+        decoupled = bool(group.get("decoupled_weight_decay"))
         first, second = group["betas"]
-        adam = {"adam_beta1": first, "adam_beta2": second, "adam_eps": group["eps"]}
         return {
             **options,
             "optimizer": "adam",
-            "decoupled_weight_decay": decoupled,
-            **adam,
+            "decoupled_weight_decay": type(optimizer) is torch.optim.AdamW or decoupled,
+            "adam_beta1": first,
+            "adam_beta2": second,
+            "adam_eps": group["eps"],
         }
+    name = type(optimizer).__name__
+    if refused:
+        name += f" with {refused[0]}"
     raise StrategyError(
         "Megatron does not support this optimizer",
-        found=f"{type(optimizer).__name__}{f' with {beyond[0]}' if beyond else ''}",
+        found=name,
         fix="use torch.optim.AdamW, Adam, or SGD with plain momentum",
     )

@@ -18,8 +18,8 @@ from trainer_kit.core.tensors import local
 from trainer_kit.strategies.state import FlatShard, gather_flat, shard_like
 
 __all__ = [
-    "TensorParts",
-    "find_pieces",
+    "TensorLayout",
+    "find_flat_shards",
     "load_state",
     "megatron_costs",
     "optimizer_states",
@@ -29,7 +29,7 @@ _STEP: Final = "step"
 
 
 @final
-class TensorParts:
+class TensorLayout:
     """The layout of parameters among the tensor ranks.
 
     Args:
@@ -40,7 +40,7 @@ class TensorParts:
         self._ranks = ranks
         self._meshes: dict[str, Any] = {}
 
-    def counts(self, parameter: Any) -> bool:
+    def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether a norm counts the gradient of this rank: ranks with equal gradients count once."""
         if self._ranks == 1 or getattr(parameter, "tensor_model_parallel", False):
             return True
@@ -48,59 +48,65 @@ class TensorParts:
 
         return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
-    def placed(self, value: Tensor, parameter: Any) -> Tensor:
-        """The value of a parameter: a ``DTensor`` over the tensor ranks where they divide the parameter."""
+    def as_dtensor(self, value: Tensor, parameter: Any) -> Tensor:
+        """The value of a parameter: a ``DTensor`` over the tensor ranks if they divide the parameter."""
         if self._ranks == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return value
         from megatron.core import parallel_state
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
-        kind = value.device.type  # gathered state is on the host
-        if kind not in self._meshes:
-            self._meshes[kind] = DeviceMesh.from_group(
-                parallel_state.get_tensor_model_parallel_group(), kind
-            )
+        device_type = value.device.type  # gathered state is on the host
+        if device_type not in self._meshes:
+            group = parallel_state.get_tensor_model_parallel_group()
+            self._meshes[device_type] = DeviceMesh.from_group(group, device_type)
+        mesh = self._meshes[device_type]
         placements = [Shard(parameter.partition_dim)]
-        return DTensor.from_local(
-            value.detach(), self._meshes[kind], placements, run_check=False
-        )
+        return DTensor.from_local(value.detach(), mesh, placements, run_check=False)
 
 
-def find_pieces(
-    stepper: Any, parameters: Iterable[nn.Parameter], divided: bool
+def find_flat_shards(
+    stepper: Any, parameters: Iterable[nn.Parameter], distributed: bool
 ) -> dict[nn.Parameter, FlatShard]:
-    """Find which piece of each parameter this rank steps.
+    """Find which elements of each parameter this rank steps.
 
     Args:
         stepper: Megatron's optimizer, around one of torch's.
         parameters: those that are trained.
-        divided: whether the optimizer is the distributed one.
+        distributed: whether the optimizer is the distributed one.
     """
-    if not divided:
-        masters = {p: getattr(p, "main_param", p) for p in parameters}
-        return {
-            p: FlatShard(master, 0, 0, p.numel(), is_sharded=False)
-            for p, master in masters.items()
-        }
-    found = {p: FlatShard(torch.empty(0, device=p.device), 0, 0, 0) for p in parameters}
-    for whole, parts in (
-        (stepper.model_fp32_groups, stepper.shard_fp32_groups),
-        (stepper.model_float16_groups, stepper.shard_fp32_from_float16_groups),
-    ):
-        for ours, theirs in zip(whole, parts, strict=True):
-            for parameter, master in zip(ours, theirs, strict=True):
-                place = stepper._get_model_param_range_map(parameter)["param"]
-                found[parameter] = FlatShard(
-                    master, 0, place.start, place.end - place.start
-                )
-    return found
+    shards: dict[nn.Parameter, FlatShard] = {}
+    for parameter in parameters:
+        if distributed:
+            shards[parameter] = _empty_shard(parameter)
+        else:
+            master = getattr(parameter, "main_param", parameter)
+            size = parameter.numel()
+            shards[parameter] = FlatShard(master, 0, 0, size, is_sharded=False)
+    if not distributed:
+        return shards
+    # Float32 parameters are their own masters; those in half precision have masters in float32.
+    groups = [*stepper.model_fp32_groups, *stepper.model_float16_groups]
+    master_groups = [
+        *stepper.shard_fp32_groups,
+        *stepper.shard_fp32_from_float16_groups,
+    ]
+    for group, masters in zip(groups, master_groups, strict=True):
+        for parameter, master in zip(group, masters, strict=True):
+            elements = stepper._get_model_param_range_map(parameter)["param"]
+            length = elements.end - elements.start
+            shards[parameter] = FlatShard(master, 0, elements.start, length)
+    return shards
+
+
+def _empty_shard(parameter: nn.Parameter) -> FlatShard:
+    return FlatShard(torch.empty(0, device=parameter.device), 0, 0, 0)
 
 
 def optimizer_states(
     stepper: Any,
-    pieces: Mapping[nn.Parameter, FlatShard],
-    parts: TensorParts,
+    shards: Mapping[nn.Parameter, FlatShard],
+    layout: TensorLayout,
     data: Group,
     keep: bool,
 ) -> dict[nn.Parameter, dict[str, Any]]:
@@ -108,93 +114,88 @@ def optimizer_states(
 
     Args:
         stepper: Megatron's optimizer, around one of torch's.
-        pieces: of the module's parameters.
-        parts: the layout of the parameters.
-        data: the ranks that have the pieces.
+        shards: this rank's shards of the module's parameters.
+        layout: the layout of the parameters.
+        data: the ranks that have the shards.
         keep: whether this rank needs the values; else they are zeros that take no memory.
     """
-    kinds, steps = _kinds(stepper.optimizer)
-    if any(
-        piece.is_sharded for piece in pieces.values()
-    ):  # a rank may hold padding of the last bucket only
-        kinds, steps = max(
-            data.all_gather_object((kinds, steps)), key=lambda found: len(found[0])
-        )
-    found: dict[nn.Parameter, dict[str, Any]] = {}
-    for parameter, piece in pieces.items() if kinds else ():
-        own = stepper.optimizer.state.get(piece.master, {})
-        found[parameter] = (
-            {} if steps is None else {_STEP: torch.tensor(steps, dtype=torch.float32)}
-        )
-        for name, dtype in kinds.items():
-            moment = own.get(name, torch.empty(0, dtype=dtype, device=parameter.device))
-            whole = gather_flat(piece, parameter.shape, moment, keep, data.group)
-            found[parameter][name] = parts.placed(whole, parameter)
-    return found
+    dtypes, steps = _describe_state(stepper.optimizer)
+    if any(shard.is_sharded for shard in shards.values()):
+        # A rank may hold only padding of the last bucket, and then has no state: take another rank's description.
+        descriptions = data.all_gather_object((dtypes, steps))
+        dtypes, steps = max(descriptions, key=lambda description: len(description[0]))
+    states: dict[nn.Parameter, dict[str, Any]] = {}
+    if not dtypes:
+        return states
+    for parameter, shard in shards.items():
+        shard_state = stepper.optimizer.state.get(shard.master, {})
+        states[parameter] = {}
+        if steps is not None:
+            states[parameter][_STEP] = torch.tensor(steps, dtype=torch.float32)
+        for name, dtype in dtypes.items():
+            moment = shard_state.get(name)
+            if moment is None:
+                moment = torch.empty(0, dtype=dtype, device=parameter.device)
+            full = gather_flat(shard, parameter.shape, moment, keep, data.group)
+            states[parameter][name] = layout.as_dtensor(full, parameter)
+    return states
 
 
-def _kinds(optimizer: Any) -> tuple[dict[str, torch.dtype], float | None]:
+def _describe_state(optimizer: Any) -> tuple[dict[str, torch.dtype], float | None]:
     """Names and dtypes of a parameter's state, and the number of steps, which torch counts for each parameter."""
-    steps = next(
-        (group[_STEP] for group in optimizer.param_groups if _STEP in group), None
-    )
+    counts = [group[_STEP] for group in optimizer.param_groups if _STEP in group]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if own := optimizer.state.get(parameter):
-                kinds = {
-                    name: v.dtype
-                    for name, v in own.items()
-                    if isinstance(v, Tensor) and name != _STEP
-                }
-                steps = own.get(_STEP, steps)
-                return kinds, None if steps is None else float(
-                    steps
-                )  # sync point: a checkpoint
+            state = optimizer.state.get(parameter)
+            if not state:
+                continue
+            dtypes = {
+                name: value.dtype
+                for name, value in state.items()
+                if isinstance(value, Tensor) and name != _STEP
+            }
+            steps = state.get(_STEP, counts[0] if counts else None)
+            if steps is None:
+                return dtypes, None
+            return dtypes, float(steps)  # sync point: a checkpoint
     return {}, None
 
 
 def load_state(
     stepper: Any,
-    pieces: Mapping[nn.Parameter, FlatShard],
+    shards: Mapping[nn.Parameter, FlatShard],
     state: Mapping[nn.Parameter, Mapping[str, Any]],
-    parts: TensorParts,
+    layout: TensorLayout,
 ) -> None:
-    """Restore this rank's pieces of `optimizer_states`, or of the state of torch's own optimizer.
+    """Restore this rank's shards of `optimizer_states`, or of the state of torch's own optimizer.
 
     Args:
         stepper: as for `optimizer_states`, like the next and the last.
-        pieces: of the module's parameters.
+        shards: this rank's shards of the module's parameters.
         state: in any layout.
-        parts: the layout of the parameters.
+        layout: the layout of the parameters.
     """
     # The optimizers of Apex and Transformer Engine, which Megatron prefers, count steps for each group.
-    by_group = not type(stepper.optimizer).__module__.startswith("torch.")
+    counts_by_group = not type(stepper.optimizer).__module__.startswith("torch.")
     for parameter, saved in state.items():
-        piece = pieces[parameter]
-        own = dict(saved)
-        steps = own.pop(_STEP, None)
-        if steps is not None:
-            for group in stepper.optimizer.param_groups if by_group else ():
+        shard = shards[parameter]
+        shard_state = dict(saved)
+        steps = shard_state.pop(_STEP, None)
+        if steps is not None and counts_by_group:
+            for group in stepper.optimizer.param_groups:
                 group[_STEP] = int(steps)  # sync point: a checkpoint
-        if not piece.length:
+        if not shard.length:
             continue
-        like = parts.placed(parameter.detach(), parameter)
-        master = piece.master
-        mine: dict[str, Any] = {}
-        if steps is not None and not by_group:
-            mine[_STEP] = torch.as_tensor(
-                steps, dtype=torch.float32, device="cpu"
-            ).clone()
-        for name, value in own.items():
+        like = layout.as_dtensor(parameter.detach(), parameter)
+        for name, value in shard_state.items():
             if isinstance(value, Tensor) and value.shape == like.shape:
-                part = local(shard_like(value, like)).detach()
-                value = (
-                    piece.view_in_parameter(part)
-                    .view(master.shape)
-                    .to(master.device, copy=True)
-                )
-            mine[name] = value
-        stepper.optimizer.state[master] = mine
+                tensor_part = local(shard_like(value, like)).detach()
+                elements = shard.view_in_parameter(tensor_part).view(shard.master.shape)
+                shard_state[name] = elements.to(shard.master.device, copy=True)
+        if steps is not None and not counts_by_group:
+            count = torch.as_tensor(steps, dtype=torch.float32, device="cpu")
+            shard_state[_STEP] = count.clone()
+        stepper.optimizer.state[shard.master] = shard_state
 
 
 def megatron_costs(
@@ -213,11 +214,10 @@ def megatron_costs(
         tensor_ranks: that compute each layer together.
         distributed: whether each data rank holds only a part of the optimizer's state.
     """
-    low = 2 if precision.startswith(("bf16", "16")) else None
+    is_half = precision.startswith(("bf16", "16"))
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    gradients = (
-        4 * trained
-    )  # Megatron sums in float32, whatever the dtype of the weights
+    # Megatron sums in float32, whatever the dtype of the weights.
+    gradients = 4 * trained
 
     def stepped(group: Sequence[nn.Parameter]) -> list[Tensor]:
         if not distributed:
@@ -228,29 +228,43 @@ def megatron_costs(
         count = sum(p.numel() for p in group if p.requires_grad)
         return [torch.empty(-(-count // data_ranks), device="meta", requires_grad=True)]
 
-    layout = f"{data_ranks} data ranks, each with everything"
-    over = f"over {data_ranks} data ranks"
-    sent = [f"gradients: all-reduce {over}"]
-    if distributed:
-        layout = f"{data_ranks} data ranks, each with all weights and a part of the optimizer's state"
-        sent = [
-            f"gradients: reduce-scatter {over}",
-            f"stepped parameters: all-gather {over}",
-        ]
-    sent = sent if data_ranks > 1 else []
-    if tensor_ranks > 1:
-        part = " and of the optimizer's state" if distributed else ""
-        layout = f"{data_ranks} data ranks; each of {tensor_ranks} tensor ranks holds a part of every layer{part}"
-        sent.append(
-            f"activations: all-reduce over {tensor_ranks} tensor ranks, forward and backward"
-        )
+    masters = 0
+    if is_half:
+        masters = gradients // data_ranks if distributed else gradients
+    weight_size = sum(
+        p.numel() * (2 if is_half else p.element_size()) for p in module.parameters()
+    )
     return Costs(
-        layout=layout,
-        parameters=sum(
-            p.numel() * (low or p.element_size()) for p in module.parameters()
-        ),
+        layout=_describe_layout(data_ranks, tensor_ranks, distributed),
+        parameters=weight_size,
         gradients=gradients,
         stepped=stepped,
-        masters=0 if low is None else gradients // (data_ranks if distributed else 1),
-        exchanges=sent,
+        masters=masters,
+        exchanges=_describe_exchanges(data_ranks, tensor_ranks, distributed),
     )
+
+
+def _describe_layout(data_ranks: int, tensor_ranks: int, distributed: bool) -> str:
+    if tensor_ranks > 1:
+        state = " and of the optimizer's state" if distributed else ""
+        return f"{data_ranks} data ranks; each of {tensor_ranks} tensor ranks holds a part of every layer{state}"
+    if distributed:
+        return f"{data_ranks} data ranks, each with all weights and a part of the optimizer's state"
+    return f"{data_ranks} data ranks, each with everything"
+
+
+def _describe_exchanges(
+    data_ranks: int, tensor_ranks: int, distributed: bool
+) -> list[str]:
+    lines = []
+    over = f"over {data_ranks} data ranks"
+    if data_ranks > 1 and distributed:
+        lines.append(f"gradients: reduce-scatter {over}")
+        lines.append(f"stepped parameters: all-gather {over}")
+    elif data_ranks > 1:
+        lines.append(f"gradients: all-reduce {over}")
+    if tensor_ranks > 1:
+        lines.append(
+            f"activations: all-reduce over {tensor_ranks} tensor ranks, forward and backward"
+        )
+    return lines

@@ -33,8 +33,8 @@ from trainer_kit.strategies.megatron.config import (
     optimizer_options,
 )
 from trainer_kit.strategies.megatron.state import (
-    TensorParts,
-    find_pieces,
+    TensorLayout,
+    find_flat_shards,
     load_state,
     megatron_costs,
     optimizer_states,
@@ -58,7 +58,7 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = ["MegatronScaler", "MegatronStrategy"]
 
 
-_OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
+_REFUSED_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
 
 
 @final
@@ -88,11 +88,13 @@ class MegatronStrategy(Strategy):
     engine = "megatron"
     refused_precisions: ClassVar[Mapping[str, str]] = {
         "64-true": "this engine keeps weights in float32 at most",
-        **dict.fromkeys(EXCHANGING, _OWN_LAYERS),
+        **dict.fromkeys(EXCHANGING, _REFUSED_LAYERS),
     }
     data: ProcessGroup
     lockstep = True  # Megatron's schedule needs a loss for each micro-batch
-    keeps_gradients = completes_gradients = own_buffers = True
+    keeps_gradients = True
+    completes_gradients = True
+    own_buffers = True
     why_not_averaged = "Megatron's optimizer steps copies of the weights"
     why_not_recomputed = (
         "Megatron's layers do that: TransformerConfig(recompute_granularity=...)"
@@ -125,15 +127,15 @@ class MegatronStrategy(Strategy):
         self.gradient_clipping = gradient_clipping
         self.timeout = timeout
         self.sharded = tensor_parallel > 1
-        self._chunk: Any = None
+        self._wrapped: Any = None
         self._optimizer: Any = None
-        self._schedule: Any = None  # None: a raw loop
+        self._run_schedule: Any = None  # None: a raw loop
         self._scaler = MegatronScaler()
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._pieces: dict[nn.Parameter, FlatShard] = {}
-        self._parts = TensorParts(tensor_parallel)
-        self._inside = False
-        self._half = ""
+        self._flat_shards: dict[nn.Parameter, FlatShard] = {}
+        self._layout = TensorLayout(tensor_parallel)
+        self._is_in_forward = False
+        self._half_precision = ""
 
     def places(self, processes: int) -> dict[str, int]:
         """The numbers of data ranks and tensor ranks."""
@@ -161,15 +163,15 @@ class MegatronStrategy(Strategy):
         )
         self.places(self.world.size)
         seed = self.world.broadcast(torch.initial_seed() % 2**31)
-        groups = _make_groups(self.tensor_parallel, self.timeout, seed)
+        groups = _create_groups(self.tensor_parallel, self.timeout, seed)
         self.data = ProcessGroup(self.device, groups.get_data_parallel_group())
         self.losses = self.reports = self.data
         self.reporter = self.world.rank
 
     def stop(self) -> None:
         """Detach the wrapper from the module; its state stays, for a checkpoint after the run."""
-        if self._chunk is not None:
-            _unwrapped(self._chunk).__dict__.pop("forward", None)
+        if self._wrapped is not None:
+            _unwrap(self._wrapped).__dict__.pop("forward", None)
 
     def prepare_module(
         self, module: nn.Module, manual: bool, precision: Precision
@@ -182,20 +184,20 @@ class MegatronStrategy(Strategy):
                 "Megatron runs the optimizer step",
                 fix="set automatic_optimization = True, or use another strategy",
             )
-        self._schedule = get_forward_backward_func()
+        self._run_schedule = get_forward_backward_func()
         # The loop weights losses, so Megatron sums gradients and divides nothing.
         self._prepare(module, precision, summed=True)
-        self._chunk.config.no_sync_func = self._chunk.no_sync
-        self._chunk.config.finalize_model_grads_func = _finalize
+        self._wrapped.config.no_sync_func = self._wrapped.no_sync
+        self._wrapped.config.finalize_model_grads_func = _finalize_gradients
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Wrap the model for a raw loop, whose losses are weighted for averaged gradients."""
-        if self._chunk is not None and "forward" in _unwrapped(self._chunk).__dict__:
+        if self._wrapped is not None and "forward" in _unwrap(self._wrapped).__dict__:
             raise StrategyError(
                 "Megatron trains one model",
                 fix="call prepare_model(other, evaluation_mode=True) for a second model, or accelerator.clear() first",
             )
-        self._schedule = None
+        self._run_schedule = None
         self._prepare(module, precision, summed=False)
         return module
 
@@ -208,25 +210,32 @@ class MegatronStrategy(Strategy):
         }
         others = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
         check_model(config, {**sizes, **others}, precision.name)
-        self._half = "bf16" if config.bf16 else "fp16" if config.fp16 else ""
-        if self._half == "fp16":
+        self._half_precision = ""
+        if config.bf16:
+            self._half_precision = "bf16"
+        elif config.fp16:
+            self._half_precision = "fp16"
             precision.hand_over(self._scaler, True)
         module.to(self.device)
-        self._chunk = _wrap(model, self._half, summed, self.distributed_optimizer)
+        self._wrapped = _wrap_model(
+            model, self._half_precision, summed, self.distributed_optimizer
+        )
         self._optimizer = None
         self._gradients = {}
-        self._pieces = {}
+        self._flat_shards = {}
         model.__dict__["forward"] = partial(self._call_wrapped, model.forward)
 
-    def _call_wrapped(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_wrapped(
+        self, model_forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Takes the place of the model's ``forward``, so that the user's module calls Megatron's wrapper."""
-        if self._inside:
-            return own(*args, **kwargs)
-        self._inside = True
+        if self._is_in_forward:  # the wrapper calls the model
+            return model_forward(*args, **kwargs)
+        self._is_in_forward = True
         try:
-            return self._chunk(*args, **kwargs)
+            return self._wrapped(*args, **kwargs)
         finally:
-            self._inside = False
+            self._is_in_forward = False
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Create the Megatron optimizer that steps in place of this one, and reads its options in each step."""
@@ -235,18 +244,20 @@ class MegatronStrategy(Strategy):
                 "Megatron steps one optimizer",
                 fix="return one from configure_optimizers",
             )
-        if self._chunk is None:
+        if self._wrapped is None:
             raise StrategyError(
                 "Megatron needs the model before its optimizer",
                 fix="prepare the model together with its optimizer, or before it",
             )
-        self._optimizer = _make_optimizer(
-            self._chunk, optimizer, self._half, self.distributed_optimizer
+        self._optimizer = _create_optimizer(
+            self._wrapped, optimizer, self._half_precision, self.distributed_optimizer
         )
-        trained = [p for p in self._chunk.parameters() if p.requires_grad]
-        self._pieces = find_pieces(self._inner(), trained, self.distributed_optimizer)
-        self._scaler.follow(self._inner())
-        if self._schedule is None:
+        trained = [p for p in self._wrapped.parameters() if p.requires_grad]
+        self._flat_shards = find_flat_shards(
+            self._stepping_optimizer(), trained, self.distributed_optimizer
+        )
+        self._scaler.follow(self._stepping_optimizer())
+        if self._run_schedule is None:
             optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]  # on the user's object: gradients are Megatron's
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
@@ -266,60 +277,55 @@ class MegatronStrategy(Strategy):
             raise StrategyError(
                 "Megatron runs backward", found="backward is overridden"
             )
-        return (
-            self._scaled_backward
-            if self._schedule is None and self._half == "fp16"
-            else None
-        )
+        if self._run_schedule is None and self._half_precision == "fp16":
+            return self._scaled_backward
+        return None
 
     def _scaled_backward(self, loss: Tensor, **options: Any) -> None:
-        self._chunk.config.grad_scale_func(loss).backward(**options)
+        self._wrapped.config.grad_scale_func(loss).backward(**options)
 
     def _zero_gradients(self, set_to_none: bool = True) -> None:
-        self._chunk.zero_grad_buffer()
+        self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Average gradients over the data ranks; returns those that Megatron's wrapper keeps."""
-        _finalize([self._chunk])
+        _finalize_gradients([self._wrapped])
         return [
             self._gradient(parameter)
             for parameter in optimizer.param_groups[0]["params"]
         ]
 
     def _gradient(self, parameter: Any) -> Tensor:
-        """This rank's part of a parameter's gradient; the rest of the buffer is not reduced."""
-        kept = self._gradients
-        if parameter not in kept:
-            piece = self._pieces[parameter]
-            gradient = parameter.main_grad
-            kept[parameter] = (
-                piece.view_in_parameter(gradient)
-                if piece.is_sharded
-                else self._parts.placed(gradient, parameter)
-            )
-        return kept[parameter]
+        """This rank's part of a parameter's gradient; the other elements of the buffer are not reduced."""
+        gradient = self._gradients.get(parameter)
+        if gradient is None:
+            shard = self._flat_shards[parameter]
+            if shard.is_sharded:
+                gradient = shard.view_in_parameter(parameter.main_grad)
+            else:
+                gradient = self._layout.as_dtensor(parameter.main_grad, parameter)
+            self._gradients[parameter] = gradient
+        return gradient
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Megatron's step, with the current learning rate and weight decay."""
 
         def step(closure: Any = None) -> None:
             options = optimizer.param_groups[0]
-            if self._schedule is None and closure is not None:
+            if self._run_schedule is None and closure is not None:
                 raise StrategyError(
                     "Megatron steps without a closure",
                     fix="call accelerator.backward(loss), then step()",
                 )
-            if self._schedule is None and self.gradient_clipping > 0:
+            if self._run_schedule is None and self.gradient_clipping > 0:
                 self.clip_gradients(options["params"], self.gradient_clipping, "norm")
             for group in self._optimizer.param_groups:
-                group["lr"], group["weight_decay"] = (
-                    options["lr"],
-                    options["weight_decay"],
-                )
+                group["lr"] = options["lr"]
+                group["weight_decay"] = options["weight_decay"]
             updated, *_ = self._optimizer.step()
             self._scaler.skipped = not updated
-            if self._schedule is None:
+            if self._run_schedule is None:
                 self._optimizer.zero_grad()  # clears `.grad` only, not the buffers of the wrapper
             optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers check
 
@@ -352,12 +358,13 @@ class MegatronStrategy(Strategy):
             if not index:
                 micro.start_gradients()
                 self._zero_gradients()
-            return loss, _keep_weighted
+            return loss, _pass_on_loss
 
-        self._schedule(
+        # The hook of a micro-batch's end follows its backward, which the schedule runs before the next forward.
+        self._run_schedule(
             forward_step_func=forward,
             data_iterator=iter(range(micro.count)),
-            model=[self._chunk],
+            model=[self._wrapped],
             num_microbatches=micro.count,
             seq_length=1,  # only pipelines read this and the next
             micro_batch_size=1,
@@ -373,11 +380,9 @@ class MegatronStrategy(Strategy):
         norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip the wrapper's gradients, also over tensor ranks; Megatron itself would read the norm on the host."""
-        scale = (
-            self._optimizer.get_loss_scale().reshape(())
-            if self._half == "fp16"
-            else 1.0
-        )
+        scale: Any = 1.0
+        if self._half_precision == "fp16":
+            scale = self._optimizer.get_loss_scale().reshape(())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = [self._gradient(parameter) for parameter in trained]
         if not self.distributed_optimizer:
@@ -385,8 +390,8 @@ class MegatronStrategy(Strategy):
         else:
             # Empty gradients, too: a rank may have none, and takes part in the sum.
             counted = [
-                g if self._parts.counts(p) else g[:0]
-                for p, g in zip(trained, gradients, strict=True)
+                gradient if self._layout.counts_in_norm(parameter) else gradient[:0]
+                for parameter, gradient in zip(trained, gradients, strict=True)
             ]
             norm = clip_parts(
                 gradients,
@@ -396,29 +401,35 @@ class MegatronStrategy(Strategy):
                 stages=self.world,
                 counted=counted,
             )
-        return None if norm is None else norm / scale
+        if norm is None:
+            return None
+        unscaled: Tensor = norm / scale
+        return unscaled
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The state by the module's names: master weights in place of rounded ones, parts as ``DTensor``."""
         parameters = named_state(module)
-        own = fail_together(
-            self.world, lambda: plain_state(module)
-        )  # before the ranks exchange anything
-        state = {
-            name: value for name, value in own.items() if isinstance(value, Tensor)
-        }
-        for name, value in state.items():
+        # Errors are raised on all ranks before the ranks exchange anything.
+        local_state = fail_together(self.world, lambda: plain_state(module))
+        state: dict[str, Any] = {}
+        for name, value in local_state.items():
+            if not isinstance(value, Tensor):
+                continue
             parameter = parameters.get(name)
-            piece = None if parameter is None else self._pieces.get(parameter)
-            if piece is not None and piece.master.dtype != value.dtype:
+            shard = None if parameter is None else self._flat_shards.get(parameter)
+            if shard is not None and shard.master.dtype != value.dtype:
                 value = gather_flat(
-                    piece, value.shape, piece.master, self._keeps, self.data.group
+                    shard,
+                    value.shape,
+                    shard.master,
+                    self._writes_values,
+                    self.data.group,
                 )
-            state[name] = self._parts.placed(value, parameter)
+            state[name] = self._layout.as_dtensor(value, parameter)
         return state
 
     @property
-    def _keeps(self) -> bool:
+    def _writes_values(self) -> bool:
         """Whether a checkpoint needs the values of this rank."""
         return self.sharded or self.world.rank == 0
 
@@ -427,30 +438,27 @@ class MegatronStrategy(Strategy):
     ) -> None:
         """Restore this rank's part."""
         parameters = named_state(module)
-        state, own = without_wrappers(state), plain_state(module)
-        extra = {
-            name: value for name, value in own.items() if not isinstance(value, Tensor)
-        }
-        like = {
-            n: self._parts.placed(v, parameters.get(n))
-            for n, v in own.items()
-            if n not in extra
-        }
-        parts = {
-            name: local(shard_like(value, like[name])) if name in like else value
-            for name, value in state.items()
-        }
-        load_module_weights(module, {**extra, **parts}, strict)
+        # Entries that are no tensors, such as those of fp8, keep their values.
+        loaded: dict[str, Any] = {}
+        present: dict[str, Tensor] = {}
+        for name, value in plain_state(module).items():
+            if isinstance(value, Tensor):
+                present[name] = self._layout.as_dtensor(value, parameters.get(name))
+            else:
+                loaded[name] = value
+        for name, value in without_wrappers(state).items():
+            if name in present:
+                value = local(shard_like(value, present[name]))
+            loaded[name] = value
+        load_module_weights(module, loaded, strict)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
         for name, parameter in parameters.items():
-            piece = self._pieces.get(parameter)
-            if (
-                piece is not None and name in parts
-            ):  # the checkpoint may be more precise than the weights
-                piece.view_in_master(piece.master).copy_(
-                    piece.view_in_parameter(parts[name])
-                )
+            shard = self._flat_shards.get(parameter)
+            # The checkpoint may be more precise than the weights.
+            if shard is not None and name in loaded:
+                master = shard.view_in_master(shard.master)
+                master.copy_(shard.view_in_parameter(loaded[name]))
 
     def optimizer_state(
         self, optimizer: Optimizer
@@ -458,7 +466,11 @@ class MegatronStrategy(Strategy):
         """The state of Megatron's optimizer, by the module's parameters."""
         groups, _ = optimizer_state(optimizer)
         return groups, optimizer_states(
-            self._inner(), self._pieces, self._parts, self.data, self._keeps
+            self._stepping_optimizer(),
+            self._flat_shards,
+            self._layout,
+            self.data,
+            self._writes_values,
         )
 
     def load_optimizer_state(
@@ -466,9 +478,9 @@ class MegatronStrategy(Strategy):
     ) -> None:
         """Restore this rank's parts, and the options of torch's optimizer."""
         load_optimizer_state(optimizer, groups, {})
-        load_state(self._inner(), self._pieces, state, self._parts)
+        load_state(self._stepping_optimizer(), self._flat_shards, state, self._layout)
 
-    def _inner(self) -> Any:
+    def _stepping_optimizer(self) -> Any:
         """Megatron's optimizer that holds torch's."""
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         if len(chained) != 1:
@@ -495,12 +507,15 @@ class MegatronStrategy(Strategy):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        size = f", {self.data.size} data ranks" if self.started else ""
-        divided = ", distributed optimizer" if self.distributed_optimizer else ""
-        return f"Megatron on {self.device.type}, {self.tensor_parallel} tensor ranks{size}{divided}"
+        line = f"Megatron on {self.device.type}, {self.tensor_parallel} tensor ranks"
+        if self.started:
+            line += f", {self.data.size} data ranks"
+        if self.distributed_optimizer:
+            line += ", distributed optimizer"
+        return line
 
 
-def _make_groups(tensor_parallel: int, timeout: timedelta, seed: int) -> Any:
+def _create_groups(tensor_parallel: int, timeout: timedelta, seed: int) -> Any:
     """Make Megatron's process groups; returns its module ``parallel_state``, which holds them.
 
     Args:
@@ -522,7 +537,7 @@ def _make_groups(tensor_parallel: int, timeout: timedelta, seed: int) -> Any:
     return parallel_state
 
 
-def _wrap(model: Any, half: str, summed: bool, distributed: bool) -> Any:
+def _wrap_model(model: Any, half: str, summed: bool, distributed: bool) -> Any:
     """Put Megatron's wrapper around a model, and give every data rank the weights of the first.
 
     Args:
@@ -547,22 +562,22 @@ def _wrap(model: Any, half: str, summed: bool, distributed: bool) -> Any:
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
     )
-    chunk = DistributedDataParallel(
-        config, settings, Float16Module(config, model) if half else model
-    )
-    chunk.broadcast_params()
-    return chunk
+    if half:
+        model = Float16Module(config, model)
+    wrapped = DistributedDataParallel(config, settings, model)
+    wrapped.broadcast_params()
+    return wrapped
 
 
-def _make_optimizer(
-    chunk: Any, optimizer: Optimizer, half: str, distributed: bool
+def _create_optimizer(
+    wrapped: Any, optimizer: Optimizer, half: str, distributed: bool
 ) -> Any:
     """Make the optimizer of Megatron that steps as this one of torch does.
 
     Args:
-        chunk: the wrapper that `_wrap` returned.
+        wrapped: the wrapper that `_wrap_model` returned.
         optimizer: of torch.
-        half: as for `_wrap`.
+        half: as for `_wrap_model`.
         distributed: each data rank steps its part, and holds only the state of that part.
 
     Raises:
@@ -571,7 +586,7 @@ def _make_optimizer(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     options = optimizer_options(optimizer, distributed)
-    trained = {id(p) for p in chunk.parameters() if p.requires_grad}
+    trained = {id(p) for p in wrapped.parameters() if p.requires_grad}
     if {id(p) for p in optimizer.param_groups[0]["params"]} != trained:
         raise StrategyError(
             "Megatron steps all parameters with requires_grad",
@@ -583,29 +598,31 @@ def _make_optimizer(
         clip_grad=0.0, use_distributed_optimizer=distributed, **options
     )
     # No overrides: Megatron's defaults do not decay vectors, torch's optimizer does.
-    made = get_megatron_optimizer(config, [chunk], config_overrides={})
+    megatron_optimizer = get_megatron_optimizer(config, [wrapped], config_overrides={})
     if half == "fp16":
-        chunk.config.grad_scale_func = made.scale_loss
-    return made
+        wrapped.config.grad_scale_func = megatron_optimizer.scale_loss
+    return megatron_optimizer
 
 
-def _finalize(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
+def _finalize_gradients(
+    model: list[Any], num_tokens: Any = None, **options: Any
+) -> None:
     """Reduce gradients as Megatron does, but without dividing by the number of tokens: losses are weighted already."""
     from megatron.core.distributed import finalize_model_grads
 
     finalize_model_grads(model, None, **options)
 
 
-def _keep_weighted(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _pass_on_loss(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """What Megatron's schedule asks of a loss: the loss, which is weighted already, and a number of tokens (unused)."""
     return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
 
 
-def _unwrapped(chunk: Any) -> Any:
+def _unwrap(wrapped: Any) -> Any:
     """The model inside of Megatron's wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+    while hasattr(wrapped, "module"):
+        wrapped = wrapped.module
+    return wrapped
 
 
 @final
@@ -618,16 +635,16 @@ class MegatronScaler:
 
     def __init__(self) -> None:
         self.skipped = False
-        self._numbers: Any = None
+        self._scaler: Any = None
 
     def follow(self, stepper: Any) -> None:
         """Read the loss scale of this optimizer from now on."""
         self.skipped = False
-        self._numbers = getattr(stepper, "grad_scaler", None)
+        self._scaler = getattr(stepper, "grad_scaler", None)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters under GradScaler's keys, for any other engine, and Megatron's own counter."""
-        scaler = self._numbers
+        scaler = self._scaler
         if scaler is None:
             return {}
         return {
@@ -645,7 +662,7 @@ class MegatronScaler:
         Args:
             state: empty where nothing was scaled.
         """
-        scaler = self._numbers
+        scaler = self._scaler
         if scaler is None or not state:
             return
         own = state.get("megatron", {"hysteresis_tracker": scaler.hysteresis})

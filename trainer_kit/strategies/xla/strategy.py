@@ -61,7 +61,8 @@ class XLAStrategy(Strategy):
             "bfloat16 is the half precision of XLA devices, float16 is not",
         ),
     }
-    finds_devices = completes_gradients = True
+    finds_devices = True
+    completes_gradients = True
     why_not_averaged = "averages under XLA are not tested"
     why_not_in_threads = "the ranks of XLA are processes"
     why_not_recomputed = "XLA's compiler needs torch_xla.utils.checkpoint.checkpoint in the forward of each block"
@@ -94,11 +95,15 @@ class XLAStrategy(Strategy):
 
         # Computes and runs the traced graph, also where no optimizer was stepped.
         self.end_batch = self._sync = torch_xla.sync
-        fresh = not torch_xla._XLAC._xla_runtime_is_initialized()
+        was_initialized = torch_xla._XLAC._xla_runtime_is_initialized()
         # Asking for the number of processes first would count this process's devices as such.
         launched = xr.local_process_count() > 1
-        count = xr.global_runtime_device_count() if not launched else 1
-        spmd = count > 1 if self.spmd is None else self.spmd
+        count = 1
+        if not launched:
+            count = xr.global_runtime_device_count()
+        spmd = self.spmd
+        if spmd is None:
+            spmd = count > 1
         if self.shard_parameters and launched:
             raise StrategyError(
                 "sharded weights need one process for all devices",
@@ -108,7 +113,7 @@ class XLAStrategy(Strategy):
         if spmd and not launched:
             self._start_spmd(count)
         self.device = torch_xla.device()
-        if fresh:
+        if not was_initialized:
             torch_xla.manual_seed(torch.initial_seed() % 2**63)
         group: Group = XLAGroup() if launched and xr.world_size() > 1 else Alone()
         self.world = self.data = self.losses = self.reports = group
@@ -124,32 +129,30 @@ class XLAStrategy(Strategy):
         # FSDPv2's name for the axis.
         self._mesh = xs.Mesh(np.arange(count), (count,), ("fsdp",))
         xs.set_global_mesh(self._mesh)
-        self.shard_batch = self._divide
+        self.shard_batch = self._shard_batch
 
-    def _divide(self, batch: Any) -> Any:
+    def _shard_batch(self, batch: Any) -> Any:
         """Divide a batch: each device computes some of its rows."""
-        return map_tensors(batch, self._divide_one)
+        return map_tensors(batch, self._shard_rows)
 
-    def _divide_one(self, tensor: Tensor) -> Tensor:
+    def _shard_rows(self, tensor: Tensor) -> Tensor:
         if tensor.dim() > 0:
-            self._mark(tensor, 0)
+            self._mark_sharding(tensor, 0)
         return tensor
 
-    def _mark(self, tensor: Tensor, dim: int) -> None:
+    def _mark_sharding(self, tensor: Tensor, dim: int) -> None:
         import torch_xla.distributed.spmd as xs
 
-        xs.mark_sharding(
-            tensor,
-            self._mesh,
-            tuple("fsdp" if i == dim else None for i in range(tensor.dim())),
-        )
+        axes: list[str | None] = [None] * tensor.dim()
+        axes[dim] = "fsdp"
+        xs.mark_sharding(tensor, self._mesh, tuple(axes))
 
-    def _mark_parts(self, tensors: Iterable[Tensor]) -> None:
+    def _shard_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Divide along the longest dim, as torch_xla's FSDPv2 does; scalars stay whole on each device."""
         if self.shard_parameters and self._mesh is not None:
             for tensor in tensors:
                 if tensor.dim() > 0 and tensor.device.type == "xla":
-                    self._mark(tensor, tensor.shape.index(max(tensor.shape)))
+                    self._mark_sharding(tensor, tensor.shape.index(max(tensor.shape)))
 
     def stop(self) -> None:
         """Release the module's parameters."""
@@ -165,7 +168,7 @@ class XLAStrategy(Strategy):
         if self.world.size > 1:
             for tensor in [*module.parameters(), *module.buffers()]:
                 self.world.broadcast(tensor.data)
-        self._mark_parts(module.parameters())
+        self._shard_tensors(module.parameters())
         self._sync()
 
     def prepare_module(
@@ -183,13 +186,11 @@ class XLAStrategy(Strategy):
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move and divide; nothing wraps it."""
-        held = dict(
-            module.named_parameters()
-        )  # torch_xla does not convert parameters with weak references
+        # torch_xla does not convert parameters with weak references.
+        parameters = dict(module.named_parameters())
         self.place_module(module, precision)
-        self._replaced_parameters.record(
-            {name: partial(held.get, name) for name in held}, module
-        )
+        references = {name: partial(parameters.get, name) for name in parameters}
+        self._replaced_parameters.record(references, module)
         return module
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
@@ -198,11 +199,12 @@ class XLAStrategy(Strategy):
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """The method itself."""
-        owner: Any = getattr(method, "__self__", None)
-        parts = owner.modules() if isinstance(owner, nn.Module) else ()
-        if hasattr(method, "_torchdynamo_orig_callable") or any(
-            p._compiled_call_impl is not None for p in parts
-        ):
+        is_compiled = hasattr(method, "_torchdynamo_orig_callable")
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, nn.Module):
+            for submodule in owner.modules():
+                is_compiled = is_compiled or submodule._compiled_call_impl is not None
+        if is_compiled:
             raise StrategyError(
                 "XLA always compiles the step",
                 found="torch.compile",
@@ -234,16 +236,14 @@ class XLAStrategy(Strategy):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's ``state_dict`` on the host: other engines do not have these devices."""
-        return {
-            name: tensor.detach().cpu() for name, tensor in plain_state(module).items()
-        }  # sync point: a checkpoint
+        return {name: _on_host(tensor) for name, tensor in plain_state(module).items()}
 
     def load_module_state(
         self, module: nn.Module, state: Mapping[str, Any], strict: bool
     ) -> None:
         """Load as torch does; divided tensors stay divided."""
         load_module_weights(module, state, strict)
-        self._mark_parts(module.parameters())
+        self._shard_tensors(module.parameters())
         self._sync()
 
     def optimizer_state(
@@ -260,10 +260,9 @@ class XLAStrategy(Strategy):
     ) -> None:
         """Load as torch does; divided tensors stay divided."""
         load_optimizer_state(optimizer, groups, state)
-        for own in optimizer.state.values():
-            self._mark_parts(
-                value for value in own.values() if isinstance(value, Tensor)
-            )
+        for values in optimizer.state.values():
+            tensors = [value for value in values.values() if isinstance(value, Tensor)]
+            self._shard_tensors(tensors)
         self._sync()
 
     def forward_backward(self, micro: MicroSteps) -> None:
@@ -273,9 +272,8 @@ class XLAStrategy(Strategy):
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Average gradients over the processes, if there are several."""
-        trained = [
-            p for p in parameters if p.requires_grad
-        ]  # now: a callback may freeze or unfreeze some
+        # Looked up in each window: a callback may freeze or unfreeze some.
+        trained = [p for p in parameters if p.requires_grad]
         if isinstance(self.data, XLAGroup):
             # Every process must trace the same graph: a missing gradient counts as zeros.
             fill_absent(trained)
@@ -286,9 +284,10 @@ class XLAStrategy(Strategy):
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Average gradients over the processes."""
-        return self._average(
-            p for group in optimizer.param_groups for p in group["params"]
-        )
+        parameters: list[nn.Parameter] = []
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+        return self._average(parameters)
 
     @property
     def own_buffers(self) -> bool:
@@ -298,14 +297,14 @@ class XLAStrategy(Strategy):
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """What one process holds and sends; the compiler decides what the devices of one process exchange."""
         if self._mesh is not None:
-            return held(
-                module,
-                f"one process for {self._mesh.size()} devices, over all of them; parameters "
-                + ("in parts" if self.shard_parameters else "whole on each"),
-                ["exchanges that the compiler inserts between the devices"],
-            )
-        sent = [f"gradients: all-reduce over {ranks} processes"] if ranks > 1 else []
-        return held(module, f"{ranks} processes, each with everything", sent)
+            placement = "in parts" if self.shard_parameters else "whole on each"
+            layout = f"one process for {self._mesh.size()} devices, over all of them; parameters {placement}"
+            exchanges = ["exchanges that the compiler inserts between the devices"]
+            return held(module, layout, exchanges)
+        exchanges = []
+        if ranks > 1:
+            exchanges.append(f"gradients: all-reduce over {ranks} processes")
+        return held(module, f"{ranks} processes, each with everything", exchanges)
 
     def describe(self) -> str:
         """One line for ``explain()``."""
@@ -350,11 +349,14 @@ class XLAGroup:
             raise ConfigurationError(
                 f"unknown reduction {op!r}", fix="use one of: sum, mean, min, max"
             )
-        there = tensor.to(self.device)
-        (reduced,) = self._xm.all_reduce(kinds[op], [there])
+        on_device = tensor.to(self.device)
+        (reduced,) = self._xm.all_reduce(kinds[op], [on_device])
+        result: Tensor = reduced
         if op in ("mean", "avg"):
-            reduced = reduced / self.size
-        return tensor.copy_(reduced) if reduced.dtype == tensor.dtype else reduced
+            result = result / self.size
+        if result.dtype != tensor.dtype:  # the mean of integers
+            return result
+        return tensor.copy_(result)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack over the ranks: shape (size, *tensor.shape)."""
@@ -365,10 +367,8 @@ class XLAGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable value from every rank, in rank order."""
-        return [
-            pickle.loads(payload)
-            for payload in self._xm.rendezvous("gather", pickle.dumps(value))
-        ]
+        payloads = self._xm.rendezvous("gather", pickle.dumps(value))
+        return [pickle.loads(payload) for payload in payloads]
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """As `all_gather_object`, but None on all ranks except the first."""
@@ -379,8 +379,9 @@ class XLAGroup:
         """A tensor (in place), or one small picklable value, from rank ``source``."""
         if isinstance(value, Tensor):
             return value.copy_(self.all_gather(value)[source])
-        mine = pickle.dumps(value if self.rank == source else None)
-        return pickle.loads(self._xm.rendezvous("broadcast", mine)[source])
+        payload = pickle.dumps(value if self.rank == source else None)
+        payloads = self._xm.rendezvous("broadcast", payload)
+        return pickle.loads(payloads[source])
 
     def barrier(self) -> None:
         """Wait for every rank."""
@@ -389,10 +390,8 @@ class XLAGroup:
     def agree(self, values: list[float]) -> list[list[float]]:
         """A few numbers of every rank, one row for each rank."""
         layout = f"{len(values)}d"
-        return [
-            list(struct.unpack(layout, row))
-            for row in self._xm.rendezvous("agree", struct.pack(layout, *values))
-        ]
+        rows = self._xm.rendezvous("agree", struct.pack(layout, *values))
+        return [list(struct.unpack(layout, row)) for row in rows]
 
     def side_group(self, recreate: bool = False) -> None:
         """Not needed: every rank holds the whole state, so ranks never write a checkpoint together."""
