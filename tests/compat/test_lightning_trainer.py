@@ -350,10 +350,6 @@ def test_wrong_limits_and_other_attributes_of_loops_are_refused():
         _ = trainer.fit_loop.batch_progress
     with pytest.raises(AttributeError, match="PredictLoop has no predictions"):
         trainer.predict_loop.predictions = []
-    with pytest.raises(
-        AttributeError, match=r"no validate_loop: trainer\.validate returns"
-    ):
-        _ = trainer.validate_loop
 
 
 def test_a_writer_reads_the_indices_of_the_batch():

@@ -33,7 +33,15 @@ import trainer_kit as tk
         ("strategy.local_rank", r"'local_rank'\n  fix:   trainer\.local_rank"),
         ("strategy.optimizers", r"trainer\.optimizers"),
         ("strategy.nothing", "has no attribute 'nothing'"),
-        ("fit_loop.epoch_loop.val_loop", "FitLoop has no val_loop"),
+        ("fit_loop.batch_progress", "FitLoop has no batch_progress"),
+        ("fit_loop._combined_loader", "no _combined_loader: trainer.train_dataloader"),
+        (
+            "fit_loop.epoch_loop.val_loop._results",
+            "no _results: trainer.callback_metrics",
+        ),
+        ("validate_loop.run", "EvaluationLoop has no run: trainer.validate and"),
+        ("test_loop.setup_data", "no setup_data: trainer.num_val_batches"),
+        ("predict_loop.predictions", "no predictions: trainer.predict returns them"),
     ],
 )
 def test_a_missing_attribute_says_what_to_use(path, match):

@@ -56,12 +56,16 @@ from trainer_kit.strategies.transforms.blocks import Policy
 from trainer_kit.training.attributes import (
     Argument,
     Elsewhere,
-    FitLoop,
     OptimizersOfFit,
-    PredictLoop,
     missing_attribute,
 )
 from trainer_kit.training.loaders import NAMES, training_feed
+from trainer_kit.training.loops import (
+    EvaluationLoop,
+    FitLoop,
+    Position,
+    PredictLoop,
+)
 from trainer_kit.training.settings import Settings
 from trainer_kit.training.settle import Settler
 
@@ -445,8 +449,24 @@ class Session:
 
     @property
     def fit_loop(self) -> FitLoop:
-        """The limits of this Trainer under Lightning's names; they can be set."""
+        """The limits of this Trainer, which can be set, and its position, under Lightning's names."""
         return FitLoop(self)
+
+    @property
+    def validate_loop(self) -> EvaluationLoop:
+        """The loaders of a validation, under Lightning's names."""
+        return EvaluationLoop(self, "validate")
+
+    @property
+    def test_loop(self) -> EvaluationLoop:
+        """The loaders of a test, under Lightning's names."""
+        return EvaluationLoop(self, "test")
+
+    def position(self) -> Position:
+        """Where the running or last fit is, for the loop objects."""
+        batch_idx = 0 if self.run is None else self.run.micro.index
+        fits = self.state_verb == "fit"
+        return Position(self.progress, self.metrics.hook, batch_idx, fits)
 
     def set_limit(self, name: str, value: int | None) -> None:
         """Set ``max_epochs`` or ``max_steps`` for the running fit; between fits, the next one continues the last.
@@ -1186,12 +1206,6 @@ class Session:
                 return object.__getattribute__(self, name)
             raise missing_attribute(self, name, self.former_methods)
 
-    validate_loop = Elsewhere(
-        "trainer.validate returns the values; trainer.validating and callback_metrics are there in a hook"
-    )
-    test_loop = Elsewhere(
-        "trainer.test returns the values; trainer.testing and callback_metrics are there in a hook"
-    )
     profiler = Elsewhere(
         "it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code"
     )
