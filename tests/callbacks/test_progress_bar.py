@@ -135,6 +135,30 @@ def test_a_line_on_a_terminal(terminal, clock):
     )
 
 
+def test_the_bars_are_tqdms_as_in_lightning(terminal, clock):
+    class Totals(LambdaCallback):
+        order = "late"
+
+        def on_train_batch_end(self, trainer, pl_module, *arguments):
+            bar = trainer.progress_bar_callback.train_progress_bar
+            seen.append((type(bar).__name__, bar.total, bar.desc))
+            bar.colour = "green"
+
+    seen, progress = [], TQDMProgressBar()
+    with pytest.raises(ConfigurationError, match=r"has drawn no test_progress_bar"):
+        _ = progress.test_progress_bar
+    made = fitted(progress, clock, Totals(), batches=3, seconds=0.5)
+    assert [row[1:] for row in seen] == [(3, "Epoch 0/0")] * 3
+    assert progress.train_progress_bar.colour == "green"
+    assert progress.__getstate__()["_bars"] == {}  # tqdm objects cannot be pickled
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)val_progress_bar.*init_validation"
+    ):
+        _ = progress.val_progress_bar
+    made.validate(Timed(clock, {}, train=1, val=1), [BATCH] * 2, verbose=False)
+    assert progress.val_progress_bar.total == 2
+
+
 def test_a_terminal_without_a_size(terminal, clock, monkeypatch):
     monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda stream: (0, 0))
     fitted(TQDMProgressBar(), clock, seconds=0.5, max_steps=1)

@@ -198,3 +198,40 @@ def test_freeze_returns_the_module_and_one_process_has_no_mesh():
     assert module.device_mesh is None
     tk.Trainer(**QUIET, max_steps=1).fit(module.unfreeze(), datamodule=Rows())
     assert module.device_mesh is None
+
+
+def test_the_keys_of_hyperparameters_in_a_checkpoint(tmp_path):
+    """Lightning's names: a callback reads ``checkpoint[pl_module.CHECKPOINT_HYPER_PARAMS_KEY]``."""
+
+    class Sized(BoringModel):
+        def __init__(self, width=3):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Data(tk.LightningDataModule):
+        def __init__(self, size=5):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self):
+            return [torch.ones(2, 32)]
+
+    class Reads(tk.Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            seen.append(dict(checkpoint[pl_module.CHECKPOINT_HYPER_PARAMS_KEY]))
+            seen.append(
+                dict(checkpoint[trainer.datamodule.CHECKPOINT_HYPER_PARAMS_KEY])
+            )
+
+    seen = []
+    trainer = tk.Trainer(
+        max_steps=1, barebones=True, accelerator="cpu", devices=1, callbacks=[Reads()]
+    )
+    trainer.fit(Sized(), datamodule=Data())
+    trainer.save_checkpoint(tmp_path / "saved")
+    assert seen == [{"width": 3}, {"size": 5}]
+    module, data = tk.LightningModule, tk.LightningDataModule
+    assert module.CHECKPOINT_HYPER_PARAMS_NAME == "hparams_name"
+    assert module.CHECKPOINT_HYPER_PARAMS_TYPE == "hparams_type"
+    assert data.CHECKPOINT_HYPER_PARAMS_NAME == "datamodule_hparams_name"
+    assert data.CHECKPOINT_HYPER_PARAMS_TYPE == "datamodule_hparams_type"

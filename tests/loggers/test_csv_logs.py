@@ -303,3 +303,21 @@ def test_a_resumed_run_still_merges_the_row_that_it_writes_again(tmp_path):
         logger.log_metrics({"loss": value}, 1)
         logger.finalize("failed" if value == 1.0 else "success")
     assert logger.path.read_text().splitlines() == ["step,loss", "1,2.0"]
+
+
+def test_lightnings_writer(tmp_path):
+    logger = CSVLogger(tmp_path, name="a", version=1)
+    experiment = logger.experiment
+    experiment.log_hparams({"lr": 0.1})
+    experiment.log_metrics({"loss": torch.tensor(0.5)}, step=4)
+    logger.log_metrics({"acc": 1.0}, step=2)
+    assert experiment.metrics == [{"acc": 1.0, "step": 2}, {"loss": 0.5, "step": 4}]
+    assert experiment.hparams == {"lr": 0.1}
+    assert experiment.log_dir == logger.log_dir == str(tmp_path / "a" / "version_1")
+    assert experiment.metrics_file_path == str(
+        Path(logger.log_dir, experiment.NAME_METRICS_FILE)
+    )
+    experiment.save()
+    assert experiment.metrics == []
+    written = Path(experiment.metrics_file_path).read_text()
+    assert written == "step,loss,acc\n2,,1.0\n4,0.5,\n"

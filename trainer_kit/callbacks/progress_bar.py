@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, ClassVar, Final, Literal, Protocol, TextIO, final
@@ -587,6 +588,18 @@ def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
     return lines
 
 
+def _bar(progress_bar: TQDMProgressBar, kind: str) -> Any:
+    """tqdm's bar of an entry point; inside a fit, validation has one where ``init_validation_tqdm`` is overridden."""
+    if kind in progress_bar._bars:
+        return progress_bar._bars[kind]
+    name = "val" if kind == "validation" else kind
+    raise ConfigurationError(
+        f"{type(progress_bar).__name__} has drawn no {name}_progress_bar",
+        found="no such entry point, or output that is not a terminal, where lines are printed",
+        fix=f"override init_{kind}_tqdm, whose result it is; train_progress_bar shows validation in a fit",
+    )
+
+
 class TQDMProgressBar(ProgressBar):
     """One line on stderr: epoch, batches, rate, and what was logged with ``prog_bar=True``.
 
@@ -627,6 +640,7 @@ class TQDMProgressBar(ProgressBar):
             leave,
         )
         super().__init__()
+        self._bars: dict[str, Any] = {}
         self._own_validation = (
             type(self).init_validation_tqdm is not TQDMProgressBar.init_validation_tqdm
         )
@@ -675,8 +689,19 @@ class TQDMProgressBar(ProgressBar):
         bar = getattr(self, name)() if own or terminal else None
         if bar is not None and kind != "train":
             title = (bar.desc or title).removesuffix(": ")
+        if bar is not None:
+            self._bars[kind] = bar
         if terminal:
             return _TerminalLine(bar), title
         if bar is not None:
             bar.close()
         return PlainLine(file), title
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the bars, which belong to this process."""
+        return {**self.__dict__, "_bars": {}}
+
+    train_progress_bar = property(partial(_bar, kind="train"))
+    val_progress_bar = property(partial(_bar, kind="validation"))
+    test_progress_bar = property(partial(_bar, kind="test"))
+    predict_progress_bar = property(partial(_bar, kind="predict"))

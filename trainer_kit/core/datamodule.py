@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -34,6 +34,11 @@ class DataModule(DataHooks, HParamsMixin):
         >>> [batch.tolist() for batch in data.train_dataloader()]  # doctest: +ELLIPSIS
         [[...], [...]]
     """
+
+    CHECKPOINT_HYPER_PARAMS_KEY: Final = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME: Final = "datamodule_hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE: Final = "datamodule_hparams_type"
+    """Keys of Lightning's files; a checkpoint of this library has the first one."""
 
     trainer: TrainerLike | None = None
 

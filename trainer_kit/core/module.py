@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -48,6 +48,10 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
     """
 
+    CHECKPOINT_HYPER_PARAMS_KEY: Final = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME: Final = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE: Final = "hparams_type"
+    """Keys of Lightning's files; a checkpoint of this library has the first one."""
     automatic_optimization: bool = True
     """False: ``training_step`` calls ``manual_backward`` and steps the optimizers itself."""
     example_input_array: Any = None

@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.errors import ConfigurationError, LogError
@@ -18,7 +18,7 @@ from trainer_kit.loggers.layout import (
     one_at_a_time,
 )
 
-__all__ = ["CSVLogger"]
+__all__ = ["CSVExperiment", "CSVLogger"]
 
 
 @final
@@ -79,6 +79,15 @@ class CSVLogger(DirectoryLogger):
     def path(self) -> Path:
         """The file; it may not exist yet."""
         return Path(self.log_dir) / "metrics.csv"
+
+    @property
+    def experiment(self) -> CSVExperiment:
+        """The files of this logger, with the attributes of Lightning's writer."""
+        return CSVExperiment(self)
+
+    def waiting_rows(self) -> list[dict[str, Any]]:
+        """The rows that are not written yet, in order of steps."""
+        return [{**row, "step": step} for step, row in sorted(self._waiting.items())]
 
     @one_at_a_time
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -155,6 +164,62 @@ class CSVLogger(DirectoryLogger):
         self._table = None
         if self._version is not None:
             discard_torn(self.path)
+
+
+@final
+class CSVExperiment:
+    """The files of a `CSVLogger`, under the names of Lightning's writer.
+
+    Args:
+        logger: the logger.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     experiment = CSVLogger(directory).experiment
+        ...     experiment.log_metrics({"loss": 0.5}, step=3)
+        ...     print(experiment.metrics)
+        [{'loss': 0.5, 'step': 3}]
+    """
+
+    NAME_METRICS_FILE: Final = "metrics.csv"
+
+    def __init__(self, logger: CSVLogger) -> None:
+        self._logger = logger
+
+    @property
+    def log_dir(self) -> str:
+        """The directory of the files."""
+        return self._logger.log_dir
+
+    @property
+    def metrics_file_path(self) -> str:
+        """The table."""
+        return str(self._logger.path)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows that `save` writes next."""
+        return self._logger.waiting_rows()
+
+    @property
+    def hparams(self) -> Mapping[str, Any]:
+        """The hyperparameters."""
+        return self._logger.hparams
+
+    def log_hparams(self, params: Mapping[str, Any]) -> None:
+        """Add hyperparameters."""
+        self._logger.log_hyperparams(params)
+
+    def log_metrics(
+        self, metrics_dict: Mapping[str, Any], step: int | None = None
+    ) -> None:
+        """Add the values to the row of ``step``."""
+        self._logger.log_metrics(metrics_dict, step)
+
+    def save(self) -> None:
+        """Write the rows."""
+        self._logger.save()
 
 
 class _Table:
