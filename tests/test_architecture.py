@@ -66,7 +66,6 @@ WIDE_CONSTRUCTORS = {
     "LightningCLI": "the reference library's arguments",
     "DDPStrategy": "arguments of torch and of the reference library",
     "DeepSpeedPlugin": "the reference library's arguments",
-    "WandbLogger": "the reference library's arguments",
 }
 # Whose member a literal `hasattr` or `getattr` may ask for, and why the object cannot have a contract of ours.
 FOREIGN_MEMBERS = {
