@@ -464,7 +464,7 @@ class Session:
 
     def position(self) -> Position:
         """Where the running or last fit is, for the loop objects."""
-        batch_idx = 0 if self.run is None else self.run.micro.index
+        batch_idx = 0 if self.run is None else self.run.windows.window.index
         fits = self.state_verb == "fit"
         return Position(self.progress, self.metrics.hook, batch_idx, fits)
 
