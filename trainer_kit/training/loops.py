@@ -233,8 +233,9 @@ class _DataSource(_View):
         return self._trainer.load_train() is not None
 
 
-class _Epochs(_View):
-    """What ``fit_loop`` and ``fit_loop.epoch_loop`` share."""
+@final
+class EpochLoop(_View):
+    """The position of a fit in its epoch."""
 
     @property
     def batch_idx(self) -> int:
@@ -260,11 +261,6 @@ class _Epochs(_View):
         """Optimizer steps that must be taken before a stop request is granted."""
         return self._trainer.min_steps
 
-
-@final
-class EpochLoop(_Epochs):
-    """The position of a fit in its epoch."""
-
     @property
     def batch_progress(self) -> BatchProgress:
         """The counts of batches."""
@@ -284,7 +280,7 @@ class EpochLoop(_Epochs):
 
 
 @final
-class FitLoop(_Epochs):
+class FitLoop(_View):
     """The limits of a Trainer, and where its fit is. After a limit is set between fits, the next fit continues.
 
     Example:
@@ -314,6 +310,30 @@ class FitLoop(_Epochs):
         return self._trainer.min_epochs
 
     @property
+    def max_steps(self) -> int:
+        """The limit in optimizer steps, set in the same way; -1 for no limit."""
+        return self._trainer.max_steps
+
+    @max_steps.setter
+    def max_steps(self, steps: int) -> None:
+        self._trainer.set_limit("max_steps", steps)
+
+    @property
+    def min_steps(self) -> int:
+        """Optimizer steps that must be taken before a stop request is granted."""
+        return self._trainer.min_steps
+
+    @property
+    def batch_idx(self) -> int:
+        """The index of the running or last batch in its epoch; -1 before the first one."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The same, counted over all epochs of the fit."""
+        return self.epoch_loop.total_batch_idx
+
+    @property
     def max_batches(self) -> int | float:
         """Batches of an epoch on this rank; infinite if the number is unknown."""
         return self._trainer.num_training_batches
@@ -337,19 +357,27 @@ class FitLoop(_Epochs):
         self._trainer.load_train()
 
 
-class _Evaluates(_View):
-    _verb: Literal["validate", "test", "predict"]
+@final
+class EvaluationLoop(_View):
+    """The loaders of a validation or a test.
+
+    Args:
+        trainer: the Trainer.
+        verb: the entry point.
+    """
+
+    _verb: Literal["validate", "test"]
+
+    def __init__(self, trainer: _Looped, verb: Literal["validate", "test"]) -> None:
+        super().__init__(trainer)
+        vars(self)["_verb"] = verb
 
     @property
     def max_batches(self) -> Sequence[int | float]:
         """Batches of each loader on this rank, once the loop has run or runs."""
-        trainer = self._trainer
-        limits = {
-            "validate": trainer.num_val_batches,
-            "test": trainer.num_test_batches,
-            "predict": trainer.num_predict_batches,
-        }
-        return limits[self._verb]
+        if self._verb == "validate":
+            return self._trainer.num_val_batches
+        return self._trainer.num_test_batches
 
     @property
     def num_dataloaders(self) -> int:
@@ -358,24 +386,18 @@ class _Evaluates(_View):
 
 
 @final
-class EvaluationLoop(_Evaluates):
-    """The loaders of a validation or a test.
+class PredictLoop(_View):
+    """The loaders and the position of a prediction."""
 
-    Args:
-        trainer: the Trainer.
-        verb: the entry point.
-    """
+    @property
+    def max_batches(self) -> Sequence[int | float]:
+        """Batches of each loader on this rank, once the loop has run or runs."""
+        return self._trainer.num_predict_batches
 
-    def __init__(self, trainer: _Looped, verb: Literal["validate", "test"]) -> None:
-        super().__init__(trainer)
-        vars(self)["_verb"] = verb
-
-
-@final
-class PredictLoop(_Evaluates):
-    """The position of a running prediction."""
-
-    _verb: Literal["validate", "test", "predict"] = "predict"
+    @property
+    def num_dataloaders(self) -> int:
+        """The number of loaders."""
+        return len(self.max_batches)
 
     @property
     def current_batch_indices(self) -> list[Any]:
