@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import warnings
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
-from itertools import repeat
-from typing import Any, Final, final
+from itertools import chain, repeat
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,19 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
-from trainer_kit.metrics.objects import place_of
+from trainer_kit.metrics.objects import name_in_module
 
 __all__ = ["BATCH_HOOKS", "CLOSED_HOOKS", "Entry", "Reduced", "agreed", "reduced"]
+
+# A number, or a tensor that is read at the flush.
+_Value: TypeAlias = Any
+# A metric object of torchmetrics, which need not be imported.
+_Metric: TypeAlias = Any
+# The arguments of `TrainModule.log`: prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx,
+# rank_zero_only. A plain tuple, because one is made at every call.
+_Options: TypeAlias = tuple[Any, ...]
+# "mean", "sum", "min", "max", or a function of all values.
+_Reduction: TypeAlias = str | Callable[[Tensor], Any]
 
 BATCH_HOOKS: Final = frozenset(
     {
@@ -55,31 +65,65 @@ CLOSED_HOOKS: Final = frozenset(
         "on_predict_batch_end",
     }
 )
+_REDUCTIONS: Final = ("mean", "sum", "min", "max")
+_OPTIONS_OF_OLD_STATES: Final = (False, None, False, True, "mean", True, True, False)
+"""Checkpoints without options hold only sums of epochs."""
+_REDUCE_FX: Final = 4
+"""The place of ``reduce_fx`` among the options."""
 
 
 @final
 class Entry:
-    """One logged name in one hook: its options, and what was recorded since the last flush."""
+    """One logged name in one hook: its options, and what was recorded since the last flush.
+
+    Args:
+        hook: in which it is logged.
+        name: as the user gives it.
+        loader: the index of the evaluation loader, if there are several.
+        options: of `TrainModule.log`.
+
+    Attributes:
+        name: with the index of the loader.
+        reduction_name: the name of the reduction; ``"function"`` for one of the user's.
+        averages: whether the values of batches are averaged by the weights of the batches.
+        values, weights: what was logged since they were folded into the sums.
+        sums: the reduced value and its weight, in float64 where the device has it; None before the first fold.
+        metric: the metric object that was logged, or None.
+        borrowed: whether that belongs to a name of another rank, and this one had no batch.
+        last, last_weight: what was logged last.
+        turn: the count of steps when it was logged last; -1 if that was delivered, or nothing was logged.
+        restored: whether its sums are those of an interrupted epoch, from a checkpoint.
+    """
 
     def __init__(
-        self, hook: str, name: str, loader: int | None, options: tuple[Any, ...]
+        self, hook: str, name: str, loader: int | None, options: _Options
     ) -> None:
-        prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add_loader, rank_zero = (
-            options
-        )
-        self.hook, self.loader = hook, loader
+        (
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            sync_dist,
+            add_dataloader_idx,
+            rank_zero_only,
+        ) = options
+        self.hook = hook
+        self.loader = loader
         self.options = options
-        self.restored = False  # sums of an interrupted epoch, from a checkpoint
-        self.base, self.place = (
-            name,
-            "" if loader is None or not add_loader else f"/dataloader_idx_{loader}",
+        self.restored = False
+        self.base = name
+        self.suffix = ""
+        if loader is not None and add_dataloader_idx:
+            self.suffix = f"/dataloader_idx_{loader}"
+        self.name = name + self.suffix
+        is_batch_hook = hook in BATCH_HOOKS
+        self.on_step: bool = is_batch_hook if on_step is None else on_step
+        self.on_epoch: bool = not is_batch_hook if on_epoch is None else on_epoch
+        has_steps = is_batch_hook or hook.endswith(
+            ("_step", "_batch_start", "_batch_end")
         )
-        self.name = name + self.place
-        by_batch = hook in BATCH_HOOKS
-        self.on_step: bool = by_batch if on_step is None else on_step
-        self.on_epoch: bool = not by_batch if on_epoch is None else on_epoch
-        of_batch = by_batch or hook.endswith(("_step", "_batch_start", "_batch_end"))
-        if on_step and not of_batch:
+        if on_step and not has_steps:
             raise LogError(
                 f"{name!r} has no steps in {hook}",
                 found="on_step=True",
@@ -93,106 +137,119 @@ class Entry:
             )
         self.prog_bar: bool = prog_bar
         self.to_logger: bool = logger is not False
-        self.reduce = _reduction(name, reduce_fx)
-        self.averages = (
-            of_batch and self.on_epoch and self.reduce == "mean"
-        )  # over batches, by their weights
-        self.sync, self.rank_zero = sync, rank_zero
-        self.values: list[Any] = []
+        self.reduce = _read_reduction(name, reduce_fx)
+        self.reduction_name = "function" if callable(self.reduce) else self.reduce
+        self.averages = has_steps and self.on_epoch and self.reduce == "mean"
+        self.sync: bool = sync_dist
+        self.rank_zero: bool = rank_zero_only
+        self.values: list[_Value] = []
         self.weights: list[float] = []
-        self.sums: Tensor | None = (
-            None  # (reduced value, weight), float64 where the device has it
-        )
-        self.metric: Any = None
-        self.borrowed = False  # the metric belongs to a rank without a batch
-        self.last: Any = None
+        self.sums: Tensor | None = None
+        self.metric: _Metric = None
+        self.borrowed = False
+        self.last: _Value = None
         self.last_weight = 1.0
         self.turn = -1
 
     def copied(self) -> Entry:
         """A copy; values logged into either one do not reach the other."""
         other = copy(self)
-        other.values, other.weights = list(self.values), list(self.weights)
-        other.sums = None if self.sums is None else self.sums.clone()
+        other._unshare()
         return other
+
+    def _unshare(self) -> None:
+        self.values = list(self.values)
+        self.weights = list(self.weights)
+        if self.sums is not None:
+            self.sums = self.sums.clone()
 
     @property
     def recorded(self) -> bool:
         """Whether anything was logged since the last `clear`."""
-        return bool(self.values) or self.sums is not None or self.metric is not None
+        if self.values or self.metric is not None:
+            return True
+        return self.sums is not None
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        """What tells entries of a table apart."""
+        return self.hook, self.base, self.loader
 
     def forked(self, kind: str) -> str:
         """The logged name of the value per ``"step"`` or per ``"epoch"``."""
-        return (
-            f"{self.base}_{kind}{self.place}"
-            if self.on_step and self.on_epoch
-            else self.name
-        )
+        if self.on_step and self.on_epoch:
+            return f"{self.base}_{kind}{self.suffix}"
+        return self.name
 
-    def now(self) -> dict[str, Tensor]:
-        """The value between two flushes: the latest one, or the reduction so far."""
+    def present_values(self, delivers: bool = False) -> dict[str, Tensor]:
+        """The value between two flushes by its names: the latest one, or the reduction so far.
+
+        Args:
+            delivers: whether the value of this step is handed on with this call.
+        """
+        if delivers:
+            self.turn = -1
         if self.on_step:
-            last = (
-                self.last
-                if self.metric is None
-                else getattr(self.metric, "_forward_cache", None)
-            )
+            last = self.last
+            if self.metric is not None:
+                last = getattr(self.metric, "_forward_cache", None)
             if last is None:
                 return {}
-            # Of a number, which may have been a float32 tensor: float32 or more, whatever dtype the model has.
-            exact = (
-                torch.promote_types(torch.get_default_dtype(), torch.float32)
-                if isinstance(last, float)
-                else None
-            )
-            value = torch.as_tensor(last, dtype=exact)
+            dtype = None
+            if isinstance(last, float):
+                # It may have been a float32 tensor: float32 or more, whatever dtype the model has.
+                dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+            value = torch.as_tensor(last, dtype=dtype)
             return {self.name: value, self.forked("step"): value}
         if self.metric is not None or callable(self.reduce):
             return {}
         self.fold()
         assert self.sums is not None
-        value = self.sums[0] / self.sums[1] if self.reduce == "mean" else self.sums[0]
+        value = self.sums[0]
+        if self.reduce == "mean":
+            value = value / self.sums[1]
         return {self.name: value.to(torch.get_default_dtype())}
 
     def fold(self) -> None:
         """Reduce the recorded values into the running sums."""
         if not self.values or callable(self.reduce):
             return
-        pair = _pair(self.reduce, _stacked(self.values), self.weights)
+        pair = _reduce_over_time(self.reduce, _stack(self.values), self.weights)
         self.values.clear()
         self.weights.clear()
         if self.sums is None:
             self.sums = pair
             return
-        before = self.sums.to(pair)  # what a checkpoint held is on the host
+        # What a checkpoint held is on the host.
+        sums = self.sums.to(pair)
         if self.reduce in ("mean", "sum"):
-            self.sums = before + pair
-        else:
-            best = torch.minimum if self.reduce == "min" else torch.maximum
-            self.sums = torch.stack([best(before[0], pair[0]), before[1] + pair[1]])
+            self.sums = sums + pair
+            return
+        better = torch.minimum if self.reduce == "min" else torch.maximum
+        self.sums = torch.stack([better(sums[0], pair[0]), sums[1] + pair[1]])
 
     def step_pair(self) -> Tensor:
         """The latest value and its weight, in the form that ``fold`` makes."""
         kind = "mean" if callable(self.reduce) else self.reduce
-        return _pair(kind, _stacked([self.last]), [self.last_weight])
+        return _reduce_over_time(kind, _stack([self.last]), [self.last_weight])
 
-    def state(self, place: str | None) -> list[Any]:
+    def state(self, metric_name: str | None) -> list[Any]:
         """The recorded values in a form for checkpoints; a custom reduction function is set again by the next `log`.
 
         Args:
-            place: the name of the logged metric object in the module.
+            metric_name: the name of the logged metric object in the module.
         """
         self.fold()
         values = [
-            float(v) for v in self.values
+            float(value) for value in self.values
         ]  # sync point: a checkpoint is being taken
         options = list(self.options)
-        options[4] = self.reduce if isinstance(self.reduce, str) else "function"
+        options[_REDUCE_FX] = self.reduction_name
         latest = {
             "value": self.last,
             "weight": self.last_weight,
             "turn": self.turn,
-            "metric": place,
+            "metric": metric_name,
         }
         return [
             self.hook,
@@ -206,49 +263,64 @@ class Entry:
         ]
 
     @staticmethod
-    def of_state(state: Sequence[Any], modules: Mapping[str, Any]) -> Entry:
-        """Make an entry from a `state`; a metric object is looked up in ``modules`` by its place."""
-        hook, name, loader, sums, values, weights, *rest = state
-        options = (
-            list(rest[0])
-            if rest
-            else [False, None, False, True, "mean", True, True, False]
-        )
-        if options[4] == "function":
-            options[4] = partial(_unknown, name)
+    def from_state(state: Sequence[Any], modules: Mapping[str, Any]) -> Entry:
+        """Make an entry from a `state`; a metric object is looked up in ``modules`` by its name."""
+        hook, name, loader, sums, values, weights, *later_fields = state
+        # Older checkpoints end here, or after the options.
+        options = list(later_fields[0] if later_fields else _OPTIONS_OF_OLD_STATES)
+        if options[_REDUCE_FX] == "function":
+            options[_REDUCE_FX] = partial(_warn_of_unknown_function, name)
         entry = Entry(hook, name, loader, tuple(options))
-        entry.sums, entry.values, entry.weights = sums, list(values), list(weights)
-        entry.restored = True
-        if len(rest) > 1:
-            entry.last, entry.last_weight, entry.turn = (
-                rest[1][key] for key in ("value", "weight", "turn")
-            )
-            entry.metric = modules.get(rest[1]["metric"])
+        latest = later_fields[1] if len(later_fields) > 1 else None
+        metric = None if latest is None else modules.get(latest["metric"])
+        entry._restore(sums, values, weights, latest, metric)
         return entry
+
+    def _restore(
+        self,
+        sums: Tensor | None,
+        values: Iterable[float],
+        weights: Iterable[float],
+        latest: Mapping[str, Any] | None,
+        metric: _Metric,
+    ) -> None:
+        self.restored = True
+        self.sums = sums
+        self.values = list(values)
+        self.weights = list(weights)
+        if latest is not None:
+            self.last = latest["value"]
+            self.last_weight = latest["weight"]
+            self.turn = latest["turn"]
+            self.metric = metric
 
     def adopt(self, restored: Entry) -> None:
         """Take over the values of a checkpoint."""
-        self.sums, self.values, self.weights = (
-            restored.sums,
-            restored.values,
-            restored.weights,
-        )
-        self.last, self.last_weight, self.turn = (
-            restored.last,
-            restored.last_weight,
-            restored.turn,
-        )
+        self.sums = restored.sums
+        self.values = restored.values
+        self.weights = restored.weights
+        self.last = restored.last
+        self.last_weight = restored.last_weight
+        self.turn = restored.turn
         self.metric = restored.metric
+
+    def borrow(self, metric: _Metric) -> None:
+        """Take part in the exchange of a metric object that only other ranks logged."""
+        self.metric = metric
+        self.borrowed = True
 
     def clear(self) -> None:
         """Drop the recorded values; a metric object keeps its state, which hooks of the epoch's end may read."""
         self.values.clear()
         self.weights.clear()
-        self.sums = self.last = self.metric = None
+        self.sums = None
+        self.last = None
+        self.metric = None
         self.turn = -1
 
 
-def _unknown(name: str, values: Tensor) -> float:
+def _warn_of_unknown_function(name: str, values: Tensor) -> float:
+    """The reduction of an entry from a checkpoint whose function the run has not logged again."""
     warnings.warn(
         f"{name!r} is NaN for this epoch: its reduce_fx is a function, which no checkpoint holds, and it has not been"
         ' logged since the run was resumed; "mean", "sum", "min" and "max" are kept',
@@ -257,7 +329,7 @@ def _unknown(name: str, values: Tensor) -> float:
     return math.nan
 
 
-_NAMED: Final[dict[Any, str]] = {
+_NAMES_OF_FUNCTIONS: Final[dict[object, str]] = {
     "avg": "mean",
     torch.mean: "mean",
     sum: "sum",
@@ -269,23 +341,23 @@ _NAMED: Final[dict[Any, str]] = {
 }
 
 
-def _reduction(name: str, given: Any) -> Any:
+def _read_reduction(name: str, reduce_fx: Any) -> _Reduction:
     """``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, in any case or as torch's function; or the user's function."""
-    if not isinstance(given, str) and not callable(given):
+    if not isinstance(reduce_fx, str) and not callable(reduce_fx):
         raise LogError(
             f"unknown reduce_fx for {name!r}",
-            found=repr(given),
+            found=repr(reduce_fx),
             fix="use mean, sum, min, max or a function",
         )
-    known = given.lower() if isinstance(given, str) else given
-    found = _NAMED.get(known, known)
-    if isinstance(found, str) and found not in ("mean", "sum", "min", "max"):
+    key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
+    reduction: _Reduction = _NAMES_OF_FUNCTIONS.get(key, key)
+    if isinstance(reduction, str) and reduction not in _REDUCTIONS:
         raise LogError(
             f"unknown reduce_fx for {name!r}",
-            found=repr(given),
+            found=repr(reduce_fx),
             fix="use mean, sum, min or max",
         )
-    return found
+    return reduction
 
 
 class Reduced(dict[str, float]):
@@ -297,6 +369,17 @@ class Reduced(dict[str, float]):
         self.progress_bar: dict[str, float] = {}
         self.by_loader: dict[int | None, dict[str, float]] = {}
 
+    def put(self, entry: Entry, value: float, step: bool) -> None:
+        """Add the value of an entry: of a step, or of an epoch."""
+        forked = entry.forked("step" if step else "epoch")
+        self[entry.name] = value
+        self[forked] = value
+        if entry.to_logger:
+            self.logger[forked] = value
+        if entry.prog_bar:
+            self.progress_bar[forked] = value
+        self.by_loader.setdefault(entry.loader, {})[forked] = value
+
     def add(self, later: Reduced) -> None:
         """Add the values of a later flush of the same round."""
         self.update(later)
@@ -306,35 +389,51 @@ class Reduced(dict[str, float]):
             self.by_loader.setdefault(loader, {}).update(values)
 
 
-def _stacked(values: Sequence[Any]) -> Tensor:
-    if all(
-        map(isinstance, values, repeat((int, float)))
-    ):  # no Python call for each value
+def _stack(values: Sequence[_Value]) -> Tensor:
+    """Numbers and tensors as one tensor, in float64 where the device has it."""
+    # No Python call for each value.
+    if all(map(isinstance, values, repeat((int, float)))):
         return torch.tensor(values, dtype=torch.float64)
-    device = next(v.device for v in values if isinstance(v, Tensor))
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    away = [
-        v if isinstance(v, Tensor) else torch.as_tensor(v, dtype=wide) for v in values
-    ]
-    # A copy that waits would be a sync in a step.
-    tensors: list[Tensor] = [
-        v if v.device == device else move_to_device(v, device) for v in away
-    ]
-    if len({t.dtype for t in tensors}) == 1:
+    device = next(value.device for value in values if isinstance(value, Tensor))
+    wide = _widest_dtype(device)
+    tensors: list[Tensor] = []
+    for value in values:
+        tensor = value
+        if not isinstance(value, Tensor):
+            tensor = torch.as_tensor(value, dtype=wide)
+        if tensor.device != device:
+            # A copy that waits would be a sync in a step.
+            tensor = move_to_device(tensor, device)
+        tensors.append(tensor)
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1:
         return torch.stack(tensors).to(wide)
-    return torch.stack([t.to(wide) for t in tensors])
+    return torch.stack([tensor.to(wide) for tensor in tensors])
 
 
-def _pair(kind: str, values: Tensor, weights: Iterable[float]) -> Tensor:
-    weight = move_to_device(
-        torch.tensor(list(weights), dtype=values.dtype), values.device
-    )
+def _widest_dtype(device: torch.device) -> torch.dtype:
+    """Apple's GPUs have no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _reduce_over_time(kind: str, values: Tensor, weights: Iterable[float]) -> Tensor:
+    """The reduced value and its weight; of a mean the weighted sum, so that means can be added."""
+    on_host = torch.tensor(list(weights), dtype=values.dtype)
+    weight = move_to_device(on_host, values.device)
     if kind == "mean":
-        return torch.stack([(values * weight).sum(), weight.sum()])
+        weighted_sum = (values * weight).sum()
+        return torch.stack([weighted_sum, weight.sum()])
     count = torch.ones((), dtype=values.dtype, device=values.device) * len(values)
-    return torch.stack(
-        [getattr(values, {"sum": "sum", "min": "amin", "max": "amax"}[kind])(), count]
-    )
+    if kind == "sum":
+        return torch.stack([values.sum(), count])
+    extreme = values.amin() if kind == "min" else values.amax()
+    return torch.stack([extreme, count])
+
+
+_Name = tuple[str, str, int | None, Any, "str | None"]
+"""Hook, name, loader, options, and the name of the metric object in the module."""
+_Logged = tuple[bool, list[int | None], list[_Name]]
+"""Of one rank: whether it has run a batch, the loaders of which it has none, and what it logged."""
 
 
 def agreed(
@@ -353,181 +452,199 @@ def agreed(
         absent: the loaders of which this rank has no batch.
         module: the module; its metric objects take part, empty, if this rank has run no batch.
     """
-    names = [
-        f"{e.hook}:{e.name}:{e.reduce if isinstance(e.reduce, str) else 'function'}"
-        for e in entries
-    ]
-    digest = zlib.crc32("\n".join(names).encode())
-    rows = group.agree([ran, len(names), digest])
+    texts = [f"{e.hook}:{e.name}:{e.reduction_name}" for e in entries]
+    digest = zlib.crc32("\n".join(texts).encode())
+    rows = group.agree([ran, len(texts), digest])
     if all(row == rows[0] for row in rows):
         return entries
-    here = [
-        (e.hook, e.base, e.loader, e.options, _place(e.metric, module)) for e in entries
-    ]
-    everyone: list[_Logged] = group.all_gather_object((ran, list(absent), here))
-    whole: list[_Name] = []
-    for loader in sorted(
-        {name[2] for _, _, logged in everyone for name in logged}, key=_loader_first
-    ):
-        present = [
-            [n for n in names if n[2] == loader]
-            for ran_, lacks, names in everyone
-            if ran_ and loader not in lacks
-        ]
-        if any(names != present[0] for names in present):
-            raise _different(everyone)
-        whole += present[0] if present else []
+    names = [_name_of_entry(entry, module) for entry in entries]
+    logged: list[_Logged] = group.all_gather_object((ran, list(absent), names))
     # What was restored with a checkpoint counts, although this rank ran no batch since.
-    known = {
-        (e.hook, e.base, e.loader): e
-        for e in entries
-        if (ran or e.restored) and e.loader not in absent
+    counted = {
+        entry.key: entry
+        for entry in entries
+        if (ran or entry.restored) and entry.loader not in absent
     }
-    return [_entry(name, known.get(name[:3]), module) for name in whole]
+    return [
+        _entry_of_name(name, counted.get(name[:3]), module)
+        for name in _names_of_all_ranks(logged)
+    ]
 
 
-def _entry(name: _Name, known: Entry | None, module: nn.Module | None) -> Entry:
-    hook, base, loader, options, place = name
-    if known is not None and not (known.restored and known.options != options):
-        return known
-    made = Entry(hook, base, loader, options)
-    if known is not None:
-        made.adopt(known)
-    if place is not None and module is not None:
-        made.metric, made.borrowed = module.get_submodule(place), True
-    return made
+def _names_of_all_ranks(logged: list[_Logged]) -> list[_Name]:
+    """The names that are reduced, in one order.
+
+    Raises:
+        LogError: two ranks that have batches of a loader logged different names.
+    """
+    loaders: set[int | None] = set()
+    for _, _, names in logged:
+        loaders.update(name[2] for name in names)
+    agreed_names: list[_Name] = []
+    for loader in sorted(loaders, key=_loader_order):
+        names_of_ranks = [
+            [name for name in names if name[2] == loader]
+            for ran, absent, names in logged
+            if ran and loader not in absent
+        ]
+        if not names_of_ranks:
+            continue
+        first = names_of_ranks[0]
+        if any(names != first for names in names_of_ranks):
+            raise _different_names(logged)
+        agreed_names += first
+    return agreed_names
 
 
-def _place(metric: Any, module: nn.Module | None) -> str | None:
+def _entry_of_name(name: _Name, entry: Entry | None, module: nn.Module | None) -> Entry:
+    """This rank's entry, if it may be used; else one without values, but for those of a checkpoint."""
+    hook, base, loader, options, metric_name = name
+    if entry is not None and (not entry.restored or entry.options == options):
+        return entry
+    substitute = Entry(hook, base, loader, options)
+    if entry is not None:
+        substitute.adopt(entry)
+    if metric_name is not None and module is not None:
+        substitute.borrow(module.get_submodule(metric_name))
+    return substitute
+
+
+def _name_of_entry(entry: Entry, module: nn.Module | None) -> _Name:
+    metric_name = _name_on_all_ranks(entry.metric, module)
+    return entry.hook, entry.base, entry.loader, entry.options, metric_name
+
+
+def _name_on_all_ranks(metric: _Metric, module: nn.Module | None) -> str | None:
     """The name by which another rank finds the same metric object; all ranks compute it together."""
     if metric is None:
         return None
-    place = place_of(metric, module)
-    if place is None:
+    name = name_in_module(metric, module)
+    if name is None:
         raise LogError(
             "a metric object was logged on some ranks only, and the others cannot find it",
             found=f"a {type(metric).__name__} that is not a submodule of the module",
             fix="keep it as an attribute of the module (self.metric = ...)",
         )
-    return place
+    return name
 
 
-_Name = tuple[str, str, int | None, Any, "str | None"]
-_Logged = tuple[bool, list[int | None], list[_Name]]
-
-
-def _loader_first(loader: int | None) -> int:
+def _loader_order(loader: int | None) -> int:
     return -1 if loader is None else loader
 
 
-def _different(everyone: list[_Logged]) -> LogError:
-    lines = "; ".join(
-        f"rank {rank}: {', '.join(name[1] for name in names) or 'nothing'}"
-        for rank, (_, _, names) in enumerate(everyone)
-    )
+def _different_names(logged: list[_Logged]) -> LogError:
+    descriptions: list[str] = []
+    for rank, (_, _, names) in enumerate(logged):
+        bases = ", ".join(name[1] for name in names)
+        descriptions.append(f"rank {rank}: {bases or 'nothing'}")
     return LogError(
         "the ranks logged different names",
-        found=lines,
+        found="; ".join(descriptions),
         fix="log the same names on every rank, or pass rank_zero_only=True or sync_dist=False",
     )
 
 
 def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float]:
     """One value for each entry: one packed exchange for all of them, and one read."""
-    alone = group is None or group.size == 1
+    is_alone = group is None or group.size == 1
+    if is_alone and step:
+        return _latest(entries)
     values: dict[int, float] = {}
     packed: list[tuple[int, Entry]] = []
-    if alone and step:
-        return _latest(entries)
     for index, entry in enumerate(entries):
         if entry.metric is not None:
             values[index] = _computed(entry, step)
         elif callable(entry.reduce) and not step:
-            lists = [
-                [float(v) for v in entry.values]
-            ]  # sync point: a function of all values
-            if not alone and group is not None:
-                lists = group.all_gather_object(lists[0])
-            everyone = torch.tensor([v for part in lists for v in part])
-            values[index] = float(
-                entry.reduce(everyone)
-            )  # no sync point: on the host already
+            values[index] = _call_reduction(entry, entry.reduce, group)
         else:
             packed.append((index, entry))
     if packed:
-        rows = _rows([e for _, e in packed], step, group)
+        rows = _exchange_pairs([entry for _, entry in packed], step, group)
         for column, (index, entry) in enumerate(packed):
             pairs = [(row[2 * column], row[2 * column + 1]) for row in rows]
-            values[index] = _over_ranks(
-                entry.reduce, [pair for pair in pairs if pair[1]]
-            )
+            weighted = [pair for pair in pairs if pair[1]]
+            values[index] = _reduce_over_ranks(entry.reduce, weighted)
     return [values[index] for index in range(len(entries))]
+
+
+def _call_reduction(
+    entry: Entry, reduction: Callable[[Tensor], Any], group: Group | None
+) -> float:
+    """The user's function of the values of all ranks."""
+    numbers = [
+        float(value) for value in entry.values
+    ]  # sync point: a function of all values
+    if group is not None and group.size > 1:
+        numbers = list(chain.from_iterable(group.all_gather_object(numbers)))
+    return float(reduction(torch.tensor(numbers)))  # no sync point: on the host already
 
 
 def _latest(entries: list[Entry]) -> list[float]:
     """The last recorded value of each entry, for one rank."""
-    found = [
-        _computed(entry, True) if entry.metric is not None else entry.last
+    values: list[_Value] = [
+        entry.last if entry.metric is None else _computed(entry, step=True)
         for entry in entries
     ]
-    away = [
-        value
-        for value in found
-        if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    on_device = [
+        index
+        for index, value in enumerate(values)
+        if isinstance(value, Tensor) and value.device.type != "cpu"
     ]
-    if away:  # one read for all of them
-        wide = torch.float32 if away[0].device.type == "mps" else torch.float64
-        read = iter(
-            torch.stack([value.to(wide) for value in away]).tolist()
-        )  # sync point: the flush
-        found = [
-            next(read) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v
-            for v in found
-        ]
-    return [float(value) for value in found]  # no sync point: on the host
+    if on_device:  # one read for all of them
+        wide = _widest_dtype(values[on_device[0]].device)
+        tensors = [values[index].to(wide) for index in on_device]
+        numbers = torch.stack(tensors).tolist()  # sync point: the flush
+        for index, number in zip(on_device, numbers, strict=True):
+            values[index] = number
+    return list(map(float, values))  # no sync point: on the host
 
 
-def _rows(entries: list[Entry], step: bool, group: Group | None) -> list[list[float]]:
-    pairs = []
+def _exchange_pairs(
+    entries: list[Entry], step: bool, group: Group | None
+) -> list[list[float]]:
+    """For each rank the values and weights of these entries, one after the other."""
+    pairs: list[Tensor] = []
     for entry in entries:
         if step and entry.last is not None:
             pairs.append(entry.step_pair())
+            continue
+        entry.fold()
+        if entry.sums is None:
+            pairs.append(torch.zeros(2, dtype=torch.float64))
         else:
-            entry.fold()
-            pairs.append(
-                torch.zeros(2, dtype=torch.float64)
-                if entry.sums is None
-                else entry.sums
-            )
-    device = next((p.device for p in pairs if p.device.type != "cpu"), pairs[0].device)
-    flat = torch.cat([p.to(device) for p in pairs])
+            pairs.append(entry.sums)
+    devices = [pair.device for pair in pairs]
+    device = next((each for each in devices if each.type != "cpu"), devices[0])
+    flat = torch.cat([pair.to(device) for pair in pairs])
     if group is None or group.size == 1:
         return [flat.tolist()]  # sync point: the flush
     rows: list[list[float]] = group.all_gather(flat).tolist()  # sync point: the flush
     return rows
 
 
-def _over_ranks(kind: Any, pairs: list[tuple[float, float]]) -> float:
+def _reduce_over_ranks(kind: _Reduction, pairs: list[tuple[float, float]]) -> float:
+    """The value over the ranks that logged one."""
     if not pairs:
         return math.nan
+    values = [value for value, _ in pairs]
     if kind == "sum":
-        return math.fsum(value for value, _ in pairs)
-    if kind in ("min", "max"):
-        return (min if kind == "min" else max)(value for value, _ in pairs)
-    return math.fsum(value for value, _ in pairs) / math.fsum(
-        weight for _, weight in pairs
-    )
+        return math.fsum(values)
+    if kind == "min":
+        return min(values)
+    if kind == "max":
+        return max(values)
+    return math.fsum(values) / math.fsum(weight for _, weight in pairs)
 
 
 def _computed(entry: Entry, step: bool) -> float:
+    """The value of a metric object, of its last update or of the epoch."""
     metric = entry.metric
     if step:
         cached = getattr(metric, "_forward_cache", None)
         return math.nan if cached is None else float(cached)  # sync point: the flush
     if not entry.borrowed:
-        return float(
-            metric.compute()
-        )  # sync point: the flush; torchmetrics reduces over the ranks by itself
+        # torchmetrics reduces over the ranks by itself.
+        return float(metric.compute())  # sync point: the flush
     metric.reset()  # a stage of a pipeline may have counted what another rank reports
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it was never updated

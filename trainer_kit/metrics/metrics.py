@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer_kit.core.errors import LogError, printable
 from trainer_kit.core.progress import Progress
@@ -24,8 +23,8 @@ from trainer_kit.metrics.entry import (
     reduced,
 )
 from trainer_kit.metrics.objects import (
+    name_in_module,
     on_host,
-    place_of,
     remember_metrics,
     restore_running,
     running_states,
@@ -35,6 +34,15 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = ["Metrics"]
 
 _FOLD: Final = 256
+"""The values of an entry after which they are folded into its sums."""
+# A number, or a tensor that is read at the flush.
+_Value: TypeAlias = Any
+# A metric object of torchmetrics, which need not be imported.
+_Metric: TypeAlias = Any
+# The arguments of `log` that belong to the name, in the order that `Entry` reads.
+_Options: TypeAlias = tuple[Any, ...]
+# Entries by hook, name and loader.
+_Table: TypeAlias = dict[tuple[str, str, int | None], Entry]
 
 
 @final
@@ -63,25 +71,25 @@ class Metrics:
         self.loader: int | None = None
         self.absent: set[int | None] = set()
         self.weight: float | None = 1.0
-        self.weigh: Callable[[], float] = _one
+        self.weigh: Callable[[], float] = _default_weight
         self.feed: Feed | None = None
         self.by_batch = False
-        self._flushed = -1
+        self._flushed_at = -1  # step
         self.group: Group | None = None
-        self.counts, self.shares_all, self._staged = True, False, False
-        self.module: Any = None
-        self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {
-            "train": {}
-        }
-        self.table = self._tables["train"]
-        self._shown: dict[str, Tensor] = {}
-        self._homeless: set[int] = set()
-        self._settled: dict[
-            str, int
-        ] = {}  # name of a value of an evaluation or a finished epoch -> its step
-        self._reduced: list[
-            Any
-        ] = []  # metric objects of an epoch whose last hook may still read them
+        self.counts = True
+        self.shares_all = False
+        self._is_staged = False  # whether only one pipeline stage knows a value
+        self.module: nn.Module | None = None
+        self._training_table: _Table = {}
+        self.table = self._training_table
+        # What `callback_metrics` returned: callbacks may have added values.
+        self._callback_metrics: dict[str, Tensor] = {}
+        # The ids of metric objects that are no attributes of the module, each warned of once.
+        self._unplaced_objects: set[int] = set()
+        # The step that a value of an evaluation or of a finished epoch describes, by its name.
+        self._steps_of_values: dict[str, int] = {}
+        # Metric objects of an epoch whose last hook may still read them.
+        self._reduced_objects: list[_Metric] = []
         self._suspended: dict[str, Any] | None = None  # see `suspend`
         self._restore_objects: Callable[[], None] = _nothing
         # Of the training that an evaluation interrupts: hook, weight and feed.
@@ -97,14 +105,14 @@ class Metrics:
             for name in ("progress", "callback", "logged", "progress_bar")
         }
 
-    def __setstate__(self, kept: dict[str, Any]) -> None:
-        Metrics.__init__(self, kept["progress"])
-        vars(self).update(kept)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Metrics.__init__(self, state["progress"])
+        vars(self).update(state)
 
     def log(
         self,
         name: str,
-        value: Any,
+        value: _Value,
         prog_bar: bool,
         logger: bool | None,
         on_step: bool | None,
@@ -128,22 +136,21 @@ class Metrics:
         )
         entry = self.table.get((self.hook, name, self.loader))
         if entry is None:
-            entry = self._new(name, options)
+            entry = self._new_entry(name, options)
         elif entry.options != options:
-            entry = self._adopt(entry, name, options)
+            entry = self._replace_restored(entry, name, options)
         if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
-            value = (
-                value.full_tensor()
-            )  # of a loss that is divided over ranks, all of which log it
+            # Of a loss that is sharded over ranks, all of which log it.
+            value = value.full_tensor()
+        is_tensor = value.__class__ is Tensor
         if (
-            value.__class__ is Tensor
+            is_tensor
             and value.is_cpu
             and value.dtype is torch.float32
             and not value.dim()
         ):
-            value = (
-                value.item()
-            )  # no sync point: on the CPU, where a copy takes ten times as long
+            # A copy on the CPU takes ten times as long.
+            value = value.item()  # no sync point: on the CPU
         elif isinstance(value, Tensor):
             value = value.detach().clone()  # it may change in place before the flush
             if value.dim():
@@ -165,26 +172,30 @@ class Metrics:
             if weight is None:
                 weight = self.weight = self.weigh()
             if entry.averages and self.feed is not None:
-                self._ask()
+                self._ask_for_sizes(self.feed)
         else:
             weight = batch_size
-        entry.last, entry.last_weight, entry.turn = value, weight, self.progress.step
+        # Stored from here: a method of the entry would be one more Python call for every value.
+        entry.last = value
+        entry.last_weight = weight
+        entry.turn = self.progress.step
         entry.values.append(value)
         entry.weights.append(weight)
         if len(entry.values) >= _FOLD:
             entry.fold()
 
-    def _ask(self) -> None:
-        assert self.feed is not None
-        self.feed.ask_for_sizes(
+    def _ask_for_sizes(self, feed: Feed) -> None:
+        """Ask once for the sizes of batches that the feed cannot tell."""
+        feed.ask_for_sizes(
             "pass batch_size= to self.log, or define loss_weight(self, batch) on the module"
         )
         self.feed = None
 
-    def _new(self, name: str, options: tuple[Any, ...]) -> Entry:
+    def _new_entry(self, name: str, options: _Options) -> Entry:
         if self.hook in CLOSED_HOOKS:
+            position = f"in {self.hook}" if self.hook else "outside a hook"
             raise LogError(
-                f"{name!r} cannot be logged {'in ' + self.hook if self.hook else 'outside a hook'}",
+                f"{name!r} cannot be logged {position}",
                 fix="log it in a step or epoch hook, or pass it to trainer.log_metrics(...)",
             )
         if not isinstance(name, str):
@@ -194,38 +205,54 @@ class Metrics:
                 fix="pass the name first: self.log(name, value)",
             )
         entry = Entry(self.hook, name, self.loader, options)
-        if self.loader is not None and not entry.place:
-            others = [
-                e
-                for e in self.table.values()
-                if (e.hook, e.name) == (self.hook, name) and e.loader != self.loader
-            ]
-            if others:
-                raise LogError(
-                    f"{name!r} comes from several loaders",
-                    found=f"add_dataloader_idx=False for loaders {others[0].loader} and {self.loader}",
-                    fix="leave add_dataloader_idx out, or use another name for each loader",
-                )
-        self.table[(self.hook, name, self.loader)] = entry
+        if self.loader is not None and not entry.suffix:
+            self._check_name_of_loader(entry)
+        self.table[entry.key] = entry
         self.by_batch = self.by_batch or entry.on_step
         return entry
 
-    def attach(self, strategy: Strategy, module: Any) -> None:
+    def _check_name_of_loader(self, entry: Entry) -> None:
+        """Refuse a name that another loader has, too, if names do not have the index of the loader."""
+        for other in self.table.values():
+            is_same = (other.hook, other.name) == (entry.hook, entry.name)
+            if is_same and other.loader != entry.loader:
+                raise LogError(
+                    f"{entry.name!r} comes from several loaders",
+                    found=f"add_dataloader_idx=False for loaders {other.loader} and {entry.loader}",
+                    fix="leave add_dataloader_idx out, or use another name for each loader",
+                )
+
+    def _replace_restored(self, restored: Entry, name: str, options: _Options) -> Entry:
+        """Give the values of a checkpoint to an entry with other options."""
+        if not restored.restored:
+            raise LogError(
+                f"{name!r} is logged twice in {self.hook} with different options",
+                found=f"{restored.options} and {options}",
+                fix="use the same options, or another name",
+            )
+        entry = self._new_entry(name, options)
+        entry.adopt(restored)
+        return entry
+
+    def attach(self, strategy: Strategy, module: nn.Module) -> None:
         """Record values of this module, on the ranks of this strategy, from now on."""
-        self.group, self.module = strategy.reports, module
+        self.group = strategy.reports
+        self.module = module
         self.counts = strategy.reporter == strategy.world.rank
         self.shares_all = strategy.reports.size > strategy.data.size
-        self._staged = self.shares_all and any(
-            row[0] for row in strategy.world.agree([not self.counts])
-        )
+        self._is_staged = False
+        if self.shares_all:
+            rows = strategy.world.agree([not self.counts])
+            self._is_staged = any(row[0] for row in rows)
 
-    def enter(self, stage: str) -> None:
-        """Record values of ``stage`` from now on; values of its previous round are dropped."""
+    def enter(self) -> None:
+        """Record values of an evaluation from now on, apart from those of training."""
         self._interrupted = self.hook, self.weight, self.feed
         if self.module is not None:
             self._restore_objects = remember_metrics([self.module])
-        self._tables[stage] = self.table = {}
-        self.loader, self.by_batch = None, False
+        self.table = {}
+        self.loader = None
+        self.by_batch = False
         self.leave_batch()
 
     def leave_batch(self) -> None:
@@ -235,15 +262,15 @@ class Metrics:
     @property
     def evaluating(self) -> bool:
         """Whether logged values belong to an evaluation."""
-        return self.table is not self._tables["train"]
+        return self.table is not self._training_table
 
     def leave(self, completed: bool = True) -> None:
         """Return from an evaluation to training; one that was not completed leaves no trace in metric objects."""
         if not completed:
-            self._reduced.clear()
+            self._reduced_objects.clear()
             self._restore_objects()
         self._restore_objects = _nothing
-        self.table = self._tables["train"]
+        self.table = self._training_table
         self.loader = None
         self.absent.clear()
         if self._interrupted is not None:
@@ -276,14 +303,17 @@ class Metrics:
     @contextmanager
     def discarding_logs(self) -> Iterator[None]:
         """Drop the training values that are logged inside this context."""
-        before = self.table
-        self._tables["train"] = self.table = {
-            key: entry.copied() for key, entry in before.items()
-        }
+        table = self.table
+        copies = {key: entry.copied() for key, entry in table.items()}
+        self._record_training_in(copies)
         try:
             yield
         finally:
-            self._tables["train"] = self.table = before
+            self._record_training_in(table)
+
+    def _record_training_in(self, table: _Table) -> None:
+        self._training_table = table
+        self.table = table
 
     def forget(self, suspended: bool = True) -> None:
         """Drop all recorded and reduced values, before a new run.
@@ -293,42 +323,40 @@ class Metrics:
         """
         if suspended:
             self._suspended = None
-        logged = [
-            entry.metric
-            for entry in self._tables["train"].values()
-            if entry.metric is not None
-        ]
-        self._reduced += logged  # of a run that was interrupted
+        # Of a run that was interrupted.
+        self._reduced_objects += _objects_of(self._training_table.values())
         self.reset_objects()
-        self._tables = {"train": {}}
-        self.table = self._tables["train"]
-        self.hook, self.feed = "", None
+        self._record_training_in({})
+        self.hook = ""
+        self.feed = None
         self.leave_batch()
-        self._shown = {}
-        self._settled.clear()
-        for kept in (self.callback, self.logged, self.progress_bar):
-            kept.clear()
+        self._callback_metrics = {}
+        self._steps_of_values.clear()
+        self.callback.clear()
+        self.logged.clear()
+        self.progress_bar.clear()
 
     def undo(self) -> Callable[[], None]:
         """Return a function that drops all values logged in steps after this call; `remember_metrics` has objects."""
-        table, kept = (
-            self.table,
-            {key: entry.copied() for key, entry in self.table.items()},
-        )
+        table = self.table
+        copies = {key: entry.copied() for key, entry in table.items()}
 
-        def forget() -> None:
+        def restore() -> None:
             table.clear()
-            table.update(kept)
+            table.update(copies)
 
-        return forget
+        return restore
 
     def flush_step(self, ran: bool = True) -> Reduced:
         """Reduce the values of the finished step over all ranks. One sync point."""
-        latest, self._flushed = self.progress.step - 1, self.progress.step
+        self._flushed_at = self.progress.step
+        finished_step = self.progress.step - 1
         entries = [
-            e
-            for e in self.table.values()
-            if e.on_step and e.turn >= latest and e.hook in BATCH_HOOKS
+            entry
+            for entry in self.table.values()
+            if entry.on_step
+            and entry.turn >= finished_step
+            and entry.hook in BATCH_HOOKS
         ]
         return self._publish(entries, step=True, ran=ran)
 
@@ -336,34 +364,33 @@ class Metrics:
         """The ``on_step`` values of one evaluation batch on this rank."""
         result = Reduced()
         for entry in self.table.values():
-            if entry.on_step and entry.turn >= 0:
-                entry.turn = -1  # delivered
-                for value in entry.now().values():
-                    self._deliver(
-                        result, entry, float(value), step=True
-                    )  # sync point: every batch was asked for
-        self._keep(result, step=True)
+            if not entry.on_step or entry.turn < 0:
+                continue
+            for value in entry.present_values(delivers=True).values():
+                number = float(value)  # sync point: every batch was asked for
+                result.put(entry, number, step=True)
+        self._remember_values(result, step=True)
         return result
 
     def flush_epoch(self, ran: bool = True) -> Reduced:
         """Reduce the epoch values logged since the last epoch flush over all ranks. One sync point."""
-        entries = [e for e in self.table.values() if e.recorded]
-        if not self.evaluating and self._flushed != self.progress.step:
+        entries = [entry for entry in self.table.values() if entry.recorded]
+        if not self.evaluating and self._flushed_at != self.progress.step:
             # Values of steps between two flushes: callbacks that monitor them read them now.
-            self._publish(
-                [e for e in entries if e.on_step], step=True, ran=ran, log=False
-            )
-        result = self._publish([e for e in entries if e.on_epoch], step=False, ran=ran)
-        self._reduced += [entry.metric for entry in entries if entry.metric is not None]
+            of_steps = [entry for entry in entries if entry.on_step]
+            self._publish(of_steps, step=True, ran=ran, log=False)
+        of_epoch = [entry for entry in entries if entry.on_epoch]
+        result = self._publish(of_epoch, step=False, ran=ran)
+        self._reduced_objects += _objects_of(entries)
         for entry in entries:
             entry.clear()
         return result
 
     def reset_objects(self) -> None:
         """Reset the metric objects that were logged in an epoch which is over: its last hook has read them."""
-        for metric in self._reduced:
+        for metric in self._reduced_objects:
             metric.reset()
-        self._reduced.clear()
+        self._reduced_objects.clear()
 
     def suspend(self) -> None:
         """Hold the values of the training epoch as they are now, for checkpoints that are taken from here on.
@@ -378,7 +405,7 @@ class Metrics:
         """Continue the epoch whose values `suspend` holds, if there is one."""
         if self._suspended is not None:
             state = self.state_dict()
-            self._tables["train"].clear()
+            self._training_table.clear()
             self.load_state_dict(state)
 
     def end_epoch(self, completed: bool) -> None:
@@ -390,76 +417,87 @@ class Metrics:
     def _publish(
         self, entries: list[Entry], step: bool, ran: bool, log: bool = True
     ) -> Reduced:
+        """Reduce these entries, and remember what came out.
+
+        Args:
+            entries: what was recorded.
+            step: whether the values of the latest step are reduced; else those since the last flush.
+            ran: whether this rank has run a batch.
+            log: whether the values go to the loggers.
+        """
         group = self.group
-        alone = group is None or group.size == 1
-        shared = [
-            e
-            for e in entries
-            if self.shares_all or (not e.rank_zero and (e.sync or alone))
-        ]
-        if not alone and group is not None:
-            shared = sorted(shared, key=_by_name) if self.counts else []
-            shared = agreed(
-                shared, group, ran and self.counts, self.absent, self.module
-            )
-            self._reduced += [entry.metric for entry in shared if entry.borrowed]
         result = Reduced()
+        if group is None or group.size == 1:
+            # Here a value of this rank alone is a value of all ranks.
+            shared = [e for e in entries if self.shares_all or not e.rank_zero]
+            local: list[Entry] = []
+        else:
+            shared = self._entries_of_all_ranks(entries, ran, group)
+            local = [e for e in entries if e.rank_zero or not e.sync]
+            if self.shares_all:
+                local = []
         for entry, value in zip(shared, reduced(shared, step, group), strict=True):
-            self._deliver(result, entry, value, step)
-        own = (
-            []
-            if alone or self.shares_all
-            else [e for e in entries if e.rank_zero or not e.sync]
-        )
-        for entry, value in zip(own, reduced(own, step, None), strict=True):
-            self._deliver(result, entry, value, step)
-        self._keep(result, step, log)
+            result.put(entry, value, step)
+        if local:
+            for entry, value in zip(local, reduced(local, step, None), strict=True):
+                result.put(entry, value, step)
+        self._remember_values(result, step, log)
         return result
 
-    def _keep(self, result: Reduced, step: bool, log: bool = True) -> None:
+    def _entries_of_all_ranks(
+        self, entries: list[Entry], ran: bool, group: Group
+    ) -> list[Entry]:
+        """The entries that are reduced over the ranks, in the same order on each of them."""
+        shared: list[Entry] = []
+        if self.counts:
+            shared = [
+                entry
+                for entry in entries
+                if self.shares_all or (entry.sync and not entry.rank_zero)
+            ]
+            shared.sort(key=_by_name)
+        shared = agreed(shared, group, ran and self.counts, self.absent, self.module)
+        self._reduced_objects += [e.metric for e in shared if e.borrowed]
+        return shared
+
+    def _remember_values(self, result: Reduced, step: bool, log: bool = True) -> None:
+        """Make reduced values the latest ones for callbacks, loggers and the progress bar."""
         self.callback.update(result)
         if step and not self.evaluating:
             for name in result:
-                self._settled.pop(name, None)
+                self._steps_of_values.pop(name, None)
         else:
-            self._settled.update(dict.fromkeys(result, self.progress.step))
+            steps = dict.fromkeys(result, self.progress.step)
+            self._steps_of_values.update(steps)
         if log:
             self.logged.update(result.logger)
         self.progress_bar.update(result.progress_bar)
-
-    def _deliver(self, result: Reduced, entry: Entry, value: float, step: bool) -> None:
-        forked = entry.forked("step" if step else "epoch")
-        result[entry.name] = result[forked] = value
-        if entry.to_logger:
-            result.logger[forked] = value
-        if entry.prog_bar:
-            result.progress_bar[forked] = value
-        result.by_loader.setdefault(entry.loader, {})[forked] = value
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest value of every name: reduced values, then newer ones of this rank, then those of callbacks.
 
         It is the same dict during a run: a callback may add values to it without logging them.
         """
-        values = self._shown
+        values = self._callback_metrics
         values.update(
             (name, torch.tensor(value)) for name, value in self.callback.items()
         )
-        values.update(self._running())
+        values.update(self._running_values())
         return values
 
-    def _running(self) -> dict[str, Tensor]:
+    def _running_values(self) -> dict[str, Tensor]:
         """The values logged since the last flush that cleared them."""
-        tables = (
-            [self._tables["train"], self.table] if self.evaluating else [self.table]
-        )
-        if self._staged:  # a value that only one pipeline stage knows would let the ranks decide differently
-            tables = []
-        found: dict[str, Tensor] = {}
-        for entry in chain.from_iterable(table.values() for table in tables):
+        values: dict[str, Tensor] = {}
+        if self._is_staged:
+            # A value that only one pipeline stage knows would let the ranks decide differently.
+            return values
+        entries = list(self._training_table.values())
+        if self.evaluating:
+            entries += self.table.values()
+        for entry in entries:
             if entry.recorded:
-                found.update(entry.now())
-        return found
+                values.update(entry.present_values())
+        return values
 
     def logged_at(self, name: str) -> int:
         """The step whose weights the latest value of ``name`` describes.
@@ -467,27 +505,34 @@ class Metrics:
         That is an earlier step for a value of its validation, or of an epoch that ended there. A value that is logged
         in training steps counts as the present step's, as does one that a callback put into `callback_metrics`.
         """
-        present = self.progress.step
-        return present if name in self._running() else self._settled.get(name, present)
+        present_step = self.progress.step
+        if name in self._running_values():
+            return present_step
+        return self._steps_of_values.get(name, present_step)
 
     def state_dict(self) -> dict[str, Any]:
         """Partial sums of the running epoch, the latest values, and the values of the last reduction."""
-        state = (
-            self._present_state() if self._suspended is None else dict(self._suspended)
-        )
+        if self._suspended is None:
+            state = self._present_state()
+        else:
+            state = dict(self._suspended)
         entries: list[Entry] = state["running"]
-        state["running"] = [entry.state(self._place(entry)) for entry in entries]
+        state["running"] = [entry.state(self._metric_name(entry)) for entry in entries]
         state["objects"] = on_host(state["objects"])
         return state
 
     def _present_state(self) -> dict[str, Any]:
         """What `state_dict` returns, on the device and with entries."""
         recorded = [
-            entry.copied() for entry in self._tables["train"].values() if entry.recorded
+            entry.copied() for entry in self._training_table.values() if entry.recorded
         ]
-        names = {
-            *self.callback,
-            *chain.from_iterable(entry.now() for entry in recorded),
+        logged_names = set(self.callback)
+        for entry in recorded:
+            logged_names.update(entry.present_values())
+        put_in_by_callbacks = {
+            name: value
+            for name, value in self._callback_metrics.items()
+            if name not in logged_names and isinstance(value, (Tensor, int, float))
         }
         return {
             "running": recorded,
@@ -495,42 +540,38 @@ class Metrics:
             "callback": dict(self.callback),
             "logged": dict(self.logged),
             "progress_bar": dict(self.progress_bar),
-            "others": {
-                name: value  # put in by a callback
-                for name, value in self._shown.items()
-                if name not in names and isinstance(value, (Tensor, int, float))
-            },
-            "flushed": self._flushed,
-            "settled": dict(self._settled),
+            "others": put_in_by_callbacks,
+            "flushed": self._flushed_at,
+            "settled": dict(self._steps_of_values),
         }
 
     def _running_objects(self) -> dict[str, Any]:
         """The states of the metric objects, without those that are reset at the end of a running evaluation."""
         if self.module is None:
             return {}
-        evaluated = self.table.values() if self.evaluating else ()
-        left_out = {*map(id, self._reduced), *(id(entry.metric) for entry in evaluated)}
-        places = {
-            name for name, part in self.module.named_modules() if id(part) in left_out
-        }
-        return {
-            name: state
-            for name, state in running_states(self.module).items()
-            if name not in places
-        }
+        reset_objects = list(self._reduced_objects)
+        if self.evaluating:
+            reset_objects += _objects_of(self.table.values())
+        ids = set(map(id, reset_objects))
+        states = running_states(self.module)
+        for name, submodule in self.module.named_modules():
+            if id(submodule) in ids:
+                states.pop(name, None)
+        return states
 
-    def _place(self, entry: Entry) -> str | None:
+    def _metric_name(self, entry: Entry) -> str | None:
+        """The name of an entry's metric object in the module; warns once if it has none."""
         if entry.metric is None:
             return None
-        place = place_of(entry.metric, self.module)
-        if place is None and id(entry.metric) not in self._homeless:
-            self._homeless.add(id(entry.metric))
+        name = name_in_module(entry.metric, self.module)
+        if name is None and id(entry.metric) not in self._unplaced_objects:
+            self._unplaced_objects.add(id(entry.metric))
             warnings.warn(
                 f"the counts of {entry.name!r} are not saved in checkpoints inside an epoch: keep its"
                 f" {type(entry.metric).__name__} as an attribute of the module",
                 stacklevel=2,
             )
-        return place
+        return name
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``; the next `log` of a name may change its options."""
@@ -538,53 +579,50 @@ class Metrics:
         self.callback.update(state.get("callback", {}))
         self.logged.update(state.get("logged", {}))
         self.progress_bar.update(state.get("progress_bar", {}))
-        self._shown.update(state.get("others", {}))
-        self._flushed = state.get("flushed", -1)
-        self._settled.update(state.get("settled", {}))
-        modules = {}
+        self._callback_metrics.update(state.get("others", {}))
+        self._flushed_at = state.get("flushed", -1)
+        self._steps_of_values.update(state.get("settled", {}))
+        modules: dict[str, nn.Module] = {}
         if self.module is not None:
             restore_running(self.module, state.get("objects", {}))
             modules = dict(self.module.named_modules())
-        for saved in state.get("running", []) if self.counts else ():
-            entry = Entry.of_state(saved, modules)
+        if not self.counts:  # another rank reports the same values
+            return
+        for entry_state in state.get("running", []):
+            entry = Entry.from_state(entry_state, modules)
             if entry.recorded:
-                self._tables["train"][(entry.hook, entry.base, entry.loader)] = entry
-
-    def _adopt(self, restored: Entry, name: str, options: tuple[Any, ...]) -> Entry:
-        if not restored.restored:
-            raise LogError(
-                f"{name!r} is logged twice in {self.hook} with different options",
-                found=f"{restored.options} and {options}",
-                fix="use the same options, or another name",
-            )
-        entry = self._new(name, options)
-        entry.adopt(restored)
-        return entry
+                self._training_table[entry.key] = entry
 
 
-def _host_number(name: str, value: Any) -> float:
+def _host_number(name: str, value: _Value) -> float:
     """A host number, such as a NumPy scalar, as a float; not a sync point."""
-    text = isinstance(value, (str, bytes))  # float() would read some
-    try:
-        if not text:
+    fix = "log one number per name, or use log_dict"
+    if isinstance(value, (str, bytes)):  # float() would read some
+        fix = "log one number per name; use self.print(...) or a logger's own methods for text"
+    else:
+        try:
             return float(value)  # no sync point: tensors have been dealt with
-    except (TypeError, ValueError):
-        pass
+        except (TypeError, ValueError):
+            pass
     raise LogError(
         f"{name!r} is not a number",
         found=f"{type(value).__name__}: {printable(repr(value), 80)}",
-        fix="log one number per name; use self.print(...) or a logger's own methods for text"
-        if text
-        else "log one number per name, or use log_dict",
+        fix=fix,
     )
+
+
+def _objects_of(entries: Iterable[Entry]) -> list[_Metric]:
+    """The metric objects among what was logged."""
+    return [entry.metric for entry in entries if entry.metric is not None]
 
 
 def _by_name(entry: Entry) -> tuple[str, str, int]:
     # Ranks may log the same names in another order.
-    return entry.hook, entry.base, -1 if entry.loader is None else entry.loader
+    loader = -1 if entry.loader is None else entry.loader
+    return entry.hook, entry.base, loader
 
 
-def _one() -> float:
+def _default_weight() -> float:
     return 1.0
 
 

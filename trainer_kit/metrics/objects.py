@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -13,163 +13,185 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = [
     "count_once",
     "is_metric",
+    "name_in_module",
     "on_host",
-    "place_of",
     "remember_metrics",
     "restore_running",
     "running_states",
 ]
 
+# A metric object of torchmetrics, which need not be imported.
+_Metric: TypeAlias = Any
+# The states of one metric, or of each by its name.
+_State: TypeAlias = dict[str, Any]
+_States: TypeAlias = Mapping[str, Mapping[str, Any]]
+
 
 def count_once(module: nn.Module, strategy: Strategy) -> None:
     """Reduce the metrics of ``module`` over the report group, so that ranks with the same batch count once."""
-    if strategy.reports.size < strategy.world.size:
-        for part in module.modules():
-            if (
-                is_metric(part) and part.process_group is None
-            ):  # torchmetrics' own default
-                part.process_group = strategy.reports.group
+    if strategy.reports.size == strategy.world.size:
+        return
+    for metric in _metrics_among(module.modules()):
+        if metric.process_group is None:  # torchmetrics' own default
+            metric.process_group = strategy.reports.group
 
 
-def place_of(metric: Any, module: nn.Module | None) -> str | None:
+def name_in_module(metric: _Metric, module: nn.Module | None) -> str | None:
     """The name of a metric in ``module``; None if it is not a submodule."""
-    found = () if module is None else module.named_modules()
-    return next((name for name, part in found if part is metric), None)
+    if module is None:
+        return None
+    names = (name for name, part in module.named_modules() if part is metric)
+    return next(names, None)
 
 
-def running_states(module: nn.Module) -> dict[str, dict[str, Any]]:
+def running_states(module: nn.Module) -> dict[str, _State]:
     """A copy of the state of each metric of ``module`` since its last reset, on its device, by the metric's name."""
-    _share_groups(module.modules())
-    return {
-        name: _copied_state(part)
-        for name, part in module.named_modules()
-        if is_metric(part) and part.update_count
-    }
+    _update_compute_groups(module.modules())
+    states: dict[str, _State] = {}
+    for name, metric in _named_metrics(module):
+        if metric.update_count:
+            states[name] = _copied_state(metric)
+    return states
 
 
-def on_host(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def on_host(states: _States) -> dict[str, _State]:
     """The states of `running_states` on the CPU, for a checkpoint."""
-    copied: dict[str, dict[str, Any]] = map_tensors(dict(states), _to_host)
-    return copied
+    copies: dict[str, _State] = map_tensors(dict(states), _to_host)
+    return copies
 
 
 def _to_host(value: Tensor) -> Tensor:
     return value.cpu()  # sync point: a checkpoint is being taken
 
 
-def restore_running(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
+def restore_running(module: nn.Module, states: _States) -> None:
     """Restore `running_states` into the metrics that still exist; a metric without a state is reset."""
-    for name, part in module.named_modules():
-        if not is_metric(part):
-            continue
+    for name, metric in _named_metrics(module):
         if name in states:
-            _restore_state(part, states[name])
-        elif part.update_count:
-            _reset(part)
+            _restore_state(metric, states[name])
+        elif metric.update_count:
+            _reset(metric)
 
 
-def remember_metrics(owners: Iterable[Any]) -> Callable[[], None]:
+def remember_metrics(owners: Iterable[object]) -> Callable[[], None]:
     """Return a function that puts the metrics of ``owners`` back to their present state, as often as it is called.
 
     Args:
         owners: modules, and callbacks whose attributes are metrics, or lists and dicts of metrics.
     """
-    parts = list(
-        {id(part): part for owner in owners for part in _modules_of(owner)}.values()
-    )
-    _share_groups(parts)
-    states = [(part, _copied_values(vars(part))) for part in parts if is_metric(part)]
+    modules: dict[int, nn.Module] = {}
+    for owner in owners:
+        modules.update((id(module), module) for module in _modules_of(owner))
+    _update_compute_groups(modules.values())
+    metrics = _metrics_among(modules.values())
+    states = [_copied_values(vars(metric)) for metric in metrics]
 
     def restore() -> None:
-        for metric, values in states:
-            vars(metric).update(_copied_values(values))
+        for metric, state in zip(metrics, states, strict=True):
+            # Copies again, for this function may be called more than once.
+            vars(metric).update(_copied_values(state))
 
     return restore
 
 
-def _copied_values(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _copied_values(attributes: Mapping[str, Any]) -> _State:
     """Copies of the numbers, tensors and lists among the attributes of a metric: its states, counts and caches."""
-    copied: dict[str, Any] = {}
+    copies: _State = {}
     for name, value in attributes.items():
         if isinstance(value, Tensor):
-            copied[name] = value.detach().clone()
+            copies[name] = value.detach().clone()
         elif isinstance(value, list):
-            copied[name] = list(value)
+            copies[name] = list(value)
         elif value is None or isinstance(value, (bool, int, float, str)):
-            copied[name] = value
-    return copied
+            copies[name] = value
+    return copies
 
 
-def _modules_of(owner: Any) -> Iterator[Any]:
+def _modules_of(owner: object) -> Iterator[nn.Module]:
     """The modules of ``owner``; those in its attributes and in lists and dicts there, too, which torch does not see."""
     if isinstance(owner, nn.Module):
         yield from owner.modules()
     for value in vars(owner).values():
-        items = (
-            value.values()
-            if isinstance(value, dict)
-            else value
-            if isinstance(value, (list, tuple))
-            else (value,)
-        )
-        for item in items:
+        for item in _items_of(value):
             if isinstance(item, nn.Module) and _holds_metrics(item):
                 yield from item.modules()
 
 
-def _holds_metrics(part: Any) -> bool:
-    return is_metric(part) or _is_collection(part)
+def _items_of(value: object) -> Iterable[object]:
+    """The values of a dict, the items of a list; of anything else, itself."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (list, tuple)):
+        return value
+    return (value,)
 
 
-def is_metric(part: Any) -> bool:
+def _named_metrics(module: nn.Module) -> list[tuple[str, _Metric]]:
+    named_modules = module.named_modules()
+    return [
+        (name, submodule) for name, submodule in named_modules if is_metric(submodule)
+    ]
+
+
+def _metrics_among(modules: Iterable[nn.Module]) -> list[_Metric]:
+    return list(filter(is_metric, modules))
+
+
+def _holds_metrics(module: nn.Module) -> bool:
+    return is_metric(module) or _is_collection(module)
+
+
+def is_metric(module: object) -> bool:
     """Whether this is a metric of torchmetrics, which need not be imported."""
-    return hasattr(type(part), "update_count")
+    return hasattr(type(module), "update_count")
 
 
-def _is_collection(part: Any) -> bool:
-    return hasattr(type(part), "compute_groups")
+def _is_collection(module: object) -> bool:
+    """Whether this is torchmetrics' ``MetricCollection``."""
+    return hasattr(type(module), "compute_groups")
 
 
-def _share_groups(parts: Iterable[Any]) -> None:
+def _update_compute_groups(modules: Iterable[Any]) -> None:
     """In a compute group only the first metric is current until others are read: read them."""
-    for part in list(parts):
-        if _is_collection(part):
-            part.items(copy_state=False)
+    for module in list(modules):
+        if _is_collection(module):
+            module.items(copy_state=False)
 
 
-def _copied_state(metric: Any) -> dict[str, Any]:
+def _copied_state(metric: _Metric) -> _State:
     state = {
         "state": metric.metric_state,
         "updates": metric.update_count,
         "latest": metric._forward_cache,
     }
-    copied: dict[str, Any] = map_tensors(state, lambda value: value.detach().clone())
-    return copied
+    copies: _State = map_tensors(state, _copied_tensor)
+    return copies
 
 
-def _restore_state(metric: Any, saved: Mapping[str, Any]) -> None:
+def _copied_tensor(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _restore_state(metric: _Metric, saved: Mapping[str, Any]) -> None:
     saved = move_to_device(dict(saved), metric.device)
-    for key, value in saved["state"].items():
-        setattr(metric, key, value)
-    # Only `update` counts; a metric offers no other sign that it was called.
-    metric._update_count, metric._computed, metric._forward_cache = (
-        saved["updates"],
-        None,
-        saved["latest"],
+    for name, value in saved["state"].items():
+        setattr(metric, name, value)
+    # torchmetrics' own attributes: only `update` counts, and a metric offers no other sign that it was called.
+    metric.__dict__.update(
+        _update_count=saved["updates"],
+        _computed=None,
+        _forward_cache=saved["latest"],
     )
 
 
-def _reset(metric: Any) -> None:
+def _reset(metric: _Metric) -> None:
     """Reset a metric, but for the states that the module's ``state_dict`` has, which is restored on its own."""
-    persistent = {
-        name: getattr(metric, name)
-        for name, persists in metric._persistent.items()
-        if persists
-    }
-    copied = {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in persistent.items()
-    }
+    states: _State = {}
+    for name, is_persistent in metric._persistent.items():
+        if is_persistent:
+            state = getattr(metric, name)
+            # `reset` empties the lists that it finds.
+            states[name] = list(state) if isinstance(state, list) else state
     metric.reset()
-    for name, value in copied.items():
-        setattr(metric, name, value)
+    for name, state in states.items():
+        setattr(metric, name, state)

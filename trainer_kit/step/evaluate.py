@@ -333,7 +333,7 @@ class _Evaluating:
                 lambda error: forget_modes(module),
             )
         )
-        self._metrics.enter(self._stage)
+        self._metrics.enter()
         self._without_gradients.__enter__()
         try:
             getattr(module, f"on_{hooks}_model_eval")()
