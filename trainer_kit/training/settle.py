@@ -187,11 +187,13 @@ class Settler:
         elif exchanges_signals:
             self._exchange_signals()
         self._flush_step(agrees)
-        if self._validates_now(agrees):
+        is_requested = agrees and run.requests.validation is not None
+        if schedule.validation_due(progress) or (is_requested and run.validation.feeds):
             self._validate()
             self._exchange_requests()
             agrees = True
-        self._advance_waiting()
+        if run.stepper.waiting:
+            self._advance_waiting()
         if schedule.intervals:
             self._run_intervals(exchanges_signals)
         is_last = schedule.epoch_is_over(progress)
@@ -202,7 +204,7 @@ class Settler:
         # A request with a path depends on progress alone, so every rank has it at this step without an agreement.
         # At the end of an epoch the checkpoint waits for the hooks and schedulers of that step. A run that leaves the
         # epoch early saves here: leaving reduces and resets the running sums that a resumed run needs.
-        if (agrees or run.requests.named) and not is_last:
+        if run.requests.checkpoints and (agrees or run.requests.named) and not is_last:
             self.save_requested()
         self.due = (
             self._next_due()
@@ -390,15 +392,6 @@ class Settler:
             self.check_finite()
         elif agrees and run.progress.step - self._checked_until >= LONGEST:
             self.check_finite()  # bounds the number of stored losses
-
-    def _validates_now(self, agrees: bool) -> bool:
-        run = self.run
-        is_requested = (
-            agrees
-            and run.requests.validation is not None
-            and bool(run.validation.feeds)
-        )
-        return run.schedule.validation_due(run.progress) or is_requested
 
     def _validate(self) -> None:
         """Run validation, without an effect on the training that follows."""
