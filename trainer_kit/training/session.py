@@ -707,6 +707,10 @@ class Session:
             self.train_dataloader = self.find_train_loaders()
         return self.train_dataloader
 
+    def read_copies(self, copy_loaders: Callable[[Any], Any]) -> None:
+        """Train on copies of the loaders of this fit."""
+        self.train_dataloader = copy_loaders(self.load_train())
+
     @property
     def num_training_batches(self) -> int | float:
         """Micro-batches of an epoch on this rank: infinite if the number is unknown, 0 without training data.

@@ -28,16 +28,19 @@ class _TooLarge(Exception):
 
 def _holders(name: str, module: Any, loaders: Any, datamodule: Any) -> list[Any]:
     """The objects with the batch size: the loader given to ``fit``, else the datamodule and the module."""
-    found = holders(name, *([module, datamodule] if loaders is None else [loaders]))
-    if not found or any(type(getattr(holder, name)) is not int for holder in found):
-        places = (module, datamodule) if loaders is None else (loaders,)
+    owners = [module, datamodule] if loaders is None else [loaders]
+    owners = [owner for owner in owners if owner is not None]
+    size_holders = holders(name, *owners)
+    sizes = [getattr(holder, name) for holder in size_holders]
+    if not sizes or any(type(size) is not int for size in sizes):
+        owner_names = ", ".join(type(owner).__name__ for owner in owners)
         raise ConfigurationError(
             f"no attribute holds the batch size {name}",
-            found=f"looked at {', '.join(type(one).__name__ for one in places if one is not None)}, and hparams",
+            found=f"looked at {owner_names}, and hparams",
             fix=f"set self.{name} in __init__ of the module or datamodule and use it in train_dataloader, or pass"
             " a DataLoader(dataset, batch_size=...); batch_arg_name= takes another name",
         )
-    return found
+    return size_holders
 
 
 def set_batch_size(
@@ -49,12 +52,20 @@ def set_batch_size(
         ConfigurationError: no object has that attribute.
     """
     for holder in _holders(name, module, loaders, datamodule):
-        if isinstance(
-            holder, DataLoader
-        ):  # its __setattr__ refuses, for the sampler would not know
-            vars(holder)["batch_size"] = holder.batch_sampler.batch_size = size  # type: ignore[union-attr]
+        if isinstance(holder, DataLoader):
+            _set_loader_batch_size(holder, size)
         else:
             setattr(holder, name, size)
+
+
+def _set_loader_batch_size(loader: DataLoader[Any], size: int) -> None:
+    vars(loader)["batch_size"] = (
+        size  # its __setattr__ refuses, for the sampler would not know
+    )
+    sampler: Any = (
+        loader.batch_sampler
+    )  # a BatchSampler, as the loader has a batch size
+    sampler.batch_size = size
 
 
 @final
@@ -70,7 +81,8 @@ class _Attempt:
     """
 
     def __init__(self, size: int, name: str) -> None:
-        self.size, self.name = size, name
+        self.size = size
+        self.name = name
         self.world: Group | None = None
 
     def watch(self, run: Fit) -> Fit:
@@ -86,13 +98,13 @@ class _Attempt:
             )
         run.bus.on_train_step_end = (
             *run.bus.on_train_step_end,
-            lambda: self._look(run),
+            lambda: self._check_full_batch(run),
         )
         self.world = run.strategy.world
         if self.world.size == 1:
             return run
-        inside = run.strategy.without_exchange()
-        if inside is None:
+        without_exchange = run.strategy.without_exchange()
+        if without_exchange is None:
             raise ConfigurationError(
                 "the batch size cannot be searched on several ranks with this strategy",
                 found=f"{run.strategy.describe()}, where an out-of-memory error on one rank blocks the others",
@@ -100,26 +112,26 @@ class _Attempt:
             )
 
         def run_without_exchange(window: Window) -> None:
-            with inside():
+            with without_exchange():
                 Strategy.forward_backward(run.strategy, window)
 
         def forward_backward(window: Window) -> None:
             # Every rank must have its batches first: a forward may send buffers.
-            self._together(run, lambda: None)
-            self._together(run, partial(run_without_exchange, window))
+            self._agree_on_memory(run, lambda: None)
+            self._agree_on_memory(run, partial(run_without_exchange, window))
             run.strategy.exchange_gradients()
 
         step = run.stepper.step
-        vars(run.stepper)["step"] = lambda window: self._together(
+        vars(run.stepper)["step"] = lambda window: self._agree_on_memory(
             run, partial(step, window)
         )
         return replace(run, forward_backward=forward_backward)
 
-    def _together(self, run: Fit, act: Callable[[], None]) -> None:
+    def _agree_on_memory(self, run: Fit, compute: Callable[[], None]) -> None:
         """Run a part of a step that has no communication, and agree on whether it fits on every rank."""
         problem: Exception | None = None
         try:
-            act()
+            compute()
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
@@ -127,12 +139,10 @@ class _Attempt:
         if any(row[0] for row in run.strategy.world.agree([problem is not None])):
             raise _TooLarge("it ran out of memory") from problem
 
-    def _look(self, run: Fit) -> None:
+    def _check_full_batch(self, run: Fit) -> None:
         """After the first step, refuse a batch that is not full: it says nothing about this size."""
-        if (
-            run.progress.step == 1
-            and run.windows.window.sizes[0] < self.size * run.strategy.data.size
-        ):
+        full_batch = self.size * run.strategy.data.size
+        if run.progress.step == 1 and run.windows.window.sizes[0] < full_batch:
             raise _TooLarge("the data have fewer samples")
 
 
@@ -163,20 +173,16 @@ class SizeSearch:
                 found=f"mode={mode!r}, steps_per_trial={steps_per_trial}, init_val={init_val}, max_trials={max_trials}",
                 fix='use mode="power" or "binsearch", and whole numbers from 1',
             )
-        self.mode, self.steps, self.first, self.trials, self.name = (
-            mode,
-            steps_per_trial,
-            init_val,
-            max_trials,
-            name,
-        )
         if not 0 <= margin < 1 or max_val < init_val:
             raise ConfigurationError(
                 "a limit of the batch size search is wrong",
                 found=f"margin={margin}, max_val={max_val}, init_val={init_val}",
                 fix="use a margin from 0 to below 1, and a max_val of at least init_val",
             )
-        self.margin, self.largest = margin, max_val
+        self.mode, self.name = mode, name
+        self.steps_per_trial, self.max_trials = steps_per_trial, max_trials
+        self.first, self.largest = init_val, max_val
+        self.margin = margin
 
     def run(
         self,
@@ -188,58 +194,68 @@ class SizeSearch:
     ) -> tuple[int, str]:
         """Return the size and the reason against a larger one, without setting it. Every rank must call it."""
         holders = _holders(self.name, module, loaders, datamodule)
-        before = getattr(holders[0], self.name)
-        good, bad, size, why = 0, 0, self.first, f"max_trials={self.trials} are over"
+        size_before = getattr(holders[0], self.name)
+        good, bad, size = 0, 0, self.first
+        reason = f"max_trials={self.max_trials} are over"
         try:
-            for _ in range(self.trials):
+            for _ in range(self.max_trials):
                 set_batch_size(self.name, size, module, loaders, datamodule)
-                problem = self._problem(
+                problem = self._try_size(
                     size, trainer, module, loaders, datamodule, is_set_up
                 )
                 if problem:
-                    bad, why = size, f"with {size}, {problem}"
+                    bad = size
+                    reason = f"with {size}, {problem}"
                 else:
                     good = size
                 if good == self.largest:
-                    why = f"max_val={self.largest}"
+                    reason = f"max_val={self.largest}"
                     break
-                if (
-                    good and bad and (self.mode == "power" or bad - good == 1)
-                ) or bad == 1:
+                if self._is_over(good, bad):
                     break
                 size = self._next_size(good, bad)
         finally:
-            set_batch_size(self.name, before, module, loaders, datamodule)
+            set_batch_size(self.name, size_before, module, loaders, datamodule)
         if not good:
             raise ConfigurationError(
                 "no batch size fits",
-                found=why,
+                found=reason,
                 fix="use a smaller model, or a smaller init_val",
             )
         margin = self.margin if self.mode == "binsearch" else 0
         if margin:
-            why = f"{margin:.0%} below {good}; {why}"
-        return max(1, int(good * (1 - margin))), why
+            reason = f"{margin:.0%} below {good}; {reason}"
+        return max(1, int(good * (1 - margin))), reason
+
+    def _is_over(self, good: int, bad: int) -> bool:
+        """Whether no further size is tried."""
+        if bad == 1:
+            return True
+        if not good or not bad:
+            return False
+        return self.mode == "power" or bad - good == 1
 
     def _next_size(self, good: int, bad: int) -> int:
         """The size to try after a largest size that works and a smallest that does not; 0: none yet."""
         if good and bad:
             return (good + bad) // 2
-        return min(good * 2, self.largest) if good else bad // 2
+        if good:
+            return min(good * 2, self.largest)
+        return bad // 2
 
-    def _problem(self, size: int, trainer: Session, *data: Any) -> str:
+    def _try_size(self, size: int, trainer: Session, *data: Any) -> str:
         """The reason why a size cannot be used; empty if it can."""
         module, loaders, datamodule, is_set_up = data
-        attempt, keeps = _Attempt(size, self.name), ("get_accumulate_grad_batches",)
+        attempt = _Attempt(size, self.name)
         try:
             run_trial(
                 trainer,
                 module,
                 loaders,
                 datamodule,
-                self.steps,
+                self.steps_per_trial,
                 attempt.watch,
-                keeps=keeps,
+                keeps=("get_accumulate_grad_batches",),
                 is_set_up=is_set_up,
             )
         except _TooLarge as error:
@@ -318,7 +334,7 @@ def scale_batch_size(
         mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val
     )
     data = model, train_dataloaders, datamodule
-    size, why = on_processes(trainer, lambda rank: search.run(trainer, *data))
+    size, reason = on_processes(trainer, lambda rank: search.run(trainer, *data))
     set_batch_size(batch_arg_name, size, *data)
-    trainer.say(f"batch size: {batch_arg_name} = {size} ({why})")
+    trainer.say(f"batch size: {batch_arg_name} = {size} ({reason})")
     return int(size)

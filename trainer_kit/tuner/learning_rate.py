@@ -47,7 +47,7 @@ class LearningRates:
         self.mode, self.losses = mode, list(losses)
         self.results: dict[str, list[float]] = {
             "lr": list(rates),
-            "loss": _smoothed(self.losses),
+            "loss": _smooth(self.losses),
         }
 
     def suggestions(self, skip_begin: int = 10, skip_end: int = 1) -> dict[str, float]:
@@ -61,20 +61,18 @@ class LearningRates:
             skip_end: points at the end that do not count.
         """
         count = len(self.losses)
-        part = slice(min(skip_begin, count // 10), count - skip_end)
-        rates, losses = (
-            np.array(self.results["lr"][part]),
-            np.array(self.results["loss"][part]),
-        )
+        considered = slice(min(skip_begin, count // 10), count - skip_end)
+        rates = np.array(self.results["lr"][considered])
+        losses = np.array(self.results["loss"][considered])
         if len(losses) < 3:
             return {}
         lowest = int(losses.argmin())
-        descent = losses[
-            : lowest + 1
-        ]  # a fall after the lowest point follows a loss that had grown too far
+        # A fall after the lowest point follows a loss that had grown too far.
+        descent = losses[: lowest + 1]
         if not lowest or not descent.max() > descent.min():
             return {}
-        halfway = np.flatnonzero(descent >= (descent.max() + descent.min()) / 2)[-1]
+        middle = (descent.max() + descent.min()) / 2
+        halfway = np.flatnonzero(descent >= middle)[-1]
         return {
             "steepest": float(rates[np.gradient(descent).argmin()]),
             "minimum": float(rates[lowest] / 10),
@@ -91,12 +89,12 @@ class LearningRates:
             skip_end: as for `suggestions`.
             method: ``"steepest"``, ``"minimum"`` or ``"halfway"``.
         """
-        known = ("steepest", "minimum", "halfway")
-        if method not in known:
+        methods = ("steepest", "minimum", "halfway")
+        if method not in methods:
             raise ConfigurationError(
                 "unknown method of suggestion",
                 found=f"method={method!r}",
-                fix=did_you_mean(method, known),
+                fix=did_you_mean(method, methods),
             )
         return self.suggestions(skip_begin, skip_end).get(method)
 
@@ -145,7 +143,8 @@ class LearningRates:
         rates, losses = self.results["lr"], self.results["loss"]
         ax.plot(rates, self.losses, alpha=0.3, label="loss")
         ax.plot(rates, losses, label="smoothed")
-        for name, rate in self.suggestions().items() if suggest else ():
+        suggestions = self.suggestions() if suggest else {}
+        for name, rate in suggestions.items():
             ax.plot(
                 rate,
                 float(np.interp(rate, rates, losses)),
@@ -161,7 +160,7 @@ class LearningRates:
         return ax.figure
 
 
-def _smoothed(losses: Sequence[float]) -> list[float]:
+def _smooth(losses: Sequence[float]) -> list[float]:
     """A weighted mean of the neighbours of each point, symmetric so that slopes keep their position."""
     if not losses:
         return []
@@ -237,9 +236,8 @@ class RangeTest:
                 found=f"configure_optimizers returned {len(optimizers)}",
                 fix="search with a module that returns one of them",
             )
-        if (
-            not run.runner.manual
-        ):  # a module that steps its schedulers needs them; the rate is set after that
+        if not run.runner.manual:
+            # A module that steps its schedulers needs them; the rate is set after that.
             run.stepper.configured.schedulers.clear()
         groups = optimizers[0].param_groups
         bases = [float(group.get("initial_lr", group["lr"])) for group in groups]
@@ -259,22 +257,22 @@ class RangeTest:
         )
         run.bus.on_train_step_end = (
             *run.bus.on_train_step_end,
-            lambda: self._read(run),
+            lambda: self._read_loss(run),
         )
         return run
 
-    def _read(self, run: Fit) -> None:
+    def _read_loss(self, run: Fit) -> None:
         """Take the mean loss of the step over its micro-batches and all ranks: every rank gets the same number."""
-        window, weighting = run.windows.window, run.windows.weighting
-        losses = (
-            run.runner.losses.take()
-        )  # a loss that is not finite ends the test without an error
-        weights = {
-            at: float(window.weights[at - window.first]) if weighting else 1.0
-            for _, _, at in losses
-        }
-        total = sum(float(loss) * weights[at] for loss, _, at in losses)
-        rows = run.strategy.world.agree([total, sum(weights.values())])
+        window = run.windows.window
+        loss_sum = 0.0
+        weights: dict[int, float] = {}  # by batch, which may have several losses
+        # A loss that is not finite ends the test without an error.
+        for loss, _, batch in run.runner.losses.take():
+            weights[batch] = 1.0
+            if run.windows.weighting:
+                weights[batch] = float(window.weights[batch - window.first])
+            loss_sum += float(loss) * weights[batch]
+        rows = run.strategy.world.agree([loss_sum, sum(weights.values())])
         weight = sum(row[1] for row in rows)
         if not weight:
             raise ConfigurationError(
@@ -282,21 +280,24 @@ class RangeTest:
                 found="training_step returned no loss, and did not call manual_backward",
                 fix="return the loss, or search without such batches",
             )
-        loss = sum(row[0] for row in rows) / weight
-        if math.isfinite(loss):
-            self.losses.append(loss)
-            self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
-            mean = self._mean / (1 - _SMOOTHING ** len(self.losses))
-            if (
-                len(self.losses) <= len(self.rates) // 10
-            ):  # the mean of a few batches says little
-                return
-            self._lowest = min(self._lowest, mean)
-            if self.threshold is None or mean <= self.threshold * self._lowest:
-                return
-        # Every rank knows that this was the last step.
-        run.schedule.set_limit("max_steps", run.progress.step)
-        run.requests.wake()
+        if not self._takes_loss(sum(row[0] for row in rows) / weight):
+            # Every rank knows that this was the last step.
+            run.schedule.set_limit("max_steps", run.progress.step)
+            run.requests.wake()
+
+    def _takes_loss(self, loss: float) -> bool:
+        """Add the loss of a step to the curve; False if the test ends: it is not finite, or has grown too far."""
+        if not math.isfinite(loss):
+            return False
+        self.losses.append(loss)
+        self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
+        if (
+            len(self.losses) <= len(self.rates) // 10
+        ):  # the mean of a few batches says little
+            return True
+        mean = self._mean / (1 - _SMOOTHING ** len(self.losses))
+        self._lowest = min(self._lowest, mean)
+        return self.threshold is None or mean <= self.threshold * self._lowest
 
 
 def attribute_of(module: Any, name: str = "") -> str:
@@ -309,16 +310,15 @@ def attribute_of(module: Any, name: str = "") -> str:
     Raises:
         ConfigurationError: there is none.
     """
-    found = next(
-        (one for one in ([name] if name else _ATTRIBUTES) if holders(one, module)), None
+    candidates = (name,) if name else _ATTRIBUTES
+    for candidate in candidates:
+        if holders(candidate, module):
+            return candidate
+    raise ConfigurationError(
+        f"{type(module).__name__} has no attribute for the learning rate",
+        found=f"neither the module nor its hparams has {' or '.join(candidates)}",
+        fix="set self.lr in __init__ and use it in configure_optimizers; or pass attr_name= or update_attr=False",
     )
-    if found is None:
-        raise ConfigurationError(
-            f"{type(module).__name__} has no attribute for the learning rate",
-            found=f"neither the module nor its hparams has {name or ' or '.join(_ATTRIBUTES)}",
-            fix="set self.lr in __init__ and use it in configure_optimizers; or pass attr_name= or update_attr=False",
-        )
-    return found
 
 
 def set_learning_rate(
@@ -391,9 +391,9 @@ def lr_find(
     test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold)
     if update_attr:
         attribute_of(model, attr_name)
-    found: LearningRates = on_processes(
+    curve: LearningRates = on_processes(
         trainer, lambda rank: test.run(trainer, model, train_dataloaders, datamodule)
     )
     if update_attr:
-        set_learning_rate(trainer, model, found.needed(), attr_name)
-    return found
+        set_learning_rate(trainer, model, curve.needed(), attr_name)
+    return curve

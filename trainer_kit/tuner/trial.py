@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.errors import ConfigurationError, DataError
+from trainer_kit.core.errors import ConfigurationError, DataError, TrainerKitError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import CombinedLoader, read_together
@@ -39,13 +39,15 @@ def check_call(method: str, dataloaders: Any) -> None:
 
 def holders(name: str, *owners: Any) -> list[Any]:
     """The ``owners``, and their hyperparameters, that have the attribute ``name``."""
-    found = [
-        part
-        for owner in owners
-        if owner is not None
-        for part in (owner, getattr(owner, "hparams", None))
+    candidates: list[Any] = []
+    for owner in owners:
+        if owner is not None:
+            candidates += [owner, getattr(owner, "hparams", None)]
+    return [
+        candidate
+        for candidate in candidates
+        if candidate is not None and hasattr(candidate, name)
     ]
-    return [part for part in found if part is not None and hasattr(part, name)]
 
 
 def release_copies() -> None:
@@ -112,30 +114,18 @@ def run_trial(
     states: list[Any] = []
     with preserved_rng(trainer.strategy.device):
         try:
-            trained = _copied(module, "module")
-            callbacks = [
-                *trainer.callbacks,
-                *(
-                    []
-                    if is_set_up
-                    else as_list(trained.configure_callbacks(), Callback)
-                ),
-            ]
-            vars(trained)["configure_callbacks"] = (
-                list  # those of the module take no part either
-            )
+            trained_module = _copy(module, "module")
+            callbacks = list(trainer.callbacks)
+            if not is_set_up:
+                callbacks += as_list(trained_module.configure_callbacks(), Callback)
+            # Callbacks of the module take no part either.
+            vars(trained_module)["configure_callbacks"] = list
             trial = trainer.for_trial(settings)
-            trial.set_callbacks(
-                [
-                    copy.deepcopy(one)
-                    for one in callbacks
-                    if any(hasattr(one, name) for name in keeps)
-                ]
-            )
+            trial.set_callbacks(_copy_callbacks(callbacks, keeps))
             with EntryPoint(
-                trial, "fit", trained, loaders, copy.copy(datamodule), is_set_up
+                trial, "fit", trained_module, loaders, copy.copy(datamodule), is_set_up
             ) as entry:
-                trial.train_dataloader = _without_trace(trial.load_train(), generators)
+                trial.read_copies(lambda loaders: _copy_loaders(loaders, generators))
                 states = generator_states(generators)
                 run = entry.compose_fit(None, None, False)
                 watched_run = watch(run)
@@ -147,15 +137,26 @@ def run_trial(
             release_copies()
 
 
-def _without_trace(loaders: Any, generators: list[Any]) -> Any:
+def _copy_callbacks(
+    callbacks: Sequence[Callback], keeps: Sequence[str]
+) -> list[Callback]:
+    """Copies of the callbacks that have any of these attributes."""
+    return [
+        copy.deepcopy(callback)
+        for callback in callbacks
+        if any(hasattr(callback, name) for name in keeps)
+    ]
+
+
+def _copy_loaders(loaders: Any, generators: list[Any]) -> Any:
     """Copies of loaders that read the same data and do not change the position or order of the originals.
 
     ``generators`` is filled with the generators of the shared datasets.
     """
     loaders = None if loaders is None else read_together(loaders)
     if isinstance(loaders, CombinedLoader):
-        parts = [_without_trace(one, generators) for one in loaders.flattened]
-        return CombinedLoader(loaders.join(parts), loaders.mode)
+        copies = [_copy_loaders(loader, generators) for loader in loaders.flattened]
+        return CombinedLoader(loaders.join(copies), loaders.mode)
     if loaders is None or isinstance(loaders, Sequence):
         return loaders
     memo: dict[int, Any] = {}
@@ -164,18 +165,22 @@ def _without_trace(loaders: Any, generators: list[Any]) -> Any:
     ):
         memo[id(loaders.dataset)] = loaders.dataset  # which may be large
         generators += own_generators(loaders.dataset)
-    return _copied(loaders, "loader", memo)
+    return _copy(loaders, "loader", memo)
 
 
-def _copied(thing: Any, what: str, memo: dict[int, Any] | None = None) -> Any:
+def _copy(original: Any, role: str, memo: dict[int, Any] | None = None) -> Any:
     try:
-        return copy.deepcopy(thing, memo)
+        return copy.deepcopy(original, memo)
     except Exception as error:  # of any class: user code decides how a copy is made
-        kind = DataError if what == "loader" else ConfigurationError
+        if role == "loader":
+            kind: type[TrainerKitError] = DataError
+            fix = "pass a DataLoader, or an iterable that copy.deepcopy takes"
+        else:
+            kind = ConfigurationError
+            fix = "tune before the first fit, and keep tensors with a graph, locks and open files out of the module"
+        first_line = str(error).partition("\n")[0]
         raise kind(
-            f"the tuner runs steps on a copy of the {what}, and this {type(thing).__name__} cannot be copied",
-            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            fix="pass a DataLoader, or an iterable that copy.deepcopy takes"
-            if what == "loader"
-            else "tune before the first fit, and keep tensors with a graph, locks and open files out of the module",
+            f"the tuner runs steps on a copy of the {role}, and this {type(original).__name__} cannot be copied",
+            found=f"{type(error).__name__}: {first_line}",
+            fix=fix,
         ) from error
