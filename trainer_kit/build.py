@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, final
 
@@ -105,7 +106,10 @@ for _word, _name in {
 
 
 def with_launchers(
-    accelerator: str, precision: Any, accumulation: Any, given: Sequence[Any]
+    accelerator: str,
+    precision: Any,
+    accumulation: Any,
+    user_callbacks: Sequence[object],
 ) -> tuple[str, Any, Any, dict[str, Chosen]]:
     """Fill in three arguments of the Trainer from the launcher or the environment; return them and their origins.
 
@@ -113,36 +117,37 @@ def with_launchers(
         accelerator: the user's argument, or ``"auto"``.
         precision: the user's argument, or None.
         accumulation: the user's argument, or None.
-        given: the user's callbacks; one that sets the accumulation counts as an argument.
+        user_callbacks: one that sets the accumulation counts as an argument.
     """
-    own = next(
-        (callback for callback in given if isinstance(callback, SetsAccumulation)), None
-    )
-    on_cpu = choose("use_cpu", None, False)
+    argument = accumulation
+    if argument is None:
+        counting = (
+            callback
+            for callback in user_callbacks
+            if isinstance(callback, SetsAccumulation)
+        )
+        argument = next(counting, None)
     origins = {
-        "accelerator": Chosen("cpu", on_cpu.origin)
-        if is_true(on_cpu.value)
-        else Chosen("auto", "default"),
+        "accelerator": _choose_accelerator(accelerator),
         "precision": choose("mixed_precision", precision, None),
-        "accumulate_grad_batches": choose(
-            "gradient_accumulation_steps",
-            own if accumulation is None else accumulation,
-            1,
-        ),
+        "accumulate_grad_batches": choose("gradient_accumulation_steps", argument, 1),
     }
-    if accelerator != "auto":
-        origins["accelerator"] = Chosen(accelerator, "argument")
     steps = origins["accumulate_grad_batches"]
     if steps.origin != "argument":
         accumulation = steps_of(steps)
-    elif accumulation is None:
+    elif accumulation is None:  # a callback sets it
         accumulation = 1
-    return (
-        str(origins["accelerator"].value),
-        origins["precision"].value,
-        accumulation,
-        origins,
-    )
+    word = str(origins["accelerator"].value)
+    return word, origins["precision"].value, accumulation, origins
+
+
+def _choose_accelerator(accelerator: str) -> Chosen:
+    on_cpu = choose("use_cpu", None, False)
+    if accelerator != "auto":
+        return Chosen(accelerator, "argument")
+    if is_true(on_cpu.value):
+        return Chosen("cpu", on_cpu.origin)
+    return Chosen("auto", "default")
 
 
 def choose_strategy(
@@ -164,126 +169,155 @@ def choose_strategy(
     Returns:
         The strategy; processes on this node; and None (run here), ``"agent"`` or ``"fork"``.
     """
-    found = _finds_devices(strategy, accelerator)
-    if found is not None:
-        return found, 1, None
-    wanted = count_devices(devices, accelerator)
-    explicit = devices not in ("auto", -1, "-1")
-    local = (
-        environment.launched
-        and explicit
-        and wanted == 1
-        and environment.local_world_size > 1
+    xla_strategy = _strategy_of_xla(strategy, accelerator)
+    if xla_strategy is not None:
+        return xla_strategy, 1, None
+    processes = _count_processes(devices, accelerator, num_nodes, environment)
+    _check_single_device(strategy, processes.world_size)
+    device = pick_device(accelerator, environment.local_rank, devices)
+    chosen = _make_chosen(strategy, processes.world_size, device)
+    # Ranks of a launcher are other processes even where each of them has a world of one.
+    may_be_alone = processes.train_alone or not environment.launched
+    if strategy != "auto" and chosen.needs_processes and may_be_alone:
+        if processes.world_size == 1:  # a single process needs no communication
+            chosen = make_strategy("single_device", device)
+    chosen.device = device
+    return (
+        chosen,
+        processes.on_node,
+        _how_to_start(strategy, processes.on_node, environment),
     )
-    world = (
-        environment.world_size
-        if environment.launched and not local
-        else wanted * num_nodes
-    )
-    if (
-        environment.launched
-        and not local
-        and explicit
-        and wanted * num_nodes != environment.world_size
-    ):
+
+
+@final
+@dataclass(frozen=True)
+class _Processes:
+    """The processes of a run.
+
+    Attributes:
+        on_node: how many on this node.
+        world_size: how many take part in one training.
+        train_alone: whether a launcher has started several, each of which trains on one device by itself.
+    """
+
+    on_node: int
+    world_size: int
+    train_alone: bool
+
+
+def _count_processes(
+    devices: Any, accelerator: str, num_nodes: int, environment: Environment
+) -> _Processes:
+    """Count the processes; raises for a number that the launcher has not started."""
+    on_node = count_devices(devices, accelerator)
+    requested = on_node * num_nodes
+    if not environment.launched:
+        if num_nodes > 1:
+            raise StrategyError(
+                "a run on several machines needs a launcher on each of them",
+                found=f"num_nodes={num_nodes} in a process without a rank",
+                fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {on_node} ... train.py",
+            )
+        return _Processes(on_node, requested, train_alone=False)
+    is_explicit = devices not in ("auto", -1, "-1")
+    if is_explicit and on_node == 1 and environment.local_world_size > 1:
+        return _Processes(on_node, requested, train_alone=True)
+    if is_explicit and requested != environment.world_size:
         raise StrategyError(
             "the number of launched processes is not the requested number",
             found=f"{environment.world_size} ({environment.source}), devices={devices!r}, num_nodes={num_nodes}",
             fix=f"pass devices={environment.world_size // max(1, num_nodes)}, or leave devices out",
         )
-    if not environment.launched and num_nodes > 1:
-        raise StrategyError(
-            "a run on several machines needs a launcher on each of them",
-            found=f"num_nodes={num_nodes} in a process without a rank",
-            fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {wanted} ... train.py",
-        )
+    return _Processes(on_node, environment.world_size, train_alone=False)
+
+
+def _check_single_device(strategy: Any, world_size: int) -> None:
+    """Raise for sizes that do not fit, before any process is started."""
     if isinstance(strategy, Strategy):
-        strategy.places(
-            world
-        )  # raises for sizes that do not fit, before any process is started
-    word = strategy if isinstance(strategy, str) else ""
-    if (
-        word == "single_device" or isinstance(strategy, SingleDeviceStrategy)
-    ) and world > 1:
+        strategy.places(world_size)
+    is_single = isinstance(strategy, SingleDeviceStrategy) or (
+        isinstance(strategy, str) and strategy == "single_device"
+    )
+    if is_single and world_size > 1:
         raise StrategyError(
             "one device cannot hold several processes",
-            found=f"{world} processes",
+            found=f"{world_size} processes",
             fix='use strategy="ddp"',
         )
-    device = pick_device(accelerator, environment.local_rank, devices)
-    made: Any = strategy
-    if strategy == "auto":
-        engine = variable("distributed_type")
-        made = _launchers_engine(
-            "" if engine is None else str(engine.value), world, device
+
+
+def _make_chosen(strategy: Any, world_size: int, device: torch.device) -> Strategy:
+    """The strategy of a word or an object."""
+    chosen: object = strategy
+    if isinstance(strategy, str):
+        chosen = (
+            _make_auto(world_size, device)
+            if strategy == "auto"
+            else make_strategy(strategy, device)
         )
-        made = made or make_strategy("ddp" if world > 1 else "single_device", device)
-    elif isinstance(strategy, str):
-        made = make_strategy(strategy, device)
-    if not isinstance(made, Strategy):
+    if not isinstance(chosen, Strategy):
         raise StrategyError(
             "this is not a strategy",
             found=f"strategy={strategy!r}",
             fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
         )
-    check_overrides(type(made), Strategy)
-    if (
-        strategy != "auto"
-        and made.needs_processes
-        and world == 1
-        and (local or not environment.launched)
-    ):
-        made = make_strategy(
-            "single_device", device
-        )  # a single process needs no communication
-    made.device = device
-    start = (
-        None
-        if environment.launched
-        else "fork"
-        if word in _FORKED
-        else "agent"
-        if wanted > 1
-        else None
-    )
-    return made, wanted, start
+    check_overrides(type(chosen), Strategy)
+    return chosen
 
 
-def sharded_alternative(word: Any, made: Strategy) -> Strategy | None:
-    """The strategy to use instead of ``made`` for ``"auto"`` if the model does not fit; None: keep ``made``."""
-    return (
-        make_strategy("fsdp", made.device)
-        if word == "auto" and made.engine == "ddp"
-        else None
-    )
+def _make_auto(world_size: int, device: torch.device) -> Strategy:
+    """The launcher's engine, else data parallel if there are several processes."""
+    engine = variable("distributed_type")
+    name = "" if engine is None else str(engine.value)
+    launched = _strategy_of_launcher(name, world_size, device)
+    if launched is not None:
+        return launched
+    return make_strategy("ddp" if world_size > 1 else "single_device", device)
 
 
-def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
-    """The strategy, if it is one that finds its own devices, which torch does not list as an accelerator; else None."""
-    made: Strategy | None = None
+def _how_to_start(
+    strategy: Any, processes: int, environment: Environment
+) -> str | None:
+    """How this process starts the ranks; None: it is one."""
+    if environment.launched:
+        return None
+    if isinstance(strategy, str) and strategy in _FORKED:
+        return "fork"
+    return "agent" if processes > 1 else None
+
+
+def sharded_alternative(word: Any, strategy: Strategy) -> Strategy | None:
+    """What replaces ``strategy`` for ``"auto"`` if the model does not fit; None: it is final."""
+    if word != "auto" or strategy.engine != "ddp":
+        return None
+    return make_strategy("fsdp", strategy.device)
+
+
+def _strategy_of_xla(strategy: Any, accelerator: str) -> Strategy | None:
+    """The strategy, if it finds its own devices, which torch does not list as an accelerator; else None."""
     if strategy == "auto" and accelerator == "auto" and launched_on_xla():
         accelerator = "tpu"
+    if strategy == "auto" and accelerator == "tpu" and _torch_lists_tpu():
+        return None
+    chosen: Strategy | None = None
     if isinstance(strategy, str) and strategy in _XLA:
-        made = STRATEGIES.get(strategy)(shard_parameters=strategy == "xla_fsdp")
+        chosen = STRATEGIES.get(strategy)(shard_parameters=strategy == "xla_fsdp")
     elif strategy == "auto" and accelerator.lower() in _XLA:
-        made = STRATEGIES.get("xla")()
+        chosen = STRATEGIES.get("xla")()
     elif isinstance(strategy, Strategy) and strategy.finds_devices:
-        made = strategy
-    drives = torch.accelerator.current_accelerator()
-    if (
-        accelerator == "tpu"
-        and strategy == "auto"
-        and drives is not None
-        and drives.type == "tpu"
-    ):
-        return None  # torch lists this accelerator itself
-    if made is not None and importlib.util.find_spec("torch_xla") is None:
+        chosen = strategy
+    if chosen is not None and importlib.util.find_spec("torch_xla") is None:
         raise StrategyError(
             "torch_xla is not installed",
             found=f"strategy={strategy!r}, accelerator={accelerator!r}",
             fix="pip install torch_xla, in the version that goes with this torch",
         )
-    return made
+    return chosen
+
+
+def _torch_lists_tpu() -> bool:
+    device = torch.accelerator.current_accelerator()
+    return device is not None and device.type == "tpu"
 
 
 def launched_on_xla() -> bool:
@@ -293,49 +327,53 @@ def launched_on_xla() -> bool:
     return named or "PJRT_LOCAL_PROCESS_RANK" in os.environ
 
 
-def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
-    """The strategy of the engine that the launcher selects, with the launcher's options."""
+def _strategy_of_launcher(
+    engine: str, world_size: int, device: torch.device
+) -> Strategy | None:
+    """The strategy of the engine that the launcher selects, with the launcher's options; None: it selects none."""
     from trainer_kit.strategies import launcher_options
 
-    made: Strategy | None = None
-    fsdp = (
-        launcher_options.fsdp_from_launcher(
-            _launcher_options(launcher_options.FSDP_KEYS)
-        )
-        if engine == "FSDP"
-        else None
-    )
-    mesh = launcher_options.mesh_from_launcher(
-        _launcher_options(launcher_options.MESH_KEYS), fsdp
-    )
-    if engine == "DEEPSPEED":
-        from trainer_kit.strategies.deepspeed import config as deepspeed_config
-
-        made = STRATEGIES.get("deepspeed")(
-            device,
-            **deepspeed_config.from_launcher(_launcher_options(deepspeed_config.KEYS)),
-        )
-    if mesh:
-        made = STRATEGIES.get("mesh")(device, **mesh)
-    elif fsdp is not None and world > 1:
-        made = STRATEGIES.get("fsdp")(device, **fsdp)
+    # The engines read options of their own; a mesh is selected by its sizes alone.
     if engine == "MEGATRON_LM":
         from trainer_kit.strategies.megatron import config as megatron_config
 
-        made = STRATEGIES.get("megatron")(
-            device,
-            **megatron_config.from_launcher(_launcher_options(megatron_config.KEYS)),
+        options = megatron_config.from_launcher(_launcher_options(megatron_config.KEYS))
+        return _registered("megatron", device, options)
+    fsdp = None
+    if engine == "FSDP":
+        fsdp = launcher_options.fsdp_from_launcher(
+            _launcher_options(launcher_options.FSDP_KEYS)
         )
-    return made
+    mesh = launcher_options.mesh_from_launcher(
+        _launcher_options(launcher_options.MESH_KEYS), fsdp
+    )
+    if mesh:
+        return _registered("mesh", device, mesh)
+    if engine == "DEEPSPEED":
+        from trainer_kit.strategies.deepspeed import config as deepspeed_config
+
+        options = deepspeed_config.from_launcher(
+            _launcher_options(deepspeed_config.KEYS)
+        )
+        return _registered("deepspeed", device, options)
+    if fsdp is not None and world_size > 1:
+        return _registered("fsdp", device, fsdp)
+    return None
+
+
+def _registered(word: str, device: Any, options: Mapping[str, Any]) -> Strategy:
+    strategy: Strategy = STRATEGIES.get(word)(device, **options)
+    return strategy
 
 
 def _launcher_options(names: Iterable[str]) -> dict[str, str]:
     """The launcher's values of these options."""
-    return {
-        name: str(found.value)
-        for name in names
-        if (found := variable(name)) is not None
-    }
+    options = {}
+    for name in names:
+        choice = variable(name)
+        if choice is not None:
+            options[name] = str(choice.value)
+    return options
 
 
 @final
@@ -390,14 +428,13 @@ class StrategyRegistry:
         """
 
         def decorate(cls: Callable[..., Any]) -> Callable[..., Any]:
-            STRATEGIES.register(
-                name,
-                partial(cls, **init_params) if init_params else cls,
-                overwrite=override,
-            )
+            factory = partial(cls, **init_params) if init_params else cls
+            STRATEGIES.register(name, factory, overwrite=override)
             return cls
 
-        return decorate if strategy is None else decorate(strategy)
+        if strategy is None:
+            return decorate
+        return decorate(strategy)
 
 
 STRATEGY_REGISTRY: Final = StrategyRegistry()
@@ -405,8 +442,7 @@ STRATEGY_REGISTRY: Final = StrategyRegistry()
 
 def make_strategy(word: str, device: Any) -> Strategy:
     """The strategy of a registered word, with the options of that word."""
-    made: Strategy = STRATEGIES.get(word)(device, **_OPTIONS.get(word, {}))
-    return made
+    return _registered(word, device, _OPTIONS.get(word, {}))
 
 
 def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precision:
@@ -433,28 +469,26 @@ def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precis
                 found=f"precision={precision!r} and plugins=...",
             )
         precision = plugin
-    made = _make_precision(
-        "32-true" if precision is None else precision, strategy.device.type
-    )
-    strategy.check_precision(made)
-    return made
+    if precision is None:
+        precision = "32-true"
+    chosen = _make_precision(precision, strategy.device.type)
+    strategy.check_precision(chosen)
+    return chosen
 
 
-def _make_precision(precision: Any, device_type: str) -> Precision:
-    made: Precision
+def _make_precision(precision: object, device_type: str) -> Precision:
+    if isinstance(precision, Precision):
+        return precision
     if not isinstance(precision, (str, int)):
-        if not isinstance(precision, Precision):
-            raise PrecisionError(
-                "this is not a precision",
-                found=f"precision={precision!r}",
-                fix='pass a word such as "bf16-mixed", or an object such as TruePrecision(torch.bfloat16)',
-            )
-        made = precision
-    elif str(precision).lower() not in WORDS and precision in PRECISIONS.names():
-        made = PRECISIONS.get(str(precision))()
-    else:
-        made = make_precision(precision, device_type)
-    return made
+        raise PrecisionError(
+            "this is not a precision",
+            found=f"precision={precision!r}",
+            fix='pass a word such as "bf16-mixed", or an object such as TruePrecision(torch.bfloat16)',
+        )
+    if str(precision).lower() not in WORDS and precision in PRECISIONS.names():
+        registered: Precision = PRECISIONS.get(str(precision))()
+        return registered
+    return make_precision(precision, device_type)
 
 
 def choose_loggers(logger: Any, root: str) -> list[Any]:
@@ -474,40 +508,46 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
         )
     if logger in (None, True):
         return [LOGGERS.get("tensorboard")(root)]
-    made = [
-        _logger(one, root) if isinstance(one, str) else one
-        for one in as_list(logger, Logger)
+    loggers = [
+        _make_logger(item, root) if isinstance(item, str) else item
+        for item in as_list(logger, Logger)
     ]
+    for item in loggers:
+        _check_logger(item)
+    return loggers
+
+
+def _check_logger(logger: object) -> None:
     from trainer_kit.loggers.layout import DirectoryLogger
 
-    for one in made:
-        if isinstance(one, type) or not isinstance(one, Logger):
-            fix = (
-                "pass a logger, not its class"
-                if isinstance(one, type)
-                else "give it a method log_metrics(metrics, step)"
-            )
-            raise ConfigurationError(
-                "this is not a logger",
-                found=getattr(one, "__name__", type(one).__name__),
-                fix=fix,
-            )
-        check_overrides(type(one), DirectoryLogger)
-    return made
+    if isinstance(logger, type):
+        raise ConfigurationError(
+            "this is not a logger",
+            found=logger.__name__,
+            fix="pass a logger, not its class",
+        )
+    if not isinstance(logger, Logger):
+        raise ConfigurationError(
+            "this is not a logger",
+            found=getattr(logger, "__name__", type(logger).__name__),
+            fix="give it a method log_metrics(metrics, step)",
+        )
+    check_overrides(type(logger), DirectoryLogger)
 
 
-def _logger(word: str, root: str) -> Any:
+def _make_logger(word: str, root: str) -> Any:
     from trainer_kit.loggers.run_logger import RunLogger
     from trainer_kit.loggers.wandb import WandbLogger
 
-    kind = LOGGERS.get(word)
+    factory = LOGGERS.get(word)
     # The first argument of these classes is a name, not a directory, as in Lightning.
-    named = isinstance(kind, type) and issubclass(kind, (RunLogger, WandbLogger))
-    return kind(save_dir=root) if named else kind(root)
+    is_class = isinstance(factory, type)
+    has_name_first = is_class and issubclass(factory, (RunLogger, WandbLogger))
+    return factory(save_dir=root) if has_name_first else factory(root)
 
 
 def added_callbacks(
-    given: Sequence[Any],
+    user_callbacks: Sequence[object],
     accumulation: Any,
     time: Any,
     bar: bool,
@@ -518,7 +558,7 @@ def added_callbacks(
     """Create the callbacks for the Trainer's arguments, unless the user has passed one of the same kind.
 
     Args:
-        given: the user's callbacks.
+        user_callbacks: those that the user has passed.
         accumulation: ``accumulate_grad_batches``.
         time: ``max_time``, or None.
         bar: whether a progress bar is wanted.
@@ -528,7 +568,7 @@ def added_callbacks(
     """
 
     def has(kind: type) -> bool:
-        return any(isinstance(callback, kind) for callback in given)
+        return any(isinstance(callback, kind) for callback in user_callbacks)
 
     added: list[Any] = []
     if accumulation != 1:
@@ -540,11 +580,8 @@ def added_callbacks(
         added.append(callbacks.GradientAccumulation(accumulation))
     if time is not None:
         # Both timers apply, so their states need different keys.
-        added.append(
-            callbacks.Timer(
-                time, state_key="Timer(max_time)" if has(callbacks.Timer) else "Timer"
-            )
-        )
+        state_key = "Timer(max_time)" if has(callbacks.Timer) else "Timer"
+        added.append(callbacks.Timer(time, state_key=state_key))
     if bar and not has(callbacks.ProgressBar):
         added.append(callbacks.TQDMProgressBar())
     if summary and not has(callbacks.ModelSummary):

@@ -60,43 +60,45 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-__path__: list[
-    str
-] = []  # Lightning has modules below this one: `trainer_kit.trainer.states`
+# Lightning has modules below this one: `trainer_kit.trainer.states`.
+__path__: list[str] = []
 __getattr__ = other_names(__name__)
 
-_Taken = ParamSpec("_Taken")
-_Returned = TypeVar("_Returned")
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 # What to write in place of an argument that an entry point does not have; those of the Trainer are added below.
-_ELSEWHERE = {**TRAINING_ARGUMENTS, "module": "model=...", "net": "model=..."}
+_REPLACEMENTS = {**TRAINING_ARGUMENTS, "module": "model=...", "net": "model=..."}
 
 
-def _entry_point(method: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
+def _entry_point(
+    method: Callable[_Parameters, _Result],
+) -> Callable[_Parameters, _Result]:
     """Decorate a method: it answers a call on the class, and arguments that it does not have or does not get."""
-    check = call_check(method, _ELSEWHERE)
+    check = call_check(method, _REPLACEMENTS)
 
     @wraps(method)
-    def call(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
-        if not (
-            args and isinstance(args[0], Trainer)
-        ):  # in Trainer.fit(module, loader), the module is `self`
-            verb = method.__name__
-            first = (
-                ""
-                if not args
-                else "Trainer"
-                if args[0] is Trainer
-                else f"a {type(args[0]).__name__}"
-            )
-            raise ConfigurationError(
-                f"Trainer.{verb} was called on the class, without a Trainer",
-                found=f"Trainer.{verb}({first}, ...)",
-                fix=f"create one first: trainer = Trainer(...), then trainer.{verb}(module, ...)",
-            )
+    def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        # In Trainer.fit(module, loader), the module is `self`.
+        if not args or not isinstance(args[0], Trainer):
+            raise _called_on_class(method.__name__, args)
         check(args, kwargs)
         return method(*args, **kwargs)
 
     return call
+
+
+def _called_on_class(name: str, arguments: Sequence[object]) -> ConfigurationError:
+    """The error for an entry point that is called without a Trainer."""
+    first_argument = ""
+    if arguments:
+        first_argument = f"a {type(arguments[0]).__name__}"
+        if arguments[0] is Trainer:
+            first_argument = "Trainer"
+    return ConfigurationError(
+        f"Trainer.{name} was called on the class, without a Trainer",
+        found=f"Trainer.{name}({first_argument}, ...)",
+        fix=f"create one first: trainer = Trainer(...), then trainer.{name}(module, ...)",
+    )
 
 
 class Trainer(Session):
@@ -283,67 +285,62 @@ class Trainer(Session):
         accelerator, precision, accumulation, self.origins = with_launchers(
             accelerator, precision, accumulate_grad_batches, callbacks
         )
-        chosen, processes, start = choose_strategy(
+        chosen_strategy, processes, start = choose_strategy(
             strategy, accelerator, devices, num_nodes, environment
         )
-        if not chosen.spans_world:
+        if not chosen_strategy.spans_world:
             raise StrategyError(
                 "a Trainer trains on all processes",
-                found=f"{type(chosen).__name__}(process_group=...)",
+                found=f"{type(chosen_strategy).__name__}(process_group=...)",
                 fix="leave process_group out, or use Fabric(strategy=...) and a loop of your own",
             )
-        quiet = bool(barebones or settings.fast)
-        root = str(
-            locate(os.getcwd() if default_root_dir in (None, "") else default_root_dir)
+        writes_nothing = bool(barebones or settings.fast)
+        if default_root_dir is None or default_root_dir == "":
+            default_root_dir = os.getcwd()
+        root = str(locate(default_root_dir))
+        precision_plugin = choose_precision(
+            launched_precision(precision), plugins, chosen_strategy
         )
         super().__init__(
             settings=settings,
             environment=environment,
-            strategy=chosen,
-            precision=choose_precision(launched_precision(precision), plugins, chosen),
-            loggers=[] if quiet else choose_loggers(logger, root),
+            strategy=chosen_strategy,
+            precision=precision_plugin,
+            loggers=[] if writes_nothing else choose_loggers(logger, root),
             root=root,
             seed=seed,
             start=start,
             processes=processes,
             resume=resume,
         )
-        self.sharded_alternative = sharded_alternative(strategy, chosen)
+        self.sharded_alternative = sharded_alternative(strategy, chosen_strategy)
         self.switches = {
             "deterministic": deterministic,
             "benchmark": benchmark,
             "detect_anomaly": detect_anomaly,
             "sync_batchnorm": sync_batchnorm,
         }
-        self.compile_options = (
-            dict(compile) if isinstance(compile, Mapping) else {} if compile else None
-        )
-        self.compile_regional = bool(
-            (self.compile_options or {}).pop("regional", False)
-        )
+        self.compile_options, self.compile_regional = _compile_options(compile)
         self.hang_timeout = chosen_timeout(hang_timeout)
         self.async_save, self.recomputes = async_save, activation_checkpointing
         self.on_unsaveable = on_unsaveable
         self.unsaveable = Unsaveable(on_unsaveable == "drop", self.say)
-        self.barebones, self.fast_dev_run = barebones, fast_dev_run
-        self.set_callbacks(
-            [
-                *callbacks,
-                *added_callbacks(
-                    callbacks,
-                    accumulation=accumulation,
-                    time=max_time,
-                    bar=_wanted("enable_progress_bar", enable_progress_bar, barebones),
-                    summary=_wanted(
-                        "enable_model_summary", enable_model_summary, quiet
-                    ),
-                    checkpoints=_wanted(
-                        "enable_checkpointing", enable_checkpointing, quiet
-                    ),
-                    profiler=profiler,
-                ),
-            ]
+        self.barebones = barebones
+        self.fast_dev_run = fast_dev_run
+        default_callbacks = added_callbacks(
+            callbacks,
+            accumulation=accumulation,
+            time=max_time,
+            bar=_is_enabled("enable_progress_bar", enable_progress_bar, barebones),
+            summary=_is_enabled(
+                "enable_model_summary", enable_model_summary, writes_nothing
+            ),
+            checkpoints=_is_enabled(
+                "enable_checkpointing", enable_checkpointing, writes_nothing
+            ),
+            profiler=profiler,
         )
+        self.set_callbacks([*callbacks, *default_callbacks])
 
     @property
     def accelerator(self) -> LightningAccelerator:
@@ -468,13 +465,9 @@ class Trainer(Session):
             run = entry.compose_evaluation(ckpt_path)
             with _watched_evaluation(self, run, self.hang_timeout):
                 outputs = predict(run, return_predictions)
-        return (
-            None
-            if not return_predictions
-            else outputs[0]
-            if len(outputs) == 1
-            else outputs
-        )
+        if not return_predictions:
+            return None
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def _evaluate(
         self,
@@ -562,9 +555,9 @@ class Trainer(Session):
                 found=f"format={format!r}",
                 fix=did_you_mean(str(format), ["text", "svg"]),
             )
-        return (explain if format == "text" else draw)(
-            self, model, train_dataloaders, datamodule
-        )
+        if format == "svg":
+            return draw(self, model, train_dataloaders, datamodule)
+        return explain(self, model, train_dataloaders, datamodule)
 
     @_entry_point
     def plan(
@@ -711,7 +704,7 @@ class Trainer(Session):
         return register
 
 
-_ELSEWHERE.update(
+_REPLACEMENTS.update(
     {
         name: f"Trainer({name}={{value}})"
         for name in inspect.signature(Trainer).parameters
@@ -738,13 +731,25 @@ def _refuse(resume: Any, reload_every: Any) -> None:
         )
 
 
-def _wanted(name: str, value: bool | None, off: bool) -> bool:
+def _compile_options(
+    argument: bool | Mapping[str, Any],
+) -> tuple[dict[str, Any] | None, bool]:
+    """The arguments of ``torch.compile``, or None; and whether repeated blocks are compiled, not the whole step."""
+    if isinstance(argument, Mapping):
+        options = dict(argument)
+        return options, bool(options.pop("regional", False))
+    return ({} if argument else None), False
+
+
+def _is_enabled(name: str, value: bool | None, off: bool) -> bool:
     if off and value and name != "enable_progress_bar":
         raise ConfigurationError(
             f"{name}=True contradicts barebones or fast_dev_run",
             fix="leave one of them out",
         )
-    return not off if value is None else value and not off
+    if off or value is None:
+        return not off
+    return value
 
 
 def _watched_fit(
@@ -789,4 +794,6 @@ def _watched_evaluation(
 
 
 def _directory(trainer: Session) -> Path | None:
-    return None if trainer.settings.fast else trainer.run_dir
+    if trainer.settings.fast:  # it writes nothing
+        return None
+    return trainer.run_dir
