@@ -8,10 +8,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from trainer_kit.loggers.layout import make_version
 from trainer_kit.report.collect import JOURNAL
 from trainer_kit.report.events import EVENTS
 
-__all__ = ["free_version", "is_version", "newest_version", "remove_unused"]
+__all__ = [
+    "claim_version",
+    "free_version",
+    "is_version",
+    "newest_version",
+    "remove_unused",
+]
 
 _VERSION: Final = re.compile(r"version_(\d{1,9})")
 _FILES: Final = (EVENTS, JOURNAL, "metrics.csv")
@@ -37,6 +44,24 @@ def free_version(root: Path) -> str:
     if not numbers and not any((root / name).exists() for name in _FILES):
         return ""
     return f"version_{max(numbers, default=0) + 1}"
+
+
+def claim_version(root: Path) -> str:
+    """Make the directory of `free_version`, which no other run takes, and return its name.
+
+    Of two runs that start at one time only one can make a directory, or, in that of the project, the journal.
+    """
+    version = free_version(root)
+    if version:
+        return f"version_{make_version(root, int(version.partition('_')[2]))}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / JOURNAL).touch(exist_ok=False)
+    except FileExistsError:
+        return f"version_{make_version(root, 1)}"
+    except OSError:  # reported by the first write
+        pass
+    return ""
 
 
 def newest_version(root: Path) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trainer_kit.accelerator.processes import Processes
 from trainer_kit.accelerator.run_directory import (
+    claim_version,
     free_version,
     is_version,
     newest_version,
@@ -431,8 +432,10 @@ class Trackers:
             continued = (
                 self._continued is not None and (self._runs / self._continued).is_dir()
             )
+            writes = self._processes.is_main_process and bool(self.log_with)
+            new_version = claim_version if writes else free_version
             self.version = (
-                str(self._continued) if continued else free_version(self._runs)
+                str(self._continued) if continued else new_version(self._runs)
             )
 
     def continue_run(self, version: object) -> None:

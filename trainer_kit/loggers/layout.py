@@ -11,7 +11,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, final
 
@@ -25,7 +25,9 @@ __all__ = [
     "DEFAULT_NAME",
     "DirectoryLogger",
     "DummyLogger",
+    "claim_versions",
     "flatten",
+    "make_version",
     "numbers",
     "one_at_a_time",
     "params_dict",
@@ -254,6 +256,8 @@ class DirectoryLogger(ABC):
             version,
             version is not None,
         )
+        self.claimed = version is not None
+        """Whether the version belongs to this run: given, continued, or its directory made by this run."""
         self._opened = (
             False  # whether there are files or buffered values of this version
         )
@@ -335,6 +339,12 @@ class DirectoryLogger(ABC):
             self._opened = False
             self.finalize("interrupted")
         self._version = version
+        self.claimed = True
+
+    def claim_version(self, version: int) -> None:
+        """Write to this version, whose directory this run has made."""
+        self._version = version
+        self.claimed = True
 
     @abstractmethod
     def finalize(self, status: str) -> None:
@@ -348,6 +358,7 @@ class DirectoryLogger(ABC):
         path = Path(self.log_dir)
         path.mkdir(parents=True, exist_ok=True)
         self._opened = True
+        self.claimed = True
         return path
 
     def _keep_hparams(self, params: Any) -> dict[str, Any]:
@@ -372,6 +383,60 @@ _FACTS: Final = {
     "root_dir": None,
 }
 """Attributes of a logger, with their defaults."""
+
+
+def claim_versions(loggers: Iterable[Any]) -> list[str]:
+    """Make the directory of each version that a logger has chosen, so that no other run writes there.
+
+    Of two runs that start at one time only one can make a directory; the other one takes the next version. Loggers of
+    one experiment stay together. A directory that cannot be made is reported by the first write.
+
+    Args:
+        loggers: of one run, in the only process that writes.
+
+    Returns:
+        A line for each experiment whose version another run has taken since it was chosen.
+
+    Example:
+        >>> from trainer_kit.loggers import CSVLogger
+        >>> root = getfixture("tmp_path")
+        >>> first, second = CSVLogger(root), CSVLogger(root)
+        >>> first.version, second.version
+        (0, 0)
+        >>> claim_versions([first]), len(claim_versions([second])), second.version
+        ([], 1, 1)
+    """
+    experiments: dict[tuple[str, int | str], list[DirectoryLogger]] = {}
+    for logger in loggers:
+        if isinstance(logger, DirectoryLogger) and not logger.claimed:
+            key = logger.root_dir, logger.version
+            experiments.setdefault(key, []).append(logger)
+    lines = []
+    for (root, chosen), together in experiments.items():
+        version = make_version(Path(root), int(chosen))
+        for logger in together:
+            logger.claim_version(version)
+        if version != chosen:
+            lines.append(
+                f"another run has taken version_{chosen} in {root} at the same time: this one is version_{version}"
+            )
+    return lines
+
+
+def make_version(root: Path, version: int) -> int:
+    """Make the directory of the first free version, from ``version`` on; exactly one process can make it."""
+    while True:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            (root / f"version_{version}").mkdir()
+        except FileExistsError:
+            if not root.is_dir():
+                return version
+            version += 1
+        except OSError:
+            return version
+        else:
+            return version
 
 
 @final

@@ -38,7 +38,7 @@ from trainer_kit.launch.program import (
 )
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
-from trainer_kit.loggers.layout import DEFAULT_NAME
+from trainer_kit.loggers.layout import DEFAULT_NAME, claim_versions
 from trainer_kit.state.records import (
     RUN,
     RunRecord,
@@ -306,6 +306,9 @@ class RunFiles:
             record, continued = on_rank_zero(world, self.choose)
             self.record = record if fits else None
             self.continued = continued if fits else None
+            if self.records and world.rank == 0:
+                for line in claim_versions(self._of_directory):
+                    self.say(line)
         if fits and self.records:
             count_fit()
         if world.size > 1:
