@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 import pytest
+import torch
 
+import trainer_kit as tk
 from trainer_kit import DataModule, TrainModule
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hparams import HParams, HParamsMixin
@@ -255,3 +258,61 @@ def test_omegaconf_comes_back_as_omegaconf_and_its_interpolations_are_not_called
     assert hostile.a == "${call:1}"
     assert hostile.b[0].c == "${oc.env:HOME}"
     assert called == []
+
+
+class TakesConfig(tk.TrainModule):
+    def __init__(self, cfg):
+        super().__init__()
+        self.save_hyperparameters(cfg)
+        self.layer = torch.nn.Linear(cfg.width, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ConfiguredData(tk.DataModule):
+    def __init__(self, options):
+        super().__init__()
+        self.save_hyperparameters(options)
+        self.rows = options["rows"]
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.ones(self.rows, 3))
+
+
+class Widths(dict):
+    """As a configuration of another library: keys are attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("kind", [argparse.Namespace, Widths])
+@pytest.mark.parametrize("file", ["directory", "lightning"])
+def test_the_content_of_one_argument_comes_back_as_that_argument(kind, file, tmp_path):
+    """As in Lightning: ``save_hyperparameters(cfg)`` in ``__init__(self, cfg)``."""
+    module, data = TakesConfig(kind(width=3, depth=1)), ConfiguredData({"rows": 2})
+    trainer = tk.Trainer(
+        max_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, datamodule=data)
+    path = tmp_path / "state"
+    trainer.save_checkpoint(path)
+    if file == "lightning":
+        tk.checkpoint.export(path, tmp_path / "state.ckpt", "lightning")
+        path = tmp_path / "state.ckpt"
+    loaded = TakesConfig.load_from_checkpoint(path)
+    assert loaded.hparams == {"width": 3, "depth": 1}
+    assert torch.equal(loaded.layer.weight, module.layer.weight)
+    assert ConfiguredData.load_from_checkpoint(path).rows == 2
+    assert TakesConfig.load_from_checkpoint(path, cfg=kind(width=3)).hparams == {
+        "width": 3
+    }

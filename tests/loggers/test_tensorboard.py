@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tensorboard.summary.writer import event_file_writer
 from torch import nn
 
+import trainer_kit as tk
 from trainer_kit.core.errors import LogError
 from trainer_kit.loggers import TensorBoardLogger
 
@@ -221,3 +223,54 @@ def test_a_graph_needs_an_example_input_and_a_module_that_takes_it(make):
     ).ds_id = 0  # as DeepSpeed marks what it divides: a forward would wait for the other ranks
     with pytest.raises(LogError, match="divided over ranks"):
         logger.log_graph(net, torch.ones(4, 5))
+
+
+class Slow(TensorBoardLogger):
+    """Takes the first values late, as a slow disk does."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.goes_on = threading.Event()
+        self.taken = 0.0
+
+    def log_metrics(self, metrics, step=None, at=None):
+        assert self.goes_on.wait(60)
+        self.taken = self.taken or time.time()
+        super().log_metrics(metrics, step, at)
+
+
+@pytest.mark.parametrize("steps", [3, 1200])
+def test_event_times_are_those_of_the_steps(steps, tmp_path):
+    """Also those of values that were read back from the journal, because more waited than memory holds."""
+    logger = Slow(tmp_path)
+
+    class Logs(tk.TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == steps - 1:
+                logger.goes_on.set()
+            loss = self.layer(batch).mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    tk.Trainer(
+        logger=logger,
+        log_every_n_steps=1,
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    ).fit(Logs(), list(torch.ones(steps, 1, 1)))
+    times = [event.wall_time for event in events(logger.log_dir).Scalars("loss")]
+    assert len(times) == steps
+    assert times == sorted(times)
+    assert all(at <= logger.taken for at in times[: steps - 1])

@@ -146,3 +146,31 @@ def test_a_run_resumed_from_between_a_step_and_its_scheduler_advances_it(
         module, known(), known(), ckpt_path=str(tmp_path / "between")
     )
     assert [read for read in module.plateaus[0].read if read] == [2, 4]
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_a_scheduler_that_counts_steps_sees_the_new_step(windows):
+    """As in Lightning: the step is counted before ``lr_scheduler_step``."""
+
+    class Sees(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
+
+        def lr_scheduler_step(self, scheduler, metric):
+            self.seen.append((self.trainer.global_step, self.current_epoch))
+            super().lr_scheduler_step(scheduler, metric)
+
+    module = Sees()
+    trainer = Trainer(**OPTIONS, max_epochs=2, accumulate_grad_batches=windows)
+    trainer.fit(module, DataLoader(torch.ones(8, 2), batch_size=2))
+    each = 4 // windows
+    assert module.seen == [(i + 1, i // each) for i in range(2 * each)]

@@ -16,10 +16,17 @@ from trainer_kit.checkpoint.files import EXTRA_STATE, tensors_of, torch_load
 from trainer_kit.checkpoint.read import RUN_PARTS
 from trainer_kit.checkpoint.torch_plain import as_plain
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.hparams import HParams
 from trainer_kit.core.location import Location
 from trainer_kit.core.state_names import without_wrappers
 
-__all__ = ["BY_POSITION", "import_lightning", "lightning_hparams", "to_lightning"]
+__all__ = [
+    "BY_POSITION",
+    "datamodule_hparams",
+    "import_lightning",
+    "lightning_hparams",
+    "to_lightning",
+]
 
 BY_POSITION: Final = "by_position"
 """Marks the state of an optimizer whose parameters have no names: ``group<g>.<i>`` is the i-th of group g."""
@@ -88,7 +95,8 @@ def import_lightning(
     epoch, step = content.get("epoch", 0), content.get("global_step", 0)
     state: dict[str, Any] = {
         "model": _weights(source, content),
-        "hyper_parameters": lightning_hparams(content),
+        "hyper_parameters": content.get("hyper_parameters", {}),
+        **_names_of_hparams(content, "hparams_name"),
         "epoch": epoch,
         "global_step": step,
     }
@@ -121,11 +129,26 @@ def _weights(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
 def lightning_hparams(content: Mapping[str, Any]) -> Any:
     """The hyperparameters of a file as constructor arguments; a mapping that was the only argument gets its name."""
-    hparams = content.get("hyper_parameters", {})
-    argument = content.get("hparams_name")
-    if argument in (None, "kwargs"):
+    return _as_arguments(content, "hyper_parameters", "hparams_name")
+
+
+def datamodule_hparams(content: Mapping[str, Any]) -> Any:
+    """The same for the datamodule of a file."""
+    names = "datamodule_hyper_parameters", "datamodule_hparams_name"
+    return _as_arguments(content, *names)
+
+
+def _as_arguments(content: Mapping[str, Any], values: str, argument: str) -> Any:
+    hparams, name = content.get(values, {}), content.get(argument)
+    if name in (None, "kwargs"):
         return hparams
-    return {argument: hparams}
+    # The constructor may read attributes or keys: it got a namespace or a mapping.
+    return {name: HParams(hparams) if isinstance(hparams, Mapping) else hparams}
+
+
+def _names_of_hparams(content: Mapping[str, Any], argument: str) -> dict[str, str]:
+    name = content.get(argument)
+    return {} if name in (None, "kwargs") else {argument: str(name)}
 
 
 def _run_parts(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,6 +170,7 @@ def _run_parts(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         "precision": scales[0] if scales else {},
         "progress": progress,
         "datamodule_hyper_parameters": content.get("datamodule_hyper_parameters", {}),
+        **_names_of_hparams(content, "datamodule_hparams_name"),
         "callbacks": {},
         "datamodule": {},
         "metrics": [{}],
@@ -214,7 +238,7 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
         "global_step": state.get("global_step", 0),
         _VERSION: _WRITTEN_VERSION,
         **{name: value for name, value in state.items() if name not in RUN_PARTS},
-        "hparams_name": "kwargs",
+        "hparams_name": state.get("hparams_name", "kwargs"),
         "hyper_parameters": {
             name: value for name, value in hparams.items() if not _is_masked(value)
         },
@@ -240,6 +264,7 @@ def _run_entries(state: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "lr_schedulers": state["lr_schedulers"],
         "datamodule_hyper_parameters": state.get("datamodule_hyper_parameters", {}),
+        "datamodule_hparams_name": state.get("datamodule_hparams_name", "kwargs"),
     }
     if state["precision"]:
         entries[_SCALE_ENTRIES[0]] = state["precision"]

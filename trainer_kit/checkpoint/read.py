@@ -69,6 +69,7 @@ RUN_PARTS: Final = frozenset(
         "data",
         "data_ranks",
         "datamodule",
+        "datamodule_hparams_name",
         "datamodule_hyper_parameters",
         "inside_step",
         "loaders",

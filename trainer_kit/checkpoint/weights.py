@@ -36,7 +36,11 @@ from trainer_kit.checkpoint.layout import (
     layouts_of,
     tensors_in,
 )
-from trainer_kit.checkpoint.lightning import lightning_hparams, to_lightning
+from trainer_kit.checkpoint.lightning import (
+    datamodule_hparams,
+    lightning_hparams,
+    to_lightning,
+)
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     LAYOUT,
@@ -323,6 +327,8 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
             file, "hyper_parameters", f"a {type(hparams).__name__}, not a dict"
         )
     content["hyper_parameters"] = hparams
+    if content.get("datamodule_hyper_parameters"):
+        content["datamodule_hyper_parameters"] = datamodule_hparams(content)
     for part_name in ("hyper_parameters", "datamodule_hyper_parameters"):
         values = content.get(part_name)
         if isinstance(values, Mapping):

@@ -236,7 +236,11 @@ class HParamsMixin:
                 for key, value in _as_mapping(names[0]).items()
                 if key not in skip
             }
+            arguments = constructor_arguments(self, frame or _caller())
+            holders = [key for key, value in arguments.items() if value is names[0]]
+            self.__dict__["_hparams_name"] = next(iter(holders), None)
         else:
+            self.__dict__["_hparams_name"] = None
             caller = frame or _caller()
             chosen = constructor_arguments(self, caller, skip)
             if names:
@@ -265,6 +269,12 @@ class HParamsMixin:
         """The hyperparameters kept by ``save_hyperparameters``."""
         kept: HParams = self.__dict__.setdefault("_hparams", HParams())
         return kept
+
+    @property
+    def hparams_name(self) -> str | None:
+        """The constructor's argument whose content `hparams` holds; None if they are arguments themselves."""
+        name: str | None = self.__dict__.get("_hparams_name")
+        return name
 
     @property
     def hparams_initial(self) -> HParams:

@@ -64,6 +64,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             "dtype",
             "global_rank",
             "global_step",
+            "hparams_name",
             "hparams",
             "hparams_initial",
         ),

@@ -43,7 +43,8 @@ class Logger(Protocol):
     ``finalize(status: "success" | "failed" | "interrupted")``; optional attributes: ``name``, ``version`` and
     ``log_dir``. Only rank 0 calls the methods, on a thread of this logger: an error or a delay there does not affect
     training (`trainer_kit.loggers.delivery`). With ``writes_alone = True``, modules and callbacks on other ranks get a
-    `DummyLogger` in its place.
+    `DummyLogger` in its place. If the third parameter of ``log_metrics`` is called ``at``, it is when the values were
+    logged, in seconds since 1970.
     """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:

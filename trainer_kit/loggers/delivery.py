@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import time
@@ -75,6 +76,15 @@ class _Gap:
     ticket: int
 
 
+def _takes_time(logger: Any) -> bool:
+    """Whether ``log_metrics(metrics, step, at)`` takes when the values were logged: earlier than it is called."""
+    try:
+        parameters = list(inspect.signature(logger.log_metrics).parameters)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return parameters[2:3] == ["at"]
+
+
 @final
 class JournalIndex:
     """The byte offset in the journal of each value that this process logs.
@@ -96,10 +106,15 @@ class JournalIndex:
             self._offsets.append(offset)
             self._written.notify_all()
 
-    def read(self, first: int, end: int) -> tuple[list[_Call], int]:
+    def read(self, first: int, end: int, timed: bool) -> tuple[list[_Call], int]:
         """Return the calls that log these values again, and the number after the last one examined.
 
         Values that the journal does not have are left out.
+
+        Args:
+            first: the number of the first value.
+            end: the number after the last one.
+            timed: whether the logger takes the time of the values too.
 
         Raises:
             TimeoutError: the journal has not written the first of them yet.
@@ -112,8 +127,9 @@ class JournalIndex:
                 )
             offsets = list(enumerate(self._offsets[first:end], first))
         written = [(number, offset) for number, offset in offsets if offset >= 0]
+        count = 3 if timed else 2
         calls = [
-            _Call("log_metrics", self.journal.read_values(offset), number)
+            _Call("log_metrics", self.journal.read_values(offset)[:count], number)
             for number, offset in written
         ]
         return calls, first + len(offsets)
@@ -150,6 +166,7 @@ class Delivery:
             journals,
             name,
         )
+        self.timed = _takes_time(logger)
         self._first = -1  # the ticket of a call whose refusal `started` raises
         self._refusal: TrainerKitError | None = None
         self._kept = 10 * _KEPT if journals or index is None else _KEPT
@@ -406,7 +423,7 @@ class Delivery:
         calls: list[_Call] = []
         end = min(gap.first + 100, gap.end)
         try:
-            calls, end = gap.index.read(gap.first, end)
+            calls, end = gap.index.read(gap.first, end, self.timed)
         except TimeoutError as error:
             return error
         except Exception as error:  # the file was moved, deleted or changed
@@ -604,7 +621,9 @@ class Deliveries:
             if self._index is not None:
                 number, self._index.count = self._index.count, self._index.count + 1
             for one in self.each():
-                more = (counts, now) if isinstance(one.logger, JSONLLogger) else ()
+                more: tuple[Any, ...] = (now,) if one.timed else ()
+                if isinstance(one.logger, JSONLLogger):
+                    more = (counts, now)
                 one.put("log_metrics", values, step, *more, number=max(number, 0))
 
     def call(self, method: str, *arguments: Any) -> list[tuple[Delivery, int]]:

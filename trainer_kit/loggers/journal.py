@@ -150,14 +150,14 @@ class JSONLLogger(DirectoryLogger):
             raise OSError(f"{self.path}: no space left for a line of {len(line)} bytes")
         self.line, self._end = self._end, self._end + len(line)
 
-    def read_values(self, line: int) -> tuple[dict[str, Any], int]:
+    def read_values(self, line: int) -> tuple[dict[str, Any], int, float]:
         """Read what one call of ``log_metrics`` wrote.
 
         Args:
             line: the byte offset of its line.
 
         Returns:
-            The metrics, and their step.
+            The metrics, their step, and when they were logged.
 
         Raises:
             OSError: the file cannot be read.
@@ -168,17 +168,21 @@ class JSONLLogger(DirectoryLogger):
             text = file.readline()
         try:
             record = journal_record(text)
-            step, start = record.pop("step"), f"{self._prefix}-" if self._prefix else ""
+            step, at = record.pop("step"), record.pop("time")
+            start = f"{self._prefix}-" if self._prefix else ""
         except (ValueError, KeyError, TypeError) as error:
             raise LogError(
                 f"{self.path} has no values at byte {line}", found=str(error)
             ) from error
-        del record["time"]
         record.pop("counts", None)
-        return {
-            name.removeprefix("metric/").removeprefix(start): value
-            for name, value in record.items()
-        }, step
+        return (
+            {
+                name.removeprefix("metric/").removeprefix(start): value
+                for name, value in record.items()
+            },
+            step,
+            at,
+        )
 
     def _open(self) -> int:
         """Return the open file; reopen it if it was moved or another process wrote to it."""

@@ -93,12 +93,19 @@ class TensorBoardLogger(DirectoryLogger):
         return self._writer
 
     @one_at_a_time
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int | None = None,
+        at: float | None = None,
+    ) -> None:
         """Write the values as scalars.
 
         Args:
             metrics: numbers, or tensors of one element.
             step: the step of the values; None for that of the previous call.
+            at: when the values were logged, in seconds since 1970; None for now. A Trainer writes them later than the
+                step, on a separate thread.
 
         Raises:
             LogError: a value is not one number.
@@ -108,7 +115,7 @@ class TensorBoardLogger(DirectoryLogger):
         if values:
             with self._written():
                 for name, value in values.items():
-                    self.experiment.add_scalar(name, value, self._step)
+                    self.experiment.add_scalar(name, value, self._step, walltime=at)
 
     @one_at_a_time
     def log_hyperparams(

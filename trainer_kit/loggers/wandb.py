@@ -176,6 +176,9 @@ class WandbLogger:
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log the values, against ``trainer/global_step``.
 
+        W&B's own times (``_timestamp``, ``_runtime``) are those of this call. A Trainer makes it on a separate thread,
+        later than the step; the run's journal has the times of the steps.
+
         Args:
             metrics: numbers and tensors of one element, or anything else that ``wandb.log`` takes.
             step: the step of the values.

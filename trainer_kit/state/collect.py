@@ -57,9 +57,11 @@ def module_state(
     module: TrainModule, weights: Mapping[str, object], epoch: int, step: int
 ) -> State:
     """Weights and hyperparameters: the part of the state that does not depend on a run."""
+    name = module.hparams_name
     return {
         "state_dict": dict(weights),
         "hyper_parameters": plain_hparams(module.hparams)[0],
+        **({} if name is None else {"hparams_name": name}),
         "epoch": epoch,
         "global_step": step,
     }
@@ -236,6 +238,8 @@ def _user_state(
     if datamodule is not None:
         state["datamodule"] = dict(datamodule.state_dict())
         state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
+        if datamodule.hparams_name is not None:
+            state["datamodule_hparams_name"] = datamodule.hparams_name
     return state
 
 

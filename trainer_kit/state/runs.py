@@ -307,7 +307,7 @@ class RunFiles:
             self.record = record if fits else None
             self.continued = continued if fits else None
             if self.records and world.rank == 0:
-                for line in claim_versions(self._of_directory):
+                for line in claim_versions(self._directory_loggers):
                     self.say(line)
         if fits and self.records:
             count_fit()

@@ -25,6 +25,7 @@ __all__ = ["Unsaveable", "entries_of_hook"]
 _USER_PARTS: Final = ("callbacks", "datamodule")
 _LIBRARY_PARTS: Final = (RUN_PARTS - {*_USER_PARTS}) | {
     "state_dict",
+    "hparams_name",
     "hyper_parameters",
     "epoch",
     "global_step",

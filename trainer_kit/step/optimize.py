@@ -73,6 +73,7 @@ class Stepper:
     Attributes:
         by_loss: the parameters of each optimizer, if optimizers are named.
         trained: whether a step has had a gradient; None before the first step with a loss.
+        due: the schedulers that advance as soon as the last step is counted.
         waiting: the schedulers that are due at the last step and monitor a value: they advance after its validation.
     """
 
@@ -107,6 +108,7 @@ class Stepper:
         self._overrides_schedule = is_overridden(
             "lr_scheduler_step", module, TrainModule
         )
+        self.due: list[LRSchedulerConfig] = []
         self.waiting: list[LRSchedulerConfig] = []
         self.wake = wake
         # Both are filled again in place when parameter groups change: windows use them.
@@ -310,7 +312,7 @@ class Stepper:
                 parameter.grad = None
 
     def step(self, window: Window) -> None:
-        """Step every optimizer, then the schedulers that count steps."""
+        """Step every optimizer, and collect the schedulers that advance with this step."""
         self._window = window
         if window.uneven:
             window.agree_on_contribution(self.strategy.data)
@@ -342,10 +344,16 @@ class Stepper:
             if skipped and config.optimizer in skipped:
                 continue
             if config.monitor is None:
-                self.advance(config)
+                self.due.append(config)
             else:
                 self.waiting.append(config)
                 self.wake()
+
+    def advance_due(self) -> None:
+        """Advance the schedulers that count steps, once this step is counted."""
+        due, self.due = self.due, []
+        for config in due:
+            self.advance(config)
 
     def wait(self, configs: Iterable[LRSchedulerConfig]) -> None:
         """Set the schedulers that wait for the values of the last step, in a run that resumes behind it."""
@@ -486,6 +494,7 @@ class ManualStepper:
     evaluates = False
     draws = False
     by_loss = None
+    due: Sequence[LRSchedulerConfig] = ()
     waiting: Sequence[LRSchedulerConfig] = ()
 
     def __init__(
@@ -536,6 +545,9 @@ class ManualStepper:
         """The user advances schedulers."""
 
     def advance(self, config: LRSchedulerConfig) -> None:
+        """The user advances schedulers."""
+
+    def advance_due(self) -> None:
         """The user advances schedulers."""
 
     def wait(self, configs: Iterable[LRSchedulerConfig]) -> None:

@@ -47,9 +47,11 @@ def fit(
                         stepper.advance_waiting()
                     # Of each micro-batch: begin, training_step, backward, end.
                     forward_backward(window)
-                    # Gradients are complete: hooks, clip, optimizers, schedulers.
+                    # Gradients are complete: hooks, clip, optimizers.
                     stepper.step(window)
                     progress.step += 1
+                    if stepper.due:
+                        stepper.advance_due()  # schedulers, which see the new step
                     if window.batch is not None:
                         for hook in bus.on_train_batch_end:
                             hook(window.outputs, window.batch, window.index)
