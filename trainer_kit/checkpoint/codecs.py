@@ -57,6 +57,7 @@ __all__ = [
 ]
 
 _Kind = TypeVar("_Kind", bound=Callable[..., Any])
+_Conversion = Callable[[Any], Any]
 
 
 @final
@@ -71,8 +72,8 @@ class Codec:
     """
 
     name: str
-    to_plain: Callable[[Any], Any]
-    from_plain: Callable[[Any], Any]
+    to_plain: _Conversion
+    from_plain: _Conversion
 
 
 @final
@@ -91,14 +92,14 @@ class ObjectRecord:
 
 _CODECS: Final[dict[type, Codec]] = {}
 _BY_NAME: Final[dict[str, Codec]] = {}
-_REGISTERED: Final[dict[str, Any]] = {}
+_REGISTERED: Final[dict[str, object]] = {}
 """Classes and functions that the program allows checkpoints to name."""
 
 
 def codec(
     kind: _Kind,
-    to_plain: Callable[[Any], Any] | None = None,
-    from_plain: Callable[[Any], Any] | None = None,
+    to_plain: _Conversion | None = None,
+    from_plain: _Conversion | None = None,
 ) -> _Kind:
     """Register how checkpoints store objects of a class, for example a scaler; or a function that they may name.
 
@@ -188,7 +189,7 @@ def object_from_attributes(kind: type, attributes: Mapping[str, Any]) -> Any:
 
 
 def _register_builtin(
-    kind: type, to_plain: Callable[[Any], Any], from_plain: Callable[[Any], Any]
+    kind: type, to_plain: _Conversion, from_plain: _Conversion
 ) -> None:
     name = type_name(kind)
     _CODECS[kind] = _BY_NAME[name] = Codec(name, to_plain, from_plain)
@@ -240,7 +241,7 @@ _register_builtin(HParams, dict, HParams)
 _register_builtin(torch.Generator, torch.Generator.get_state, _make_generator)
 
 
-def _config_to_plain(config: Any) -> Any:
+def _config_to_plain(config: object) -> object:
     """Plain data; interpolations are resolved if they can be, since a file must not name a resolver of the program."""
     omegaconf = import_module("omegaconf")
     try:
@@ -249,7 +250,7 @@ def _config_to_plain(config: Any) -> Any:
         return omegaconf.OmegaConf.to_container(config, resolve=False)
 
 
-def _config_from_plain(content: Any) -> Any:
+def _config_from_plain(content: object) -> object:
     try:
         omegaconf = import_module("omegaconf")
     except ImportError:
@@ -257,7 +258,7 @@ def _config_from_plain(content: Any) -> Any:
     return omegaconf.OmegaConf.create(_without_interpolation(content))
 
 
-def _without_interpolation(content: Any) -> Any:
+def _without_interpolation(content: object) -> object:
     """Escape each interpolation: reading the value would call the resolver that it names."""
     if isinstance(content, str):
         return content.replace("${", "\\${")
@@ -346,7 +347,7 @@ def import_path(value: object) -> str | None:
     return name
 
 
-def find_name(name: str) -> Any:
+def find_name(name: str) -> object:
     """The class or function of this name that a checkpoint may hold; None if it is not imported, or may not be held."""
     if name in _REGISTERED:
         return _REGISTERED[name]
@@ -410,7 +411,7 @@ def _is_of_program(module_name: str) -> bool:
     return {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
-def _find_imported(path: str) -> Any:
+def _find_imported(path: str) -> object:
     """The object at an import path in the imported modules; no module or class is asked for an attribute."""
     if "." not in path:
         for kind in _PLAIN_KINDS:
@@ -420,7 +421,7 @@ def _find_imported(path: str) -> Any:
     names = path.split(".")
     # The longest prefix that is a module decides.
     for length in range(len(names) - 1, 0, -1):
-        value: Any = sys.modules.get(".".join(names[:length]))
+        value: object = sys.modules.get(".".join(names[:length]))
         if value is None:
             continue
         for name in names[length:]:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from trainer_kit.checkpoint.manifest import (
     LAYOUT,
     MANIFEST,
     SHARD,
+    FileEntries,
     dump_manifest,
     has_library_manifest,
     is_library_file,
@@ -98,13 +99,13 @@ class Snapshot:
 
     document: bytes
     tensors: Mapping[str, Mapping[str, Tensor]]
-    info: Any
+    info: object
 
 
 def take_snapshot(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
-    info: Mapping[str, Any] | None = None,
+    info: Mapping[str, object] | None = None,
     copy: bool | HostBuffers = True,
 ) -> Snapshot:
     """Encode ``state``.
@@ -122,7 +123,7 @@ def take_snapshot(
         >>> take_snapshot({"progress": {"step": 3}}).document
         b'{"progress": {"step": 3}}'
     """
-    trees: dict[str, Any] = {}
+    trees: dict[str, object] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     copier = copy.copy if isinstance(copy, HostBuffers) else copy
     for part_name, value in state.items():
@@ -156,7 +157,7 @@ def dump_document(trees: Mapping[str, object]) -> bytes:
     return document
 
 
-def encode_info(info: Mapping[str, Any] | None) -> Any:
+def encode_info(info: Mapping[str, object] | None) -> object:
     """Encode the info of a manifest.
 
     Raises:
@@ -174,9 +175,9 @@ def encode_info(info: Mapping[str, Any] | None) -> Any:
 
 def write_checkpoint(
     path: str | os.PathLike[str],
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
-    info: Mapping[str, Any] | None = None,
+    info: Mapping[str, object] | None = None,
     overwrite: bool = False,
     staged: Path | None = None,
 ) -> Location:
@@ -545,7 +546,7 @@ def _check_staged(work: Path) -> None:
             raise CheckpointError(work / name, None, reason, fix=fix)
 
 
-def staged_files(work: Path, own: Collection[str]) -> dict[str, Any]:
+def staged_files(work: Path, own: Collection[str]) -> FileEntries:
     """Make the files that hooks wrote into a work directory durable, and return their manifest entries by path.
 
     Args:
@@ -555,7 +556,7 @@ def staged_files(work: Path, own: Collection[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: an entry is neither a file nor a directory.
     """
-    entries: dict[str, Any] = {}
+    entries: FileEntries = {}
     for directory, directory_names, file_names in os.walk(work):
         for name in (*directory_names, *file_names):
             path = Path(directory, name)

@@ -180,7 +180,7 @@ def _scheduled_rates(schedule: Mapping[str, Any] | None) -> list[float]:
     return [rate for rate in rates if isinstance(rate, float)]
 
 
-def _engine_state(file: Path, device: torch.device | str) -> dict[str, Any]:
+def _engine_state(file: Path, device: torch.device | str) -> _State:
     content = torch_load(file, device)
     if not isinstance(content, dict) or not isinstance(content.get("module"), dict):
         raise CheckpointError(file, "module", "the file contains no state_dict")
@@ -315,7 +315,7 @@ def _read_moments(
 
 
 def _moments_by_position(
-    file: Path, state: Any
+    file: Path, state: object
 ) -> tuple[list[list[_State]], list[float]]:
     """Return moments and learning rates without ZeRO, from torch's ``state_dict``; in half precision with masters."""
     if not isinstance(state, dict):
@@ -330,7 +330,7 @@ def _moments_by_position(
             "masters are in flat groups, which do not name their parameters",
             fix="train its last steps with ZeRO's stage 1, and pass the output of ds_to_universal",
         )
-    masters: Sequence[Any] | None = state.get("fp32_groups")
+    masters: Sequence[Sequence[Tensor]] | None = state.get("fp32_groups")
     groups = []
     for group_index, group in enumerate(inner["param_groups"]):
         states = [dict(inner["state"].get(index, {})) for index in group["params"]]

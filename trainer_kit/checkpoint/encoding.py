@@ -70,6 +70,8 @@ _SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
 _DISTRIBUTED: Final = "__create_write_items__"  # torch's protocol for tensors that are divided among ranks
 
 _KeyPath = tuple[str, ...]
+_Record = dict[str, Any]
+"""An encoded value that is not plain JSON: a tag, its content, and what else its kind needs."""
 
 _E = TypeVar("_E", bound=Enum)
 
@@ -210,7 +212,7 @@ def _describe(value: object) -> str:
     return f"a value of type {type_name(kind)}{detail}"
 
 
-def _record(tag: str, value: object, **entries: object) -> dict[str, Any]:
+def _record(tag: str, value: object, **entries: object) -> _Record:
     return {TAG: tag, "v": value, **entries}
 
 
@@ -252,7 +254,7 @@ class _Encoder:
         # Ids of the containers and objects around the present value: none of them may be inside itself.
         self._open: set[int] = set()
         # The entry holds the tensor: its memory must not be reused while the key refers to it.
-        self._records: dict[tuple[object, ...], tuple[Tensor, dict[str, Any]]] = {}
+        self._records: dict[tuple[object, ...], tuple[Tensor, _Record]] = {}
 
     def encode(self, value: Any, path: _KeyPath) -> Any:
         kind = type(value)
@@ -289,7 +291,7 @@ class _Encoder:
             return _record("object", [value.kind, self.encode(value.state, path)])
         return self._object(value, path)
 
-    def _object(self, value: Any, path: _KeyPath) -> dict[str, Any]:
+    def _object(self, value: Any, path: _KeyPath) -> _Record:
         """The record of an object of a class, or of a class or a function itself."""
         name = import_path(value) if callable(value) else None
         if name is not None:
@@ -305,7 +307,7 @@ class _Encoder:
         finally:
             self._open.discard(id(value))
 
-    def _instance(self, value: Any, path: _KeyPath) -> dict[str, Any]:
+    def _instance(self, value: Any, path: _KeyPath) -> _Record:
         codec = codec_of(value)
         if codec is not None:
             return self._with_codec(codec, value, path)
@@ -330,9 +332,7 @@ class _Encoder:
             )
         raise self._refusal(value, path)
 
-    def _with_codec(
-        self, codec: Codec, value: object, path: _KeyPath
-    ) -> dict[str, Any]:
+    def _with_codec(self, codec: Codec, value: object, path: _KeyPath) -> _Record:
         try:
             plain = codec.to_plain(value)
         except Exception as error:
@@ -340,7 +340,7 @@ class _Encoder:
             raise self._refusal(value, path, reason) from error
         return _record("object", [codec.name, self.encode(plain, path)])
 
-    def _module(self, module: nn.Module, path: _KeyPath) -> dict[str, Any]:
+    def _module(self, module: nn.Module, path: _KeyPath) -> _Record:
         # A compiled module is stored as what was compiled.
         module = module._modules.get("_orig_mod") or module
         reason = why_not_module(type(module))
@@ -415,11 +415,11 @@ class _Encoder:
             raise self._refusal(key, path, reason)
         return self.encode(key, path)
 
-    def _enum(self, member: EnumRecord, path: _KeyPath) -> dict[str, Any]:
+    def _enum(self, member: EnumRecord, path: _KeyPath) -> _Record:
         value = self.encode(member.value, (*path, "value"))
         return _record("enum", [member.kind, member.name, value])
 
-    def _tensor(self, tensor: Tensor, path: _KeyPath) -> dict[str, Any]:
+    def _tensor(self, tensor: Tensor, path: _KeyPath) -> _Record:
         tensor = tensor.detach()
         kind = _unsaveable_kind(tensor)
         if kind is not None:
@@ -437,7 +437,7 @@ class _Encoder:
         _, record = self._records[key]
         return dict(record)
 
-    def _new_tensor(self, tensor: Tensor, path: _KeyPath) -> dict[str, Any]:
+    def _new_tensor(self, tensor: Tensor, path: _KeyPath) -> _Record:
         if self._sharded:
             name = self._add_tensor(tensor, path)
             return _record("tensor", name)
@@ -451,7 +451,7 @@ class _Encoder:
         shape = list(tensor.shape)
         return _record("tensor", name, dtype=dtype_name(dtype), shape=shape)
 
-    def _array(self, array: np.ndarray[Any, Any], path: _KeyPath) -> dict[str, Any]:
+    def _array(self, array: np.ndarray[Any, Any], path: _KeyPath) -> _Record:
         dtype = array.dtype
         if dtype.kind not in _SCALARS:
             reason = f"arrays of {dtype} cannot be saved"
@@ -543,23 +543,23 @@ class _Decoder:
             self._file, _join(self._at, path) or None, reason, fix=fix
         )
 
-    def items(self, record: dict[str, Any], path: _KeyPath) -> list[Any]:
+    def items(self, record: _Record, path: _KeyPath) -> list[Any]:
         if not isinstance(record["v"], list):
             raise TypeError("the items are missing")
         return self._decode_list(record["v"], path)
 
-    def pairs(self, record: dict[str, Any], path: _KeyPath) -> dict[Any, Any]:
+    def pairs(self, record: _Record, path: _KeyPath) -> dict[Any, Any]:
         # All keys before all items, as they were encoded.
         pairs = [(self.decode(key, (*path, "key")), item) for key, item in record["v"]]
         return {key: self.decode(item, (*path, _key_name(key))) for key, item in pairs}
 
-    def ordered(self, record: dict[str, Any], path: _KeyPath) -> OrderedDict[Any, Any]:
+    def ordered(self, record: _Record, path: _KeyPath) -> OrderedDict[Any, Any]:
         value = OrderedDict(self.decode(record["v"], path))
         if "metadata" in record:
             value._metadata = self.decode(record["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
         return value
 
-    def enum(self, record: dict[str, Any], path: _KeyPath) -> Any:
+    def enum(self, record: _Record, path: _KeyPath) -> Any:
         kind, name, value = record["v"]
         if not isinstance(kind, str) or not (name is None or isinstance(name, str)):
             raise TypeError("its names are not strings")
@@ -574,33 +574,33 @@ class _Decoder:
             return cls(member.value)
         return member
 
-    def named(self, record: dict[str, Any], path: _KeyPath) -> tuple[str, Any]:
+    def named(self, record: _Record, path: _KeyPath) -> tuple[str, Any]:
         name, content = record["v"]
         if not isinstance(name, str):
             raise TypeError("its name is not a string")
         return name, self.decode(content, path)
 
-    def name(self, record: dict[str, Any]) -> Any:
+    def name(self, record: _Record) -> Any:
         if not isinstance(record["v"], str):
             raise TypeError("it is not a string")
         value = find_name(record["v"])
         return ObjectRecord(record["v"]) if value is None else value
 
-    def object(self, record: dict[str, Any], path: _KeyPath) -> Any:
+    def object(self, record: _Record, path: _KeyPath) -> Any:
         name, content = self.named(record, path)
         codec = codec_named(name)
         if codec is None:
             return ObjectRecord(name, content)
         return codec.from_plain(content)
 
-    def dataclass(self, record: dict[str, Any], path: _KeyPath) -> Any:
+    def dataclass(self, record: _Record, path: _KeyPath) -> Any:
         name, attributes = self.named(record, path)
         kind = find_class(name)
         if kind is None or not dataclasses.is_dataclass(kind):
             return ObjectRecord(name, attributes)
         return object_from_attributes(kind, attributes)
 
-    def namedtuple(self, record: dict[str, Any], path: _KeyPath) -> Any:
+    def namedtuple(self, record: _Record, path: _KeyPath) -> Any:
         name, items = self.named(record, path)
         kind = find_class(name)
         if kind is None or not is_named_tuple(kind):
@@ -609,7 +609,7 @@ class _Decoder:
             raise TypeError("it has another number of fields")
         return tuple.__new__(kind, items)
 
-    def module(self, record: dict[str, Any], path: _KeyPath) -> Any:
+    def module(self, record: _Record, path: _KeyPath) -> Any:
         name, content = self.named(record, path)
         kind = find_class(name)
         if kind is None or not issubclass(kind, nn.Module):
@@ -618,19 +618,19 @@ class _Decoder:
             return ObjectRecord(name, content)
         return module_from_plain(kind, content, self._parameters)
 
-    def partial(self, record: dict[str, Any], path: _KeyPath) -> Any:
+    def partial(self, record: _Record, path: _KeyPath) -> Any:
         function, arguments, keywords = self.decode(record["v"], path)
         if isinstance(function, ObjectRecord) or not is_library_kind(function):
             return ObjectRecord("functools.partial", [function, arguments, keywords])
         return partial(function, *arguments, **keywords)
 
-    def stored(self, record: dict[str, Any], path: _KeyPath) -> Tensor:
+    def stored(self, record: _Record, path: _KeyPath) -> Tensor:
         name = record["v"]
         if name not in self._tensors:
             raise self._damage(path, f"its tensor {name!r} is not in the file")
         return self._tensors[name]
 
-    def tensor(self, record: dict[str, Any], path: _KeyPath) -> Tensor:
+    def tensor(self, record: _Record, path: _KeyPath) -> Tensor:
         stored = self.stored(record, path)
         if "dtype" not in record:
             return stored
@@ -639,7 +639,7 @@ class _Decoder:
             raise TypeError(f"{dtype} in a tensor of {stored.dtype}")
         return stored.view(dtype).reshape(record["shape"])
 
-    def array(self, record: dict[str, Any], path: _KeyPath) -> Any:
+    def array(self, record: _Record, path: _KeyPath) -> Any:
         tensor = self.stored(record, path)
         # Only headers were read; NumPy has no arrays without content.
         if tensor.is_meta:
@@ -659,12 +659,12 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-def _scalar(record: dict[str, Any]) -> Any:
+def _scalar(record: _Record) -> Any:
     content = bytes.fromhex(record["v"])
     return np.ndarray((), numpy_dtype(record["dtype"]), content)[()]
 
 
-_READERS: Final[dict[str, Callable[[_Decoder, dict[str, Any], _KeyPath], Any]]] = {
+_READERS: Final[dict[str, Callable[[_Decoder, _Record, _KeyPath], Any]]] = {
     "int": lambda _, record, __: int(record["v"], 16),
     "float": lambda _, record, __: float(record["v"]),
     "bytes": lambda _, record, __: _bytes(record["v"]),

@@ -32,6 +32,7 @@ __all__ = [
     "CARRIERS",
     "EXTRA_STATE",
     "TENSOR_DTYPES",
+    "FileEntry",
     "checksum",
     "dtype_name",
     "flatten",
@@ -126,6 +127,8 @@ _BINARY_UNITS: Final = {
 }
 _FORMAT_KEY: Final = "format"
 """In the metadata of every safetensors file; the other keys there may be further names of a tied weight."""
+FileEntry = dict[str, Any]
+"""What a manifest lists of a file: size and checksum."""
 _READ_BYTES: Final = 4 << 20
 _MAX_HEADER_BYTES: Final = 100_000_000
 """Bytes; the safetensors library accepts no longer header."""
@@ -195,7 +198,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(flatten(one).view(torch.uint8), flatten(other).view(torch.uint8))
 
 
-def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]]:
+def safetensors_bytes(
+    tensors: Mapping[str, Tensor],
+) -> tuple[int, Iterable[bytes | memoryview]]:
     """Return the size of a safetensors file in bytes, and its buffers, one tensor at a time on the host.
 
     The safetensors library writes the file before a checksum can be made, so a checksum of the file could not detect a
@@ -208,7 +213,7 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
     stored = [(name, tensor) for name, tensor in tensors.items() if name not in tied]
     # Large elements first: that keeps the data of every tensor aligned.
     stored.sort(key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {"__metadata__": {**tied, _FORMAT_KEY: "pt"}}
+    header: dict[str, object] = {"__metadata__": {**tied, _FORMAT_KEY: "pt"}}
     offset = 0
     for name, tensor in stored:
         start = offset
@@ -221,7 +226,7 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
-    def buffers() -> Iterable[Any]:
+    def buffers() -> Iterable[bytes | memoryview]:
         yield struct.pack("<Q", len(text))
         yield text
         for _, tensor in stored:
@@ -267,7 +272,7 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return tied
 
 
-def write_file(path: Location, buffers: Iterable[Any]) -> dict[str, Any]:
+def write_file(path: Location, buffers: Iterable[bytes | memoryview]) -> FileEntry:
     """Write and fsync a new file; returns its manifest entry: ``{"size": bytes, "xxh3_64": hex}``.
 
     Args:

@@ -25,6 +25,7 @@ from trainer_kit.checkpoint.files import (
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT_MOST,
     LAYOUT,
+    Manifest,
     files_of_part,
     is_sharded,
     read_json,
@@ -128,7 +129,7 @@ def _tensor_entry(tensor: TensorLayout) -> dict[str, object]:
     }
 
 
-def read_layout(path: Path, manifest: Mapping[str, Any]) -> Layout:
+def read_layout(path: Path, manifest: Manifest) -> Layout:
     """Return the layout of the checkpoint at ``path`` by part and name, checked before any memory is allocated for it.
 
     Raises:
@@ -384,7 +385,7 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
     return layout
 
 
-def layouts_of(path: Path, manifest: Mapping[str, Any], parts: Iterable[str]) -> Layout:
+def layouts_of(path: Path, manifest: Manifest, parts: Iterable[str]) -> Layout:
     """Return the layout of a checkpoint's tensors by part and name, also of one that a single process wrote.
 
     Raises:

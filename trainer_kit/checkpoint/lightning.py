@@ -30,6 +30,8 @@ __all__ = [
 
 BY_POSITION: Final = "by_position"
 """Marks the state of an optimizer whose parameters have no names: ``group<g>.<i>`` is the i-th of group g."""
+_Content = dict[str, Any]
+"""The content of a Lightning file, or a part of it, by name."""
 _VERSION: Final = "pytorch-lightning_version"
 _WRITTEN_VERSION: Final = "2.5.0"
 _SCALE_ENTRIES: Final = ("MixedPrecision", "native_amp_scaling_state")
@@ -93,7 +95,7 @@ def import_lightning(
             fix="read it with read_weights",
         )
     epoch, step = content.get("epoch", 0), content.get("global_step", 0)
-    state: dict[str, Any] = {
+    state: _Content = {
         "model": _weights(source, content),
         "hyper_parameters": content.get("hyper_parameters", {}),
         **_names_of_hparams(content, "hparams_name"),
@@ -116,7 +118,7 @@ def import_lightning(
     return write_checkpoint(target, state, info=info)
 
 
-def _weights(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+def _weights(file: Path, content: Mapping[str, Any]) -> _Content:
     """Tensors and extra state of the module."""
     weights = without_wrappers(content["state_dict"])
     extra_state = {
@@ -151,7 +153,7 @@ def _names_of_hparams(content: Mapping[str, Any], argument: str) -> dict[str, st
     return {} if name in (None, "kwargs") else {argument: str(name)}
 
 
-def _run_parts(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+def _run_parts(file: Path, content: Mapping[str, Any]) -> _Content:
     """The parts that a resumed run restores."""
     try:
         progress = _progress(content["loops"]["fit_loop"])
@@ -207,7 +209,7 @@ def _progress(loop: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def _name_by_group(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _name_by_group(saved: Mapping[str, Any]) -> _Content:
     """Torch's ``state_dict`` of an optimizer with ``group<g>.<i>`` in place of a number."""
     groups = []
     names: dict[int, str] = {}
@@ -223,7 +225,7 @@ def _name_by_group(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups, BY_POSITION: True}
 
 
-def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
+def to_lightning(state: Mapping[str, Any]) -> _Content:
     """The content of a Lightning file: ``load_from_checkpoint`` and ``fit(ckpt_path=...)`` of Lightning 2 read it.
 
     Objects become plain data, and classes and functions their import path, so that ``torch.load(weights_only=True)``
@@ -233,7 +235,7 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
         state: the parts of a checkpoint, with its weights under ``state_dict``; weights alone are enough.
     """
     hparams = state.get("hyper_parameters", {})
-    content: dict[str, Any] = {
+    content: _Content = {
         "epoch": state.get("epoch", 0),
         "global_step": state.get("global_step", 0),
         _VERSION: _WRITTEN_VERSION,
@@ -252,11 +254,11 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _run_entries(state: Mapping[str, Any]) -> dict[str, Any]:
+def _run_entries(state: Mapping[str, Any]) -> _Content:
     """What Lightning needs to continue the run."""
     loops = {"fit_loop": _fit_loop(state["progress"])}
     loops.update(validate_loop={}, test_loop={}, predict_loop={})
-    entries: dict[str, Any] = {
+    entries: _Content = {
         "loops": loops,
         "callbacks": {},
         "optimizer_states": [
@@ -278,7 +280,7 @@ def _is_masked(value: object) -> bool:
     return isinstance(value, dict) and value.keys() == {"repr"}
 
 
-def _fit_loop(progress: Mapping[str, int]) -> dict[str, Any]:
+def _fit_loop(progress: Mapping[str, int]) -> _Content:
     """The state of Lightning's training loop between two batches; it takes no loop's state that is missing."""
     epoch_batch = progress["epoch_batch"]
     epochs = _counts(progress["epoch"])
@@ -305,7 +307,7 @@ def _counts(number: int) -> dict[str, int]:
     return dict.fromkeys(("ready", "started", "processed", "completed"), number)
 
 
-def _number_parameters(saved: Mapping[str, Any]) -> dict[str, Any]:
+def _number_parameters(saved: Mapping[str, Any]) -> _Content:
     """Torch's ``state_dict`` of an optimizer, with a number in place of each name."""
     groups = []
     numbers: dict[str, int] = {}

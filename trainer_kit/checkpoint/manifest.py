@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from trainer_kit.checkpoint.files import (
+    FileEntry,
     checksum,
     named_failure,
     read_file,
@@ -33,6 +34,8 @@ __all__ = [
     "MANIFEST",
     "REPLACEMENT",
     "SHARD",
+    "FileEntries",
+    "Manifest",
     "check_content",
     "check_files",
     "check_sizes",
@@ -53,6 +56,10 @@ __all__ = [
     "was_checkpoint",
 ]
 
+Manifest = dict[str, Any]
+"""The content of a manifest, as `new_manifest` makes it."""
+FileEntries = dict[str, FileEntry]
+"""What a manifest lists of each file, by its name; of a shard also its number."""
 MANIFEST: Final = "manifest.json"
 DOCUMENT: Final = "state.json"
 DOCUMENT_MOST: Final = 256 << 20
@@ -86,14 +93,14 @@ _FIX: Final = (
 
 
 def new_manifest(
-    files: dict[str, Any],
+    files: FileEntries,
     parts: Mapping[str, str | None] | Mapping[str, list[str]],
     info: object,
     versions: dict[str, str],
     committed: int,
     shards: int | None = None,
     extra: Mapping[str, object] | None = None,
-) -> dict[str, Any]:
+) -> Manifest:
     """Make a manifest's content. Apart from ``committed``, equal states give equal bytes.
 
     Args:
@@ -105,7 +112,7 @@ def new_manifest(
         shards: the number of ranks that write a sharded checkpoint; None for one process.
         extra: entries of files that hooks wrote, by path; None if no hooks may write.
     """
-    manifest: dict[str, Any] = {
+    manifest: Manifest = {
         "format": _FORMAT,
         "version": _PLAIN if shards is None else _SHARDED,
         "committed": committed,
@@ -149,13 +156,13 @@ def commit_number(path: Location) -> int | None:
     return number if number <= _LATEST_COMMIT else None
 
 
-def dump_manifest(content: dict[str, Any]) -> bytes:
+def dump_manifest(content: Manifest) -> bytes:
     """Return the bytes of the manifest, with the SHA-256 of its canonical JSON."""
     signed = {**content, "sha256": digest(content)}
     return (json.dumps(signed, indent=1, allow_nan=False) + "\n").encode()
 
 
-def read_manifest(path: Location) -> dict[str, Any]:
+def read_manifest(path: Location) -> Manifest:
     """Return the verified manifest of the checkpoint at ``path``; the files that it lists are not checked.
 
     Raises:
@@ -214,17 +221,17 @@ def _missing_manifest(path: Location) -> CheckpointError:
     return MissingCheckpointError(path, "this path contains no checkpoint")
 
 
-def files_directory(path: Location, manifest: dict[str, Any]) -> Location:
+def files_directory(path: Location, manifest: Manifest) -> Location:
     """Return the directory of the files that the manifest at ``path`` lists."""
     return path / manifest["within"] if "within" in manifest else path
 
 
-def listed_files(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def listed_files(manifest: Manifest) -> FileEntries:
     """Return the entries of all files, including those that hooks wrote."""
     return {**manifest["files"], **manifest.get("extra", {})}
 
 
-def check_files(path: Location, manifest: dict[str, Any]) -> None:
+def check_files(path: Location, manifest: Manifest) -> None:
     """Check that exactly the listed files exist, are regular and have the listed size; read no content.
 
     In a checkpoint with ``extra`` further names are ignored: other programs may write there.
@@ -314,7 +321,7 @@ def _checkpoint_name(files_directory: Location) -> str:
     return directory.name
 
 
-def check_sizes(path: Location, manifest: dict[str, Any], names: list[str]) -> None:
+def check_sizes(path: Location, manifest: Manifest, names: list[str]) -> None:
     """Check the sizes in the manifest against the files' headers, before any content is read or fetched.
 
     Raises:
@@ -350,7 +357,7 @@ def check_sizes(path: Location, manifest: dict[str, Any], names: list[str]) -> N
             raise CheckpointError(path / name, None, reason, fix=_FIX)
 
 
-def check_content(path: Location, manifest: dict[str, Any], names: list[str]) -> None:
+def check_content(path: Location, manifest: Manifest, names: list[str]) -> None:
     """Check that the named files hold the bytes that were written; compare sizes before reading any content.
 
     Raises:
@@ -370,12 +377,12 @@ def check_content(path: Location, manifest: dict[str, Any], names: list[str]) ->
             )
 
 
-def is_sharded(manifest: Mapping[str, Any]) -> bool:
+def is_sharded(manifest: Manifest) -> bool:
     """Whether several ranks wrote the checkpoint, each its chunks."""
     return bool(manifest["version"] == _SHARDED)
 
 
-def files_of_part(manifest: Mapping[str, Any], part_name: str) -> list[str]:
+def files_of_part(manifest: Manifest, part_name: str) -> list[str]:
     """Return the names of the files with a part's tensors."""
     files = manifest["parts"][part_name]
     if files is None:
@@ -466,7 +473,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -479,7 +486,7 @@ def digest(content: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
+def _check_shape(file: Location, manifest: Manifest) -> None:
     within = manifest.get("within")
     if within is not None and not (
         isinstance(within, str) and REPLACEMENT.fullmatch(within)
@@ -522,9 +529,7 @@ def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
         _check_files_of_part(file, manifest, part_name)
 
 
-def _check_files_of_part(
-    file: Location, manifest: dict[str, Any], part_name: str
-) -> None:
+def _check_files_of_part(file: Location, manifest: Manifest, part_name: str) -> None:
     files, value, sharded = (
         manifest["files"],
         manifest["parts"][part_name],
@@ -548,7 +553,7 @@ def _check_files_of_part(
             )
 
 
-def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
+def _check_extra_names(file: Location, manifest: Manifest) -> None:
     extra = manifest.get("extra", {})
     if not isinstance(extra, dict):
         raise CheckpointError(file, "extra", "not a list of files", fix=_FIX)

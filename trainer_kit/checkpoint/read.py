@@ -18,6 +18,7 @@ from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     LAYOUT,
     MANIFEST,
+    Manifest,
     check_content,
     check_files,
     check_sizes,
@@ -127,7 +128,7 @@ def read_checkpoint(
 @contextmanager
 def open_checkpoint(
     path: str | os.PathLike[str], parts: Iterable[str] | None
-) -> Iterator[tuple[Path, dict[str, Any], list[str]]]:
+) -> Iterator[tuple[Path, Manifest, list[str]]]:
     """Check the manifest, the list of files and their sizes, and fetch the files of ``parts`` from a URL.
 
     Yields:
@@ -151,7 +152,7 @@ def open_checkpoint(
         yield directory, manifest, wanted
 
 
-def _check(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
+def _check(path: str | os.PathLike[str]) -> tuple[Location, Manifest]:
     """Return the directory of a checkpoint's files and its manifest, both checked without reading content."""
     manifest = read_manifest(locate(path))
     root = files_directory(locate(path), manifest)
@@ -159,7 +160,7 @@ def _check(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
     return root, manifest
 
 
-def _check_or_describe(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
+def _check_or_describe(path: str | os.PathLike[str]) -> tuple[Location, Manifest]:
     """Like `_check`; the error for a missing checkpoint says which ones exist near ``path``."""
     try:
         return _check(path)
@@ -270,7 +271,7 @@ def _subdirectories(directory: Location) -> list[Location]:
         ]
 
 
-def files_for(manifest: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
+def files_for(manifest: Manifest, parts: Iterable[str]) -> list[str]:
     """Return the names of the files that hold these parts, including their descriptions."""
     names = description_files(manifest)
     for part_name in parts:
@@ -280,7 +281,7 @@ def files_for(manifest: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
 
 def _decode(
     root: Path,
-    manifest: Mapping[str, Any],
+    manifest: Manifest,
     parts: list[str],
     device: torch.device | str,
 ) -> dict[str, Any]:
@@ -306,7 +307,7 @@ def _decode(
     return state
 
 
-def description_files(manifest: Mapping[str, Any]) -> list[str]:
+def description_files(manifest: Manifest) -> list[str]:
     """Return the names of the files that describe the tensors in the other files."""
     return [DOCUMENT, LAYOUT] if is_sharded(manifest) else [DOCUMENT]
 
@@ -329,7 +330,7 @@ def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
     return trees
 
 
-def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+def verify_checkpoint(path: str | os.PathLike[str]) -> Manifest:
     """Check the manifest, the list of files, and every byte of the files.
 
     Args:
@@ -379,7 +380,7 @@ def size_of(path: str | os.PathLike[str]) -> int:
     )
 
 
-def step_of(info: Mapping[str, Any]) -> int | None:
+def step_of(info: Mapping[str, object]) -> int | None:
     """Return the number of optimizer steps in an ``info``; None if it has no valid number."""
     step = info.get("step")
     return step if type(step) is int and -(2**63) <= step < 2**63 else None

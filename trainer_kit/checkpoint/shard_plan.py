@@ -75,7 +75,11 @@ class LocalState:
     """
 
     def __init__(
-        self, state: Mapping[str, Any], info: Mapping[str, Any] | None, *, first: bool
+        self,
+        state: Mapping[str, object],
+        info: Mapping[str, object] | None,
+        *,
+        first: bool,
     ) -> None:
         self.trees: dict[str, Any] = {}
         self.info = encode_info(info) if first else None

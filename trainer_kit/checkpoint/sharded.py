@@ -45,6 +45,8 @@ from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     LAYOUT,
     MANIFEST,
+    FileEntries,
+    Manifest,
     check_content,
     dump_manifest,
     files_of_part,
@@ -89,15 +91,15 @@ class ShardedSnapshot:
     shards: Mapping[str, Mapping[str, Tensor]]
     document: bytes
     layout: Mapping[str, Mapping[str, TensorLayout]]
-    info: Any
+    info: object
     number: int
 
 
 def write_sharded(
     path: str | os.PathLike[str],
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
-    info: Mapping[str, Any] | None = None,
+    info: Mapping[str, object] | None = None,
     group: ProcessGroup | None = None,
     overwrite: bool = False,
     staged: Path | None = None,
@@ -142,9 +144,9 @@ def write_sharded(
 
 
 def take_sharded_snapshot(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
-    info: Mapping[str, Any] | None = None,
+    info: Mapping[str, object] | None = None,
     group: ProcessGroup | None = None,
     copy: HostBuffers | None,
 ) -> ShardedSnapshot:
@@ -207,14 +209,14 @@ def write_sharded_snapshot(
         needed += sum(map(_tensor_bytes, tensors.values()))
     with ExitStack() as stack:
 
-        def begin(_: list[Any]) -> str:
+        def begin(_: list[object]) -> str:
             checked = check_target(path, overwrite)
             directory = work_directory(
                 checked, needed, overwrite=overwrite, staged=staged
             )
             return str(stack.enter_context(directory))
 
-        def commit(entries_by_rank: list[dict[str, Any]]) -> None:
+        def commit(entries_by_rank: list[FileEntries]) -> None:
             with io_failures(target, needed):
                 committed = next_commit(target.parent)
                 _write_descriptions(work, snapshot, entries_by_rank, staged, committed)
@@ -227,7 +229,7 @@ def write_sharded_snapshot(
 
 def _write_shards(
     work: Location, target: Location, shards: Mapping[str, Mapping[str, Tensor]]
-) -> dict[str, Any]:
+) -> FileEntries:
     """Write the files of this rank; returns their manifest entries by name."""
     entries = {}
     for name, tensors in shards.items():
@@ -243,12 +245,12 @@ def _write_shards(
 def _write_descriptions(
     work: Location,
     snapshot: ShardedSnapshot,
-    entries_by_rank: list[dict[str, Any]],
+    entries_by_rank: list[FileEntries],
     staged: Path | None,
     committed: int,
 ) -> None:
     """Write the state, the layout and the manifest; on the first rank, when all ranks have written their files."""
-    files: dict[str, Any] = {}
+    files: FileEntries = {}
     for rank, entries in enumerate(entries_by_rank):
         for name, entry in entries.items():
             files[name] = {**entry, "shard": rank + 1}
@@ -411,7 +413,7 @@ def _open_source(
 class _Source:
     """A checkpoint on disk: manifest, encoded trees, and layouts by part and name."""
 
-    def __init__(self, root: Path, manifest: dict[str, Any], parts: list[str]) -> None:
+    def __init__(self, root: Path, manifest: Manifest, parts: list[str]) -> None:
         self.root = root
         self.manifest = manifest
         self.parts = parts

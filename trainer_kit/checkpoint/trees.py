@@ -48,7 +48,7 @@ def children(
         raise CheckpointError(file, at or None, reason) from error
 
 
-def holds_record(value: Any) -> bool:
+def holds_record(value: object) -> bool:
     """Whether a decoded value holds an `EnumRecord` or an `ObjectRecord` in place of an object.
 
     Example:
@@ -69,7 +69,7 @@ def holds_record(value: Any) -> bool:
     return False
 
 
-def tensor_record(tree: Any) -> Mapping[str, Any] | None:
+def tensor_record(tree: object) -> Mapping[str, Any] | None:
     """Return ``tree`` if it is the record of a tensor, which has the tensor's name under ``"v"``; else None."""
     return tree if isinstance(tree, dict) and tree.get(TAG) == "tensor" else None
 

@@ -45,6 +45,7 @@ from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     LAYOUT,
     MANIFEST,
+    Manifest,
     check_content,
     check_files,
     read_json,
@@ -272,9 +273,7 @@ def weight_layout(
     return file, _checkpoint_layout(file, manifest)
 
 
-def _checkpoint_layout(
-    path: Path, manifest: Mapping[str, Any]
-) -> dict[str, TensorLayout]:
+def _checkpoint_layout(path: Path, manifest: Manifest) -> dict[str, TensorLayout]:
     """The layouts of the weights in a checkpoint of ours, by their names in the module."""
     layouts = layouts_of(path, manifest, ["model"])["model"]
     stored = {key: _meta_tensor(layout) for key, layout in layouts.items()}

@@ -35,6 +35,7 @@ from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
+    "SavedState",
     "State",
     "checkpoint_errors",
     "collect",
@@ -50,6 +51,8 @@ __all__ = [
 
 State = dict[str, Any]
 """The state of a run, or one part of it, by name, as a checkpoint holds it."""
+SavedState = Mapping[str, Any]
+"""A state as it was read from a checkpoint; it is not changed."""
 _Tensors = dict[str, Tensor]
 
 
@@ -336,7 +339,7 @@ def completed_progress(run: Fit) -> dict[str, int | float]:
 
 def restore(
     run: Fit,
-    state: Mapping[str, Any],
+    state: SavedState,
     configured: Optimizers,
     callbacks: Sequence[Callback],
     datamodule: DataModule | None,
@@ -380,7 +383,7 @@ def restore(
     fail_together(world, restore_user_state)
 
 
-def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
+def _restore_weights(run: Fit, state: SavedState, strict: bool) -> None:
     # torch's RuntimeError names the weights that do not match, so it stays as it is.
     with checkpoint_errors("state_dict", RuntimeError):
         weights = state["state_dict"]
@@ -390,9 +393,7 @@ def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
         run.strategy.load_module_state(run.module, weights, strict)
 
 
-def _restore_training(
-    run: Fit, state: Mapping[str, Any], configured: Optimizers
-) -> None:
+def _restore_training(run: Fit, state: SavedState, configured: Optimizers) -> None:
     strategy = run.strategy
     saved_optimizers = state["optimizer_states"]
     names = parameter_names(strategy, run.module)
@@ -428,7 +429,7 @@ def _restore_training(
 
 def _restore_steps(
     run: Fit,
-    state: Mapping[str, Any],
+    state: SavedState,
     configured: Optimizers,
     parameter_groups: Sequence[Sequence[Sequence[nn.Parameter]]],
     names: Mapping[int, str],
@@ -468,7 +469,7 @@ def _restore_steps(
 
 
 def _restore_user_state(
-    state: Mapping[str, Any],
+    state: SavedState,
     callbacks: Sequence[Callback],
     datamodule: DataModule | None,
 ) -> None:
@@ -481,7 +482,7 @@ def _restore_user_state(
             datamodule.load_state_dict(state["datamodule"])
 
 
-def describe_rank_change(strategy: Strategy, state: Mapping[str, Any]) -> str | None:
+def describe_rank_change(strategy: Strategy, state: SavedState) -> str | None:
     """How the ranks differ from those that saved; None where each rank's generators and buffers still match."""
     world = strategy.world
     saved_ranks = len(state.get("rng", ()))
@@ -497,9 +498,7 @@ def describe_rank_change(strategy: Strategy, state: Mapping[str, Any]) -> str | 
     return f"{saved_ranks} ranks that now share batches among them in another way"
 
 
-def _restore_rank_state(
-    run: Fit, state: Mapping[str, Any], rank_change: str | None
-) -> None:
+def _restore_rank_state(run: Fit, state: SavedState, rank_change: str | None) -> None:
     rank = run.strategy.world.rank
     with checkpoint_errors("metrics"):
         saved_metrics = state["metrics"]
@@ -549,7 +548,7 @@ def checkpoint_errors(part_name: str, *unchanged: type[Exception]) -> Iterator[N
         raise CheckpointError(part_name, None, reason) from error
 
 
-def _loader_state(run: Fit, completed: Mapping[str, Any]) -> State | None:
+def _loader_state(run: Fit, completed: SavedState) -> State | None:
     """The state of this rank's loaders that progress up to the last completed window does not determine."""
     train = run.windows.feed.loader_state.state_dict(
         completed["epoch"], completed["epoch_batch"], completed["batch"]
@@ -561,7 +560,7 @@ def _loader_state(run: Fit, completed: Mapping[str, Any]) -> State | None:
 
 
 def _restore_loaders(
-    run: Fit, state: Mapping[str, Any], global_batch_size: int | None
+    run: Fit, state: SavedState, global_batch_size: int | None
 ) -> None:
     """Set every loader to its position in the checkpoint; ``run.progress`` is restored already.
 
@@ -587,7 +586,7 @@ def _restore_loaders(
         validation_feed.loader_state.load_state_dict(states, data.rank)
 
 
-def _validation_state(loaders: Mapping[str, Any] | None, index: int) -> State | None:
+def _validation_state(loaders: SavedState | None, index: int) -> State | None:
     """A data rank's saved state of one validation loader; None where the checkpoint has none."""
     if not loaders or index >= len(loaders["validation"]):
         return None

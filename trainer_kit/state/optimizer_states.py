@@ -41,6 +41,8 @@ __all__ = [
 
 _Options = dict[str, Any]
 """The options of one parameter group."""
+_Saved = Mapping[str, Any]
+"""What `optimizer_state` returned, or a scheduler's state."""
 _ParameterGroups = Sequence[Sequence[nn.Parameter]]
 _CONFIGURED: Final = "configured"
 _CLASS: Final = "class"
@@ -52,7 +54,7 @@ _STEP: Final = "step"
 
 def optimizer_state(
     strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]
-) -> dict[str, Any]:
+) -> _Options:
     """An optimizer's state by parameter name, never by position; every rank must call it."""
     parameters, states = fail_together(
         strategy.world, lambda: strategy.optimizer_state(optimizer)
@@ -70,7 +72,7 @@ def optimizer_state(
         groups.append({**_without_parameters(options), "params": group_names})
     if strategy.sharded:
         _merge_names(strategy, groups)
-    saved: dict[str, Any] = {
+    saved: _Options = {
         _CLASS: type(optimizer).__name__,
         "state": state,
         "param_groups": groups,
@@ -81,11 +83,11 @@ def optimizer_state(
     return saved
 
 
-def _without_parameters(group: Mapping[str, Any]) -> _Options:
+def _without_parameters(group: _Saved) -> _Options:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def without_wrapper_names(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_wrapper_names(saved: _Saved) -> _Saved:
     """An `optimizer_state` whose parameters have their names without wrappers, as it is saved today."""
     groups = saved["param_groups"]
     if not any(_has_wrapper_names(group) for group in groups):
@@ -98,7 +100,7 @@ def without_wrapper_names(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**saved, "state": state, "param_groups": renamed_groups}
 
 
-def _has_wrapper_names(group: Mapping[str, Any]) -> bool:
+def _has_wrapper_names(group: _Saved) -> bool:
     return any("_orig_mod." in str(name) for name in group["params"])
 
 
@@ -145,11 +147,11 @@ def restore_optimizer(
     strategy: Strategy,
     optimizer: Optimizer,
     parameter_groups: _ParameterGroups,
-    saved: Mapping[str, Any],
+    saved: _Saved,
     names: Mapping[int, str],
     say: Callable[[str], None],
     weights: Mapping[str, object] | None = None,
-) -> dict[str, Any]:
+) -> _Options:
     """Restore `optimizer_state`. An option whose configured value differs from the checkpoint's keeps the new value.
 
     A value that training wrote into an option (a schedule's learning rate) is not configured: the checkpoint's value is
@@ -210,7 +212,7 @@ def restore_optimizer(
 
 
 def _merge_options(
-    optimizer: Optimizer, saved: Mapping[str, Any], say: Callable[[str], None]
+    optimizer: Optimizer, saved: _Saved, say: Callable[[str], None]
 ) -> tuple[list[_Options], _Options]:
     """The options of each group, as saved unless the user configures another value than then; and those values.
 
@@ -239,7 +241,7 @@ def _merge_options(
 def _check_exchanged(
     optimizer: Optimizer,
     parameter_groups: _ParameterGroups,
-    saved: Mapping[str, Any],
+    saved: _Saved,
     names: Mapping[int, str],
 ) -> None:
     """Refuse the state of an optimizer that `exchange_optimizers` set, if the configured one differs from it.
@@ -263,7 +265,7 @@ def _check_exchanged(
 
 def _has_parameters(
     parameter_groups: _ParameterGroups,
-    saved_groups: Sequence[Mapping[str, Any]],
+    saved_groups: Sequence[_Saved],
     names: Mapping[int, str],
 ) -> bool:
     """Whether the groups have the saved parameters, as far as this rank has them."""
@@ -276,7 +278,7 @@ def _has_parameters(
     return saved_names == group_names
 
 
-def _has_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+def _has_options(optimizer: Optimizer, saved: _Saved) -> bool:
     """Whether the groups are configured as the saved ones were; options that only one side has do not count."""
     if len(saved["param_groups"]) != len(optimizer.param_groups):
         return False
@@ -290,7 +292,7 @@ def _has_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
 def _check_positions(
     strategy: Strategy,
     parameter_groups: _ParameterGroups,
-    saved_groups: Sequence[Mapping[str, Any]],
+    saved_groups: Sequence[_Saved],
 ) -> None:
     """Refuse state without names where a position may be another parameter's.
 
@@ -317,8 +319,8 @@ def _check_positions(
 
 
 def _cast_with_weight(
-    state: Mapping[str, Any], weight: object, parameter: nn.Parameter
-) -> dict[str, Any]:
+    state: _Saved, weight: object, parameter: nn.Parameter
+) -> _Options:
     """Cast state that had its weight's dtype to the parameter's present dtype; leave all other state as saved."""
     saved_dtype = weight.dtype if isinstance(weight, Tensor) else parameter.dtype
     cast = dict(state)
@@ -372,7 +374,7 @@ def note_configured(optimizer: Optimizer, again: bool = True) -> None:
     attributes[_AS_CONFIGURED] = groups
 
 
-def configured(optimizer: Optimizer) -> list[dict[str, Any]]:
+def configured(optimizer: Optimizer) -> list[_Options]:
     """The options that `note_configured` kept for each group; the present options of groups that were added later."""
     noted: list[_Options] = vars(optimizer).get(_AS_CONFIGURED, [])
     return [*noted, *_options(optimizer)[len(noted) :]]
@@ -425,7 +427,7 @@ def restore_flags(run: Fit, flags: Mapping[str, bool]) -> None:
 
 def add_groups(
     optimizer: Optimizer,
-    saved: Mapping[str, Any],
+    saved: _Saved,
     parameters: Mapping[str, nn.Parameter],
     sharded: bool,
 ) -> None:
@@ -587,9 +589,7 @@ def _match_restored_group(optimizer: Optimizer, group: _Options) -> bool:
     return True
 
 
-def restore_scheduler(
-    scheduler: Any, saved: Mapping[str, Any], keeps_rates: bool
-) -> None:
+def restore_scheduler(scheduler: Any, saved: _Saved, keeps_rates: bool) -> None:
     """Restore a scheduler's state.
 
     Args:

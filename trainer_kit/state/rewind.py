@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any, Final, final
+from typing import Final, final
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ from trainer_kit.core.errors import NonFiniteError, TrainerKitError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.tensors import are_finite, tensors_of
+from trainer_kit.state.collect import SavedState, State
 from trainer_kit.step.run import Fit, Rewind
 
 __all__ = ["Guard"]
@@ -43,10 +44,10 @@ class _HeldState:
     undo: Callable[[], None]
     length: int
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """A copy: optimizers keep the tensors that they are given, and change them."""
         tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        state: dict[str, Any] = decode(self.tree, tensors)
+        state: State = decode(self.tree, tensors)
         return state
 
 
@@ -86,8 +87,8 @@ class Guard:
 
     def __init__(
         self,
-        collect: Callable[[bool], dict[str, Any]],
-        restore: Callable[[Mapping[str, Any]], None],
+        collect: Callable[[bool], State],
+        restore: Callable[[SavedState], None],
         remember: Callable[[], Callable[[], None]],
         *,
         raises: bool,
@@ -203,7 +204,7 @@ class Guard:
         """Whether the loggers do not have the values of this step yet: the steps of a search run again."""
         return not self.searching or step > self._published
 
-    def rewind(self, run: Fit) -> Mapping[str, Any]:
+    def rewind(self, run: Fit) -> SavedState:
         """Put the newest held state before the steps to leave out back, and return it. Every rank must call it."""
         held = self._newest_before(self._first)
         del self._states[self._states.index(held) + 1 :]

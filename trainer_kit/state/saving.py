@@ -26,7 +26,7 @@ from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.state_names import state_name
 from trainer_kit.core.tensors import are_finite
-from trainer_kit.state.collect import weights_to_write
+from trainer_kit.state.collect import State, weights_to_write
 from trainer_kit.state.runs import call_optional
 from trainer_kit.step.run import Fit, Outcome, Save, Saver, StepGuard
 
@@ -177,7 +177,7 @@ def _timed_out(outcome: Outcome) -> bool:
     return any(isinstance(cause, TimeoutError) for cause in causes)
 
 
-def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
+def _begin(run: Fit, save: Save, states: dict[bool, State]) -> None:
     """Copy the states on the ranks that write, and start writing; an error is raised on every rank."""
     world, saver = run.strategy.world, run.saver
     # Without a thread beside training nothing changes until the state is written, so it is not copied.
@@ -230,7 +230,7 @@ def _start_thread(
 
 
 def _take_snapshot(
-    run: Fit, state: dict[str, Any], group: Any, buffers: HostBuffers | None
+    run: Fit, state: State, group: Any, buffers: HostBuffers | None
 ) -> Snapshot | ShardedSnapshot:
     info = {
         "epoch": run.progress.epoch,

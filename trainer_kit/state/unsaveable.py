@@ -9,7 +9,7 @@ import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
-from typing import Any, Final, final
+from typing import Final, final
 
 from torch import nn
 
@@ -18,7 +18,7 @@ from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.checkpoint.read import RUN_PARTS
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.hparams import HParams
-from trainer_kit.state.collect import rank_part_name
+from trainer_kit.state.collect import State, rank_part_name
 
 __all__ = ["Unsaveable", "entries_of_hook"]
 
@@ -86,9 +86,9 @@ class Unsaveable:
             else:
                 _try_to_encode(entries, f"{type(owner).__name__}.{_HOOK}")
 
-    def leave_out(self, state: Mapping[str, object]) -> dict[str, Any]:
+    def leave_out(self, state: Mapping[str, object]) -> State:
         """The state without the values of users' objects that cannot be saved; each is reported once."""
-        saveable: dict[str, Any] = {}
+        saveable: State = {}
         for name, value in state.items():
             if name in _LIBRARY_PARTS or name.startswith(rank_part_name("")):
                 saveable[name] = value
@@ -130,7 +130,7 @@ def _try_to_encode(value: object, path: str) -> None:
     encode(value, {}, at=path, copy=False, sharded=True)
 
 
-def entries_of_hook(owner: object) -> dict[str, Any]:
+def entries_of_hook(owner: object) -> State:
     """What ``on_save_checkpoint`` will add to a checkpoint, as far as its source shows it without a call.
 
     These are entries with a constant name whose value is an attribute of the object, a global or a constant, or a new
@@ -146,7 +146,7 @@ def entries_of_hook(owner: object) -> dict[str, Any]:
     if len(parameters) < 2:
         return {}
     scope = _Scope(hook, parameters[0], owner)
-    entries: dict[str, Any] = {}
+    entries: State = {}
     for statement in definition.body:
         if isinstance(statement, _BRANCHES):
             break
