@@ -530,11 +530,9 @@ def _check_shape(file: Location, manifest: Manifest) -> None:
 
 
 def _check_files_of_part(file: Location, manifest: Manifest, part_name: str) -> None:
-    files, value, sharded = (
-        manifest["files"],
-        manifest["parts"][part_name],
-        is_sharded(manifest),
-    )
+    files = manifest["files"]
+    value = manifest["parts"][part_name]
+    sharded = is_sharded(manifest)
     names = files_of_part(manifest, part_name)
     if not isinstance(value, list if sharded else (str, type(None))):
         names = [value]  # no valid name, so that the error shows it

@@ -135,10 +135,9 @@ def collect(
 
 def _training_state(run: Fit, seed: int, owes_validation: bool) -> State:
     """Optimizers, progress, and what else the library itself needs to resume."""
-    progress, stepper, strategy = run.progress, run.stepper, run.strategy
-    names = parameter_names(strategy, run.module)
+    progress, stepper = run.progress, run.stepper
+    names = parameter_names(run.strategy, run.module)
     inside_step = run.windows.window.started == progress.step
-
     state: State = {"optimizer_states": _optimizer_states(run, names)}
     state.update(_divergent_rank_state(run, names))
     state["precision"] = run.precision.state_dict()

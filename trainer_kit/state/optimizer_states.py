@@ -446,11 +446,9 @@ def add_groups(
     options = saved.get(_CONFIGURED) or ()
     if len(options) != len(saved_groups):
         return
-    present = {
-        id(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    present: set[int] = set()
+    for group in optimizer.param_groups:
+        present.update(map(id, group["params"]))
     added_groups: list[list[nn.Parameter]] = []
     for group in saved_groups[group_count:]:
         names = [name for name in group["params"] if name in parameters]

@@ -325,8 +325,9 @@ def _no_checkpoint(
 ) -> MissingCheckpointError:
     problem = f"no checkpoint is in {directories} yet"
     if of_another_run is None:
-        found = "none of another run beside it either"
-        return MissingCheckpointError("last", problem, found=found, fix=None)
+        return MissingCheckpointError(
+            "last", problem, found="none of another run beside it either"
+        )
     return MissingCheckpointError(
         "last",
         problem,

@@ -169,11 +169,11 @@ class Guard:
             run.progress.step, tree, tensors, self._remember(), run.windows.length
         )
 
-    def wrote(self, step: int, paths: Mapping[str, bool]) -> None:
+    def note_checkpoints(self, step: int, paths: Mapping[str, bool]) -> None:
         """Note the checkpoints of this step: one inside a window that is left out later is written again."""
         self._written.append((step, paths))
 
-    def found(self, run: Fit, error: NonFiniteError, published: int) -> None:
+    def search(self, run: Fit, error: NonFiniteError, published: int) -> None:
         """Go back to find the step of ``error``; returns only where that was done already.
 
         Args:
@@ -206,11 +206,12 @@ class Guard:
 
     def rewind(self, run: Fit) -> SavedState:
         """Put the newest held state before the steps to leave out back, and return it. Every rank must call it."""
-        held = self._newest_before(self._first)
-        del self._states[self._states.index(held) + 1 :]
-        progress, requests, metrics = run.progress, run.requests, run.metrics
+        target = self._newest_before(self._first)
+        del self._states[self._states.index(target) + 1 :]
+        progress, requests = run.progress, run.requests
+        metrics = run.metrics
         run.say(
-            f"going back from step {progress.step} to step {held.step}: a loss or a gradient was not finite"
+            f"going back from step {progress.step} to step {target.step}: a loss or a gradient was not finite"
         )
         seconds = progress.seconds
         if requests.checkpoints:
@@ -223,12 +224,12 @@ class Guard:
         metrics.use_sizes_of(metrics_feed)
         for feed in (run.windows.feed, *run.validation.feeds):
             feed.loader_state.reopen()
-        run.windows.set_length(held.length)
+        run.windows.set_length(target.length)
         run.windows.window.abandon()
         run.runner.losses.take()
-        state = held.state()
+        state = target.state()
         self._restore(state)
-        held.undo()
+        target.undo()
         for parameter in run.module.parameters():
             # If no optimizer has it, nothing else drops its gradient.
             parameter.grad = None
@@ -237,9 +238,9 @@ class Guard:
 
     def _newest_before(self, step: int) -> _HeldState:
         """The newest state before a step; the oldest one where all are later."""
-        for held in reversed(self._states):
-            if held.step < step:
-                return held
+        for state in reversed(self._states):
+            if state.step < step:
+                return state
         return self._states[0]
 
     def _repeat_requests(self, run: Fit) -> None:
@@ -268,10 +269,10 @@ class Guard:
             problem = f"{name} is not finite after step {step - 1}"
             self._leave_out(run, step - 1, problem, "loss and gradients were finite")
         if loss_rank is not None:
-            found = self._describe_batches(run, bad_loss)
+            cause = self._describe_batches(run, bad_loss)
             if world.size > 1:
-                found = world.broadcast(f"{found}, on rank {loss_rank}", loss_rank)
-            self._leave_out(run, step, f"the loss is not finite at step {step}", found)
+                cause = world.broadcast(f"{cause}, on rank {loss_rank}", loss_rank)
+            self._leave_out(run, step, f"the loss is not finite at step {step}", cause)
         if gradient_rank is not None:
             name = world.broadcast(
                 bad_gradients[-1] if bad_gradients else "", gradient_rank
@@ -282,9 +283,9 @@ class Guard:
                 by_rank = enumerate(world.all_gather_object(batches))
                 batches = "; ".join(f"rank {rank}: {text}" for rank, text in by_rank)
             count = int(rows[gradient_rank][1])
-            found = f"the loss is finite, {count} gradients are not; in {batches}"
+            cause = f"the loss is finite, {count} gradients are not; in {batches}"
             problem = f"the gradient of {name} is not finite at step {step}"
-            self._leave_out(run, step, problem, found)
+            self._leave_out(run, step, problem, cause)
 
     def _describe_batches(
         self, run: Fit, bad_loss: tuple[int, int, float] | None
@@ -301,10 +302,10 @@ class Guard:
             cause = ", which holds NaN or infinity itself"
         return f"{loss} in {feed.name_batch(epoch, index)}{cause}; every parameter is finite"
 
-    def _leave_out(self, run: Fit, step: int, problem: str, found: str) -> None:
+    def _leave_out(self, run: Fit, step: int, problem: str, cause: str) -> None:
         """Leave a step out and go back, or raise the error about it."""
         if self._raises or len(self._left_out) >= self._most:
-            raise self._final_error(problem, found)
+            raise self._final_error(problem, cause)
         self._found_step = True
         if step not in self._left_out:
             self._left_out.append(step)
@@ -318,18 +319,18 @@ class Guard:
         wanted_first = max(1, step - self._back)
         if wanted_first != self._first:
             limit = f", but not from step {wanted_first} on: no state before step {self._first - 1} was kept"
-        run.say(f"{problem}: {found}; {steps} left out{limit}")
+        run.say(f"{problem}: {cause}; {steps} left out{limit}")
         raise Rewind
 
-    def _final_error(self, problem: str, found: str) -> NonFiniteError:
+    def _final_error(self, problem: str, cause: str) -> NonFiniteError:
         if self._left_out:
-            found += (
+            cause += (
                 f"; steps {', '.join(map(str, self._left_out))} were left out before"
             )
         fix = "lower the learning rate or clip gradients; detect_anomaly=True names the operation"
         if self._raises:
             fix += "; NaNGuard('skip') leaves such steps out"
-        return NonFiniteError(problem, found=found, fix=fix)
+        return NonFiniteError(problem, found=cause, fix=fix)
 
     def _rewrite_checkpoints(self, run: Fit) -> None:
         """Request the checkpoints again that hold steps of the window that is left out, where they still exist."""
@@ -352,20 +353,18 @@ class Guard:
     def _end_search(self, run: Fit) -> None:
         error = self._error
         assert error is not None
-
         self._error = None
-
         run.bus.on_before_optimizer_step = run.bus.on_before_optimizer_step[1:]
         run.bus.on_train_step_end = run.bus.on_train_step_end[:-1]
         if self._found_step:
             return
-        found = (
+        details = (
             f"{error.found}; the same steps, run again from the same state, were finite:"
             " a kernel or the hardware is not reliable"
         )
         if self._raises:
-            raise NonFiniteError(error.problem, found=found, fix=error.fix)
-        run.say(f"{error.problem}: {found}; training continues")
+            raise NonFiniteError(error.problem, found=details, fix=error.fix)
+        run.say(f"{error.problem}: {details}; training continues")
 
 
 def _bad_gradients(module: nn.Module) -> list[str]:

@@ -73,7 +73,7 @@ def save_requested(
     save = Save(run.progress.step, requests, paths, last=last)
     pending.clear()
     if guard is not None:
-        guard.wrote(run.progress.step, paths)
+        guard.note_checkpoints(run.progress.step, paths)
     # Every rank collects the same states in the same order: collecting is collective.
     kinds = sorted(set(paths.values()))
     states = {weights_only: run.collect(weights_only) for weights_only in kinds}

@@ -38,10 +38,10 @@ class StepGuard(Protocol):
     def hold(self, run: Fit, owes_validation: bool) -> None:
         """Hold the state after this step, if one is due; the losses up to it are finite."""
 
-    def found(self, run: Fit, error: NonFiniteError, published: int) -> None:
+    def search(self, run: Fit, error: NonFiniteError, published: int) -> None:
         """Raise `Rewind` to find the step of ``error``; return where that was done already."""
 
-    def wrote(self, step: int, paths: Mapping[str, bool]) -> None:
+    def note_checkpoints(self, step: int, paths: Mapping[str, bool]) -> None:
         """Note the checkpoints of this step: by path, whether it holds the weights alone."""
 
     def publishes(self, step: int) -> bool:

@@ -323,7 +323,7 @@ class Settler:
             " callbacks=[NaNGuard()] the parameter",
         )
         if self.guard is not None:
-            self.guard.found(run, error, published)
+            self.guard.search(run, error, published)
         raise error
 
     def check_trained(self, over: bool) -> None:
