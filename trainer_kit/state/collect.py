@@ -123,12 +123,14 @@ def collect(
         owes_validation: whether a validation that is due at this step has not run.
     """
     world, progress = run.strategy.world, run.progress
+    # Sharded engines may gather weights here, so all ranks take part even if only the first writes.
     weights = fail_together(world, lambda: run.strategy.module_state(run.module))
     state = module_state(run.module, weights, progress.epoch, progress.step)
     if not weights_only:
         state.update(_training_state(run, seed, owes_validation))
         _add_user_state(run, state, callbacks, datamodule)
     if hooks:
+        # A hook that raises on one rank ends the save on all of them.
         on_every_rank(world, partial(_call_hooks, run.bus.on_save_checkpoint, state))
     return state
 
@@ -144,6 +146,7 @@ def _training_state(run: Fit, seed: int, owes_validation: bool) -> State:
     state["progress"] = completed_progress(run)
     state["trainable"] = changed_flags(run)
     state["inside_step"] = inside_step
+    # Inside a step the validation is not due yet: the step runs again first.
     state["owes_validation"] = owes_validation and not inside_step
     if stepper.waiting and not inside_step:
         state["waiting_schedulers"] = [
@@ -194,9 +197,11 @@ def _add_user_state(
     local_buffers: list[_Tensors] = []
     swapped_out: _Tensors = {}
     for callback in callbacks:
+        # While averages are swapped in, the live buffers are with the callback.
         swapped_out.update(callback.lent_weights)
 
     def collect_user_state() -> _RankState:
+        # Appended rather than returned: what a rank returns is sent to all others.
         local_buffers.append(rank_buffers(run.strategy, run.module, swapped_out))
         state.update(_user_state(run, callbacks, datamodule))
         return _rank_state(run, state["progress"])
@@ -294,6 +299,7 @@ def rank_buffers(
         module: whose buffers.
         lent: by name, live tensors that are currently swapped out of the module (for example for EMA).
     """
+    # Rank 0's buffers are in its state_dict; without buffers of their own all ranks hold the same.
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
     persistent = plain_state(module)
@@ -327,6 +333,7 @@ def completed_progress(run: Fit) -> dict[str, int | float]:
     progress, window = run.progress, run.windows.window
     state = progress.state_dict()
     if window.started == progress.step:
+        # The window was begun and has not ended with a step: take back what it has counted.
         consumed = progress.epoch_batch - window.first
         state["epoch_batch"] -= consumed
         state["batch"] -= consumed
@@ -369,6 +376,7 @@ def restore(
 
     fail_together(world, restore_loaders)
     run.schedule.mark_checked(run.progress)
+    # A signal may have arrived while the state was read: it counts more than the saved request.
     run.requests.stop = run.requests.stop or state.get("stop")
 
     run.stepper.wait(
@@ -405,6 +413,7 @@ def _restore_training(run: Fit, state: SavedState, configured: Optimizers) -> No
                     None,
                     f"{len(saved_optimizers)} optimizers were saved, {len(configured.optimizers)} are configured",
                 )
+            # Before groups are added: the parameters of an added group may have been unfrozen.
             restore_flags(run, state.get("trainable", {}))
             for optimizer, saved in zip(
                 configured.optimizers, saved_optimizers, strict=True
@@ -459,6 +468,7 @@ def _restore_steps(
                 f"{len(saved_schedulers)} schedulers were saved, {len(configured.schedulers)} are configured",
             )
         for config, saved in zip(configured.schedulers, saved_schedulers, strict=True):
+            # A learning rate that the user has changed is also the one from which the scheduler starts.
             options = reconfigured.get(id(config.optimizer), {})
             restore_scheduler(config.scheduler, saved, keeps_rates="lr" in options)
     with checkpoint_errors("precision"):
@@ -578,6 +588,7 @@ def _restore_loaders(
     saved = state.get("loaders")
     if saved is None:
         return
+    # The states of all ranks are passed: another number of ranks may share the position among themselves.
     train_states = [loaders and loaders["train"] for loaders in saved]
     feed.loader_state.load_state_dict(train_states, data.rank)
     for index, validation_feed in enumerate(run.validation.feeds):

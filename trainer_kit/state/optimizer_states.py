@@ -124,6 +124,7 @@ def parameter_names(strategy: Strategy, module: nn.Module) -> dict[int, str]:
 def _merge_names(strategy: Strategy, groups: list[_Options]) -> None:
     """Pipeline stages have different parameters in the same groups: give each group the names of all ranks."""
     local_names = [group["params"] for group in groups]
+    # Names are long and equal almost always, so ranks compare a number first.
     digest = zlib.crc32(repr(local_names).encode())
     digests = strategy.world.agree([digest])
     if all(digest == digests[0] for digest in digests):
@@ -204,6 +205,7 @@ def restore_optimizer(
             parameter_state = saved["state"][name]
             # Otherwise it belongs to a parameter of the engine.
             if not strategy.keeps_gradients:
+                # A run may continue in another precision than the one it was saved in.
                 weight = (weights or {}).get(name)
                 parameter_state = _cast_with_weight(parameter_state, weight, parameter)
             state[parameter] = parameter_state
@@ -234,6 +236,7 @@ def _merge_options(
                 say(
                     f"{key}: {value} as configured now, not {before.get(key)} as in the checkpoint"
                 )
+        # Options that the checkpoint lacks, for example of a newer torch, keep their present value.
         groups.append({**present, **options})
     return groups, reconfigured
 
@@ -369,6 +372,7 @@ def note_configured(optimizer: Optimizer, again: bool = True) -> None:
     groups = _options(optimizer)
     for options, before, after in zip(groups, before_fit, after_fit, strict=False):
         for key, value in options.items():
+            # The fit wrote this value, for example by a schedule: the user has not touched it since.
             if key in before and _equal(after.get(key), value):
                 options[key] = before[key]
     attributes[_AS_CONFIGURED] = groups
@@ -455,12 +459,14 @@ def add_groups(
         if len(names) < len(group["params"]) and not sharded:
             return
         added = [parameters[name] for name in names]
+        # The user has configured this group before the fit now.
         if any(id(parameter) in present for parameter in added):
             return
         added_groups.append(added)
     for index, added in enumerate(added_groups, group_count):
         optimizer.add_param_group({**options[index], "params": added})
         restored_groups = vars(optimizer).setdefault(_RESTORED_GROUPS, {})
+        # A set: the caller may list the parameters in another order.
         restored_groups[frozenset(map(id, added))] = index
 
 
@@ -497,6 +503,7 @@ def _wrap_add_group(run: Fit, optimizer: Optimizer) -> None:
             return
         add(param_group)
         noted: list[_Options] = vars(optimizer)[_AS_CONFIGURED]
+        # The new group counts as configured by the user, as those before the fit do.
         noted += _options(optimizer)[len(noted) :]
         run.stepper.read_groups()
 

@@ -119,6 +119,7 @@ class RunRecord:
         """Whether ``recorded``, a root or a script of this record, is ``path`` today."""
         if not path or not recorded or is_url(path) or is_url(recorded):
             return path == recorded
+        # Both may be reached through symbolic links.
         target = os.path.realpath(path)
         if os.path.realpath(recorded) == target:
             return True
@@ -241,20 +242,24 @@ def write_record(record: RunRecord) -> bool:
     try:
         if record.status == "running":
             directory.mkdir(parents=True, exist_ok=True)
+        # Another run may write its record between the reading and the writing.
         with _directory_lock(directory):
             try:
                 existing = _read(file) if os.path.lexists(file) else []
             except CheckpointError as error:
                 if error.key in ("format", "version"):
                     return False
+                # It stays for the user to look at.
                 os.replace(file, file.with_name(f"{RUN}.damaged"))
                 existing = []
+            # Of the attempts at one run only the newest has a record.
             records = [
                 other
                 for other in existing
                 if other.id != record.id and not other.is_attempt_of(record)
             ]
             records.append(record.with_relative_paths())
+            # For this user alone: arguments of scripts and states of loggers may be private.
             replace_file(file, _file_content(records), mode=0o600)
     except OSError as error:
         fix = "choose a directory that this process may write to (default_root_dir=, the logger's save_dir)"

@@ -125,6 +125,7 @@ class Search:
             details += f"; it was started with: {' '.join(run.args) or 'nothing'}"
         if removed:
             details += f"; {discarded(removed)}"
+        # Rank 0 alone looks: file systems may show other ranks another state.
         path = on_rank_zero(self.world, lambda: self._newest_of_run(run.id))
         if path is None:
             self.files.say(
@@ -282,6 +283,7 @@ class Search:
         sound: list[Location] = []
         rejected: list[tuple[Location, CheckpointError]] = []
         for directory in directories:
+            # An evaluation may run beside the training that writes there, and must not touch its files.
             if self.fits and is_free(directory):
                 removed = clean_directory(directory)
                 if removed:
@@ -302,6 +304,7 @@ class Search:
         for path, problem in rejected:
             renamed = ""
             if self.fits and is_free(path.parent):
+                # So that the next start does not verify it again.
                 renamed = f"; it is now {set_aside(path).name}"
             self.files.say(
                 f"checkpoint {path.name} rejected: {Path(problem.file).name}: {problem.reason}; "
@@ -343,6 +346,7 @@ def read_state(path: Location, weights_only: bool) -> State:
         return _rename_weights(path, read_checkpoint(path, parts=parts))
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
+    # A file of another library may hold parts for resuming under the names of ours.
     module_state = read_module(path, whole=True)
     return {
         name: value for name, value in module_state.items() if not _is_run_part(name)
@@ -382,6 +386,7 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> State:
             for part_name in ("callbacks", "progress", "seed")
             if part_name in parts
         ]
+        # Names without values tell composition which parts there are.
         return {**dict.fromkeys(parts), **read_checkpoint(path, parts=needed)}
 
     return fail_together(strategy.world, read)
@@ -466,6 +471,7 @@ def load_weights(
     module: TrainModule, path: Location, bus: Bus, strategy: Strategy
 ) -> str | None:
     """Put the weights of a checkpoint into a module; returns a line if its hyperparameters differ."""
+    # Files of other libraries are read for their weights.
     weights_only = not _is_checkpoint(path)
     if strategy.sharded:
         state = read_rest({}, path, weights_only, strategy, module)

@@ -128,6 +128,7 @@ class Guard:
             if step < self._until:
                 return
             self._end_search(run)
+        # It is called again at the same step, for example after a rewind.
         if self._states and self._states[-1].step == step:
             return
         if not self._is_due(run):
@@ -140,6 +141,7 @@ class Guard:
                     run.windows.left_out.update(range(first, bad_step + 1))
         began = monotonic()
         self._states.append(self._copy_state(run, owes_validation))
+        # One state must be older than all steps that may have to be left out.
         while len(self._states) > 1 and self._states[1].step <= step - self._back:
             self._states.pop(0)
         oldest = self._states[0].step
@@ -207,6 +209,7 @@ class Guard:
     def rewind(self, run: Fit) -> SavedState:
         """Put the newest held state before the steps to leave out back, and return it. Every rank must call it."""
         target = self._newest_before(self._first)
+        # Later states hold steps that are left out now.
         del self._states[self._states.index(target) + 1 :]
         progress, requests = run.progress, run.requests
         metrics = run.metrics
@@ -216,6 +219,7 @@ class Guard:
         seconds = progress.seconds
         if requests.checkpoints:
             self._requests.append((progress.step, list(requests.checkpoints)))
+        # They were made in steps that run again, and are made again there.
         requests.stop = None
         requests.validation = None
         requests.checkpoints.clear()
@@ -223,6 +227,7 @@ class Guard:
         metrics.forget()
         metrics.use_sizes_of(metrics_feed)
         for feed in (run.windows.feed, *run.validation.feeds):
+            # Loaders have read ahead of the state that is restored.
             feed.loader_state.reopen()
         run.windows.set_length(target.length)
         run.windows.window.abandon()

@@ -123,6 +123,7 @@ class _Execution:
 
     def at_exit(self) -> None:
         """Mark the runs of this script as ended, unless an exception or a signal ended it: they are not continued."""
+        # A forked process inherits the function; Python keeps an unhandled exception as sys.last_value.
         if os.getpid() != self.pid or hasattr(sys, "last_value"):
             return
         records = list(self.records.values())
@@ -468,6 +469,7 @@ class RunFiles:
         if self.continued is not None or self.resume == "auto":
             _EXECUTION.note_resume()
         file = self.directory / RUN
+        # A process that was killed while it wrote the record leaves a hidden file.
         discard_torn(file)
         if not write_record(record):
             self.say(

@@ -69,6 +69,7 @@ def save_requested(
     for request in requests:
         weights_only = request is not None and bool(request.weights_only)
         paths[str(_checkpoint_path(run, request))] = weights_only
+    # Names may hold values of metrics or the time, which differ between ranks.
     paths = run.strategy.world.broadcast(paths)
     save = Save(run.progress.step, requests, paths, last=last)
     pending.clear()
@@ -78,6 +79,7 @@ def save_requested(
     kinds = sorted(set(paths.values()))
     states = {weights_only: run.collect(weights_only) for weights_only in kinds}
     _begin(run, save, states)
+    # It is settled at a later step, or before the next save.
     if run.saver.background and not last:
         return True
     return settle_save(run)
@@ -91,6 +93,7 @@ def save_to(run: Fit, path: Location, weights_only: bool) -> None:
     """
     settle_save(run)
     name = str(path)
+    # As if it were the last: the caller may read the file as soon as this returns.
     save = Save(run.progress.step, [], {name: weights_only}, last=True)
     state = run.collect(weights_only)
     _begin(run, save, {weights_only: state})
@@ -187,6 +190,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, State]) -> None:
     group = world.side_group() if together else None
 
     def begin() -> None:
+        # The other ranks only take part in the agreement whether it began.
         if world.rank != 0 and not together:
             return
         snapshots = {}
@@ -195,6 +199,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, State]) -> None:
             snapshots[weights_only] = _take_snapshot(run, state, group, buffers)
         names = frozenset(state_name(name) for name, _ in run.module.named_parameters())
         writer = _Writer(group, together, world.rank == 0, names)
+        # Asked for here, in training's thread; the thread that writes waits for it.
         wait_for_logs = run.save_logs()
         write = partial(
             _write, saver, save, snapshots, writer, all_began, wait_for_logs
@@ -333,6 +338,7 @@ def _write(
         try:
             writer.write(path, snapshot)
         except CheckpointError as error:
+            # Other paths may be on a storage that works.
             outcome[path] = error
             continue
         outcome[path] = None
