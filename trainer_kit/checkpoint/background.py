@@ -45,6 +45,7 @@ class HostBuffers:
         if on_accelerator:
             self._devices.add(tensor.device)
         shape, dtype = tensor.shape, tensor.dtype
+        # The buffers of the save before are free: it is written when the next one begins.
         buffer = self._previous.get(name)
         if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
             buffer = torch.empty(shape, dtype=dtype, pin_memory=on_accelerator)

@@ -179,6 +179,7 @@ def object_from_attributes(kind: type, attributes: Mapping[str, Any]) -> Any:
     special = [name for name in attributes if _is_special(name)]
     if special:
         raise ValueError(f"{special[0]} is not an attribute that is stored")
+    # A constructor could do anything with what a file holds.
     value: Any = object.__new__(kind)
     for name, attribute in attributes.items():
         object.__setattr__(value, name, attribute)
@@ -349,6 +350,7 @@ def import_path(value: object) -> str | None:
 
 def find_name(name: str) -> object:
     """The class or function of this name that a checkpoint may hold; None if it is not imported, or may not be held."""
+    # The program has named this class itself, whatever module it is in.
     if name in _REGISTERED:
         return _REGISTERED[name]
     value = _find_imported(name)
@@ -405,6 +407,7 @@ def _is_of_program(module_name: str) -> bool:
         return True
     if module_name.partition(".")[0] in _LIBRARIES:
         return False
+    # A module of the program has a file, which does not lie where packages are installed.
     file = getattr(sys.modules.get(module_name), "__file__", None)
     if file is None:
         return False
@@ -448,6 +451,7 @@ def why_not_module(kind: type[nn.Module]) -> str | None:
     if has_reduce or kind.__reduce_ex__ is not object.__reduce_ex__:
         return f"{name} defines how it is pickled"
     setter: str = inspect.getattr_static(kind, "__setstate__").__module__
+    # Reading calls ``__setstate__``, so it must be code that the program runs anyway.
     if setter.startswith(_STATE_SETTERS) or _is_of_program(setter):
         return None
     return f"{name} defines __setstate__"

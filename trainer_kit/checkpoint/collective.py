@@ -65,6 +65,7 @@ class Collective:
                 named.
             RankError: likewise, for any other error.
         """
+        # The error is sent before it is raised: the other ranks wait for a message of this one.
         local_error, message = self._attempt(give, self.rank)
         messages = self._gather(message)
         if self.rank == 0:
@@ -94,6 +95,7 @@ class Collective:
         is_named = rank is not None and self.size > 1
         if local_error is not None:
             is_storage_error = isinstance(local_error, (CheckpointError, OSError))
+            # An error that is no storage's keeps its type and its traceback on the rank where it arose.
             if not is_named or not is_storage_error:
                 raise local_error
         prefix = "" if rank is None else f"rank {rank}: "

@@ -137,6 +137,7 @@ def take_snapshot(
             value, tensors.setdefault(part_name, {}), at=part_name, copy=copier
         )
     if isinstance(copy, HostBuffers):
+        # Copies from an accelerator run until here.
         copy.end()
     return Snapshot(dump_document(trees), tensors, encode_info(info))
 
@@ -291,13 +292,16 @@ def work_directory(
     new_parents = missing_directories(target.parent)
     try:
         make_directories(new_parents)
+        # Before anything is written: a full disk should not hold half a checkpoint meanwhile.
         _check_space(target, needed)
         if staged is None:
             work.mkdir()
         else:
             _check_staged(staged)
         yield work
+        # From here on the manifest alone says that the save is whole.
         (work / _STAGED).unlink(missing_ok=True)
+        # The names of its files must be durable before the name of the directory is.
         sync_directory(work)
         if overwrite and target.exists():
             _replace(work, target)
@@ -329,6 +333,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
             delete(target)
             return
         hidden = hidden_path(target, "tmp")
+        # In one step the checkpoint is gone for every reader; deleting the files takes longer.
         os.rename(target, hidden)
         sync_directory(target.parent)
         _delete_directory(hidden)
@@ -358,6 +363,7 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
             if _clean_entry(entry, hidden):
                 cleaned.append(hidden.target)
     if cleaned:
+        # A restored checkpoint must not disappear again with a power failure.
         sync_directory(root)
     return cleaned
 

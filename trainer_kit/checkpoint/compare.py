@@ -140,6 +140,7 @@ def _compare_tensors(
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:
+    # Differences of integers and of half precision overflow in their own dtype.
     wide = torch.complex128 if a.is_complex() else torch.float64
     a = a.to(wide)
     b = b.to(wide)

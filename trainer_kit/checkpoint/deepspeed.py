@@ -227,8 +227,9 @@ def _trained_shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:
     """Return the shapes of trained parameters, which stage 3 writes flat."""
     shapes: dict[str, torch.Size] = {}
     groups = state.get("param_shapes")
-    for group in groups if isinstance(groups, list) else ():
-        shapes.update(group)
+    if isinstance(groups, list):
+        for group in groups:
+            shapes.update(group)
     return shapes
 
 

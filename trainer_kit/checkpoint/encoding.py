@@ -192,7 +192,9 @@ def _alias(name: str, tensor: Tensor) -> Tensor:
 
 
 def _join(at: str, path: _KeyPath) -> str:
-    return ".".join((at, *path) if at else path)
+    if at:
+        path = (at, *path)
+    return ".".join(path)
 
 
 def _key_name(key: object) -> str:
@@ -431,6 +433,7 @@ class _Encoder:
         if type(tensor) is not Tensor and not hasattr(tensor, "placements"):
             # An unknown subclass: its memory cannot be compared.
             return self._new_tensor(tensor, path)
+        # A tied weight is stored once, and read as one tensor.
         key = identity(tensor)
         if key not in self._records:
             self._records[key] = tensor, self._new_tensor(tensor, path)
@@ -564,6 +567,7 @@ class _Decoder:
         if not isinstance(kind, str) or not (name is None or isinstance(name, str)):
             raise TypeError("its names are not strings")
         member = EnumRecord(kind, name, self.decode(value, (*path, "value")))
+        # Found among the classes that the program has imported: nothing is imported here.
         cls = find_class(kind)
         if cls is None or not issubclass(cls, Enum):
             return member
@@ -607,6 +611,7 @@ class _Decoder:
             return ObjectRecord(name, items)
         if len(items) != len(vars(kind)["_fields"]):
             raise TypeError("it has another number of fields")
+        # Without the constructor, which the class may have replaced.
         return tuple.__new__(kind, items)
 
     def module(self, record: _Record, path: _KeyPath) -> Any:
@@ -635,6 +640,7 @@ class _Decoder:
         if "dtype" not in record:
             return stored
         dtype = torch_dtype(record["dtype"])
+        # A damaged record must not view memory in a dtype that it was not written from.
         if stored.dtype is not CARRIERS.get(dtype) or stored.dim() != 1:
             raise TypeError(f"{dtype} in a tensor of {stored.dtype}")
         return stored.view(dtype).reshape(record["shape"])

@@ -224,6 +224,7 @@ def safetensors_bytes(
             "data_offsets": [start, offset],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format aligns the data to 8 bytes.
     text += b" " * (-len(text) % 8)
 
     def buffers() -> Iterable[bytes | memoryview]:
@@ -302,6 +303,7 @@ def write_file(path: Location, buffers: Iterable[bytes | memoryview]) -> FileEnt
             for chunk in chunks(_WRITE_BYTES):
                 file.write(chunk)
             file.flush()
+            # The rename of the directory must not become durable before its content.
             os.fsync(file.fileno())
     return {"size": size, "xxh3_64": digest.hexdigest()}
 

@@ -155,6 +155,7 @@ def read_layout(path: Path, manifest: Manifest) -> Layout:
             layout[part_name][name] = _parse_tensor(file, f"{part_name}.{name}", entry)
         for name, tensor in layout[part_name].items():
             key = f"{part_name}.{name}"
+            # Gaps would leave memory as it was, so a loaded tensor could hold anything.
             check_cover(file, key, tensor)
             for chunk in tensor.chunks:
                 if chunk.file not in parts[part_name]:
@@ -304,6 +305,7 @@ class ShardFiles:
             for start, length in zip(starts, lengths, strict=True)
         )
         try:
+            # A slice is read from the file without the rest of the tensor.
             view = self._file(chunk.file).get_slice(chunk.key)
             dtype, shape = view.get_dtype(), view.get_shape()
             if dtype != TENSOR_DTYPES[carrier or tensor.dtype] or shape != stored_shape:
@@ -312,6 +314,7 @@ class ShardFiles:
                 )
             if carrier is None:
                 return torch.as_tensor(view[box])
+            # It is stored flat in another dtype, of which a box is no slice.
             return torch.as_tensor(view[:]).view(tensor.dtype).reshape(chunk.sizes)[box]
         except CheckpointError:
             raise

@@ -105,6 +105,7 @@ def import_lightning(
     state |= {
         name: value for name, value in content.items() if name not in _LIGHTNING_ENTRIES
     }
+    # A file of Lightning without optimizers (save_weights_only=True) becomes a checkpoint of weights.
     if "optimizer_states" in content:
         state |= _run_parts(source, content)
     progress = state.get("progress", {"epoch": epoch, "step": step})

@@ -102,6 +102,7 @@ class DirectoryLock:
         if self.owner.process.pid != os.getpid():
             return
         with suppress(OSError):
+            # Another process may have taken the lock over, for example after this one was suspended.
             if _read(self._file) == self.owner:
                 self._file.unlink()
         self._remove_directory()
@@ -126,6 +127,7 @@ class DirectoryLock:
     def _acquire(self, file: Path) -> None:
         work = hidden_path(file, "tmp")
         try:
+            # Whole before it gets its name: no process reads half a lock.
             write_file(work, [self._content()])
             for _ in range(_ATTEMPTS):
                 if _put(work, file) or self._take_over(work, file):

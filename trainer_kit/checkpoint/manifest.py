@@ -137,6 +137,7 @@ def next_commit(directory: Location) -> int:
     now = time.time_ns() // 1000
     if isinstance(directory, RemotePath) or not directory.is_dir():
         return now
+    # Clocks are set back, and differ between machines that write to one directory.
     numbers = [commit_number(entry) or 0 for entry in directory.iterdir()]
     return min(max([now, *(number + 1 for number in numbers)]), _LATEST_COMMIT)
 
@@ -246,11 +247,9 @@ def check_files(path: Location, manifest: Manifest) -> None:
         if "extra" in manifest and not is_listed:
             continue
         if not stat.S_ISREG(status.st_mode):
-            kind = (
-                "a symbolic link"
-                if stat.S_ISLNK(status.st_mode)
-                else "not a regular file"
-            )
+            kind = "not a regular file"
+            if stat.S_ISLNK(status.st_mode):
+                kind = "a symbolic link"
             raise CheckpointError(
                 path / name, None, f"{kind}, which a checkpoint never holds", fix=_FIX
             )
@@ -396,6 +395,7 @@ def has_library_manifest(path: Location) -> bool:
     try:
         if path.is_symlink() or not stat.S_ISREG(file.lstat().st_mode):
             return False
+        # Its start is enough: a damaged checkpoint must be recognized too.
         return f'"{_FORMAT}"'.encode() in read_start(file, _HEAD_BYTES)
     except OSError:
         return False
@@ -534,7 +534,8 @@ def _check_files_of_part(file: Location, manifest: Manifest, part_name: str) -> 
     value = manifest["parts"][part_name]
     sharded = is_sharded(manifest)
     names = files_of_part(manifest, part_name)
-    if not isinstance(value, list if sharded else (str, type(None))):
+    types = (list,) if sharded else (str, type(None))
+    if not isinstance(value, types):
         names = [value]  # no valid name, so that the error shows it
     for name in names:
         entry = files.get(name) if isinstance(name, str) else None

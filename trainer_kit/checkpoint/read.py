@@ -121,6 +121,7 @@ def read_checkpoint(
     """
     with open_checkpoint(path, parts) as (root, manifest, wanted):
         if verify:
+            # Before decoding, so that damage is named by its file and not by what it breaks.
             check_content(root, manifest, files_for(manifest, wanted))
         return _decode(root, manifest, wanted, device)
 
@@ -182,10 +183,9 @@ def missing_checkpoint(
         directories: of checkpoints, besides ``path`` and its parent.
         fix: what to do about it.
     """
-    near = absolute(path if path.is_dir() else path.parent)
-    return MissingCheckpointError(
-        path, reason, found=describe_existing([near, *directories]), fix=fix
-    )
+    directory = path if path.is_dir() else path.parent
+    existing = describe_existing([absolute(directory), *directories])
+    return MissingCheckpointError(path, reason, found=existing, fix=fix)
 
 
 def describe_existing(directories: Iterable[Location]) -> str:
@@ -248,6 +248,7 @@ def directories_with_checkpoints(
                 with_checkpoints.append((parent, paths))
         if with_checkpoints:
             return with_checkpoints
+        # The search serves a message only: it must not walk through a whole file system.
         level = next_level[:_MAX_DIRECTORIES]
     return []
 

@@ -74,6 +74,7 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
 def delete(target: RemotePath) -> None:
     """Delete a checkpoint, the manifest first."""
     sign = _write_sign(target)
+    # Without a manifest it is no checkpoint for any reader, whatever is deleted later.
     (target / MANIFEST).unlink(missing_ok=True)
     _remove_tree(target)
     sign.unlink(missing_ok=True)

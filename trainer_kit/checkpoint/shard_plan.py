@@ -93,6 +93,7 @@ class LocalState:
                     "the parts of a checkpoint are named by strings",
                 )
             self._encode(part_name, value)
+        # torch knows which part of a distributed tensor this rank holds, for every layout.
         self._planner = _save_planner(self._tensors, first)
         # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
         items = self._planner.create_local_plan().items
@@ -243,13 +244,17 @@ class WritePlan:
     ) -> Mapping[_TensorName, list[Chunk]]:
         """The chunks of each tensor in the files of all ranks."""
         chunks: dict[_TensorName, list[Chunk]] = defaultdict(list)
+        rank_count = len(boxes_by_rank)
         for rank, boxes in enumerate(boxes_by_rank):
+            files = file_names(self.parts, rank, rank_count)
             written = [boxes[index] for index in self.written[rank]]
-            files = file_names(self.parts, rank, len(boxes_by_rank))
+            # Every rank numbers its chunks in this order too, see `LocalState.read_chunks`.
             keys = _chunk_keys((files[box.part], box.name) for box in written)
             for box, key in zip(written, keys, strict=True):
-                chunk = Chunk(box.offsets, box.sizes, files[box.part], key)
-                chunks[box.part, box.name].append(chunk)
+                file = files[box.part]
+                chunk = Chunk(box.offsets, box.sizes, file, key)
+                tensor_chunks = chunks[box.part, box.name]
+                tensor_chunks.append(chunk)
         return chunks
 
 

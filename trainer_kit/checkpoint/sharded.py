@@ -234,6 +234,7 @@ def _write_shards(
     entries = {}
     for name, tensors in shards.items():
         size, buffers = safetensors_bytes(tensors)
+        # The error names the file in the checkpoint, not in the hidden directory.
         with io_failures(target / name, size):
             entries[name] = write_file(work / name, buffers)
     # Make the names of the files visible to other machines.
@@ -398,6 +399,7 @@ def _fill_together(
         ranks.each(lambda: check_content(source.root, source.manifest, share))
     with ShardFiles(source.root) as shard_files:
         target = ranks.each(lambda: _Target(source, shard_files, state))
+        # Before any tensor is filled: a state that is half loaded is of no use.
         ranks.reduce(target.strided_tensors, _check_boxes)
         ranks.each(target.load)
 
@@ -461,21 +463,23 @@ class _Source:
             return model
         key = ".".join(path)
         if tensor_record(tree) is not None:
-            layout = None if model is None else self.stored_layout(tree, path[0], key)
+            if model is None:
+                return None
+            layout = self.stored_layout(tree, path[0], key)
             if layout is None or layout.shape != tuple(model.shape):
                 return None
             return torch.empty_like(model, dtype=layout.dtype, requires_grad=False)
         items = children(tree, at=key, file=self.document)
         if items is None:
             return None
+        pairs = enumerate(items) if isinstance(items, list) else items.items()
         templates: dict[Any, Any] = {}
-        for name, item in (
-            enumerate(items) if isinstance(items, list) else items.items()
-        ):
-            item_model = models.get(name, model) if type(name) is str else model
-            templates[name] = self._template(
-                item, models, (*path, str(name)), item_model
-            )
+        for name, item in pairs:
+            item_model = model
+            if type(name) is str:
+                item_model = models.get(name, model)
+            item_path = (*path, str(name))
+            templates[name] = self._template(item, models, item_path, item_model)
         if all(template is None for template in templates.values()):
             return None
         return list(templates.values()) if isinstance(items, list) else templates
@@ -558,11 +562,9 @@ class _Target:
         path: tuple[str, ...],
     ) -> Any:
         if not isinstance(items, list) or len(items) != len(value):
-            stored = (
-                f"{len(items)} items are"
-                if isinstance(items, list)
-                else "something else is"
-            )
+            stored = "something else is"
+            if isinstance(items, list):
+                stored = f"{len(items)} items are"
             key = ".".join((part_name, *path))
             raise CheckpointError(
                 self._source.root,

@@ -149,7 +149,9 @@ def entries(root: Location) -> list[Location]:
         CheckpointError: the directory cannot be read.
     """
     with named_failure(root, "the directory cannot be read"):
-        return list(root.iterdir()) if root.is_dir() else []
+        if not root.is_dir():
+            return []
+        return list(root.iterdir())
 
 
 def mark(
@@ -196,6 +198,7 @@ def _mark(root: Location, names: Mapping[str, str | os.PathLike[str] | None]) ->
                 f"not a complete checkpoint in {root}, so it cannot be {name!r}",
             )
         index[name] = relative
+    # Equal names give equal bytes.
     index = dict(sorted(index.items()))
     content = {"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}
     text = json.dumps(content, indent=1) + "\n"
@@ -208,8 +211,12 @@ def _relative_path(root: Location, target: Location) -> str | None:
     if isinstance(root, RemotePath) or isinstance(target, RemotePath):
         prefix = f"{root / 'x'}"[:-1]  # with the separator that this kind of URL has
         text = str(target)
-        return text.removeprefix(prefix) if text.startswith(prefix) else None
-    return target.relative_to(root).as_posix() if root in target.parents else None
+        if not text.startswith(prefix):
+            return None
+        return text.removeprefix(prefix)
+    if root not in target.parents:
+        return None
+    return target.relative_to(root).as_posix()
 
 
 def lookup(directory: str | os.PathLike[str], name: str) -> Location | None:
@@ -437,6 +444,7 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
     root = absolute(directory)
     if not root.is_dir():
         raise MissingCheckpointError(root, "this directory does not exist")
+    # A run that writes there would find its checkpoints renamed.
     lock = DirectoryLock(root)
     try:
         result = Repair([], [], [], len(clean_incomplete(root)))
@@ -459,7 +467,8 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
 def _rebuild_index(root: Location, sound: list[Location]) -> None:
     by_name = {path.name: path for path in sound}
     names: dict[str, Location | None] = {}
-    for name, path in (read_index(root) or {}).items():
+    index = read_index(root) or {}
+    for name, path in index.items():
         if "/" not in path:
             names[name] = by_name.get(path)
     if sound and names.get("last") is None:

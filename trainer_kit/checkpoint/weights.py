@@ -277,18 +277,22 @@ def _checkpoint_layout(path: Path, manifest: Manifest) -> dict[str, TensorLayout
     """The layouts of the weights in a checkpoint of ours, by their names in the module."""
     layouts = layouts_of(path, manifest, ["model"])["model"]
     stored = {key: _meta_tensor(layout) for key, layout in layouts.items()}
-    keys = {tensor.untyped_storage()._cdata: key for key, tensor in stored.items()}
+    keys = {_storage_id(tensor): key for key, tensor in stored.items()}
     # The tree has the names, and the dtypes that safetensors does not hold: decode it with meta tensors.
     tree = read_trees(path, ["model"])["model"]
     model = decode(tree, stored, at="model", file=path / DOCUMENT)
     weights = {}
     for name, tensor in tensors_of(path, model).items():
-        key = keys[tensor.untyped_storage()._cdata]
+        key = keys[_storage_id(tensor)]
         layout = layouts[key]
         if tensor.dtype != stored[key].dtype:
             layout = layout.viewed_as(tensor.dtype, tuple(tensor.shape))
         weights[name] = layout
     return weights
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def map_weights(file: Path) -> dict[str, Tensor]:
@@ -377,7 +381,9 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
                 "single tensors of a torch distributed checkpoint cannot be read",
                 fix="run trainer-kit merge-weights DIRECTORY model.safetensors first",
             )
-    indices = [index] if index is not None else sorted(directory.glob(f"*{_INDEX}"))
+    indices = sorted(directory.glob(f"*{_INDEX}"))
+    if index is not None:
+        indices = [index]
     if len(indices) > 1:
         names = ", ".join(index.name for index in indices)
         raise CheckpointError(directory, None, f"several indices: {names}")
@@ -508,6 +514,7 @@ def export(
     if export_format in ("huggingface", "safetensors"):
         source = "the weights" if isinstance(checkpoint, Mapping) else checkpoint
         _check_dtypes(source, content)
+    # The target gets its name only when it is whole.
     work = hidden_path(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
