@@ -77,7 +77,10 @@ class Background(Generic[_T]):
     """
 
     def __init__(
-        self, act: Callable[[], _T], done: Callable[[], None], thread: bool = True
+        self,
+        act: Callable[[], _T],
+        done: Callable[[], None],
+        thread: bool = True,
     ) -> None:
         self.since = time.monotonic()
         self._future: futures.Future[_T] = futures.Future()

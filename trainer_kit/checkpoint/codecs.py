@@ -190,7 +190,9 @@ def object_from_attributes(kind: type, attributes: Mapping[str, Any]) -> Any:
 
 
 def _register_builtin(
-    kind: type, to_plain: _Conversion, from_plain: _Conversion
+    kind: type,
+    to_plain: _Conversion,
+    from_plain: _Conversion,
 ) -> None:
     name = type_name(kind)
     _CODECS[kind] = _BY_NAME[name] = Codec(name, to_plain, from_plain)
@@ -482,7 +484,9 @@ def module_to_plain(module: nn.Module) -> dict[str, Any]:
 
 
 def module_from_plain(
-    kind: type[nn.Module], plain: Mapping[str, Any], parameters: dict[int, nn.Parameter]
+    kind: type[nn.Module],
+    plain: Mapping[str, Any],
+    parameters: dict[int, nn.Parameter],
 ) -> nn.Module:
     """A module of a class, made without its constructor.
 
@@ -513,7 +517,8 @@ def _check_kinds(entries: Mapping[str, object], kind: type) -> None:
 
 
 def _parameter_from_plain(
-    entry: list[Any] | None, parameters: dict[int, nn.Parameter]
+    entry: list[Any] | None,
+    parameters: dict[int, nn.Parameter],
 ) -> nn.Parameter | None:
     if entry is None:
         return None

@@ -18,6 +18,7 @@ __all__ = ["Collective"]
 _T = TypeVar("_T")
 _Json = object
 """A value that JSON can hold."""
+_Message = dict[str, Any]
 
 
 @final
@@ -54,7 +55,9 @@ class Collective:
         return results[0]
 
     def reduce(
-        self, give: Callable[[], _Json], combine: Callable[[list[Any]], _Json]
+        self,
+        give: Callable[[], _Json],
+        combine: Callable[[list[Any]], _Json],
     ) -> Any:
         """Call ``give`` on each rank, and ``combine`` on the first rank with all results; return its result everywhere.
 
@@ -81,15 +84,17 @@ class Collective:
         return message["value"]
 
     def _attempt(
-        self, call: Callable[[], _Json], rank: int | None
-    ) -> tuple[BaseException | None, dict[str, Any]]:
+        self,
+        call: Callable[[], _Json],
+        rank: int | None,
+    ) -> tuple[BaseException | None, _Message]:
         """Call a function; return its error, and a message for the other ranks: its value or the error."""
         try:
             return None, {"value": call()}
         except BaseException as error:
             return error, {"error": {"rank": rank, **_describe(error)}}
 
-    def _raise(self, error: dict[str, Any], local_error: BaseException | None) -> None:
+    def _raise(self, error: _Message, local_error: BaseException | None) -> None:
         """Raise the error of a rank here: as it is where it arose, unless it must be the same on all ranks."""
         rank = error["rank"]
         is_named = rank is not None and self.size > 1
@@ -157,7 +162,7 @@ def _from_tensor(tensor: Tensor) -> Any:
     return json.loads(tensor.numpy().tobytes())
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
+def _describe(error: BaseException) -> _Message:
     """An error as JSON, from which `Collective._raise` makes one on every rank."""
     cause = error if isinstance(error, OSError) else error.__cause__
     text = f"{type(error).__name__}: {error}"
@@ -165,7 +170,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
     if isinstance(cause, OSError):
         text = str(cause)
         number = cause.errno or errno.EIO
-    description: dict[str, Any] = {"text": text, "errno": number}
+    description: _Message = {"text": text, "errno": number}
     if isinstance(error, CheckpointError):
         description["file"] = error.file
         description["key"] = error.key

@@ -94,7 +94,10 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
 
 
 def _walk(
-    part_name: str, path: tuple[str, ...], a: Any, b: Any
+    part_name: str,
+    path: tuple[str, ...],
+    a: Any,
+    b: Any,
 ) -> Iterator[Difference]:
     report = partial(Difference, part_name, ".".join(path))
     if a is _ABSENT:
@@ -127,7 +130,9 @@ def _is_numeric(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _compare_tensors(
-    report: Callable[..., Difference], a: Tensor, b: Tensor
+    report: Callable[..., Difference],
+    a: Tensor,
+    b: Tensor,
 ) -> Iterator[Difference]:
     if a.shape != b.shape:
         shape_a, shape_b = list(a.shape), list(b.shape)

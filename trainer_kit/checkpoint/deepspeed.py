@@ -132,7 +132,8 @@ class DeepSpeedContent:
 
 
 def deepspeed_weights(
-    files: DeepSpeedFiles, device: torch.device | str = "cpu"
+    files: DeepSpeedFiles,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """Return a module's tensors by name.
 
@@ -188,7 +189,9 @@ def _engine_state(file: Path, device: torch.device | str) -> _State:
 
 
 def _weights(
-    files: DeepSpeedFiles, state: Mapping[str, Any], device: torch.device | str
+    files: DeepSpeedFiles,
+    state: _State,
+    device: torch.device | str,
 ) -> dict[str, Tensor]:
     first_file = files.states[0]
     max_bytes = first_file.stat().st_size
@@ -223,7 +226,7 @@ def _weights(
     return weights | shared
 
 
-def _trained_shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:
+def _trained_shapes(state: _State) -> dict[str, torch.Size]:
     """Return the shapes of trained parameters, which stage 3 writes flat."""
     shapes: dict[str, torch.Size] = {}
     groups = state.get("param_shapes")
@@ -233,14 +236,16 @@ def _trained_shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:
     return shapes
 
 
-def _shared_names(state: Mapping[str, Any]) -> dict[str, str]:
+def _shared_names(state: _State) -> dict[str, str]:
     """Each further name of a shared parameter, with its first name."""
     shared = state.get("shared_params")
     return dict(shared) if isinstance(shared, dict) else {}
 
 
 def _assemble_frozen(
-    files: DeepSpeedFiles, frozen: Mapping[str, torch.Size], device: torch.device | str
+    files: DeepSpeedFiles,
+    frozen: Mapping[str, torch.Size],
+    device: torch.device | str,
 ) -> dict[str, Tensor]:
     """Assemble frozen parameters of stage 3 from the files of all ranks; each file holds a part."""
     fragments_by_file = []
@@ -259,7 +264,10 @@ def _assemble_frozen(
 
 
 def _read_tensor(
-    file: Path, name: str, device: torch.device | str, shape: torch.Size | None
+    file: Path,
+    name: str,
+    device: torch.device | str,
+    shape: torch.Size | None,
 ) -> Tensor:
     content = torch_load(file, device)
     value = content.get("param") if isinstance(content, dict) else content
@@ -316,7 +324,8 @@ def _read_moments(
 
 
 def _moments_by_position(
-    file: Path, state: object
+    file: Path,
+    state: object,
 ) -> tuple[list[list[_State]], list[float]]:
     """Return moments and learning rates without ZeRO, from torch's ``state_dict``; in half precision with masters."""
     if not isinstance(state, dict):

@@ -55,6 +55,7 @@ from trainer_kit.core.errors import CheckpointError
 __all__ = [
     "TAG",
     "EnumRecord",
+    "Tree",
     "decode",
     "encode",
 ]
@@ -69,6 +70,8 @@ _FIX: Final = (
 _SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
 _DISTRIBUTED: Final = "__create_write_items__"  # torch's protocol for tensors that are divided among ranks
 
+Tree = Any
+"""An encoded value, as JSON holds it."""
 _KeyPath = tuple[str, ...]
 _Record = dict[str, Any]
 """An encoded value that is not plain JSON: a tag, its content, and what else its kind needs."""
@@ -112,7 +115,7 @@ def encode(
     at: str = "",
     copy: bool | Callable[[str, Tensor], Tensor] = True,
     sharded: bool = False,
-) -> Any:
+) -> Tree:
     """Turn ``value`` into a JSON tree; tensors and arrays are collected under names made from their key paths.
 
     Encoded: None, bool, int, float, str, list, dict (any encodable keys, order kept), tuple, set, frozenset, bytes,
@@ -154,7 +157,7 @@ def encode(
 
 
 def decode(
-    tree: Any,
+    tree: Tree,
     tensors: Mapping[str, Tensor],
     *,
     at: str = "",
@@ -258,7 +261,7 @@ class _Encoder:
         # The entry holds the tensor: its memory must not be reused while the key refers to it.
         self._records: dict[tuple[object, ...], tuple[Tensor, _Record]] = {}
 
-    def encode(self, value: Any, path: _KeyPath) -> Any:
+    def encode(self, value: Any, path: _KeyPath) -> Tree:
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
@@ -352,7 +355,10 @@ class _Encoder:
         return _record("module", [type_name(type(module)), content])
 
     def _refusal(
-        self, value: object, path: _KeyPath, reason: str | None = None
+        self,
+        value: object,
+        path: _KeyPath,
+        reason: str | None = None,
     ) -> CheckpointError:
         fix = _FIX
         if reason is None:
@@ -366,12 +372,12 @@ class _Encoder:
                     break
         return CheckpointError(_SOURCE, _join(self._at, path) or None, reason, fix=fix)
 
-    def _container(self, value: Any, path: _KeyPath) -> Any:
+    def _container(self, value: Any, path: _KeyPath) -> Tree:
         if id(value) in self._open:
             raise self._refusal(value, path, "it contains itself")
         self._open.add(id(value))
         kind = type(value)
-        tree: Any
+        tree: Tree
         if issubclass(kind, dict):
             tree = self._dict(value, path)
         else:
@@ -386,13 +392,13 @@ class _Encoder:
         self._open.discard(id(value))
         return tree
 
-    def _dict(self, value: dict[Any, Any], path: _KeyPath) -> Any:
+    def _dict(self, value: dict[Any, Any], path: _KeyPath) -> Tree:
         names = [_key_name(key) for key in value]
         items = [
             self.encode(item, (*path, name))
             for name, item in zip(names, value.values(), strict=True)
         ]
-        tree: Any
+        tree: Tree
         if TAG not in value and all(type(key) is str for key in value):
             tree = dict(zip(value, items, strict=True))
         else:
@@ -409,7 +415,7 @@ class _Encoder:
             record["metadata"] = self.encode(metadata, (*path, "_metadata"))
         return record
 
-    def _key(self, key: object, path: _KeyPath) -> Any:
+    def _key(self, key: object, path: _KeyPath) -> Tree:
         if isinstance(key, Tensor):
             reason = (
                 "a tensor cannot be the key of a saved dict: it is found by identity"
@@ -512,7 +518,7 @@ class _Decoder:
         self._file = file
         self._parameters: dict[int, nn.Parameter] = {}
 
-    def decode(self, tree: Any, path: _KeyPath) -> Any:
+    def decode(self, tree: Tree, path: _KeyPath) -> Any:
         if isinstance(tree, list):
             return self._decode_list(tree, path)
         if not isinstance(tree, dict):
@@ -540,7 +546,10 @@ class _Decoder:
         ]
 
     def _damage(
-        self, path: _KeyPath, reason: str, fix: str | None = None
+        self,
+        path: _KeyPath,
+        reason: str,
+        fix: str | None = None,
     ) -> CheckpointError:
         return CheckpointError(
             self._file, _join(self._at, path) or None, reason, fix=fix

@@ -489,7 +489,9 @@ _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
 
 
 def torch_load(
-    file: Path | IO[bytes], device: torch.device | str, mapped: bool = False
+    file: Path | IO[bytes],
+    device: torch.device | str,
+    mapped: bool = False,
 ) -> Any:
     """Load a ``torch.save`` file with ``weights_only=True``, never in another way.
 
@@ -530,7 +532,9 @@ def _refuse_compression(file: Path | IO[bytes]) -> None:
 
 
 def tensors_of(
-    file: Location, content: object, most: float = math.inf
+    file: Location,
+    content: object,
+    most: float = math.inf,
 ) -> dict[str, Tensor]:
     """Return the tensors of a state_dict, without extra state.
 

@@ -58,7 +58,8 @@ _LIGHTNING_ENTRIES: Final = frozenset(
 
 
 def import_lightning(
-    file: str | os.PathLike[str], target: str | os.PathLike[str] | None = None
+    file: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
 ) -> Location:
     """Write the content of a Lightning file as a checkpoint, which `fit(ckpt_path=...)` continues.
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.encoding import decode
+from trainer_kit.checkpoint.encoding import Tree, decode
 from trainer_kit.checkpoint.files import read_tensors
 from trainer_kit.checkpoint.layout import Assembled, ShardFiles, read_layout
 from trainer_kit.checkpoint.manifest import (
@@ -128,7 +128,8 @@ def read_checkpoint(
 
 @contextmanager
 def open_checkpoint(
-    path: str | os.PathLike[str], parts: Iterable[str] | None
+    path: str | os.PathLike[str],
+    parts: Iterable[str] | None,
 ) -> Iterator[tuple[Path, Manifest, list[str]]]:
     """Check the manifest, the list of files and their sizes, and fetch the files of ``parts`` from a URL.
 
@@ -313,14 +314,14 @@ def description_files(manifest: Manifest) -> list[str]:
     return [DOCUMENT, LAYOUT] if is_sharded(manifest) else [DOCUMENT]
 
 
-def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
+def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Tree]:
     """Return the content of ``state.json`` by part, not yet decoded.
 
     Raises:
         CheckpointError: the file is damaged, or lacks one of ``parts``.
     """
     document = root / DOCUMENT
-    trees: dict[str, Any] = read_json(document)
+    trees: dict[str, Tree] = read_json(document)
     for part_name in parts:
         if not isinstance(trees, dict) or part_name not in trees:
             raise CheckpointError(

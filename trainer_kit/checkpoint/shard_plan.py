@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.background import HostBuffers
 from trainer_kit.checkpoint.commit import dump_document, encode_info, name_parts
-from trainer_kit.checkpoint.encoding import encode
+from trainer_kit.checkpoint.encoding import Tree, encode
 from trainer_kit.checkpoint.files import CARRIERS, dtype_name, flatten
 from trainer_kit.checkpoint.layout import (
     Chunk,
@@ -37,6 +37,8 @@ _SOURCE = "the state to save"
 _TensorName = tuple[str, str]
 """The part of a tensor, and its name in this part."""
 _Tensors = dict[str, Tensor]
+_Entries = list[Any]
+"""What a rank sends of its tensors or boxes: JSON."""
 
 
 def file_names(parts: Iterable[str], rank: int, size: int) -> dict[str, str]:
@@ -81,7 +83,7 @@ class LocalState:
         *,
         first: bool,
     ) -> None:
-        self.trees: dict[str, Any] = {}
+        self.trees: dict[str, Tree] = {}
         self.info = encode_info(info) if first else None
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[str, _TensorName] = {}
@@ -219,8 +221,8 @@ class WritePlan:
     """
 
     def __init__(self, descriptions: list[Any]) -> None:
-        trees: list[Any] = []
-        tensors_by_rank: list[list[Any]] = []
+        trees: list[Tree] = []
+        tensors_by_rank: list[_Entries] = []
         boxes_by_rank: list[list[_Box]] = []
         for rank_trees, rank_tensors, rank_boxes in descriptions:
             trees.append(rank_trees)
@@ -240,7 +242,8 @@ class WritePlan:
             self.layout[part_name][name] = tensor
 
     def _written_chunks(
-        self, boxes_by_rank: list[list[_Box]]
+        self,
+        boxes_by_rank: list[list[_Box]],
     ) -> Mapping[_TensorName, list[Chunk]]:
         """The chunks of each tensor in the files of all ranks."""
         chunks: dict[_TensorName, list[Chunk]] = defaultdict(list)
@@ -258,7 +261,7 @@ class WritePlan:
         return chunks
 
 
-def _parse_boxes(entries: list[Any]) -> list[_Box]:
+def _parse_boxes(entries: _Entries) -> list[_Box]:
     return [
         _Box(part_name, name, tuple(offsets), tuple(sizes))
         for part_name, name, offsets, sizes in entries
@@ -266,7 +269,7 @@ def _parse_boxes(entries: list[Any]) -> list[_Box]:
 
 
 def _agreed_tensors(
-    descriptions: list[list[Any]],
+    descriptions: list[_Entries],
 ) -> dict[_TensorName, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor; raises if they differ between ranks."""
     tensors: dict[_TensorName, tuple[list[int], str]] = {}

@@ -26,7 +26,7 @@ from trainer_kit.checkpoint.commit import (
     versions,
     work_directory,
 )
-from trainer_kit.checkpoint.encoding import decode
+from trainer_kit.checkpoint.encoding import Tree, decode
 from trainer_kit.checkpoint.files import (
     safetensors_bytes,
     write_file,
@@ -228,7 +228,9 @@ def write_sharded_snapshot(
 
 
 def _write_shards(
-    work: Location, target: Location, shards: Mapping[str, Mapping[str, Tensor]]
+    work: Location,
+    target: Location,
+    shards: Mapping[str, Mapping[str, Tensor]],
 ) -> FileEntries:
     """Write the files of this rank; returns their manifest entries by name."""
     entries = {}
@@ -405,7 +407,9 @@ def _fill_together(
 
 
 def _open_source(
-    stack: ExitStack, path: str | os.PathLike[str], parts: Iterable[str] | None
+    stack: ExitStack,
+    path: str | os.PathLike[str],
+    parts: Iterable[str] | None,
 ) -> _Source:
     root, manifest, names = stack.enter_context(open_checkpoint(path, parts))
     return _Source(root, manifest, names)
@@ -425,7 +429,12 @@ class _Source:
         self.trees = read_trees(root, parts)
         self.layout = layouts_of(root, manifest, parts)
 
-    def stored_layout(self, tree: Any, part_name: str, key: str) -> TensorLayout | None:
+    def stored_layout(
+        self,
+        tree: Tree,
+        part_name: str,
+        key: str,
+    ) -> TensorLayout | None:
         """Return the layout of the tensor that ``tree`` records; None if it records none."""
         record = tensor_record(tree)
         if record is None:
@@ -442,14 +451,21 @@ class _Source:
             ) from error
 
     def template(
-        self, part_name: str, like: Mapping[str, Any], elsewhere: Collection[str]
+        self,
+        part_name: str,
+        like: Mapping[str, Any],
+        elsewhere: Collection[str],
     ) -> Any:
         """Return the state of a part that is to be filled: memory for divided tensors, None for all other values."""
         models = {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}
         return self._template(self.trees[part_name], models, (part_name,), None)
 
     def _template(
-        self, tree: Any, models: Mapping[Any, Any], path: tuple[str, ...], model: Any
+        self,
+        tree: Tree,
+        models: Mapping[Any, Any],
+        path: tuple[str, ...],
+        model: Any,
     ) -> Any:
         """The template of a tree.
 
@@ -490,7 +506,10 @@ class _Target:
     """The state to be filled: the constructor replaces plain values, `load` fills all tensors."""
 
     def __init__(
-        self, source: _Source, files: ShardFiles, state: MutableMapping[str, Any]
+        self,
+        source: _Source,
+        files: ShardFiles,
+        state: MutableMapping[str, Any],
     ) -> None:
         self._source = source
         self._files = files
@@ -515,7 +534,11 @@ class _Target:
         return strided
 
     def _fill(
-        self, value: Any, tree: Any, part_name: str, path: tuple[str, ...]
+        self,
+        value: Any,
+        tree: Tree,
+        part_name: str,
+        path: tuple[str, ...],
     ) -> Any:
         """Return ``value`` with the content of ``tree``; register tensors for `load`."""
         key = ".".join((part_name, *path))
@@ -539,7 +562,7 @@ class _Target:
     def _fill_dict(
         self,
         value: MutableMapping[Any, Any],
-        items: Mapping[Any, Any],
+        items: Mapping[Any, Tree],
         part_name: str,
         path: tuple[str, ...],
     ) -> None:
@@ -624,7 +647,7 @@ class _Target:
             )
             planner.resolve_tensor(item).detach().copy_(content)
 
-    def _register(self, value: Tensor, tree: Any, part_name: str, key: str) -> Tensor:
+    def _register(self, value: Tensor, tree: Tree, part_name: str, key: str) -> Tensor:
         root = self._source.root
         layout = self._source.stored_layout(tree, part_name, key)
         if layout is None:

@@ -155,7 +155,8 @@ def entries(root: Location) -> list[Location]:
 
 
 def mark(
-    directory: str | os.PathLike[str], **names: str | os.PathLike[str] | None
+    directory: str | os.PathLike[str],
+    **names: str | os.PathLike[str] | None,
 ) -> None:
     """Give names to checkpoints of ``directory``, durably and all at once; None removes a name.
 
@@ -339,7 +340,9 @@ def candidates(
 
 
 def similar(
-    path: Location, directories: Iterable[Location] = (), newest: str | None = None
+    path: Location,
+    directories: Iterable[Location] = (),
+    newest: str | None = None,
 ) -> str | None:
     """Return what to pass instead of a path that does not exist, for the ``fix`` of an error; None if nothing is near.
 

@@ -117,7 +117,8 @@ def find_torch_distributed(directory: Path) -> Path | None:
 
 
 def read_torch_distributed(
-    directory: Path, device: torch.device | str = "cpu"
+    directory: Path,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """Return the tensors of a torch distributed checkpoint, whole, by name.
 
@@ -157,7 +158,9 @@ _Storage = Mapping[tuple[str, tuple[int, ...]], Any]
 
 
 def _read_tensors(
-    directory: Path, metadata: Any, device: torch.device | str
+    directory: Path,
+    metadata: Any,
+    device: torch.device | str,
 ) -> dict[str, Tensor]:
     storage = {
         (index.fqn, tuple(index.offset or ())): info

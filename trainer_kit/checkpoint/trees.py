@@ -8,15 +8,18 @@ from functools import partial
 from typing import Any
 
 from trainer_kit.checkpoint.codecs import ObjectRecord, attributes_of
-from trainer_kit.checkpoint.encoding import TAG, EnumRecord, decode
+from trainer_kit.checkpoint.encoding import TAG, EnumRecord, Tree, decode
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = ["children", "holds_record", "merge", "tensor_record"]
 
 
 def children(
-    tree: Any, *, at: str = "", file: object = "state.json"
-) -> Mapping[Any, Any] | list[Any] | None:
+    tree: Tree,
+    *,
+    at: str = "",
+    file: object = "state.json",
+) -> Mapping[Any, Tree] | list[Tree] | None:
     """Return the encoded values of a dict by key, or the encoded items of a list or tuple; None for other trees.
 
     Example:
@@ -74,7 +77,7 @@ def tensor_record(tree: object) -> Mapping[str, Any] | None:
     return tree if isinstance(tree, dict) and tree.get(TAG) == "tensor" else None
 
 
-def merge(first: Any, second: Any) -> Any:
+def merge(first: Tree, second: Tree) -> Tree:
     """Merge two encoded trees: the keys of both dicts, at any depth; elsewhere the first tree wins.
 
     This makes one state from ranks that hold different parts of a model, such as the stages of a pipeline.
@@ -96,7 +99,7 @@ def merge(first: Any, second: Any) -> Any:
     return first
 
 
-def _merge_dicts(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def _merge_dicts(first: dict[str, Tree], second: dict[str, Tree]) -> dict[str, Tree]:
     merged = dict(first)
     for key, value in second.items():
         merged[key] = merge(first[key], value) if key in first else value

@@ -85,7 +85,8 @@ __all__ = [
 
 
 def read_weights(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
     """Return a module's tensors by name, for ``module.load_state_dict``.
 
@@ -113,7 +114,9 @@ def read_weights(
 
 
 def _read(
-    file: Location, device: torch.device | str, parts: Collection[str] | None
+    file: Location,
+    device: torch.device | str,
+    parts: Collection[str] | None,
 ) -> dict[str, Any]:
     """Return a ``state_dict``, and these ``parts`` of the other content of a checkpoint, if it has them; None: all."""
     if isinstance(file, Path) and holds_weight_files(file):
@@ -144,7 +147,8 @@ def _select(names: Iterable[Any], parts: Collection[str] | None) -> list[Any]:
 
 
 def _read_weight_files(
-    directory: Path, device: torch.device | str
+    directory: Path,
+    device: torch.device | str,
 ) -> dict[str, Tensor]:
     distributed = find_torch_distributed(directory)
     if distributed is not None:
@@ -154,7 +158,9 @@ def _read_weight_files(
 
 
 def _read_checkpoint(
-    path: Location, device: torch.device | str, parts: Collection[str] | None
+    path: Location,
+    device: torch.device | str,
+    parts: Collection[str] | None,
 ) -> dict[str, Any]:
     """Like `_read`, of a checkpoint of ours; its weights include the extra state of modules."""
     names = ["model"]
@@ -173,7 +179,8 @@ _Entry = TypeVar("_Entry")
 
 
 def _merge_files(
-    files: list[Path], read: Callable[[Path], dict[str, _Entry]]
+    files: list[Path],
+    read: Callable[[Path], dict[str, _Entry]],
 ) -> dict[str, _Entry]:
     """Return what all files hold, by name; CheckpointError if two hold the same name."""
     merged: dict[str, _Entry] = {}
@@ -243,7 +250,10 @@ def _meta_tensor(layout: TensorLayout) -> Tensor:
 
 
 def weight_layout(
-    path: str | os.PathLike[str], *, index: Path | None = None, verify: bool = False
+    path: str | os.PathLike[str],
+    *,
+    index: Path | None = None,
+    verify: bool = False,
 ) -> tuple[Path, dict[str, TensorLayout]]:
     """Return a directory and the layouts of a module's tensors in its files, to read tensors one at a time.
 
@@ -534,7 +544,8 @@ def export(
 
 
 def _content_to_export(
-    checkpoint: str | os.PathLike[str] | Mapping[str, Tensor], export_format: str
+    checkpoint: str | os.PathLike[str] | Mapping[str, Tensor],
+    export_format: str,
 ) -> dict[str, Any]:
     """The weights by name; for Lightning the content of its file."""
     if export_format != "lightning":
@@ -571,7 +582,10 @@ def _check_dtypes(checkpoint: object, weights: Mapping[str, Tensor]) -> None:
 
 
 def _write(
-    work: Path, export_format: str, content: dict[str, Any], max_bytes: int
+    work: Path,
+    export_format: str,
+    content: dict[str, Any],
+    max_bytes: int,
 ) -> None:
     if export_format == "safetensors":
         _, buffers = safetensors_bytes(content)

@@ -57,7 +57,10 @@ _Tensors = dict[str, Tensor]
 
 
 def module_state(
-    module: TrainModule, weights: Mapping[str, object], epoch: int, step: int
+    module: TrainModule,
+    weights: Mapping[str, object],
+    epoch: int,
+    step: int,
 ) -> State:
     """Weights and hyperparameters: the part of the state that does not depend on a run."""
     name = module.hparams_name
@@ -190,7 +193,10 @@ class _RankState(NamedTuple):
 
 
 def _add_user_state(
-    run: Fit, state: State, callbacks: Sequence[Callback], datamodule: DataModule | None
+    run: Fit,
+    state: State,
+    callbacks: Sequence[Callback],
+    datamodule: DataModule | None,
 ) -> None:
     """Add the state of the user's objects, and that of every rank. Every rank must call it."""
     world = run.strategy.world
@@ -221,14 +227,17 @@ def _add_user_state(
 
 
 def _call_hooks(
-    hooks: Iterable[Callable[..., object]], state: Mapping[str, object]
+    hooks: Iterable[Callable[..., object]],
+    state: Mapping[str, object],
 ) -> None:
     for hook in hooks:
         hook(state)
 
 
 def _user_state(
-    run: Fit, callbacks: Sequence[Callback], datamodule: DataModule | None
+    run: Fit,
+    callbacks: Sequence[Callback],
+    datamodule: DataModule | None,
 ) -> State:
     """The state of the user's objects, any of which may raise."""
     schedulers = run.stepper.configured.schedulers
@@ -290,7 +299,9 @@ def _by_rank(numbered: Sequence[tuple[int, object]]) -> list[object]:
 
 
 def rank_buffers(
-    strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor] | None = None
+    strategy: Strategy,
+    module: nn.Module,
+    lent: Mapping[str, Tensor] | None = None,
 ) -> _Tensors:
     """The buffers of this rank that rank 0's ``state_dict`` does not have, on the CPU, to be sent.
 
@@ -314,7 +325,9 @@ def rank_buffers(
 
 
 def weights_to_write(
-    strategy: Strategy, module: nn.Module, weights: Mapping[str, object]
+    strategy: Strategy,
+    module: nn.Module,
+    weights: Mapping[str, object],
 ) -> State:
     """The weights that this rank may write where all ranks write together.
 
@@ -569,7 +582,9 @@ def _loader_state(run: Fit, completed: SavedState) -> State | None:
 
 
 def _restore_loaders(
-    run: Fit, state: SavedState, global_batch_size: int | None
+    run: Fit,
+    state: SavedState,
+    global_batch_size: int | None,
 ) -> None:
     """Set every loader to its position in the checkpoint; ``run.progress`` is restored already.
 

@@ -53,7 +53,9 @@ _STEP: Final = "step"
 
 
 def optimizer_state(
-    strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]
+    strategy: Strategy,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
 ) -> _Options:
     """An optimizer's state by parameter name, never by position; every rank must call it."""
     parameters, states = fail_together(
@@ -105,7 +107,8 @@ def _has_wrapper_names(group: _Saved) -> bool:
 
 
 def owned_parameters(
-    strategy: Strategy, optimizer: Optimizer
+    strategy: Strategy,
+    optimizer: Optimizer,
 ) -> list[list[nn.Parameter]]:
     """The parameters of each group as the module has them; every rank must call it."""
     return fail_together(strategy.world, lambda: strategy.optimizer_state(optimizer)[0])
@@ -138,7 +141,10 @@ def _merge_names(strategy: Strategy, groups: list[_Options]) -> None:
 
 
 def _parameter_name(
-    parameter: nn.Parameter, names: Mapping[int, str], group: int, index: int
+    parameter: nn.Parameter,
+    names: Mapping[int, str],
+    group: int,
+    index: int,
 ) -> str:
     # A parameter that is not the module's has only a position.
     return names.get(id(parameter), f"group{group}.{index}")
@@ -214,7 +220,9 @@ def restore_optimizer(
 
 
 def _merge_options(
-    optimizer: Optimizer, saved: _Saved, say: Callable[[str], None]
+    optimizer: Optimizer,
+    saved: _Saved,
+    say: Callable[[str], None],
 ) -> tuple[list[_Options], _Options]:
     """The options of each group, as saved unless the user configures another value than then; and those values.
 
@@ -322,7 +330,9 @@ def _check_positions(
 
 
 def _cast_with_weight(
-    state: _Saved, weight: object, parameter: nn.Parameter
+    state: _Saved,
+    weight: object,
+    parameter: nn.Parameter,
 ) -> _Options:
     """Cast state that had its weight's dtype to the parameter's present dtype; leave all other state as saved."""
     saved_dtype = weight.dtype if isinstance(weight, Tensor) else parameter.dtype
@@ -516,7 +526,11 @@ def _unwrap_add_group(optimizer: Optimizer) -> None:
 
 
 def exchange_optimizers(
-    run: Fit, optimizers: list[Optimizer], *, resumed: bool, has_guard: bool
+    run: Fit,
+    optimizers: list[Optimizer],
+    *,
+    resumed: bool,
+    has_guard: bool,
 ) -> None:
     """Step other optimizers from here on; see docs/decisions/0121-prepared-modules-of-fabric.md.
 

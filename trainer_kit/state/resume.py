@@ -116,7 +116,9 @@ class Search:
         return start, False, f"resuming from step {{step}} ({start})"
 
     def _resume_run(
-        self, run: RunRecord, removed: list[str]
+        self,
+        run: RunRecord,
+        removed: list[str],
     ) -> tuple[Location, str] | None:
         """The newest checkpoint of this run and the line about it; None, after a line, if it has none yet."""
         details = ""
@@ -162,7 +164,9 @@ class Search:
         return f"no unfinished run of {record.program} in {record.root}"
 
     def find(
-        self, ckpt_path: str | os.PathLike[str] | None, resumable_first: bool = False
+        self,
+        ckpt_path: str | os.PathLike[str] | None,
+        resumable_first: bool = False,
     ) -> Location | None:
         """The path that ``ckpt_path`` means; None for None, and for ``"last"`` before the first checkpoint of a fit.
 
@@ -324,7 +328,8 @@ def _newest(paths: Sequence[Location], resumable_first: bool) -> Location | None
 
 
 def _no_checkpoint(
-    directories: str, of_another_run: Location | None
+    directories: str,
+    of_another_run: Location | None,
 ) -> MissingCheckpointError:
     problem = f"no checkpoint is in {directories} yet"
     if of_another_run is None:
@@ -393,7 +398,8 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> State:
 
 
 def local_tensors(
-    strategy: Strategy, module: nn.Module
+    strategy: Strategy,
+    module: nn.Module,
 ) -> tuple[State, Collection[str]]:
     """The tensors of a module that this rank holds, by their names in checkpoints, and the names that others hold."""
     state = strategy.module_state(module)
@@ -468,7 +474,10 @@ def holds_weights(path: Location | None) -> CheckpointError:
 
 
 def load_weights(
-    module: TrainModule, path: Location, bus: Bus, strategy: Strategy
+    module: TrainModule,
+    path: Location,
+    bus: Bus,
+    strategy: Strategy,
 ) -> str | None:
     """Put the weights of a checkpoint into a module; returns a line if its hyperparameters differ."""
     # Files of other libraries are read for their weights.
@@ -494,7 +503,8 @@ _MOST_NAMES: Final = 5
 
 
 def compare_hparams(
-    hparams: Mapping[str, object], state: Mapping[str, object]
+    hparams: Mapping[str, object],
+    state: Mapping[str, object],
 ) -> str | None:
     """A line that names the hyperparameters of a module that a checkpoint has with another value; None without any."""
     saved = state.get("hyper_parameters")

@@ -293,7 +293,9 @@ class Guard:
             self._leave_out(run, step, problem, cause)
 
     def _describe_batches(
-        self, run: Fit, bad_loss: tuple[int, int, float] | None
+        self,
+        run: Fit,
+        bad_loss: tuple[int, int, float] | None,
     ) -> str:
         """The batch of a loss that is not finite, on the rank that has it; else the batches of this window."""
         window, feed = run.windows.window, run.windows.feed

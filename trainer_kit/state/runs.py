@@ -232,13 +232,15 @@ class RunFiles:
         return root / "checkpoints"
 
     def checkpoint_directories(
-        self, callbacks: Sequence[KeepsCheckpoints]
+        self,
+        callbacks: Sequence[KeepsCheckpoints],
     ) -> list[Location]:
         """The directories of the checkpoint callbacks, in their order, else the run's own."""
         return named_directories(callbacks) or [self.checkpoint_dir]
 
     def recorded_directories(
-        self, callbacks: Sequence[KeepsCheckpoints]
+        self,
+        callbacks: Sequence[KeepsCheckpoints],
     ) -> list[Location]:
         """Where the continued run keeps checkpoints, by its record.
 
@@ -552,7 +554,9 @@ def _logger_states(loggers: Sequence[object]) -> list[dict[str, Any]]:
 
 
 def _restarted_run(
-    attempts: Sequence[RunRecord], record: RunRecord, launch_kinds: Mapping[str, bool]
+    attempts: Sequence[RunRecord],
+    record: RunRecord,
+    launch_kinds: Mapping[str, bool],
 ) -> RunRecord | None:
     """The run that a launcher has restarted: started by the same launcher with the same arguments."""
     restarts = [name for name, is_restart in launch_kinds.items() if is_restart]
@@ -564,7 +568,8 @@ def _restarted_run(
 
 
 def _unfinished_run(
-    attempts: Sequence[RunRecord], record: RunRecord
+    attempts: Sequence[RunRecord],
+    record: RunRecord,
 ) -> RunRecord | None:
     """The run that ``resume="auto"`` continues."""
     if _EXECUTION.resumes and record.script:
@@ -655,7 +660,8 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
 
 
 def _check_run_directories(
-    files: RunFiles, directories: Sequence[Path]
+    files: RunFiles,
+    directories: Sequence[Path],
 ) -> tuple[list[RunRecord], dict[Path, str]]:
     """The records of these directories that can be relied on, and by directory what is wrong with the others."""
     problems: dict[Path, str] = {}

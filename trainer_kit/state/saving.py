@@ -42,7 +42,9 @@ _PATIENCE: Final = 2.0
 
 
 def save_requested(
-    run: Fit, last: bool = False, guard: StepGuard | None = None
+    run: Fit,
+    last: bool = False,
+    guard: StepGuard | None = None,
 ) -> bool:
     """Save one state for all checkpoint requests of this step. Every rank must call it at the same step.
 
@@ -216,7 +218,9 @@ def _begin(run: Fit, save: Save, states: dict[bool, State]) -> None:
 
 
 def _start_thread(
-    run: Fit, save: Save, write: Callable[[], Outcome]
+    run: Fit,
+    save: Save,
+    write: Callable[[], Outcome],
 ) -> Background[Outcome]:
     slow = threading.Timer(_SLOW, _say_slow, (run, save))
     slow.daemon = True
@@ -235,7 +239,10 @@ def _start_thread(
 
 
 def _take_snapshot(
-    run: Fit, state: State, group: Any, buffers: HostBuffers | None
+    run: Fit,
+    state: State,
+    group: Any,
+    buffers: HostBuffers | None,
 ) -> Snapshot | ShardedSnapshot:
     info = {
         "epoch": run.progress.epoch,
@@ -426,7 +433,10 @@ def _mark_last(name: str) -> str | None:
 
 
 def _report_failure(
-    run: Fit, save: Save, path: Location, failure: CheckpointError
+    run: Fit,
+    save: Save,
+    path: Location,
+    failure: CheckpointError,
 ) -> None:
     if run.strategy.world.rank != 0:
         return

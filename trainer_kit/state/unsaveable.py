@@ -165,7 +165,8 @@ def _definition(hook: FunctionType) -> ast.FunctionDef | None:
 
 
 def _assigned_entries(
-    statement: ast.stmt, checkpoint: str
+    statement: ast.stmt,
+    checkpoint: str,
 ) -> Iterator[tuple[str, ast.expr]]:
     """The entries that a statement such as ``checkpoint["name"] = value`` sets in the dict of this name."""
     if not isinstance(statement, ast.Assign):
