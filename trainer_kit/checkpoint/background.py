@@ -92,7 +92,11 @@ class Background(Generic[_T]):
         if thread:
             self._thread.start()
 
-    def _run(self, act: Callable[[], _T], done: Callable[[], None]) -> None:
+    def _run(
+        self,
+        act: Callable[[], _T],
+        done: Callable[[], None],
+    ) -> None:
         try:
             self._future.set_result(act())
         except (

@@ -463,7 +463,9 @@ def module_to_plain(module: nn.Module) -> dict[str, Any]:
     """The state of a module from which `module_from_plain` makes one, without its class."""
     # Python 3.10 has no default.
     reader: Any = inspect.getattr_static(type(module), "__getstate__", None)
-    state: dict[str, Any] = vars(module) if reader is None else dict(reader(module))
+    state: dict[str, Any] = vars(module)
+    if reader is not None:
+        state = dict(reader(module))
     defaults = vars(nn.Module())
     attributes = {}
     for name, value in state.items():

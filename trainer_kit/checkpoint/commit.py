@@ -354,7 +354,8 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
         return []
     cleaned: list[str] = []
     # Entries that end in .old come first: a checkpoint is restored before leftovers of its replacement are deleted.
-    entries = sorted(root.iterdir(), key=lambda entry: entry.name.endswith(".tmp"))
+    entries = list(root.iterdir())
+    entries.sort(key=lambda entry: entry.name.endswith(".tmp"))
     for entry in entries:
         hidden = Hidden.parse(entry.name)
         if hidden is None or not hidden.stale or entry.is_symlink():
@@ -454,7 +455,11 @@ def _check_space(target: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def io_failure(target: Location, error: OSError, needed: int) -> CheckpointError:
+def io_failure(
+    target: Location,
+    error: OSError,
+    needed: int,
+) -> CheckpointError:
     """Make the `CheckpointError` for an ``error`` while ``needed`` bytes were written to ``target``."""
     if isinstance(target, RemotePath):
         reason = error.strerror or str(error) or type(error).__name__
@@ -578,7 +583,8 @@ def staged_files(work: Path, own: Collection[str]) -> FileEntries:
                 )
             # Syncs a file too; not on Windows, where a read-only file cannot be synced.
             sync_directory(path)
-            entries[relative] = {"size": path.stat().st_size, "xxh3_64": checksum(path)}
+            size = path.stat().st_size
+            entries[relative] = {"size": size, "xxh3_64": checksum(path)}
         sync_directory(Path(directory))
     return dict(sorted(entries.items()))
 

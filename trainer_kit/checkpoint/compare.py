@@ -54,7 +54,10 @@ class Difference:
         return f"{name}: {self.kind} {self.a} != {self.b}"
 
 
-def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Difference]:
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+) -> list[Difference]:
     """Return every difference between two checkpoints, compared bit by bit.
 
     Args:

@@ -259,7 +259,8 @@ def _assemble_frozen(
             fragment = {name: fragments.get(name)}
             tensors = tensors_of(file, fragment, file.stat().st_size)
             flat.append(tensors[name].view(-1))
-        weights[name] = _unflatten(torch.cat(flat), shape, files.states[0], name)
+        weight = torch.cat(flat)
+        weights[name] = _unflatten(weight, shape, files.states[0], name)
     return weights
 
 
@@ -275,7 +276,12 @@ def _read_tensor(
     return tensor if shape is None else _unflatten(tensor, shape, file, name)
 
 
-def _unflatten(tensor: Tensor, shape: torch.Size, file: Path, name: str) -> Tensor:
+def _unflatten(
+    tensor: Tensor,
+    shape: torch.Size,
+    file: Path,
+    name: str,
+) -> Tensor:
     """Return a tensor in ``shape``; it may be flat with padding at its end."""
     if tensor.shape == shape:
         return tensor
@@ -343,7 +349,8 @@ def _moments_by_position(
     masters: Sequence[Sequence[Tensor]] | None = state.get("fp32_groups")
     groups = []
     for group_index, group in enumerate(inner["param_groups"]):
-        states = [dict(inner["state"].get(index, {})) for index in group["params"]]
+        indices = group["params"]
+        states = [dict(inner["state"].get(index, {})) for index in indices]
         if masters is not None:
             pairs = zip(states, masters[group_index], strict=True)
             states = [{**moments, "master": master} for moments, master in pairs]

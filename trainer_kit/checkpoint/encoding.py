@@ -337,7 +337,12 @@ class _Encoder:
             )
         raise self._refusal(value, path)
 
-    def _with_codec(self, codec: Codec, value: object, path: _KeyPath) -> _Record:
+    def _with_codec(
+        self,
+        codec: Codec,
+        value: object,
+        path: _KeyPath,
+    ) -> _Record:
         try:
             plain = codec.to_plain(value)
         except Exception as error:
@@ -512,7 +517,12 @@ def _unsaveable_kind(tensor: Tensor) -> str | None:
 
 @final
 class _Decoder:
-    def __init__(self, tensors: Mapping[str, Tensor], at: str, file: object) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        at: str,
+        file: object,
+    ) -> None:
         self._tensors = tensors
         self._at = at
         self._file = file
@@ -562,8 +572,11 @@ class _Decoder:
 
     def pairs(self, record: _Record, path: _KeyPath) -> dict[Any, Any]:
         # All keys before all items, as they were encoded.
-        pairs = [(self.decode(key, (*path, "key")), item) for key, item in record["v"]]
-        return {key: self.decode(item, (*path, _key_name(key))) for key, item in pairs}
+        keys = [self.decode(key, (*path, "key")) for key, _ in record["v"]]
+        decoded = {}
+        for key, (_, item) in zip(keys, record["v"], strict=True):
+            decoded[key] = self.decode(item, (*path, _key_name(key)))
+        return decoded
 
     def ordered(self, record: _Record, path: _KeyPath) -> OrderedDict[Any, Any]:
         value = OrderedDict(self.decode(record["v"], path))

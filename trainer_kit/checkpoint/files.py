@@ -138,7 +138,11 @@ thread runs Python, so a file is hashed and written in few calls."""
 
 
 @contextmanager
-def named_failure(file: object, problem: str, fix: str | None = None) -> Iterator[None]:
+def named_failure(
+    file: object,
+    problem: str,
+    fix: str | None = None,
+) -> Iterator[None]:
     """Turn an ``OSError`` inside into a `CheckpointError` that names ``file``; ``problem`` begins the reason."""
     try:
         yield
@@ -183,7 +187,8 @@ def in_bytes(size: int | str, name: str, least: int = 0) -> int:
 
 def flatten(tensor: Tensor) -> Tensor:
     """Return all elements in one dim of stride 1; `view(-1)` keeps the stride of a single element."""
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    size = (tensor.numel(),)
+    return tensor.contiguous().as_strided(size, (1,))
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -195,7 +200,9 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return torch.equal(flatten(one).view(torch.uint8), flatten(other).view(torch.uint8))
+    raw = flatten(one).view(torch.uint8)
+    other_raw = flatten(other).view(torch.uint8)
+    return torch.equal(raw, other_raw)
 
 
 def safetensors_bytes(
@@ -210,7 +217,7 @@ def safetensors_bytes(
     other names to it, as ``safetensors.torch.save_model`` does.
     """
     tied = tied_names(tensors)
-    stored = [(name, tensor) for name, tensor in tensors.items() if name not in tied]
+    stored = [item for item in tensors.items() if item[0] not in tied]
     # Large elements first: that keeps the data of every tensor aligned.
     stored.sort(key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {"__metadata__": {**tied, _FORMAT_KEY: "pt"}}
@@ -566,7 +573,11 @@ def tensors_of(
     return weights
 
 
-def _not_a_tensor(file: Location, name: object, value: object) -> CheckpointError:
+def _not_a_tensor(
+    file: Location,
+    name: object,
+    value: object,
+) -> CheckpointError:
     """The error for an entry of a state_dict that is neither a tensor nor extra state."""
     key = name if isinstance(name, str) else f"a {type(name).__name__}"
     reason = f"a {type(value).__name__} where a state_dict has a tensor"

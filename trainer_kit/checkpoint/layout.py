@@ -93,8 +93,10 @@ class TensorLayout:
     def viewed_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
         """Return the layout of a tensor of this dtype and shape that is stored flat in another dtype (`CARRIERS`)."""
         start = (0,) * len(shape)
-        chunks = [Chunk(start, shape, chunk.file, chunk.key) for chunk in self.chunks]
-        return TensorLayout(dtype, shape, tuple(chunks))
+        chunks = tuple(
+            Chunk(start, shape, chunk.file, chunk.key) for chunk in self.chunks
+        )
+        return TensorLayout(dtype, shape, chunks)
 
 
 Layout = dict[str, dict[str, TensorLayout]]
@@ -112,7 +114,8 @@ def dump_layout(layout: Mapping[str, Mapping[str, TensorLayout]]) -> bytes:
         content[part_name] = {
             name: _tensor_entry(tensor) for name, tensor in tensors.items()
         }
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    document = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    text = document.encode()
     if len(text) > DOCUMENT_MOST:
         reason = f"a layout of {in_units(len(text))}, where at most {in_units(DOCUMENT_MOST)} can be saved"
         raise CheckpointError(
@@ -188,7 +191,8 @@ def _parse_tensor(file: Path, key: str, entry: Any) -> TensorLayout:
 def _parse_chunk(entry: Any) -> Chunk:
     offsets = _parse_sizes(entry["offsets"])
     sizes = _parse_sizes(entry["sizes"])
-    return Chunk(offsets, sizes, str(entry["file"]), str(entry["key"]))
+    file, key = str(entry["file"]), str(entry["key"])
+    return Chunk(offsets, sizes, file, key)
 
 
 def _parse_sizes(value: object) -> tuple[int, ...]:
@@ -231,7 +235,11 @@ def _is_inside(chunk: Chunk, shape: tuple[int, ...]) -> bool:
     return all(0 < size <= length - offset for offset, size, length in dims)
 
 
-def _refuse_overlap(file: object, key: str, tensor: TensorLayout) -> None:
+def _refuse_overlap(
+    file: object,
+    key: str,
+    tensor: TensorLayout,
+) -> None:
     """Raise if two chunks share an element.
 
     Sweep along the dim with the most different offsets; compare each chunk with those that are still open there.
@@ -315,7 +323,8 @@ class ShardFiles:
             if carrier is None:
                 return torch.as_tensor(view[box])
             # It is stored flat in another dtype, of which a box is no slice.
-            return torch.as_tensor(view[:]).view(tensor.dtype).reshape(chunk.sizes)[box]
+            values = torch.as_tensor(view[:]).view(tensor.dtype)
+            return values.reshape(chunk.sizes)[box]
         except CheckpointError:
             raise
         except Exception as error:  # a damaged header can cause any error
@@ -383,12 +392,17 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
         shape = tuple(tensor.shape)
         chunks: tuple[Chunk, ...] = ()
         if tensor.numel():
-            chunks = (Chunk((0,) * tensor.ndim, shape, file.name, key),)
+            start = (0,) * tensor.ndim
+            chunks = (Chunk(start, shape, file.name, key),)
         layout[name] = TensorLayout(tensor.dtype, shape, chunks)
     return layout
 
 
-def layouts_of(path: Path, manifest: Manifest, parts: Iterable[str]) -> Layout:
+def layouts_of(
+    path: Path,
+    manifest: Manifest,
+    parts: Iterable[str],
+) -> Layout:
     """Return the layout of a checkpoint's tensors by part and name, also of one that a single process wrote.
 
     Raises:

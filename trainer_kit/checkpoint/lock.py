@@ -144,7 +144,8 @@ class DirectoryLock:
         try:
             with _open(file) as stale:
                 _wait_for(stale)
-                is_same = os.path.samestat(os.fstat(stale.fileno()), os.stat(file))
+                opened = os.fstat(stale.fileno())
+                is_same = os.path.samestat(opened, os.stat(file))
                 if not is_same or _read(file) != owner:
                     return False
                 status = os.stat(work)

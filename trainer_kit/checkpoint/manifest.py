@@ -139,7 +139,8 @@ def next_commit(directory: Location) -> int:
         return now
     # Clocks are set back, and differ between machines that write to one directory.
     numbers = [commit_number(entry) or 0 for entry in directory.iterdir()]
-    return min(max([now, *(number + 1 for number in numbers)]), _LATEST_COMMIT)
+    number = max(now, max(numbers, default=0) + 1)
+    return min(number, _LATEST_COMMIT)
 
 
 def commit_number(path: Location) -> int | None:
@@ -160,7 +161,8 @@ def commit_number(path: Location) -> int | None:
 def dump_manifest(content: Manifest) -> bytes:
     """Return the bytes of the manifest, with the SHA-256 of its canonical JSON."""
     signed = {**content, "sha256": digest(content)}
-    return (json.dumps(signed, indent=1, allow_nan=False) + "\n").encode()
+    text = json.dumps(signed, indent=1, allow_nan=False) + "\n"
+    return text.encode()
 
 
 def read_manifest(path: Location) -> Manifest:
@@ -320,7 +322,11 @@ def _checkpoint_name(files_directory: Location) -> str:
     return directory.name
 
 
-def check_sizes(path: Location, manifest: Manifest, names: list[str]) -> None:
+def check_sizes(
+    path: Location,
+    manifest: Manifest,
+    names: list[str],
+) -> None:
     """Check the sizes in the manifest against the files' headers, before any content is read or fetched.
 
     Raises:
@@ -356,7 +362,11 @@ def check_sizes(path: Location, manifest: Manifest, names: list[str]) -> None:
             raise CheckpointError(path / name, None, reason, fix=_FIX)
 
 
-def check_content(path: Location, manifest: Manifest, names: list[str]) -> None:
+def check_content(
+    path: Location,
+    manifest: Manifest,
+    names: list[str],
+) -> None:
     """Check that the named files hold the bytes that were written; compare sizes before reading any content.
 
     Raises:
@@ -529,7 +539,11 @@ def _check_shape(file: Location, manifest: Manifest) -> None:
         _check_files_of_part(file, manifest, part_name)
 
 
-def _check_files_of_part(file: Location, manifest: Manifest, part_name: str) -> None:
+def _check_files_of_part(
+    file: Location,
+    manifest: Manifest,
+    part_name: str,
+) -> None:
     files = manifest["files"]
     value = manifest["parts"][part_name]
     sharded = is_sharded(manifest)

@@ -369,7 +369,8 @@ def read_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: the manifest is missing or damaged.
     """
     root = locate(path)
-    info = decode(read_manifest(root).get("info"), {}, at="info", file=root / MANIFEST)
+    tree = read_manifest(root).get("info")
+    info = decode(tree, {}, at="info", file=root / MANIFEST)
     if not isinstance(info, dict):
         raise CheckpointError(root / MANIFEST, "info", "the info is not a dict")
     return info
@@ -385,7 +386,9 @@ def size_of(path: str | os.PathLike[str]) -> int:
 def step_of(info: Mapping[str, object]) -> int | None:
     """Return the number of optimizer steps in an ``info``; None if it has no valid number."""
     step = info.get("step")
-    return step if type(step) is int and -(2**63) <= step < 2**63 else None
+    if type(step) is not int or not -(2**63) <= step < 2**63:
+        return None
+    return step
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:

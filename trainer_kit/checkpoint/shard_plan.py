@@ -41,7 +41,11 @@ _Entries = list[Any]
 """What a rank sends of its tensors or boxes: JSON."""
 
 
-def file_names(parts: Iterable[str], rank: int, size: int) -> dict[str, str]:
+def file_names(
+    parts: Iterable[str],
+    rank: int,
+    size: int,
+) -> dict[str, str]:
     """The names of a rank's files, by part."""
     suffix = f"-{rank + 1:05d}-of-{size:05d}{SHARD}"
     names = name_parts({part_name: (part_name,) for part_name in parts}, suffix)
@@ -98,8 +102,11 @@ class LocalState:
         # torch knows which part of a distributed tensor this rank holds, for every layout.
         self._planner = _save_planner(self._tensors, first)
         # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
-        items = self._planner.create_local_plan().items
-        self._items = [item for item in items if math.prod(_box(item)[1])]
+        self._items = []
+        for item in self._planner.create_local_plan().items:
+            _, sizes = _box(item)
+            if math.prod(sizes):
+                self._items.append(item)
 
     def _encode(self, part_name: str, value: object) -> None:
         """Encode a part and number its tensors, as torch's planner takes one flat dict."""
@@ -113,11 +120,14 @@ class LocalState:
 
     def describe(self) -> object:
         """Return the trees; part, name, shape and dtype of each tensor; part, name and box of each chunk."""
-        tensors = [
-            [*self._names[key], list(tensor.shape), dtype_name(tensor.dtype)]
-            for key, tensor in self._tensors.items()
-        ]
-        boxes = [[*self._names[item.index.fqn], *_box(item)] for item in self._items]
+        tensors = []
+        for key, tensor in self._tensors.items():
+            shape, dtype = list(tensor.shape), dtype_name(tensor.dtype)
+            tensors.append([*self._names[key], shape, dtype])
+        boxes = []
+        for item in self._items:
+            name = self._names[item.index.fqn]
+            boxes.append([*name, *_box(item)])
         return self.trees, tensors, boxes
 
     def read_chunks(

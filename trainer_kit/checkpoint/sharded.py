@@ -419,7 +419,12 @@ def _open_source(
 class _Source:
     """A checkpoint on disk: manifest, encoded trees, and layouts by part and name."""
 
-    def __init__(self, root: Path, manifest: Manifest, parts: list[str]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        parts: list[str],
+    ) -> None:
         self.root = root
         self.manifest = manifest
         self.parts = parts
@@ -647,7 +652,13 @@ class _Target:
             )
             planner.resolve_tensor(item).detach().copy_(content)
 
-    def _register(self, value: Tensor, tree: Tree, part_name: str, key: str) -> Tensor:
+    def _register(
+        self,
+        value: Tensor,
+        tree: Tree,
+        part_name: str,
+        key: str,
+    ) -> Tensor:
         root = self._source.root
         layout = self._source.stored_layout(tree, part_name, key)
         if layout is None:

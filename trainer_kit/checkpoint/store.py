@@ -184,7 +184,10 @@ def mark(
         raise
 
 
-def _mark(root: Location, names: Mapping[str, str | os.PathLike[str] | None]) -> None:
+def _mark(
+    root: Location,
+    names: Mapping[str, str | os.PathLike[str] | None],
+) -> None:
     index = read_index(root) or {}
     for name, path in names.items():
         if path is None:

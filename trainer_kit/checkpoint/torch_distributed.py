@@ -173,7 +173,12 @@ def _read_tensors(
     return tensors
 
 
-def _read_tensor(directory: Path, name: str, record: Any, storage: _Storage) -> Tensor:
+def _read_tensor(
+    directory: Path,
+    name: str,
+    record: Any,
+    storage: _Storage,
+) -> Tensor:
     layout = _tensor_layout(name, record, storage)
     check_cover(directory / _METADATA, name, layout)
     for chunk in layout.chunks:
@@ -199,7 +204,11 @@ def _read_tensor(directory: Path, name: str, record: Any, storage: _Storage) -> 
     return tensor
 
 
-def _tensor_layout(name: str, record: Any, storage: _Storage) -> TensorLayout:
+def _tensor_layout(
+    name: str,
+    record: Any,
+    storage: _Storage,
+) -> TensorLayout:
     dtype = record.properties.values[0]
     shape = tuple(record.size)
     chunks = []

@@ -45,7 +45,10 @@ def children(
     if tag != "dict":
         return None
     try:
-        return {decode(key, {}, at=at, file=file): item for key, item in value}
+        items = {}
+        for key, item in value:
+            items[decode(key, {}, at=at, file=file)] = item
+        return items
     except (TypeError, ValueError) as error:
         reason = f"damaged record of a dict: {error}"
         raise CheckpointError(file, at or None, reason) from error
@@ -99,7 +102,10 @@ def merge(first: Tree, second: Tree) -> Tree:
     return first
 
 
-def _merge_dicts(first: dict[str, Tree], second: dict[str, Tree]) -> dict[str, Tree]:
+def _merge_dicts(
+    first: dict[str, Tree],
+    second: dict[str, Tree],
+) -> dict[str, Tree]:
     merged = dict(first)
     for key, value in second.items():
         merged[key] = merge(first[key], value) if key in first else value

@@ -321,7 +321,10 @@ def _nested_state_dict(content: Any) -> Any:
     return nested if isinstance(nested, dict) else content
 
 
-def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, Any]:
+def read_module(
+    path: str | os.PathLike[str],
+    whole: bool = False,
+) -> dict[str, Any]:
     """Return a module's ``state_dict`` and ``hyper_parameters`` (possibly empty), for ``load_from_checkpoint``.
 
     Args:
@@ -364,8 +367,9 @@ def holds_weight_files(path: Path) -> bool:
     """Whether this is a directory of weights for `_find_weight_files`, and not a checkpoint of ours, whole or not."""
     if not path.is_dir():
         return False
-    if any(os.path.lexists(path / name) for name in (MANIFEST, DOCUMENT, LAYOUT)):
-        return False
+    for name in (MANIFEST, DOCUMENT, LAYOUT):
+        if os.path.lexists(path / name):
+            return False
     for pattern in ("*.safetensors", f"*{_INDEX}", ".metadata", "*/.metadata"):
         if next(path.glob(pattern), None) is not None:
             return True
@@ -604,7 +608,11 @@ def _write(
         sync_directory(work)
 
 
-def _write_shards(work: Path, weights: Mapping[str, Tensor], max_bytes: int) -> None:
+def _write_shards(
+    work: Path,
+    weights: Mapping[str, Tensor],
+    max_bytes: int,
+) -> None:
     """Layout: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints."""
     tied = tied_names(weights)
     shards: list[dict[str, Tensor]] = [{}]

@@ -309,7 +309,13 @@ class Guard:
             cause = ", which holds NaN or infinity itself"
         return f"{loss} in {feed.name_batch(epoch, index)}{cause}; every parameter is finite"
 
-    def _leave_out(self, run: Fit, step: int, problem: str, cause: str) -> None:
+    def _leave_out(
+        self,
+        run: Fit,
+        step: int,
+        problem: str,
+        cause: str,
+    ) -> None:
         """Leave a step out and go back, or raise the error about it."""
         if self._raises or len(self._left_out) >= self._most:
             raise self._final_error(problem, cause)
