@@ -18,7 +18,9 @@ __all__ = ["WindowLoader"]
 _NO_BATCH: Final = object()
 # Whatever the user's loader yields.
 _Batch: TypeAlias = Any
-_Prefetch: TypeAlias = Callable[[Iterable[Any]], Iterator[Any]]
+# Batches of the feed, each with its size; those that are copied early have their weight, too.
+_Items: TypeAlias = Iterator[Any]
+_Prefetch: TypeAlias = Callable[[Iterable[Any]], _Items]
 
 
 class _Padding(Protocol):
@@ -87,10 +89,8 @@ class WindowLoader:
         self._last_even = (
             -1
         )  # windows up to this index have a micro-batch on every rank
-        self._source: Iterator[Any] | None = (
-            None  # more batches, while a window is measured
-        )
-        self._batches: Iterator[Any] = iter(())
+        self._source: _Items | None = None  # more batches, while a window is measured
+        self._batches: _Items = iter(())
         # A weight matters only in relation to other batches.
         self._asks_for_sizes = weighting and loss_weight is None
 
@@ -124,13 +124,16 @@ class WindowLoader:
 
     def start_epoch(self, steps_left: int | None) -> None:
         """Get ready for an epoch; ``steps_left`` steps are left in the run, None for no limit."""
-        self._budget = None if steps_left is None else steps_left * self.length
+        self._budget = None
+        if steps_left is not None:
+            self._budget = steps_left * self.length
+        # A rank that lacks a batch later runs the last one of an earlier epoch as padding.
         self.window = self._closed_window(self.window.batch, self.window.earlier)
 
     def epoch(self, progress: Progress) -> Iterator[Window]:
         """The windows of the running epoch, from the position in ``progress``."""
         start = progress.epoch_batch
-        batches: Iterator[Any] = iter(self.feed.sized_epoch(progress.epoch, start))
+        batches: _Items = iter(self.feed.sized_epoch(progress.epoch, start))
         if self.limit is not None:
             # A resumed run may be beyond its limit.
             batches = islice(batches, max(0, self.limit - start))
@@ -177,10 +180,11 @@ class WindowLoader:
     def _noting_position(self, windows: Iterator[Window]) -> Iterator[Window]:
         """Drop the states of the loader before each window that begins."""
         for window in windows:
+            # A checkpoint inside this window resumes at its first batch, so that state is kept.
             self.feed.loader_state.forget(window.first)
             yield window
 
-    def _read_ahead(self, items: Iterator[Any], ahead: _Prefetch) -> Iterator[Any]:
+    def _read_ahead(self, items: _Items, ahead: _Prefetch) -> _Items:
         """Copy batches while the device computes; read no batch beyond the end of the run."""
         if self._budget is not None:
             yield from ahead(islice(items, self._budget))
@@ -188,7 +192,7 @@ class WindowLoader:
 
     # -- one rank ----------------------------------------------------------------------------------------------
 
-    def _sized_windows(self, batches: Iterator[Any], start: int) -> Iterator[Window]:
+    def _sized_windows(self, batches: _Items, start: int) -> Iterator[Window]:
         """One rank, weights by samples: no communication, and no factor for a window of one micro-batch."""
         runner = self.runner
         for batch, size in batches:
@@ -196,7 +200,7 @@ class WindowLoader:
             if self._measure is not None:
                 self._measure_window(sizes, sizes)
             if self.length == 1:
-                # Made here, without a Python call: the usual case.
+                # The usual case. Made here, not in `_window`: that is a Python call less in every step.
                 self.window = Window(
                     runner=runner,
                     batches=[batch],
@@ -219,9 +223,12 @@ class WindowLoader:
             start += self.window.count
             yield self.window
 
-    def _weighed_windows(self, items: Iterator[Any], start: int) -> Iterator[Window]:
+    def _weighed_windows(self, items: _Items, start: int) -> Iterator[Window]:
         """One rank, with the user's weights or with batches that were copied early."""
-        while loaded := list(islice(items, self.length)):
+        while True:
+            loaded = list(islice(items, self.length))
+            if not loaded:
+                return
             if self._measure is not None:
                 size, weight, _ = loaded[0]
                 self._measure_window([size], [weight])
@@ -237,17 +244,19 @@ class WindowLoader:
 
     # -- several ranks -----------------------------------------------------------------------------------------
 
-    def _windows_of_ranks(self, batches: Iterator[Any], start: int) -> Iterator[Window]:
+    def _windows_of_ranks(self, batches: _Items, start: int) -> Iterator[Window]:
         """Several ranks: windows have the same length on all of them."""
         self._by_samples = self.feed.even and self.loss_weight is None
-        length = self.feed.length
-        self._last_even = -1 if length is None else length - 1
-        self._source = batches if self._measure is not None else None
-        load = (
-            self._load_one
-            if self._by_samples and self.ahead is None
-            else self._load_together
-        )
+        # The last batch of an epoch may be missing on some ranks; of an unknown length, any may be.
+        self._last_even = -1
+        if self.feed.length is not None:
+            self._last_even = self.feed.length - 1
+        self._source = None
+        if self._measure is not None:
+            self._source = batches
+        load = self._load_together
+        if self._by_samples and self.ahead is None:
+            load = self._load_one
         while True:
             window = load(list(islice(batches, self.length)), start)
             if window is None:
@@ -266,7 +275,9 @@ class WindowLoader:
         if samples is None:
             return self._load_together(items, start)
         batch, size = items[0]
-        factor = size * self.divisor / (samples * self.parts) if self.weighting else 1.0
+        factor = 1.0
+        if self.weighting:
+            factor = size * self.divisor / (samples * self.parts)
         uneven = start >= self._last_even
         before = self.window
         return Window(
@@ -290,11 +301,11 @@ class WindowLoader:
         if self._measure is not None and self._source is not None:
             source, self._source = self._source, None
             self._measure_window(sizes, weights)
-            more_sizes, more_weights, more = self._columns(
-                list(islice(source, self.length - 1))
-            )
-            sizes, weights = sizes + more_sizes, weights + more_weights
-            batches = batches + more
+            later_items = list(islice(source, self.length - 1))
+            more_sizes, more_weights, more_batches = self._columns(later_items)
+            sizes = sizes + more_sizes
+            weights = weights + more_weights
+            batches = batches + more_batches
         samples = self._known_samples(len(batches), start)
         if samples is not None:
             if not batches:
@@ -330,7 +341,9 @@ class WindowLoader:
         if not self._by_samples:
             return None
         samples = [self.feed.samples(start + index) for index in range(count)]
-        return None if None in samples else cast("list[int]", samples)
+        if None in samples:
+            return None
+        return cast("list[int]", samples)
 
     def _columns(self, items: list[Any]) -> tuple[list[int], list[float], list[_Batch]]:
         """The sizes, weights and batches of a window."""
@@ -339,6 +352,7 @@ class WindowLoader:
             weights = [weight for _, weight, _ in items]
             return sizes, weights, [batch for _, _, batch in items]
         sizes = [size for _, size in items]
+        # EMPTY marks this rank's share of a batch with fewer samples than ranks.
         batches = [None if batch is EMPTY else batch for batch, _ in items]
         if self.loss_weight is None:
             return sizes, list(sizes), batches
@@ -354,7 +368,9 @@ class WindowLoader:
         if self.padding is None:
             return before.earlier
         provided = self.padding.provide([*batches, before.batch, before.earlier])
-        return before.earlier if provided is None else provided
+        if provided is None:
+            return before.earlier
+        return provided
 
     # -- one window --------------------------------------------------------------------------------------------
 
@@ -395,15 +411,19 @@ class WindowLoader:
             started=self.runner.progress.step,
             tokens=0 if self.loss_weight is None else round(total),
             uneven=uneven,
+            # A window without a batch of this rank still has the last one that ran.
             batch=before.batch,
             index=before.index,
             earlier=self._earlier_batch(batches) if uneven else before.earlier,
         )
 
     def _factors(self, weights: Sequence[float], total: float) -> list[float] | None:
+        """What each loss is multiplied by; None where that is 1, so that nothing is multiplied."""
         if not self.weighting:
             count = len(weights)
-            return None if count == 1 else [1 / count] * count
+            if count == 1:
+                return None
+            return [1 / count] * count
         if total <= 0:
             raise DataError(
                 "the weights of an accumulation window sum to zero or less",
@@ -411,22 +431,27 @@ class WindowLoader:
                 fix="return a positive number from loss_weight",
             )
         factors = [weight * self.divisor / total for weight in weights]
-        return None if factors.count(1.0) == len(factors) else factors
+        if factors.count(1.0) == len(factors):
+            return None
+        return factors
 
     def _measure_window(self, sizes: Sequence[float], weights: Sequence[float]) -> None:
         """Set the length of the window from its first micro-batch; every rank calls it."""
         measure, self._measure = self._measure, None
         assert measure is not None
-        sums = [sum(sizes), sum(weights)]
-        rows = self.group.agree(sums) if self.group.size > 1 else [sums]
-        measure(sum(row[0] for row in rows) / self.parts, sum(row[1] for row in rows))
+        rows = [[sum(sizes), sum(weights)]]
+        if self.group.size > 1:
+            rows = self.group.agree(rows[0])
+        # Ranks that share a batch count its samples each.
+        samples = sum(row[0] for row in rows) / self.parts
+        measure(samples, sum(row[1] for row in rows))
 
     def _ask_for_sizes(self) -> None:
         """Ask once for what the feed cannot tell: the number of samples of a batch of the user's own kind."""
         self._asks_for_sizes = False
         self.feed.ask_for_sizes("define loss_weight(self, batch) on the module")
 
-    def _weighed(self, batches: Iterator[Any]) -> Iterator[tuple[int, float, _Batch]]:
+    def _weighed(self, batches: _Items) -> Iterator[tuple[int, float, _Batch]]:
         # Not map(): a StopIteration from the user's loss_weight would look like the end of the batches.
         return (
             (0, 0.0, None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
@@ -35,6 +35,12 @@ from trainer_kit.step.teardown import Teardown
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Evaluation", "evaluate", "part_weight", "predict"]
+
+# Whatever the user's loader yields, and whatever a step returns.
+_Batch: TypeAlias = Any
+_Outputs: TypeAlias = list[Any]
+_Step: TypeAlias = Callable[..., Any]
+_Weigh: TypeAlias = Callable[[_Batch], Any]
 
 _HOOKS = {"validate": "validation", "test": "test", "predict": "predict"}
 
@@ -67,7 +73,7 @@ class Evaluation:
     metrics: Metrics
     precision: Precision
     strategy: Strategy
-    move: Callable[[Any, int], Any] | None
+    move: Callable[[_Batch, int], _Batch] | None
     whole_batches: bool
     inference_mode: bool
     publish: Callable[[Reduced, int], None]
@@ -123,7 +129,7 @@ class Evaluation:
         self.expected = expected
         self.seen.clear()
 
-    def run_loader(self, loader: int, epoch: int, outputs: list[Any] | None) -> bool:
+    def run_loader(self, loader: int, epoch: int, outputs: _Outputs | None) -> bool:
         """Run one loader; return whether this rank had a batch.
 
         Args:
@@ -135,16 +141,14 @@ class Evaluation:
         starts, ends = self.listeners("batch_start"), self.listeners("batch_end")
         metrics, move, lockstep = self.metrics, self.move, self.strategy.lockstep
         context, step_name = self.precision.forward_context(), self.step_name
-        feed, publish, predicts = (
-            self.feeds[loader],
-            self.publish,
-            self.stage == "predict",
-        )
-        weigh = None if self.whole_batches else part_weight(self.module, self.strategy)
+        feed, predicts = self.feeds[loader], self.stage == "predict"
+        weigh = None
+        if not self.whole_batches:
+            weigh = part_weight(self.module, self.strategy)
         if predicts:
             feed.record_indices()
         metrics.use_sizes_of(feed if weigh is None else None)
-        earlier: Any = None
+        earlier: _Batch = None
         ran = False
         batches = islice(feed.sized_epoch(epoch), self.limits[loader])
         for index, (batch, size) in enumerate(
@@ -186,24 +190,27 @@ class Evaluation:
                 outputs.append(output)
             if metrics.by_batch:
                 self.seen[loader] = self.seen.get(loader, 0) + 1
-                publish(metrics.flush_evaluation_step(), self.seen[loader])
+                self.publish(metrics.flush_evaluation_step(), self.seen[loader])
         return ran
 
-    def _bound_step(self, loader: int) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    def _bound_step(self, loader: int) -> tuple[_Step, tuple[int, ...]]:
         """The step under the strategy, and its arguments after batch and index."""
-        step: Callable[..., Any] = getattr(self.module, self.step_name)
+        step: _Step = getattr(self.module, self.step_name)
         extra = (loader,) if len(self.feeds) > 1 else ()
         if not takes(step, 2 + len(extra)):
             step = _first_arguments(step, extra)
             extra = ()
         return self.strategy.bind_evaluation(step, whole=self.whole_batches), extra
 
-    def _shared_first_batch(self, batch: Any, loader: int) -> Any:
+    def _shared_first_batch(self, batch: _Batch, loader: int) -> _Batch:
         """A batch that ranks without one can run as padding; None where none is needed. Every data rank calls it."""
         if self._all_have_first_batch(loader):
             return None
-        shared = shared_batch(None if batch is EMPTY else batch, self.strategy.data)
-        return shared if self.move is None else self.move(shared, loader)
+        present = None if batch is EMPTY else batch
+        shared = shared_batch(present, self.strategy.data)
+        if self.move is None:
+            return shared
+        return self.move(shared, loader)
 
     def _all_have_first_batch(self, loader: int) -> bool:
         """Whether every data rank is known to have a share of the first batch."""
@@ -214,7 +221,7 @@ class Evaluation:
         # Full batches go to the ranks in turn, so a single batch belongs to one rank.
         return all(unit == "samples" for unit, _ in feed.stride)
 
-    def _run_padding(self, step: Callable[[], Any]) -> None:
+    def _run_padding(self, step: Callable[[], object]) -> None:
         """Run a padding batch for the collectives of the other ranks, without hooks and without logging."""
         context = self.precision.forward_context() or nullcontext()
         effects = without_side_effects(self.module, self.strategy.device)
@@ -223,7 +230,9 @@ class Evaluation:
 
 
 def _smaller(batches: int | None, limit: int) -> int:
-    return limit if batches is None else min(batches, limit)
+    if batches is None:
+        return limit
+    return min(batches, limit)
 
 
 def evaluate(evaluation: Evaluation, epoch: int = 0) -> Reduced:
@@ -250,13 +259,13 @@ def evaluate(evaluation: Evaluation, epoch: int = 0) -> Reduced:
     return reduced
 
 
-def predict(evaluation: Evaluation, keep: bool = True) -> list[list[Any]]:
+def predict(evaluation: Evaluation, keep: bool = True) -> list[_Outputs]:
     """Run every loader once and return what ``predict_step`` returned: a list for each loader, in dataset order."""
-    predictions: list[list[Any]] = []
+    predictions: list[_Outputs] = []
     with _Evaluating(evaluation):
         evaluation.call_hooks("start", "epoch_start")
         for index in range(len(evaluation.feeds)):
-            outputs: list[Any] = []
+            outputs: _Outputs = []
             evaluation.run_loader(index, 0, outputs if keep else None)
             predictions.append(
                 _in_dataset_order(outputs, evaluation.strategy.data, keep)
@@ -265,14 +274,12 @@ def predict(evaluation: Evaluation, keep: bool = True) -> list[list[Any]]:
     return predictions
 
 
-def _weight(weigh: Callable[[Any], Any], batch: Any) -> float:
+def _weight(weigh: _Weigh, batch: _Batch) -> float:
     """A batch has the same weight in the loss and in the mean of logged values."""
     return float(weigh(batch))  # no sync point: the batch is on the host
 
 
-def _first_arguments(
-    step: Callable[..., Any], extra: tuple[int, ...]
-) -> Callable[..., Any]:
+def _first_arguments(step: _Step, extra: tuple[int, ...]) -> _Step:
     """Adapt a step that does not take all of (batch, batch_idx, dataloader_idx)."""
     if takes(step, 2):
         return step
@@ -281,17 +288,18 @@ def _first_arguments(
     return lambda batch, index: step(batch, index, *(extra or (0,)))
 
 
-def _in_dataset_order(outputs: list[Any], group: Group, keep: bool) -> list[Any]:
+def _in_dataset_order(outputs: _Outputs, group: Group, keep: bool) -> _Outputs:
     """The outputs of all ranks in dataset order: a global batch is the concatenation of the ranks' blocks."""
     if group.size == 1 or not keep:
         return outputs
     indexed = [
         (index, output) for index, output in enumerate(outputs) if output is not EMPTY
     ]
+    # Ranks have different devices, and a pickled tensor keeps its device.
     on_host = map_tensors(indexed, _to_host)
     outputs_of_ranks = [dict(pairs) for pairs in group.all_gather_object(on_host)]
     last = max(max(by_index, default=-1) for by_index in outputs_of_ranks)
-    ordered: list[Any] = []
+    ordered: _Outputs = []
     for index in range(last + 1):
         ordered += [
             by_index[index] for by_index in outputs_of_ranks if index in by_index
@@ -322,6 +330,7 @@ class _Evaluating:
     def __enter__(self) -> None:
         module, teardown = self._module, self._teardown
         hooks = _HOOKS[self._stage]
+        # Evaluation may change the mode of single layers, and a user may have set some.
         keep_modes(module)
         # If a hook of the user fails, the modes are restored and the exception of the evaluation is kept.
         teardown.failed.append(lambda error: restore_modes(module))
@@ -350,11 +359,11 @@ class _Evaluating:
         self._teardown.__exit__(kind, error, traceback)
 
 
-def part_weight(module: TrainModule, strategy: Strategy) -> Callable[[Any], Any] | None:
+def part_weight(module: TrainModule, strategy: Strategy) -> _Weigh | None:
     """The weight of this rank's part of a batch by the user's ``loss_weight``; None to weight by samples."""
     if not is_overridden("loss_weight", module, TrainModule):
         return None
-    weigh: Callable[[Any], Any] = module.loss_weight
+    weigh: _Weigh = module.loss_weight
     shard_batch = strategy.shard_batch
     if shard_batch is None or strategy.losses.size == strategy.data.size:
         return weigh

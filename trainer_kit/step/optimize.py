@@ -276,6 +276,7 @@ class Stepper:
         for parameter in others:
             parameter.grad = None
         clip = next(clip for stepping, clip, _ in self._runs if stepping is optimizer)
+        # Metric objects count a batch once, however often it runs.
         undo_metrics = remember_metrics([self.module])
         with self.window.again() as repeated:
             self.strategy.forward_backward(repeated)
@@ -303,6 +304,7 @@ class Stepper:
         for optimizer in optimizers:
             for hook in self.bus.on_before_zero_grad:
                 hook(optimizer)
+        # The user's override drops them; else as `Optimizer.zero_grad(set_to_none=True)` does.
         if self._overrides_zero_grad:
             epoch = self.module.current_epoch
             for optimizer in optimizers:
@@ -315,6 +317,7 @@ class Stepper:
         """Step every optimizer, and collect the schedulers that advance with this step."""
         self._window = window
         if window.uneven:
+            # Every rank must step, or none: a step may run collectives.
             window.agree_on_contribution(self.strategy.data)
         if not window.contributed:  # every micro-batch was skipped: nothing to apply
             return
@@ -337,10 +340,12 @@ class Stepper:
                 skipped.append(optimizer)
         if scales:
             self.precision.end_step()
+        # The loop counts this step after the schedulers.
         steps = window.started + 1
         for config in self.configured.schedulers:  # callbacks may have replaced them
             if config.interval != "step" or steps % config.frequency:
                 continue
+            # The optimizer's step overflowed and was skipped.
             if skipped and config.optimizer in skipped:
                 continue
             if config.monitor is None:
@@ -430,7 +435,7 @@ class ManualOptimizer(OptimizerProxy):
         """Bind the strategy's step, again after parameter groups have changed."""
         self._step = self._strategy.bind_step(self.optimizer)
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, **kwargs: Any) -> Any:
         """Step; returns what the optimizer returns.
 
         Args:
@@ -445,20 +450,27 @@ class ManualOptimizer(OptimizerProxy):
         self._precision.unscale_gradients(self.optimizer)
         for hook in self._bus.on_before_optimizer_step:
             hook(self.optimizer)
-        if (
-            not self.trained
-        ):  # looked for before the step, which may drop gradients itself
+        if not self.trained:
+            # Looked for before the step, which may drop gradients itself.
             self.trained = has_gradients(self.optimizer)
         if closure is not None:
-            kwargs["closure"] = closure if self.trained else self._watched(closure)
-        returned: list[Any] = []
-        self._precision.optimizer_step(
-            self.optimizer, lambda: returned.append(self._step(**kwargs))
-        )
-        return returned[0] if returned else None
+            if not self.trained:
+                closure = self._noting_gradients(closure)
+            kwargs["closure"] = closure
+        # The precision decides whether there is a step, and returns that.
+        returned: object = None
 
-    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
+        def step() -> None:
+            nonlocal returned
+            returned = self._step(**kwargs)
+
+        self._precision.optimizer_step(self.optimizer, step)
+        return returned
+
+    def _noting_gradients(self, closure: Callable[[], object]) -> Callable[[], object]:
+        """The closure, after which a gradient is looked for: it may be what computes the first ones."""
+
+        def run() -> object:
             loss = closure()
             self.trained = self.trained or has_gradients(self.optimizer)
             return loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from lightning_utilities.core.overrides import is_overridden
 from torch import nn
@@ -24,6 +24,11 @@ __all__ = [
     "configure_optimizers",
     "parameters_of",
 ]
+
+# What `configure_optimizers` returns, or a part of it: nothing is known of it before it is checked.
+_Returned: TypeAlias = Any
+# A parameter group, defaults or state of torch's optimizers.
+_Group: TypeAlias = dict[str, Any]
 
 _SCHEDULER_KEYS: Final = (
     "scheduler",
@@ -80,7 +85,7 @@ def configure_optimizers(
         strategy: whose configuration may name what the module does not.
     """
     # The sections "optimizer" and "scheduler" of an engine's configuration.
-    sections = None if strategy is None else strategy.sections
+    sections = strategy.sections if strategy is not None else None
     has_section = sections is not None and sections.optimizer is not None
     is_configured = is_overridden("configure_optimizers", module, TrainModule)
     if not is_configured and not has_section:
@@ -88,7 +93,9 @@ def configure_optimizers(
             f"{type(module).__name__} has no optimizer",
             fix="override configure_optimizers (return None to train without)",
         )
-    returned = _call_configure(module) if is_configured else None
+    returned = None
+    if is_configured:
+        returned = _call_configure(module)
     if sections is not None and has_section:
         if returned is not None:
             sections.refuse_both("optimizer", returned)
@@ -114,7 +121,7 @@ def configure_optimizers(
     return configured
 
 
-def _call_configure(module: TrainModule) -> Any:
+def _call_configure(module: TrainModule) -> _Returned:
     try:
         return module.configure_optimizers()
     except ValueError as error:
@@ -173,7 +180,7 @@ def check_parameters(
             )
 
 
-def _read(returned: Any, module: TrainModule) -> Optimizers:
+def _read(returned: _Returned, module: TrainModule) -> Optimizers:
     """What ``configure_optimizers`` returned, checked."""
     configured = _sort_out(returned)
     for optimizer in configured.optimizers:
@@ -190,7 +197,7 @@ def _read(returned: Any, module: TrainModule) -> Optimizers:
     return configured
 
 
-def _sort_out(returned: Any) -> Optimizers:
+def _sort_out(returned: _Returned) -> Optimizers:
     """Read every form that ``configure_optimizers`` may return."""
     source = "configure_optimizers()"
     if returned is None:
@@ -213,16 +220,16 @@ def _sort_out(returned: Any) -> Optimizers:
     return _join({source: returned})
 
 
-def _is_pair_of_lists(returned: Any) -> bool:
+def _is_pair_of_lists(returned: _Returned) -> bool:
     """Whether these are optimizers and schedulers."""
     if not isinstance(returned, tuple) or len(returned) != 2:
         return False
     return all(isinstance(objects, (list, tuple)) for objects in returned)
 
 
-def _join(values: Mapping[str, Any]) -> Optimizers:
+def _join(values: Mapping[str, _Returned]) -> Optimizers:
     """The optimizers, each with its schedulers; keys say where a value stands in what was returned."""
-    joined = Optimizers([], [])
+    joined = Optimizers([], [])  # schedulers keep the order of their optimizers
     for source, value in values.items():
         optimizer, configs = _optimizer_and_schedulers(value, source)
         joined.optimizers.append(optimizer)
@@ -231,7 +238,7 @@ def _join(values: Mapping[str, Any]) -> Optimizers:
 
 
 def _optimizer_and_schedulers(
-    value: Any, source: str
+    value: _Returned, source: str
 ) -> tuple[Optimizer, list[LRSchedulerConfig]]:
     if isinstance(value, Optimizer):
         return value, []
@@ -259,10 +266,12 @@ def _optimizer_and_schedulers(
 
 
 def _scheduler_config(
-    value: Any, source: str, monitor: str | None = None
+    value: _Returned, source: str, monitor: str | None = None
 ) -> LRSchedulerConfig:
     """A scheduler or the dict of its options, checked; ``monitor`` is used where the dict has none."""
-    options = dict(value) if isinstance(value, Mapping) else {"scheduler": value}
+    options: _Group = {"scheduler": value}
+    if isinstance(value, Mapping):
+        options = dict(value)
     for key in options:
         if key not in _SCHEDULER_KEYS:
             raise ConfigurationError(
@@ -277,6 +286,7 @@ def _scheduler_config(
     if not options.get("reduce_on_plateau"):
         options["reduce_on_plateau"] = isinstance(scheduler, ReduceLROnPlateau)
     config = LRSchedulerConfig(**options)
+    # Users give these as strings and numbers, which the dataclass does not check.
     if config.interval not in ("epoch", "step"):
         raise ConfigurationError(
             f"{source}: interval is 'epoch' or 'step'", found=repr(config.interval)
@@ -351,11 +361,11 @@ class OptimizerProxy(Optimizer):
         )
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[_Group]:
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[_Group]) -> None:
         self.optimizer.param_groups = groups
 
     @property
@@ -367,11 +377,11 @@ class OptimizerProxy(Optimizer):
         self.optimizer.state = state
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> _Group:
         return self.optimizer.defaults
 
     @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
+    def defaults(self, defaults: _Group) -> None:
         self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
@@ -379,20 +389,20 @@ class OptimizerProxy(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> _Group:
         # torch's schedulers replace `step` by a closure, which torch's optimizers do not pickle either.
         return {name: value for name, value in vars(self).items() if name != "step"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: _Group) -> None:
         vars(self).update(
             state
         )  # torch's own would profile `step` of this class from then on
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: _Group) -> None:
         """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> _Group:
         """The state of the wrapped optimizer."""
         return self.optimizer.state_dict()
 

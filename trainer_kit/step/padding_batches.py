@@ -71,7 +71,9 @@ class PaddingBatches:
         self._every_rank_has_one = True
         if batch is not None or shared is None:
             return None
-        return shared if self._move is None else self._move(shared)
+        if self._move is None:
+            return shared
+        return self._move(shared)
 
     def run(self, window: Window) -> Any:
         """Run the step on a padding batch; returns the losses for its backward, all zero; None in manual mode.
@@ -95,7 +97,10 @@ class PaddingBatches:
                 for name in self._names
                 if output[name] is not None
             }
-        loss = output["loss"] if isinstance(output, Mapping) else output
+        loss = output
+        if isinstance(output, Mapping):
+            loss = output["loss"]
+        # Zero, and not no loss: backward runs the collectives of the other ranks.
         return loss * 0.0
 
 
@@ -110,9 +115,14 @@ def shared_batch(batch: _Batch, group: Group) -> _Batch:
     if all(has_batch) or not any(has_batch):
         return batch
     source = has_batch.index(True)
-    on_host = map_tensors((batch,), _to_host) if group.rank == source else (None,)
-    (shared,) = group.broadcast(on_host, source)
-    return shared if batch is None else batch
+    on_host: _Batch = None
+    if group.rank == source:
+        # In a tuple, for a batch may be a bare tensor.
+        (on_host,) = map_tensors((batch,), _to_host)
+    (shared,) = group.broadcast((on_host,), source)
+    if batch is None:
+        return shared
+    return batch
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -143,6 +153,7 @@ def padded_to_longest(
 @contextmanager
 def without_side_effects(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Undo what a step does to generators, buffers, metrics and attributes of the user's modules."""
+    # The padding batch is one that has run before: it must not count twice.
     undo = remember_effects(module)
     with preserved_rng(device):
         try:

@@ -58,7 +58,9 @@ def _cut(batch: _Batch, rows: slice, size: int) -> _Batch:
             return pack_sequence(unpack_sequence(value)[rows], enforce_sorted=False)
         if isinstance(value, (Tensor, np.ndarray)):
             has_samples = value.ndim and len(value) == size
-            return value[rows] if has_samples else value
+            if has_samples:
+                return value[rows]
+            return value
         if len(value) == size and _holds_samples(value):
             return value[rows]
         return sequence_like(value, [map_leaves(item, cut, _DIVIDED) for item in value])
@@ -122,6 +124,7 @@ class SplitBatches:
             if not failed_ranks:
                 break
             undo()
+            # What the failed attempt allocated must be free before the next one.
             gc.collect()
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
@@ -140,7 +143,7 @@ class SplitBatches:
     def _attempt(self, window: Window) -> Exception | None:
         """Run the window; returns the error of a rank that ran out of memory."""
         agreement = window.runner.agree_on_exit
-        rounds = 0 if agreement is None else agreement.rounds
+        rounds = agreement.rounds if agreement is not None else 0
         try:
             with self._without_exchange():
                 for index in range(window.count):

@@ -265,6 +265,7 @@ class Window(_Record):
         self.index = self.first + index
         # Stored from here, as in `forward`: methods of the metrics would be two more Python calls in every step.
         runner.metrics.weight = self.weights[index]
+        # -1 leaves the epoch, as in Lightning.
         leaves = False
         for hook in runner.bus.on_train_batch_start:
             if hook(batch, self.index) == -1:
@@ -287,6 +288,7 @@ class Window(_Record):
         """The user's step; returns the weighted, scaled loss, or None where there is nothing to add."""
         runner = self.runner
         if self.batch is None:
+            # The other ranks run collectives in their step, in which this one takes part.
             runner.count_padding()
             self.start_gradients()
             return runner.run_padding(self)
@@ -322,12 +324,11 @@ class Window(_Record):
     def _read_output(self, output: Any, index: int) -> _Losses:
         """Handle every result of a step other than a plain tensor."""
         runner = self.runner
-        if runner.manual:
-            self.outputs = (
-                {"loss": output.detach()} if isinstance(output, Tensor) else output
-            )
-            return None
         self.outputs = output
+        if runner.manual:
+            if isinstance(output, Tensor):
+                self.outputs = {"loss": output.detach()}
+            return None
         if output is None:
             runner.count_skipped()
             self.start_gradients()
@@ -375,7 +376,9 @@ class Window(_Record):
             loss = loss * self.factors[index]
         if self.weighted_losses is not None:
             self.weighted_losses.append((name, loss.detach().clone()))
-        return loss if runner.scale is None else runner.scale(loss)
+        if runner.scale is None:
+            return loss
+        return runner.scale(loss)
 
     def backward(self, index: int, loss: _Losses) -> None:
         """Backward; drops the gradients of the previous window first."""
@@ -408,6 +411,7 @@ class Window(_Record):
         progress.epoch_batch += 1
         progress.samples += self.sizes[index]
         if index + 1 == self.count:
+            # The hook of the last micro-batch follows the optimizer step.
             progress.tokens += self.tokens
         elif self.batch is not None:
             for hook in self.runner.bus.on_train_batch_end:
@@ -431,7 +435,9 @@ class Window(_Record):
         """
         named_losses = self.weighted_losses or ()
         losses = [loss for loss_name, loss in named_losses if loss_name == name]
-        return torch.stack(losses).sum() if losses else None
+        if not losses:
+            return None
+        return torch.stack(losses).sum()
 
     @contextmanager
     def again(self) -> Iterator[Window]:
@@ -500,6 +506,7 @@ class Window(_Record):
                 self.backward(index, loss if share == 1.0 else loss * share)
         self.batch = batch
         metrics.weight = weight
+        # Hooks see one output for the whole batch.
         if not self.runner.wants_outputs or len(outputs) == 1:
             return
         losses = [
