@@ -151,6 +151,18 @@ def test_a_limit_holds_from_the_start_of_the_epoch():
     assert turns(windows(loader(20), limit=0)) == []
 
 
+def test_each_window_is_complete_and_an_object_of_its_own():
+    made = windows(loader(7), 2)
+    first, second = made.epoch(Progress())
+    assert made.window is second
+    assert [(window.first, window.count) for window in (first, second)] == [
+        (0, 2),
+        (2, 2),
+    ]
+    assert [batch.tolist() for batch in first.batches] == [[0, 1], [2, 3]]
+    assert first.factors == [0.5, 0.5]
+
+
 def test_windows_never_cross_epochs():
     made = windows(loader(6), 2)
     assert [

@@ -267,12 +267,17 @@ class Entry:
         """Make an entry from a `state`; a metric object is looked up in ``modules`` by its name."""
         hook, name, loader, sums, values, weights, *later_fields = state
         # Older checkpoints end here, or after the options.
-        options = list(later_fields[0] if later_fields else _OPTIONS_OF_OLD_STATES)
+        options: list[Any] = list(_OPTIONS_OF_OLD_STATES)
+        if later_fields:
+            options = list(later_fields[0])
         if options[_REDUCE_FX] == "function":
             options[_REDUCE_FX] = partial(_warn_of_unknown_function, name)
         entry = Entry(hook, name, loader, tuple(options))
-        latest = later_fields[1] if len(later_fields) > 1 else None
-        metric = None if latest is None else modules.get(latest["metric"])
+        latest = None
+        metric = None
+        if len(later_fields) > 1:
+            latest = later_fields[1]
+            metric = modules.get(latest["metric"])
         entry._restore(sums, values, weights, latest, metric)
         return entry
 
@@ -420,14 +425,18 @@ def _reduce_over_time(kind: str, values: Tensor, weights: Iterable[float]) -> Te
     """The reduced value and its weight; of a mean the weighted sum, so that means can be added."""
     on_host = torch.tensor(list(weights), dtype=values.dtype)
     weight = move_to_device(on_host, values.device)
+    # Sums, not means: those of later values and of other ranks are added to them.
     if kind == "mean":
-        weighted_sum = (values * weight).sum()
-        return torch.stack([weighted_sum, weight.sum()])
-    count = torch.ones((), dtype=values.dtype, device=values.device) * len(values)
+        weighted = values * weight
+        return torch.stack([weighted.sum(), weight.sum()])
     if kind == "sum":
-        return torch.stack([values.sum(), count])
-    extreme = values.amin() if kind == "min" else values.amax()
-    return torch.stack([extreme, count])
+        total = values.sum()
+    elif kind == "min":
+        total = values.amin()
+    else:
+        total = values.amax()
+    count = values.new_full((), len(values))
+    return torch.stack([total, count])
 
 
 _Name = tuple[str, str, int | None, Any, "str | None"]
@@ -452,6 +461,7 @@ def agreed(
         absent: the loaders of which this rank has no batch.
         module: the module; its metric objects take part, empty, if this rank has run no batch.
     """
+    # The names themselves are exchanged only where a small number differs.
     texts = [f"{e.hook}:{e.name}:{e.reduction_name}" for e in entries]
     digest = zlib.crc32("\n".join(texts).encode())
     rows = group.agree([ran, len(texts), digest])
@@ -548,6 +558,7 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
     """One value for each entry: one packed exchange for all of them, and one read."""
     is_alone = group is None or group.size == 1
     if is_alone and step:
+        # Values of one rank in one step need no arithmetic: they stay what was logged.
         return _latest(entries)
     values: dict[int, float] = {}
     packed: list[tuple[int, Entry]] = []
@@ -560,10 +571,11 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
             packed.append((index, entry))
     if packed:
         rows = _exchange_pairs([entry for _, entry in packed], step, group)
-        for column, (index, entry) in enumerate(packed):
-            pairs = [(row[2 * column], row[2 * column + 1]) for row in rows]
-            weighted = [pair for pair in pairs if pair[1]]
-            values[index] = _reduce_over_ranks(entry.reduce, weighted)
+        for number, (index, entry) in enumerate(packed):
+            value, weight = 2 * number, 2 * number + 1  # columns of a row
+            # Without a weight a rank has logged nothing.
+            pairs = [(row[value], row[weight]) for row in rows if row[weight]]
+            values[index] = _reduce_over_ranks(entry.reduce, pairs)
     return [values[index] for index in range(len(entries))]
 
 
@@ -615,6 +627,7 @@ def _exchange_pairs(
             pairs.append(entry.sums)
     devices = [pair.device for pair in pairs]
     device = next((each for each in devices if each.type != "cpu"), devices[0])
+    # One device for all, so that one exchange and one read are enough.
     flat = torch.cat([pair.to(device) for pair in pairs])
     if group is None or group.size == 1:
         return [flat.tolist()]  # sync point: the flush

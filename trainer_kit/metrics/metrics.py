@@ -74,7 +74,8 @@ class Metrics:
         self.weigh: Callable[[], float] = _default_weight
         self.feed: Feed | None = None
         self.by_batch = False
-        self._flushed_at = -1  # step
+        # The step of the last flush: at the end of an epoch its values are not reduced again.
+        self._flushed_at = -1
         self.group: Group | None = None
         self.counts = True
         self.shares_all = False
@@ -181,6 +182,7 @@ class Metrics:
         entry.turn = self.progress.step
         entry.values.append(value)
         entry.weights.append(weight)
+        # A long epoch must not keep a tensor for each value.
         if len(entry.values) >= _FOLD:
             entry.fold()
 
@@ -238,11 +240,12 @@ class Metrics:
         """Record values of this module, on the ranks of this strategy, from now on."""
         self.group = strategy.reports
         self.module = module
-        self.counts = strategy.reporter == strategy.world.rank
+        world = strategy.world
+        self.counts = strategy.reporter == world.rank
         self.shares_all = strategy.reports.size > strategy.data.size
         self._is_staged = False
         if self.shares_all:
-            rows = strategy.world.agree([not self.counts])
+            rows = world.agree([not self.counts])
             self._is_staged = any(row[0] for row in rows)
 
     def enter(self) -> None:
@@ -267,6 +270,7 @@ class Metrics:
     def leave(self, completed: bool = True) -> None:
         """Return from an evaluation to training; one that was not completed leaves no trace in metric objects."""
         if not completed:
+            # A run that goes on, or a checkpoint, must not have half of an evaluation in its metric objects.
             self._reduced_objects.clear()
             self._restore_objects()
         self._restore_objects = _nothing
@@ -304,6 +308,7 @@ class Metrics:
     def discarding_logs(self) -> Iterator[None]:
         """Drop the training values that are logged inside this context."""
         table = self.table
+        # Copies, so that hooks may log names that the checkpoint holds.
         copies = {key: entry.copied() for key, entry in table.items()}
         self._record_training_in(copies)
         try:
@@ -379,6 +384,7 @@ class Metrics:
             # Values of steps between two flushes: callbacks that monitor them read them now.
             of_steps = [entry for entry in entries if entry.on_step]
             self._publish(of_steps, step=True, ran=ran, log=False)
+        # One exchange for all of them, and one read.
         of_epoch = [entry for entry in entries if entry.on_epoch]
         result = self._publish(of_epoch, step=False, ran=ran)
         self._reduced_objects += _objects_of(entries)
@@ -582,6 +588,7 @@ class Metrics:
         self._callback_metrics.update(state.get("others", {}))
         self._flushed_at = state.get("flushed", -1)
         self._steps_of_values.update(state.get("settled", {}))
+        # Entries name the metric objects that were logged.
         modules: dict[str, nn.Module] = {}
         if self.module is not None:
             restore_running(self.module, state.get("objects", {}))

@@ -439,12 +439,13 @@ class WindowLoader:
         """Set the length of the window from its first micro-batch; every rank calls it."""
         measure, self._measure = self._measure, None
         assert measure is not None
-        rows = [[sum(sizes), sum(weights)]]
+        sums = [sum(sizes), sum(weights)]
         if self.group.size > 1:
-            rows = self.group.agree(rows[0])
+            rows = self.group.agree(sums)
+            sums = [sum(column) for column in zip(*rows, strict=True)]
+        samples, weight = sums
         # Ranks that share a batch count its samples each.
-        samples = sum(row[0] for row in rows) / self.parts
-        measure(samples, sum(row[1] for row in rows))
+        measure(samples / self.parts, weight)
 
     def _ask_for_sizes(self) -> None:
         """Ask once for what the feed cannot tell: the number of samples of a batch of the user's own kind."""

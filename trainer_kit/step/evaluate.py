@@ -139,7 +139,8 @@ class Evaluation:
         """
         step, extra = self._bound_step(loader)
         starts, ends = self.listeners("batch_start"), self.listeners("batch_end")
-        metrics, move, lockstep = self.metrics, self.move, self.strategy.lockstep
+        metrics, move = self.metrics, self.move
+        lockstep = self.strategy.lockstep  # ranks run collectives in the step
         context, step_name = self.precision.forward_context(), self.step_name
         feed, predicts = self.feeds[loader], self.stage == "predict"
         weigh = None

@@ -103,11 +103,8 @@ class Requests:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """A context whose requests are dropped at its end."""
-        stop, validation, checkpoints = (
-            self.stop,
-            self.validation,
-            list(self.checkpoints),
-        )
+        stop, validation = self.stop, self.validation
+        checkpoints = list(self.checkpoints)
         yield  # after an exception the requests of the context are settled
         self.stop, self.validation = stop, validation
         self.checkpoints[:] = checkpoints

@@ -473,7 +473,8 @@ class Window(_Record):
     @contextmanager
     def as_padding(self) -> Iterator[None]:
         """Inside, losses weigh nothing and are not noted: those of a batch that stands in for a missing one."""
-        factors, loss, losses = self.factors, self.loss, len(self.runner.losses)
+        factors, loss = self.factors, self.loss
+        losses = len(self.runner.losses)
         self.factors = [0.0]
         try:
             yield
@@ -528,12 +529,8 @@ class Window(_Record):
     def remember(self) -> Callable[[], None]:
         """Return a function after which the window can run once more, as if it had not run."""
         forget_counts = self.runner.remember_counts()
-        contributed, outputs, loss, earlier = (
-            self.contributed,
-            self.outputs,
-            self.loss,
-            self.earlier,
-        )
+        contributed, outputs = self.contributed, self.outputs
+        loss, earlier = self.loss, self.earlier
 
         def forget() -> None:
             forget_counts()
