@@ -340,7 +340,7 @@ class Stepper:
                 skipped.append(optimizer)
         if scales:
             self.precision.end_step()
-        # The loop counts this step after the schedulers.
+        # The loop counts this step when all optimizers have stepped.
         steps = window.started + 1
         for config in self.configured.schedulers:  # callbacks may have replaced them
             if config.interval != "step" or steps % config.frequency:
