@@ -94,6 +94,24 @@ def test_memory_depends_on_the_scripts_arguments_and_nothing_fits_exits_with_1()
     assert "single_device, bf16-mixed: needs" in done.stdout
 
 
+def test_a_step_that_reads_a_value_is_planned_too():
+    """A value for a log ended the plan: only weights and Adam's state, and exit code 1."""
+    source = SCRIPT.replace(
+        "        return self.layers(batch).square().mean()\n",
+        "        loss = self.layers(batch).square().mean()\n"
+        "        self.log('value', loss.item())\n"
+        "        return loss\n",
+    )
+    assert "loss.item()" in source
+    Path("train.py").write_text(source, encoding="utf-8")
+    done = run("--world", "1", "--device", "h200")
+    assert done.exit_code == 0, done.output
+    assert "- not exact: the step cannot run without data (DataDependent" in done.stdout
+    assert "a step ran for real on the CPU with 2 and 4 samples" in " ".join(
+        done.stdout.split()
+    )
+
+
 def test_wrong_calls_exit_with_2():
     for words, text in (
         (("--world", "many", "--device", "h200"), "numbers of ranks, such as 8,64"),

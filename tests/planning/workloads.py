@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer_kit as tk
 from trainer_kit.planning.candidates import axes_of, strategy_for
-from trainer_kit.planning.measure import TrafficCounter, measure
+from trainer_kit.planning.measure import measure
+from trainer_kit.planning.traffic import TrafficCounter
 from trainer_kit.testing import run_distributed
 
 
@@ -351,6 +352,88 @@ class Encoder(Measured):
         )
 
 
+class Rows(nn.Module):
+    """A second layer computes only the rows that the first one chooses."""
+
+    def __init__(self, width=256):
+        super().__init__()
+        self.first, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.second = nn.Linear(2 * width, 2 * width)
+
+    def forward(self, x):
+        x = self.first(x)
+        rows = (x.mean(-1) > -1).nonzero().flatten()
+        return self.out(x.index_add(0, rows, self.second(x[rows]).relu()))
+
+
+class LogsValue(Measured):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("value", loss.item())
+        return loss
+
+
+class Optimized(Measured):
+    """A perceptron with an optimizer of another library."""
+
+    def __init__(self, make):
+        super().__init__(_mlp().net)
+        self.make = make
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+class ReadsGradients(torch.optim.Optimizer):
+    """Keeps a moment in 16 bits, and leaves out gradients that are not finite."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if not parameter.grad.abs().max().isfinite().item():
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["moment"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            state["moment"].lerp_(parameter.grad.bfloat16(), 0.1)
+            parameter.add_(state["moment"], alpha=-1e-3)
+
+
+def _adafactor(parameters):
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False)
+
+
+def _torchao(name):
+    def make(parameters):
+        import torchao.optim
+
+        return getattr(torchao.optim, name)(parameters, lr=1e-3)
+
+    return make
+
+
+def _mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=256,
+        use_cache=False,
+    )
+    return Llama(MixtralForCausalLM(config))
+
+
 def _deep():
     return Measured(
         nn.Sequential(
@@ -437,6 +520,13 @@ MODELS = {
     "volumes": (lambda: Measured(Volumes()), (1, 16, 16, 16), False),
     "translator": (lambda: Measured(Translator()), (40,), True),
     "ranker": (lambda: Measured(Ranker()), (32,), True),
+    "nonzero": (lambda: Measured(Rows()), (256,), False),
+    "logs a value": (lambda: LogsValue(_mlp().net), (256,), False),
+    "optimizer that reads": (lambda: Optimized(ReadsGradients), (256,), False),
+    "adafactor": (lambda: Optimized(_adafactor), (256,), False),
+    "torchao 8-bit": (lambda: Optimized(_torchao("AdamW8bit")), (256,), False),
+    "torchao 4-bit": (lambda: Optimized(_torchao("AdamW4bit")), (256,), False),
+    "mixtral": (_mixtral, (64,), True),
     "scan": (lambda: Measured(nn.Sequential(Scan(), Scan())), (32, 64), False),
     "llama": (_llama, (128,), True),
     "vit": (_vit, (3, 32, 32), False),
@@ -445,6 +535,8 @@ MODELS = {
     "recommender": (lambda: Perceptron(Recommender()), (13 + 8 * 4,), True),
 }
 """By name: how the module is made, the shape of a sample, whether samples are tokens."""
+READ = ("nonzero", "mixtral")
+"""Models whose memory depends on the values of a batch: theirs are those of the real fit."""
 _COUNTED = 5
 """Steps of a real fit whose peak is taken."""
 
@@ -592,7 +684,7 @@ def stop_counting():
 
 def compared(name, candidate, **options):
     """The measured peak, and that of the rank that needs most in a real fit."""
-    module, batch = made(name, 2)
+    module, batch = made(name, max(2, candidate.micro_batch) if name in READ else 2)
     found = measure(module, batch, candidate, accelerator="cpu")
     start_counting()
     return found, max(

@@ -120,6 +120,12 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return self._repeat(known, args)
         return func(*args, **kwargs)
 
+    def holds(self, tensor: object) -> bool:
+        """Whether this is a tensor of this mode; one on the meta device has no memory anywhere."""
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self:
+            return False
+        return tensor.device.type != "meta"
+
     def _repeat(self, known: _Results, args: Sequence[Any]) -> Any:
         several, results = known
         if several:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, final
@@ -40,7 +40,8 @@ from trainer_kit.strategies.process_group import (
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
-    "FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_module", "fake_world", "forget_layouts", "unpacked",
+    "FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_module", "fake_world", "forget_layouts",
+    "resized_lists", "sample_dimension", "unpacked",
 ]  # fmt: skip
 
 
@@ -383,14 +384,20 @@ def fake_batch(
         TypeError: the batch has an object that can be moved to a device, and shows no tensors.
     """
     size = size or batch_size_of(batch)
-    lists = _resized_lists(batch, size, samples)
+    lists = resized_lists(batch, size, samples)
     samples_first = lists is not batch or any(
         tensor.shape[:1] == (size,) for tensor in tensors_of(batch)
     )
+    dimension_of = sample_dimension(batch, size)
 
     def resized(value: Any) -> Any:
         if isinstance(value, Tensor):
-            shape = _resized_shape(value.shape, size, samples, samples_first)
+            shape = list(value.shape)
+            dimension = dimension_of(value)
+            if dimension is not None:
+                shape[dimension] = samples
+            elif shape and not samples_first:
+                shape[0] = -(-shape[0] * samples // size)
             with mode:
                 return torch.empty(shape, dtype=value.dtype, device="cpu")
         if not isinstance(value, MutableMapping):
@@ -407,29 +414,36 @@ def fake_batch(
     return map_leaves(lists, resized)
 
 
-def _resized_shape(
-    shape: Sequence[int], size: int, samples: int, samples_first: bool
-) -> list[int]:
-    """The shape of a tensor for another number of samples; see `fake_batch`."""
-    resized = list(shape)
-    if not resized:
-        return resized
-    if samples_first:
-        if resized[0] == size:
-            resized[0] = samples
-    elif resized.count(size) == 1:
-        resized[resized.index(size)] = samples
-    else:
-        resized[0] = -(-resized[0] * samples // size)
-    return resized
+def sample_dimension(batch: Any, size: int) -> Callable[[Tensor], int | None]:
+    """Find the dimension of samples of a batch's tensors; see `fake_batch`.
+
+    Args:
+        batch: the batch.
+        size: its number of samples.
+
+    Returns:
+        A function that returns the dimension of a tensor that counts samples, or None.
+    """
+    lists = resized_lists(batch, size, size + 1)
+    samples_first = lists is not batch or any(
+        tensor.shape[:1] == (size,) for tensor in tensors_of(batch)
+    )
+
+    def dimension(tensor: Tensor) -> int | None:
+        shape = list(tensor.shape)
+        if samples_first:
+            return 0 if shape[:1] == [size] else None
+        return shape.index(size) if shape.count(size) == 1 else None
+
+    return dimension
 
 
-def _resized_lists(value: Any, size: int, samples: int) -> Any:
+def resized_lists(value: Any, size: int, samples: int) -> Any:
     """Lists of one entry a sample, such as texts or boxes, repeated to the new size; the inner ones of nested lists."""
     if type(value) not in (dict, list, tuple):
         return value
     old = list(value.values()) if type(value) is dict else value
-    new = [_resized_lists(one, size, samples) for one in old]
+    new = [resized_lists(one, size, samples) for one in old]
     if any(one is not other for one, other in zip(new, old, strict=True)):
         return (
             dict(zip(value, new, strict=True))
@@ -579,4 +593,7 @@ class FakeReplicas(Strategy):
             self._laid_out = True
             self._fill(self._order, _FIRST)
             for parameter, view in self._views.items():
+                if parameter.grad is not None:
+                    with torch.no_grad():
+                        view.copy_(parameter.grad)
                 parameter.grad = view

@@ -91,22 +91,33 @@ def has_workspace(func: Any) -> bool:
     return func.overloadpacket.__name__ in _LIBRARY
 
 
+_MARK: Final = "trainer_kit: the measured part begins"
+
+
 @final
 class Allocations:
     """What a thread allocated and freed, in order.
 
     Attributes:
         changes: signed bytes.
+        begin: how many of them were made before `mark`.
     """
 
     def __init__(self) -> None:
         self.changes: list[int] = []
+        self.begin = 0
+
+    @staticmethod
+    def mark() -> None:
+        """Begin the part whose peak counts."""
+        with torch.autograd.profiler.record_function(_MARK):
+            pass
 
     @property
     def peak(self) -> int:
-        """The most bytes that were held beyond those at the beginning."""
-        total = most = 0
-        for change in self.changes:
+        """The most bytes that were held in the part that counts."""
+        total = most = sum(self.changes[: self.begin])
+        for change in self.changes[self.begin :]:
             total += change
             most = max(most, total)
         return most
@@ -133,12 +144,12 @@ def record_allocations() -> Iterator[Allocations]:
     try:
         yield allocations
     finally:
-        allocations.changes += [
-            event.cpu_memory_usage()
-            for thread in private._disable_profiler_legacy()
-            for event in thread
-            if event.kind() == "memory_alloc"
-        ]
+        for thread in private._disable_profiler_legacy():
+            for event in thread:
+                if event.kind() == "memory_alloc":
+                    allocations.changes.append(event.cpu_memory_usage())
+                elif event.name() == _MARK and event.kind() == "push":
+                    allocations.begin = len(allocations.changes)
 
 
 @final

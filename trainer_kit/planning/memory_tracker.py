@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from trainer_kit.planning.fake_mode import FastFakeMode
 from trainer_kit.planning.kernel_memory import RECURRENT, KernelMemory, has_workspace
 from trainer_kit.planning.records import CATEGORIES
 
-__all__ = ["Mark", "StepTracker", "storages"]
+__all__ = ["Mark", "StepMode", "StepTracker", "storages"]
 
 _PLAIN: Final = (Tensor, nn.Parameter, FakeTensor, nn.Buffer)
 _aten = torch.ops.aten
@@ -82,6 +81,18 @@ def _is_dense(tensor: Tensor) -> bool:
     return last + 1 == tensor.numel()
 
 
+class StepMode(Protocol):
+    """What the tensors of a step live in; entered as a context."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *facts: Any) -> object: ...
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call an operator."""
+
+    def holds(self, tensor: object) -> bool:
+        """Whether a leaf of a result is a tensor of this mode."""
+
+
 class Mark(NamedTuple):
     """A place in the record of a `StepTracker`: what had been counted before it."""
 
@@ -98,14 +109,14 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     backward that made it, an activation when the backward begins and it is still there.
 
     Args:
-        mode: the fake mode whose tensors count.
+        mode: what the tensors that count live in.
         watch: called with every operator, its arguments and its result.
         kernels: finds what kernels allocate beside their results; None: nothing is known of them.
     """
 
     def __init__(
         self,
-        mode: FastFakeMode,
+        mode: StepMode,
         watch: Callable[[Any, Any, Any], None],
         kernels: KernelMemory | None = None,
     ) -> None:
@@ -223,11 +234,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._category.setdefault(number, "activations")
             self._fresh.clear()
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if (
-                isinstance(leaf, FakeTensor)
-                and leaf.fake_mode is self._mode
-                and leaf.device.type != "meta"
-            ):
+            if self._mode.holds(leaf):
                 known = self._count
                 number = self._number(leaf.untyped_storage())
                 if number > known and self._in_step and torch.is_grad_enabled():

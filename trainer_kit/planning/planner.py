@@ -36,6 +36,7 @@ from trainer_kit.planning.fake_mode import FastFakeMode
 from trainer_kit.planning.fake_world import adapted, fake_module
 from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.plan import Plan
+from trainer_kit.planning.real_step import RealSteps
 from trainer_kit.planning.records import Candidate, Measured
 from trainer_kit.planning.search import Question, Row, search
 from trainer_kit.precision.aliases import make_precision
@@ -132,15 +133,20 @@ def plan_fit(
         if time.monotonic() - began > _QUIET:
             say(text)
 
+    kind = "cpu" if name == "cpu" else "cuda"
+    real = RealSteps(size)
+
     def measured(candidate: Candidate) -> Measured:
-        kind = "cpu" if name == "cpu" else "cuda"
-        return _noted(
-            measure(
-                module, batch, candidate, trainer=trainer, accelerator=kind, size=size
-            ),
-            trainer,
-            given,
+        found = measure(
+            module,
+            batch,
+            candidate,
+            trainer=trainer,
+            accelerator=kind,
+            size=size,
+            real=real,
         )
+        return _noted(found, trainer, given)
 
     rows = search(question, module, measured, tell, several=_is_large(built))
     if worlds[-1] > 1:

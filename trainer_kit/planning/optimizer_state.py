@@ -1,0 +1,103 @@
+"""The state that optimizers of other libraries keep, for those whose step cannot run without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_kit.core.tensors import local
+
+__all__ = ["state_of"]
+
+_LEAST: Final = 4096
+"""Elements below which a quantized optimizer keeps a parameter's state unquantized."""
+_FLOAT: Final = 4
+"""Bytes of a float32."""
+
+_Size: TypeAlias = Callable[[Tensor, Mapping[str, Any]], float]
+
+
+def _plain(moments: int) -> _Size:
+    """The state of an optimizer that keeps tensors of the parameter's shape and dtype."""
+    return lambda parameter, group: (
+        moments * parameter.numel() * parameter.element_size() + _FLOAT
+    )
+
+
+def _quantized(moments: int, bits: int, block: int) -> _Size:
+    """The state of an optimizer that keeps quantized moments, with a scale for each block."""
+    whole = _plain(moments)
+
+    def size(parameter: Tensor, group: Mapping[str, Any]) -> float:
+        count = parameter.numel()
+        if count < _LEAST or count % block:
+            return whole(parameter, group)
+        return moments * (count * bits / 8 + _FLOAT * count / block) + _FLOAT
+
+    return size
+
+
+def _factored(parameter: Tensor, group: Mapping[str, Any]) -> float:
+    """Adafactor: a row and a column of a matrix, a first moment only with ``beta1``, and one number."""
+    count = parameter.numel()
+    kept = count
+    if parameter.dim() > 1:
+        kept = count // parameter.shape[-1] + count // parameter.shape[-2]
+    if group.get("beta1") is not None:
+        kept += count
+    return kept * parameter.element_size() + _FLOAT
+
+
+_SIZES: Final[Mapping[str, _Size]] = {
+    "Adafactor": _factored,
+    "Adam8bit": _quantized(2, 8, 256),
+    "AdamW8bit": _quantized(2, 8, 256),
+    "PagedAdam8bit": _quantized(2, 8, 256),
+    "PagedAdamW8bit": _quantized(2, 8, 256),
+    "Lion8bit": _quantized(1, 8, 256),
+    "PagedLion8bit": _quantized(1, 8, 256),
+    "AdamFp8": _quantized(2, 8, 256),
+    "AdamWFp8": _quantized(2, 8, 256),
+    "Adam4bit": _quantized(2, 4, 128),
+    "AdamW4bit": _quantized(2, 4, 128),
+    "Adam": _plain(2),
+    "AdamW": _plain(2),
+    "PagedAdam": _plain(2),
+    "PagedAdamW": _plain(2),
+    "Lion": _plain(1),
+    "PagedLion": _plain(1),
+}
+"""By class name, of transformers, torchao and bitsandbytes: bytes that are kept for a parameter."""
+
+
+def state_of(optimizers: Iterable[Optimizer]) -> tuple[int, tuple[str, ...]]:
+    """The bytes of the state on this rank after the first step, and what is assumed, one line for each class.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(64, 128))
+        >>> AdamW8bit = type("AdamW8bit", (torch.optim.SGD,), {})
+        >>> state_of([AdamW8bit([weight], lr=0.1)])[0]  # two bytes an element, and a scale for each block of 256
+        16644
+        >>> state_of([type("Mine", (torch.optim.SGD,), {})([weight], lr=0.1)])[1]
+        ("the state of Mine is unknown, assumed Adam's",)
+    """
+    total = 0.0
+    lines: dict[str, None] = {}
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        size = _SIZES.get(name)
+        if size is None:
+            size = _plain(2)
+            lines[f"the state of {name} is unknown, assumed Adam's"] = None
+        else:
+            lines[
+                f"the state of {name} is calculated, and what its step allocates is not in it"
+            ] = None
+        for group in optimizer.param_groups:
+            trained = [local(each) for each in group["params"] if each.requires_grad]
+            total += sum(size(parameter, group) for parameter in trained)
+    return int(total), tuple(lines)

@@ -1,0 +1,323 @@
+"""Steps on real tensors of the CPU, for what cannot run without values."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from trainer_kit.core.costs import part_bytes
+from trainer_kit.core.tensors import map_leaves, tensors_of
+from trainer_kit.data.sizes import batch_size_of
+from trainer_kit.planning.fake_world import resized_lists, sample_dimension
+from trainer_kit.planning.kernel_memory import Allocations, record_allocations
+from trainer_kit.planning.records import CATEGORIES, Candidate, Measured, Traffic
+
+__all__ = ["LARGEST", "RealSteps", "RealTensors"]
+
+LARGEST: Final = 400_000_000
+"""Bytes of weights up to which a step is run for real."""
+
+
+_STATE: Final = ("parameters", "gradients", "optimizer", "gathered")
+"""The categories that do not depend on the batch."""
+
+
+@final
+class RealMode:
+    """Tensors with storage, on the CPU: the counterpart of a fake mode."""
+
+    def __enter__(self) -> RealMode:
+        return self
+
+    def __exit__(self, *facts: object) -> None:
+        return None
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call an operator."""
+        return func(*args, **kwargs)
+
+    def holds(self, tensor: object) -> bool:
+        """Whether this is a tensor of the CPU."""
+        if not isinstance(tensor, Tensor) or isinstance(tensor, FakeTensor):
+            return False
+        return tensor.device.type == "cpu"
+
+
+@final
+class RealTensors:
+    """What a real step runs on. The allocator records the measured step, with what kernels allocate inside.
+
+    Attributes:
+        records: what was allocated on each rank that ran.
+    """
+
+    def __init__(self) -> None:
+        self.mode = RealMode()
+        self.records: list[Allocations] = []
+
+    def module(self, module: nn.Module) -> Any:
+        """A copy with values; weights on the meta device get initial ones."""
+        memo: dict[int, Any] = {}
+        trainer = vars(module).get("trainer")
+        if trainer is not None:  # copying it would copy a whole run
+            memo[id(trainer)] = None
+        copied = copy.deepcopy(module, memo)
+        _initialize(copied)
+        return copied
+
+    def batch(self, batch: Any, samples: int, size: int | None) -> Any:
+        """The first samples of a batch, repeated where it has fewer."""
+        return real_batch(batch, samples, size or batch_size_of(batch))
+
+    def running(self, batch: Any) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """An optimizer steps without the tracker, inside which ``torch.compile`` compiles nothing."""
+        modes: AbstractContextManager[None] = _disable_current_modes()
+        return modes
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """The allocator records, from the copy of the module on: it does not see what was allocated before freed."""
+        with record_allocations() as allocations:
+            self.records.append(allocations)
+            yield
+
+    def begin(self) -> None:
+        """The peak of what follows counts."""
+        Allocations.mark()
+
+    def whole(self, memory: dict[str, int]) -> dict[str, int]:
+        """Add what kernels and the optimizer held beside the tensors that the tracker saw, as temporary."""
+        unseen = self.records[-1].peak - sum(memory.values())
+        return {**memory, "temporary": max(0, memory["temporary"] + unseen)}
+
+
+def _initialize(module: nn.Module) -> None:
+    """Give weights on the meta device memory and initial values, by their layers' own methods where they have them."""
+    for part in module.modules():
+        own = [
+            *part.named_parameters(recurse=False),
+            *part.named_buffers(recurse=False),
+        ]
+        missing = [name for name, tensor in own if tensor.is_meta]
+        if not missing:
+            continue
+        part.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            for name in missing:
+                _fill(name, getattr(part, name))
+        reset = getattr(part, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+
+def _fill(name: str, tensor: Tensor) -> None:
+    """Small random numbers for matrices, ones for the weights of norms, zeros for the rest."""
+    if tensor.dim() > 1 and tensor.is_floating_point():
+        tensor.normal_(0, 0.02)
+    else:
+        tensor.fill_(1 if name.endswith("weight") else 0)
+
+
+def real_batch(batch: Any, samples: int, size: int) -> Any:
+    """A copy of a batch with another number of samples: its rows in order, again from the first where it has fewer.
+
+    Example:
+        >>> real_batch({"x": torch.tensor([[1], [2]]), "scale": 3}, 3, 2)
+        {'x': tensor([[1],
+                [2],
+                [1]]), 'scale': 3}
+    """
+    dimension_of = sample_dimension(batch, size)
+    rows_are_shared = all(dimension_of(tensor) is None for tensor in tensors_of(batch))
+
+    def resized(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dimension = dimension_of(value)
+            if samples == size or not value.dim():
+                return value.detach().clone()
+            if dimension is None and rows_are_shared:
+                raise TypeError(
+                    "a batch whose samples share rows cannot be made in another size"
+                )
+            if dimension is None:
+                return value.detach().clone()
+            return value.detach().index_select(dimension, torch.arange(samples) % size)
+        if not isinstance(value, MutableMapping):
+            raise TypeError(
+                f"a batch with a {type(value).__name__} cannot be made in another size"
+            )
+        own: Any = copy.copy(value)
+        for key, part in value.items():
+            own[key] = map_leaves(part, resized)
+        return own
+
+    return map_leaves(resized_lists(batch, size, samples), resized)
+
+
+@final
+@dataclass(frozen=True)
+class _RealStep:
+    """A step that ran for real, with what was allocated on each of its ranks."""
+
+    measured: Measured
+    records: Sequence[Allocations]
+
+    @property
+    def samples(self) -> int:
+        """The samples of its micro-batch."""
+        return self.measured.candidate.micro_batch
+
+
+_Run: TypeAlias = Callable[[Candidate, RealTensors], Measured]
+
+
+@final
+class RealSteps:
+    """Steps of one module and batch, run for real at two sizes of the batch; other sizes are on the line through both.
+
+    Args:
+        size: the samples in the loader's batch.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pairs: dict[
+            Candidate, tuple[_RealStep | None, _RealStep] | Exception
+        ] = {}
+
+    @staticmethod
+    def can_hold(module: nn.Module) -> bool:
+        """Whether the weights are small enough to run here."""
+        return part_bytes([*module.parameters(), *module.buffers()]) <= LARGEST
+
+    def measure(self, candidate: Candidate, run: _Run) -> Measured:
+        """What a step of the candidate needs.
+
+        Args:
+            candidate: the configuration.
+            run: runs a configuration on real tensors.
+
+        Raises:
+            Exception: a real step fails.
+        """
+        key = replace(candidate, micro_batch=1)
+        if key not in self._pairs:
+            try:
+                self._pairs[key] = self._pair(candidate, run)
+            except (
+                Exception
+            ) as error:  # of any class: user code, which would fail again
+                self._pairs[key] = error
+        pair = self._pairs[key]
+        if isinstance(pair, Exception):
+            raise pair
+        small, large = pair
+        if small is None:
+            line = f"a step ran for real on the CPU with {large.samples} samples; for other sizes, all but "
+            line += "weights, gradients and optimizer state is in proportion"
+            found = _in_proportion(large, candidate)
+        else:
+            line = f"a step ran for real on the CPU with {small.samples} and {large.samples} samples; memory of "
+            line += "other sizes is on the line through both"
+            found = _on_line(small, large, candidate)
+        notes, inexact = (line, *found.notes), (line, *found.inexact)
+        return replace(
+            found, candidate=candidate, exact=False, notes=notes, inexact=inexact
+        )
+
+    def _pair(
+        self, candidate: Candidate, run: _Run
+    ) -> tuple[_RealStep | None, _RealStep]:
+        """Run half of the loader's batch, and all of it; of a batch of one sample, one and two."""
+
+        def run_size(samples: int) -> _RealStep:
+            tensors = RealTensors()
+            measured = run(replace(candidate, micro_batch=samples), tensors)
+            return _RealStep(measured, tensors.records)
+
+        large = run_size(max(2, self.size))
+        try:
+            return run_size(large.samples // 2), large
+        except (
+            Exception
+        ):  # of any class; a graph cannot be halved, a batch norm refuses one sample
+            return None, large
+
+
+def _in_proportion(step: _RealStep, candidate: Candidate) -> Measured:
+    """What a candidate needs if all but the state grows with the samples."""
+    share = candidate.micro_batch / step.samples
+    memory = tuple(
+        {key: round(role[key] * (1 if key in _STATE else share)) for key in CATEGORIES}
+        for role in step.measured.memory
+    )
+    return replace(
+        step.measured, memory=memory, flops=round(share * step.measured.flops)
+    )
+
+
+def _on_line(small: _RealStep, large: _RealStep, candidate: Candidate) -> Measured:
+    """What a candidate needs if each allocation and each transfer grows by the same for each sample."""
+    few, many = small.measured, large.measured
+    share = (candidate.micro_batch - small.samples) / (large.samples - small.samples)
+
+    def between(low: float, high: float) -> int:
+        return max(0, round(low + share * (high - low)))
+
+    peaks = [
+        _peak_between(*records, share)
+        for records in zip(small.records, large.records, strict=True)
+    ]
+    before = {(each.kind, each.axis): each for each in few.traffic}
+
+    def sent(after: Traffic) -> Traffic:
+        low = before.get((after.kind, after.axis))
+        return (
+            after
+            if low is None
+            else replace(after, bytes=between(low.bytes, after.bytes))
+        )
+
+    return replace(
+        many,
+        memory=tuple(
+            _with_peak(role, peak - many.host)
+            for role, peak in zip(many.memory, peaks, strict=True)
+        ),
+        traffic=tuple(map(sent, many.traffic)),
+        flops=between(few.flops, many.flops),
+        operators=between(few.operators, many.operators),
+    )
+
+
+def _peak_between(few: Allocations, many: Allocations, share: float) -> int:
+    """The peak of a step on the line through two; of steps that allocate in another order, the line through peaks."""
+    if len(few.changes) != len(many.changes) or few.begin != many.begin:
+        return round(few.peak + share * (many.peak - few.peak))
+    between = Allocations()
+    between.begin = many.begin
+    between.changes = [
+        round(low + share * (high - low))
+        for low, high in zip(few.changes, many.changes, strict=True)
+    ]
+    return between.peak
+
+
+def _with_peak(memory: Mapping[str, int], peak: int) -> dict[str, int]:
+    """Memory by category with another peak, of which the state is the same."""
+    state = sum(memory[key] for key in _STATE)
+    rest, before = max(0, peak - state), sum(memory.values()) - state
+    activations = round(rest * memory["activations"] / before) if before else 0
+    return {**memory, "activations": activations, "temporary": rest - activations}
