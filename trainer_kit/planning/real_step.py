@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +29,11 @@ LARGEST: Final = 400_000_000
 
 _STATE: Final = ("parameters", "gradients", "optimizer", "gathered")
 """The categories that do not depend on the batch."""
+
+
+_MOST_GROWTH: Final = 4
+_SMALL: Final = 4096
+"""Times, and bytes, by which an allocation may grow when the samples double; shapes may depend on values."""
 
 
 @final
@@ -89,12 +95,14 @@ class RealTensors:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """The allocator records, from the copy of the module on: it does not see what was allocated before freed."""
+        gc.collect()  # of earlier runs, whose end would count
         with record_allocations() as allocations:
             self.records.append(allocations)
             yield
 
     def begin(self) -> None:
-        """The peak of what follows counts."""
+        """The peak of what follows counts, without garbage of the composition."""
+        gc.collect()
         Allocations.mark()
 
     def whole(self, memory: dict[str, int]) -> dict[str, int]:
@@ -303,16 +311,31 @@ def _on_line(small: _RealStep, large: _RealStep, candidate: Candidate) -> Measur
 
 
 def _peak_between(few: Allocations, many: Allocations, share: float) -> int:
-    """The peak of a step on the line through two; of steps that allocate in another order, the line through peaks."""
-    if len(few.changes) != len(many.changes) or few.begin != many.begin:
+    """The peak of a step on the line through two.
+
+    Of steps that allocate in another order, it is on the line through their peaks.
+    """
+    lows, highs = few.changes[few.begin :], many.changes[many.begin :]
+    if not _are_alike(lows, highs):
         return round(few.peak + share * (many.peak - few.peak))
+    low, high = sum(few.changes[: few.begin]), sum(many.changes[: many.begin])
     between = Allocations()
-    between.begin = many.begin
+    between.begin = 1
     between.changes = [
         round(low + share * (high - low))
-        for low, high in zip(few.changes, many.changes, strict=True)
+        for low, high in zip([low, *lows], [high, *highs], strict=True)
     ]
     return between.peak
+
+
+def _are_alike(lows: Sequence[int], highs: Sequence[int]) -> bool:
+    """Whether each allocation of a step is that of another with about twice the samples, or fewer."""
+    if len(lows) != len(highs):
+        return False
+    return all(
+        low * high >= 0 and abs(high) <= _MOST_GROWTH * abs(low) + _SMALL
+        for low, high in zip(lows, highs, strict=True)
+    )
 
 
 def _with_peak(memory: Mapping[str, int], peak: int) -> dict[str, int]:
