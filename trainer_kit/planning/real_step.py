@@ -21,7 +21,7 @@ from trainer_kit.planning.fake_world import resized_lists, sample_dimension
 from trainer_kit.planning.kernel_memory import Allocations, record_allocations
 from trainer_kit.planning.records import CATEGORIES, Candidate, Measured, Traffic
 
-__all__ = ["LARGEST", "RealSteps", "RealTensors"]
+__all__ = ["LARGEST", "RealMode", "RealSteps", "RealTensors", "real_batch"]
 
 LARGEST: Final = 400_000_000
 """Bytes of weights up to which a step is run for real."""
