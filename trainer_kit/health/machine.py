@@ -32,7 +32,8 @@ __all__ = [
 ]
 
 _DISTRIBUTION: Final = "trainer-kit"
-_RELEASED: Final = 1_767_225_600  # 2026: an earlier clock is wrong
+_RELEASE_TIME: Final = 1_767_225_600
+"""The start of 2026: an earlier clock is wrong."""
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -82,19 +83,14 @@ def check_machine(directory: Path) -> list[Finding]:
 
 def make_findings(checks: dict[str, Callable[[], Iterator[Finding]]]) -> list[Finding]:
     """Run the checks, by their subject; one that raises an error becomes a warning."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for about, check in checks.items():
         try:
-            found += check()
+            findings += check()
         except Exception as error:  # a check may fail on an unusual machine
-            found.append(
-                Finding(
-                    about,
-                    f"the check failed: {type(error).__name__}: {error}",
-                    "warning",
-                )
-            )
-    return found
+            text = f"the check failed: {type(error).__name__}: {error}"
+            findings.append(Finding(about, text, "warning"))
+    return findings
 
 
 def _versions() -> Iterator[Finding]:
@@ -111,12 +107,11 @@ def _versions() -> Iterator[Finding]:
             "pip install it",
         )
         return
-    needed = [Requirement(line) for line in required]
     unsupported = []
-    for requirement in needed:
-        if requirement.marker is not None and not requirement.marker.evaluate(
-            {"extra": ""}
-        ):
+    for line in required:
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is not None and not marker.evaluate({"extra": ""}):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
@@ -131,8 +126,8 @@ def _versions() -> Iterator[Finding]:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             unsupported.append(str(requirement))
-            found = f"{requirement.name} {version}, where {requirement.specifier} is supported"
-            yield Finding("packages", found, "fix", f"pip install '{requirement}'")
+            text = f"{requirement.name} {version}, where {requirement.specifier} is supported"
+            yield Finding("packages", text, "fix", f"pip install '{requirement}'")
     if not unsupported:
         yield Finding(
             "packages",
@@ -146,32 +141,28 @@ def _devices() -> Iterator[Finding]:
     from trainer_kit.core.devices import count_accelerators, present_accelerator
     from trainer_kit.core.environment import usable_cores
 
-    built = torch.version.cuda or getattr(torch.version, "hip", None)
-    yield Finding(
-        "torch",
-        f"{torch.__version__}, {f'built for CUDA/ROCm {built}' if built else 'built without CUDA'}",
-    )
+    platform_version = torch.version.cuda or getattr(torch.version, "hip", None)
+    build = "built without CUDA"
+    if platform_version:
+        build = f"built for CUDA/ROCm {platform_version}"
+    yield Finding("torch", f"{torch.__version__}, {build}")
     device = present_accelerator()
     driver = driver_version()
     if device is not None:
         count = count_accelerators()
         name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
-        yield Finding(
-            "devices", f"{count} x {name}" + (f", driver {driver}" if driver else "")
-        )
+        text = f"{count} x {name}"
+        if driver:
+            text += f", driver {driver}"
+        yield Finding("devices", text)
     elif driver or any(Path("/dev").glob("nvidia[0-9]*")):
-        why = "torch is built without CUDA" if not built else "torch does not see it"
-        fix = (
-            "install a CUDA build of torch"
-            if not built
-            else "compare the driver's CUDA version with torch's"
-        )
-        yield Finding(
-            "devices",
-            f"an NVIDIA device (driver {driver or 'unknown'}), and {why}",
-            "fix",
-            fix,
-        )
+        reason = "torch is built without CUDA"
+        fix = "install a CUDA build of torch"
+        if platform_version:
+            reason = "torch does not see it"
+            fix = "compare the driver's CUDA version with torch's"
+        text = f"an NVIDIA device (driver {driver or 'unknown'}), and {reason}"
+        yield Finding("devices", text, "fix", fix)
     else:
         yield Finding("devices", "no accelerator; training runs on the CPU")
     yield Finding(
@@ -186,10 +177,10 @@ def driver_version() -> str:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
         query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(
+        answer = subprocess.run(
             query, capture_output=True, text=True, timeout=10, check=True
         )
-        return done.stdout.split("\n")[0].strip()
+        return answer.stdout.split("\n")[0].strip()
     return ""
 
 
@@ -199,18 +190,17 @@ def _processes() -> Iterator[Finding]:
     from trainer_kit.core.environment import Environment, backends
 
     try:
-        here = Environment.detect()
+        environment = Environment.detect()
     except TrainerKitError as error:
         yield Finding(
             "ranks", f"{error.problem}: {error.found}", "fix", error.fix or ""
         )
     else:
-        what = (
-            f"rank {here.rank} of {here.world_size} ({here.source})"
-            if here.launched
-            else "not started by a launcher"
-        )
-        yield Finding("ranks", f"this process is {what}")
+        text = "not started by a launcher"
+        if environment.launched:
+            rank = f"rank {environment.rank} of {environment.world_size}"
+            text = f"{rank} ({environment.source})"
+        yield Finding("ranks", f"this process is {text}")
     if not torch.distributed.is_available():
         yield Finding(
             "backends",
@@ -220,17 +210,12 @@ def _processes() -> Iterator[Finding]:
         )
         return
     names = ", ".join(backends("gloo", "nccl"))
-    lacks = (
-        "; GPUs without nccl"
-        if torch.cuda.is_available() and "nccl" not in names
-        else ""
-    )
-    yield Finding(
-        "backends",
-        names + lacks,
-        "warning" if lacks else "OK",
-        "install a build of torch with NCCL",
-    )
+    if torch.cuda.is_available() and "nccl" not in names:
+        text = f"{names}; GPUs without nccl"
+        fix = "install a build of torch with NCCL"
+        yield Finding("backends", text, "warning", fix)
+    else:
+        yield Finding("backends", names)
 
 
 def _network() -> Iterator[Finding]:
@@ -246,43 +231,33 @@ def _network() -> Iterator[Finding]:
                     "fix",
                     f"unset {variable}",
                 )
-    if error := _unusable(0):
-        yield Finding(
-            "network",
-            f"loopback does not work: {error}",
-            "fix",
-            "bring up the interface lo",
-        )
+    error_of_loopback = _error_of_port(0)
+    if error_of_loopback:
+        text = f"loopback does not work: {error_of_loopback}"
+        yield Finding("network", text, "fix", "bring up the interface lo")
     for name in filter(None, (socket.gethostname(), os.environ.get("MASTER_ADDR"))):
         try:
-            began = time.monotonic()
+            start = time.monotonic()
             addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
-            took = time.monotonic() - began
+            seconds = time.monotonic() - start
         except OSError as error:
-            own = name == socket.gethostname()
-            fix = (
-                f"add a line for {name} to /etc/hosts"
-                if own
-                else "set MASTER_ADDR to a name or address that resolves"
-            )
-            yield Finding(
-                "network",
-                f"{name} does not resolve: {error}",
-                "warning" if own else "fix",
-                fix,
-            )
+            text = f"{name} does not resolve: {error}"
+            if name == socket.gethostname():
+                fix = f"add a line for {name} to /etc/hosts"
+                yield Finding("network", text, "warning", fix)
+            else:
+                fix = "set MASTER_ADDR to a name or address that resolves"
+                yield Finding("network", text, "fix", fix)
             continue
         text = f"{name} is {', '.join(sorted(addresses))}"
-        slow = f", resolved after {took:.1f} s" if took > 1 else ""
-        yield Finding(
-            "network",
-            text + slow,
-            "warning" if slow else "OK",
-            f"add {name} to /etc/hosts",
-        )
+        if seconds > 1:
+            text += f", resolved after {seconds:.1f} s"
+            yield Finding("network", text, "warning", f"add {name} to /etc/hosts")
+        else:
+            yield Finding("network", text)
 
 
-def _unusable(port: int) -> OSError | None:
+def _error_of_port(port: int) -> OSError | None:
     """The error of listening at a port of the loopback interface, if any."""
     try:
         with socket.socket() as probe:
@@ -299,11 +274,9 @@ def _ports() -> Iterator[Finding]:
     from trainer_kit.core.environment import Environment
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        here = Environment.detect()
-        yield Finding(
-            "ports",
-            f"{here.master_addr}:{here.master_port} connects the {here.world_size} ranks",
-        )
+        world = Environment.detect()
+        address = f"{world.master_addr}:{world.master_port}"
+        yield Finding("ports", f"{address} connects the {world.world_size} ranks")
         return
     port = os.environ.get("MASTER_PORT") or str(Environment().master_port)
     if not port.isdigit() or not 0 < int(port) < 65536:
@@ -314,54 +287,52 @@ def _ports() -> Iterator[Finding]:
             "unset it, or set a number up to 65535",
         )
         return
-    error = _unusable(int(port))
-    level = (
-        "OK" if error is None else "fix" if "MASTER_PORT" in os.environ else "warning"
+    error = _error_of_port(int(port))
+    if error is None:
+        yield Finding("ports", f"{port} is free")
+        return
+    level = "fix" if "MASTER_PORT" in os.environ else "warning"
+    text = (
+        f"{port}, the rendezvous port of several machines, "
+        f"cannot be used: {error.strerror}"
     )
-    cannot = (
-        f", the rendezvous port of several machines, cannot be used: {error.strerror}"
-        if error
-        else " is free"
-    )
-    yield Finding(
-        "ports", f"{port}{cannot}", level, "set MASTER_PORT to a port that is free"
-    )
+    yield Finding("ports", text, level, "set MASTER_PORT to a port that is free")
 
 
 def check_disk(directory: Path) -> Iterator[Finding]:
     """Whether the directory, and that of temporary files, can be written to, and how much is free."""
-    for about, place in (
-        ("disk", directory.resolve()),
-        ("temporary", Path(tempfile.gettempdir())),
-    ):
+    directories = {
+        "disk": directory.resolve(),
+        "temporary": Path(tempfile.gettempdir()),
+    }
+    for about, path in directories.items():
         try:
-            with tempfile.NamedTemporaryFile(dir=place) as file:
+            with tempfile.NamedTemporaryFile(dir=path) as file:
                 file.write(b"\0" * 4096)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            yield Finding(
-                about,
-                f"{place} cannot be written to: {error.strerror}",
-                "fix",
-                "use another directory",
-            )
+            text = f"{path} cannot be written to: {error.strerror}"
+            yield Finding(about, text, "fix", "use another directory")
             continue
-        free = shutil.disk_usage(place).free
-        level, fix = _level(free, 10e9, 1e9), "make room: a checkpoint may be gigabytes"
-        yield Finding(about, f"{in_units(free)} free in {place}", level, fix)
+        free = shutil.disk_usage(path).free
+        level = _level(free, 10e9, 1e9)
+        fix = "make room: a checkpoint may be gigabytes"
+        yield Finding(about, f"{in_units(free)} free in {path}", level, fix)
 
 
-def _level(found: float, enough: float, usable: float) -> str:
-    return "OK" if found >= enough else "warning" if found >= usable else "fix"
+def _level(amount: float, enough: float, usable: float) -> str:
+    if amount >= enough:
+        return "OK"
+    return "warning" if amount >= usable else "fix"
 
 
 def check_shared_memory() -> Iterator[Finding]:
     """How much of ``/dev/shm`` is free; loader workers send batches through it."""
-    place = Path("/dev/shm")
-    if not place.is_dir():
+    path = Path("/dev/shm")
+    if not path.is_dir():
         return
-    usage = shutil.disk_usage(place)
+    usage = shutil.disk_usage(path)
     text = f"{in_units(usage.free)} free of {in_units(usage.total)}, for loader workers"
     fix = "in a container: --shm-size=8g or --ipc=host; elsewhere: num_workers=0"
     yield Finding("/dev/shm", text, _level(usage.free, 1e9, 128e6), fix)
@@ -373,21 +344,23 @@ def _limits() -> Iterator[Finding]:
     except ImportError:  # Windows has none
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
     level = _level(math.inf if soft == resource.RLIM_INFINITY else soft, 4096, 1024)
-    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    raised = (
-        "ulimit -n 65536"
-        if hard == resource.RLIM_INFINITY or hard >= 65536
-        else f"ulimit -n {hard}"
-    )
-    more = "in a container --ulimit nofile=65536, elsewhere /etc/security/limits.conf"
-    fix = more if soft == hard else f"{raised} before training"
-    yield Finding("open files", f"at most {soft} (up to {most})", level, fix)
+    if soft == hard:
+        fix = (
+            "in a container --ulimit nofile=65536, elsewhere /etc/security/limits.conf"
+        )
+    elif unlimited or hard >= 65536:
+        fix = "ulimit -n 65536 before training"
+    else:
+        fix = f"ulimit -n {hard} before training"
+    maximum = "unlimited" if unlimited else str(hard)
+    yield Finding("open files", f"at most {soft} (up to {maximum})", level, fix)
 
 
 def _clock(directory: Path) -> Iterator[Finding]:
     now = time.time()
-    if now < _RELEASED:
+    if now < _RELEASE_TIME:
         yield Finding(
             "clock",
             f"it shows {time.strftime('%Y-%m-%d')}",

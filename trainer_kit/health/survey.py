@@ -44,7 +44,8 @@ _SLOW: Final = {"GEMM": 0.7, "memory": 0.7, "link": 0.5, "disk": 0.25}
 """By measurement, the part of the median below which a rank is slow; see docs/decisions/0150."""
 _SLOW_ON_CPU: Final = 0.5
 _SLOW_DISK: Final = 20e6
-_CLOCKS: Final = 1.0
+_CLOCK_TOLERANCE: Final = 1.0
+"""Seconds by which the clocks of ranks may differ."""
 _MUST_BE_EQUAL: Final = ("trainer_kit", "torch", "NCCL")
 _UNITS: Final = {"GEMM": "FLOP/s"}
 _FIXES: Final = {
@@ -102,17 +103,17 @@ class Survey:
     @property
     def unusual(self) -> list[Finding]:
         """The findings that are not OK."""
-        return [found for found in self.findings if found.level != "OK"]
+        return [finding for finding in self.findings if finding.level != "OK"]
 
     def describe(self) -> str:
         """One line: the speeds, from the slowest to the fastest rank."""
-        parts = [
-            f"{name} {_range(values, name)}"
-            for name, values in _columns(self.ranks).items()
-            if name != "link"
-        ]
+        ranges = []
+        for name, values in _columns(self.ranks).items():
+            if name != "link":
+                ranges.append(f"{name} {_range(values, name)}")
         count = len(self.ranks)
-        return f"{count} rank{'s' * (count > 1)}, {', '.join(parts)} ({self.seconds:.1f} s)"
+        ranks = f"{count} rank{'s' * (count > 1)}"
+        return f"{ranks}, {', '.join(ranges)} ({self.seconds:.1f} s)"
 
 
 def survey(
@@ -132,22 +133,21 @@ def survey(
         directory: whose disk the first rank of each machine measures; None: no disk.
         beside: further findings of this rank.
     """
-    began, host = monotonic(), socket.gethostname()
-    first = group.all_gather_object(host).index(host) == group.rank
+    start = monotonic()
+    host = socket.gethostname()
+    first_of_host = group.all_gather_object(host).index(host) == group.rank
     offsets = clock_offsets(group)
-    speeds, missing = dict[str, float](), dict[str, str]()
-    notes = [replace(found, host=host) for found in beside]
-    if first and directory is not None:
+    speeds: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    notes = [replace(finding, host=host) for finding in beside]
+    if first_of_host and directory is not None:
         try:
             speeds["disk"] = _disk_speed(directory)
         except OSError as error:
-            wrong = f"{directory} cannot be written to: {error.strerror}"
-            notes.append(
-                Finding(
-                    "disk", wrong, "fix", "make room, or use another directory", host
-                )
-            )
-    own = RankHealth(
+            text = f"{directory} cannot be written to: {error.strerror}"
+            fix = "make room, or use another directory"
+            notes.append(Finding("disk", text, "fix", fix, host))
+    health = RankHealth(
         rank=group.rank,
         host=host,
         device=str(device),
@@ -157,17 +157,19 @@ def survey(
     )
     ranks: list[RankHealth] = []
     for _ in range(_ROUNDS):
-        for now, without in (_local_speeds(device), group_speeds(group, device)):
-            speeds.update(
-                {name: max(speed, speeds.get(name, 0.0)) for name, speed in now.items()}
-            )
-            missing.update(without)
-        ranks = group.all_gather_object(own)
+        for measured, reasons in (_local_speeds(device), group_speeds(group, device)):
+            for name, speed in measured.items():
+                speeds[name] = max(speed, speeds.get(name, 0.0))
+            missing.update(reasons)
+        ranks = group.all_gather_object(health)
         if not slow_ranks(ranks):
             break
-    beside_all = [found for each in group.all_gather_object(notes) for found in each]
-    findings = (*beside_all, *_compare(ranks, offsets))
-    return Survey(ranks=tuple(ranks), findings=findings, seconds=monotonic() - began)
+    findings: list[Finding] = []
+    for notes_of_rank in group.all_gather_object(notes):
+        findings += notes_of_rank
+    findings += _compare(ranks, offsets)
+    seconds = monotonic() - start
+    return Survey(ranks=tuple(ranks), findings=tuple(findings), seconds=seconds)
 
 
 def slow_ranks(ranks: Sequence[RankHealth]) -> list[tuple[str, RankHealth, float]]:
@@ -177,20 +179,20 @@ def slow_ranks(ranks: Sequence[RankHealth]) -> list[tuple[str, RankHealth, float
 
     Example:
         >>> fast, slow = [
-        ...     RankHealth(rank=at, host="a", device="cuda:0", versions={}, speeds={"GEMM": speed}, missing={})
-        ...     for at, speed in enumerate((100.0, 60.0))
+        ...     RankHealth(rank=rank, host="a", device="cuda:0", versions={}, speeds={"GEMM": speed}, missing={})
+        ...     for rank, speed in enumerate((100.0, 60.0))
         ... ]
-        >>> [(name, str(rank), part) for name, rank, part in slow_ranks([fast, slow])]
+        >>> [(name, str(rank), share) for name, rank, share in slow_ranks([fast, slow])]
         [('GEMM', 'rank 1 (a, cuda:0)', 0.6)]
     """
-    found = []
+    slow = []
     for name, values in _columns(ranks).items():
-        usual = median_high(values)
+        median = median_high(values)
         for rank in ranks:
             limit = _limit(name, rank.device)
-            if name in rank.speeds and rank.speeds[name] < limit * usual:
-                found.append((name, rank, rank.speeds[name] / usual))
-    return found
+            if name in rank.speeds and rank.speeds[name] < limit * median:
+                slow.append((name, rank, rank.speeds[name] / median))
+    return slow
 
 
 def _limit(name: str, device: str) -> float:
@@ -200,12 +202,12 @@ def _limit(name: str, device: str) -> float:
 
 def _columns(ranks: Sequence[RankHealth]) -> dict[str, list[float]]:
     """By measurement, the speeds of the ranks that have it."""
-    found: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     for name in ("GEMM", "memory", "all-reduce", "link", "disk"):
         values = [rank.speeds[name] for rank in ranks if name in rank.speeds]
         if values:
-            found[name] = values
-    return found
+            columns[name] = values
+    return columns
 
 
 def _compare(
@@ -220,41 +222,41 @@ def _compare(
 def _speeds(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
     slow = slow_ranks(ranks)
     for name, values in _columns(ranks).items():
-        yield Finding(
-            name,
-            _range(values, name)
-            + (f" on {len(values)} ranks" if len(values) > 1 else ""),
-        )
-        for which, rank, part in slow:
-            if which == name:
-                text = f"{rank}: {_rate(rank.speeds[name], name)}, {part:.2g} times the median of the ranks"
-                fix = _FIXES.get(
-                    name, _FIXES["cpu" if rank.device == "cpu" else "cuda"]
-                )
-                yield Finding(name, text, "warning", fix, rank.host)
+        text = _range(values, name)
+        if len(values) > 1:
+            text += f" on {len(values)} ranks"
+        yield Finding(name, text)
+        for slow_name, rank, share in slow:
+            if slow_name == name:
+                yield _slow_finding(name, rank, share)
+    slow_disks = {rank.rank for name, rank, _ in slow if name == "disk"}
     for rank in ranks:
-        if rank.speeds.get("disk", _SLOW_DISK) < _SLOW_DISK and (
-            "disk",
-            rank.rank,
-        ) not in {(which, each.rank) for which, each, _ in slow}:
-            yield Finding(
-                "disk",
-                f"{rank}: {_rate(rank.speeds['disk'], 'disk')}",
-                "warning",
-                _FIXES["disk"],
-                rank.host,
-            )
-        for name, why in rank.missing.items():
-            yield Finding(
-                name, f"{rank}: {why}", "warning", "measure before training", rank.host
-            )
+        speed = rank.speeds.get("disk", _SLOW_DISK)
+        if speed < _SLOW_DISK and rank.rank not in slow_disks:
+            text = f"{rank}: {_rate(speed, 'disk')}"
+            yield Finding("disk", text, "warning", _FIXES["disk"], rank.host)
+        for name, reason in rank.missing.items():
+            text = f"{rank}: {reason}"
+            yield Finding(name, text, "warning", "measure before training", rank.host)
+
+
+def _slow_finding(name: str, rank: RankHealth, share: float) -> Finding:
+    speed = _rate(rank.speeds[name], name)
+    text = f"{rank}: {speed}, {share:.2g} times the median of the ranks"
+    kind = "cpu" if rank.device == "cpu" else "cuda"
+    fix = _FIXES.get(name, _FIXES[kind])
+    return Finding(name, text, "warning", fix, rank.host)
 
 
 def _range(values: Sequence[float], name: str) -> str:
-    low, high = _rate(min(values), name), _rate(max(values), name)
+    low = _rate(min(values), name)
+    high = _rate(max(values), name)
     if low == high:
         return low
-    return f"{low.split()[0] if low.split()[1] == high.split()[1] else low} to {high}"
+    number, unit = low.split()
+    if unit == high.split()[1]:
+        return f"{number} to {high}"
+    return f"{low} to {high}"
 
 
 def _rate(value: float, name: str) -> str:
@@ -265,44 +267,46 @@ def _rate(value: float, name: str) -> str:
 def _clocks(
     ranks: Sequence[RankHealth], offsets: Sequence[tuple[float, float]]
 ) -> Iterator[Finding]:
-    usual = median_low([(low + high) / 2 for low, high in offsets])
-    wrong = False
+    median = median_low([(low + high) / 2 for low, high in offsets])
+    equal = True
     for rank, (low, high) in zip(ranks, offsets, strict=True):
-        nearest = max(low - usual, usual - high)  # seconds by which it is off at least
-        if nearest > _CLOCKS:
-            wrong = True
-            ahead = (low + high) / 2 - usual
-            text = f"{rank}: {ahead:+.1f} s from the median of the ranks"
-            yield Finding("clocks", text, "warning", _FIXES["clocks"], rank.host)
-    if not wrong:
-        most = max(high for _, high in offsets) - min(low for low, _ in offsets)
-        yield Finding(
-            "clocks",
-            f"of {len(ranks)} ranks are equal within {max(most, 0.001) * 1000:.0f} ms",
-        )
+        smallest_error = max(low - median, median - high)
+        if smallest_error <= _CLOCK_TOLERANCE:
+            continue
+        equal = False
+        ahead = (low + high) / 2 - median
+        text = f"{rank}: {ahead:+.1f} s from the median of the ranks"
+        yield Finding("clocks", text, "warning", _FIXES["clocks"], rank.host)
+    if equal:
+        spread = max(high for _, high in offsets) - min(low for low, _ in offsets)
+        milliseconds = max(spread, 0.001) * 1000
+        text = f"of {len(ranks)} ranks are equal within {milliseconds:.0f} ms"
+        yield Finding("clocks", text)
 
 
 def _versions(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
-    names: dict[str, None] = {name: None for rank in ranks for name in rank.versions}
+    # The keys of a dict keep the order in which ranks name them.
+    names: dict[str, None] = {}
+    for rank in ranks:
+        names.update(dict.fromkeys(rank.versions))
     equal = []
     for name in names:
         counts = Counter(rank.versions.get(name, "none") for rank in ranks)
-        (usual, most), *others = counts.most_common()
-        if not others:
+        (usual, count), *differing = counts.most_common()
+        if not differing:
             equal.append(f"{name} {usual}")
-        for version, _ in others:
-            where = ", ".join(
+        for version, _ in differing:
+            ranks_with_it = [
                 str(rank)
                 for rank in ranks
                 if rank.versions.get(name, "none") == version
+            ]
+            text = (
+                f"{name} {version} on {', '.join(ranks_with_it)}, "
+                f"and {usual} on {count} rank{'s' * (count > 1)}"
             )
-            text = f"{name} {version} on {where}, and {usual} on {most} rank{'s' * (most > 1)}"
-            yield Finding(
-                "versions",
-                text,
-                "fix" if name in _MUST_BE_EQUAL else "warning",
-                _FIXES["versions"],
-            )
+            level = "fix" if name in _MUST_BE_EQUAL else "warning"
+            yield Finding("versions", text, level, _FIXES["versions"])
     if equal:
         yield Finding("versions", f"equal on {len(ranks)} ranks: {', '.join(equal)}")
 
@@ -310,8 +314,9 @@ def _versions(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
 _MIB: Final = 2**20
 _REPEATS: Final = {"GEMM": 40, "memory": 32, "all-reduce": 6, "link": 5}
 _CLOCK_ROUNDS: Final = 10
-_DISK: Final = (64 * _MIB, 0.5)
-"""The most bytes, and the most seconds before the flush."""
+_DISK_BYTES: Final = 64 * _MIB
+_DISK_SECONDS: Final = 0.5
+"""The most seconds of writing before the flush."""
 _Work = Callable[[], object]
 
 
@@ -325,16 +330,17 @@ def versions(device: torch.device) -> dict[str, str]:
         >>> versions(torch.device("cpu"))["torch"] == torch.__version__
         True
     """
-    found = {
+    facts = {
         "trainer_kit": sys.modules[__name__.partition(".")[0]].__version__,
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
     }
     if device.type == "cuda":
-        found["driver"] = driver_version() or "unknown"
+        facts["driver"] = driver_version() or "unknown"
         if dist.is_nccl_available():
-            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return found
+            version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call] # torch's
+            facts["NCCL"] = ".".join(map(str, version))
+    return facts
 
 
 def _local_speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
@@ -343,14 +349,14 @@ def _local_speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str
     Args:
         device: it is waited for (a sync point).
     """
-    speeds, missing = dict[str, float](), dict[str, str]()
-    if (
-        device.type == "xla"
-    ):  # it compiles lazily, so the time of a call is not the time of its work
-        return speeds, dict.fromkeys(("GEMM", "memory"), "not measured on xla")
+    if device.type == "xla":
+        # It compiles lazily, so the time of a call is not the time of its work.
+        return {}, dict.fromkeys(("GEMM", "memory"), "not measured on xla")
+    speeds: dict[str, float] = {}
+    missing: dict[str, str] = {}
     for name, prepare in (("GEMM", _gemm), ("memory", _copies)):
         try:
-            with _aside():
+            with _without_gradients():
                 work, amount = prepare(device)
                 speeds[name] = amount / _fastest(work, device, _REPEATS[name])
         except RuntimeError as error:
@@ -362,35 +368,35 @@ def _local_speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str
 
 def _gemm(device: torch.device) -> tuple[_Work, float]:
     """A product of matrices, and its floating-point operations."""
-    on_cpu = device.type == "cpu"
-    size = 4096 if not on_cpu else 256 if torch.get_num_threads() <= 4 else 1024
+    if device.type != "cpu":
+        size = 4096
+        dtype = torch.float16
+    else:
+        size = 256 if torch.get_num_threads() <= 4 else 1024
+        dtype = torch.float32
     # Random numbers switch as many bits as a model does; zeros would save the power that limits the clock.
-    numbers = torch.Generator(device).manual_seed(0)
-    dtype = torch.float32 if on_cpu else torch.float16
-    left, right = (
-        torch.rand(size, size, device=device, generator=numbers).to(dtype)
-        for _ in range(2)
-    )
-    product = torch.empty_like(left)
-    return lambda: torch.mm(left, right, out=product), 2.0 * size**3
+    generator = torch.Generator(device).manual_seed(0)
+    first = torch.rand(size, size, device=device, generator=generator).to(dtype)
+    second = torch.rand(size, size, device=device, generator=generator).to(dtype)
+    result = torch.empty_like(first)
+    return lambda: torch.mm(first, second, out=result), 2.0 * size**3
 
 
 def _copies(device: torch.device) -> tuple[_Work, float]:
     """A copy from one part of memory to another, the next one at each call, and the bytes that it reads and writes."""
-    size, parts = (32 * _MIB, 8) if device.type == "cpu" else (256 * _MIB, 1)
-    source, target = (
-        torch.ones(parts, size // parts, dtype=torch.uint8, device=device)
-        for _ in range(2)
-    )
-    turns = cycle(
-        range(parts)
-    )  # a part is not in the caches any more when its turn comes again
+    size = (32 if device.type == "cpu" else 256) * _MIB
+    # A block is not in the caches of a CPU any more when its turn comes again.
+    blocks = 8 if device.type == "cpu" else 1
+    shape = (blocks, size // blocks)
+    source = torch.ones(shape, dtype=torch.uint8, device=device)
+    target = torch.ones(shape, dtype=torch.uint8, device=device)
+    turns = cycle(range(blocks))
 
     def work() -> None:
-        at = next(turns)
-        target[at].copy_(source[at])
+        block = next(turns)
+        target[block].copy_(source[block])
 
-    return work, 2.0 * size / parts
+    return work, 2.0 * size / blocks
 
 
 def group_speeds(
@@ -411,25 +417,18 @@ def group_speeds(
     if group.size < 2 or device.type == "xla":
         return {}, {}
     sent, received = _buffers(device)
-    alone_fails = float(sent is None)
-    if (
-        any(row[0] for row in group.agree([alone_fails]))
-        or sent is None
-        or received is None
-    ):
+    failed_somewhere = any(row[0] for row in group.agree([float(sent is None)]))
+    if failed_somewhere or sent is None or received is None:
         return {}, {"all-reduce": "not enough free memory on a rank to measure it"}
-    amount, size = float(sent.numel() * sent.element_size()), group.size
+    amount = float(sent.numel() * sent.element_size())
+    size = group.size
 
     def speed(name: str, work: _Work) -> float:
         return amount / _fastest(work, device, _REPEATS[name], group.barrier)
 
-    with _aside():
-        speeds = {
-            "all-reduce": 2
-            * (size - 1)
-            / size
-            * speed("all-reduce", lambda: group.all_reduce(sent, "max"))
-        }
+    with _without_gradients():
+        all_reduce = speed("all-reduce", lambda: group.all_reduce(sent, "max"))
+        speeds = {"all-reduce": 2 * (size - 1) / size * all_reduce}
         if size > 3:
             shifts = [_shift(group, sent, received, distance) for distance in (1, 2)]
             speeds["link"] = max(speed("link", shift) for shift in shifts)
@@ -437,9 +436,9 @@ def group_speeds(
 
 
 def _buffers(device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    numbers = (4 if device.type == "cpu" else 64) * _MIB // 4
+    length = (4 if device.type == "cpu" else 64) * _MIB // 4
     try:
-        return torch.ones(numbers, device=device), torch.empty(numbers, device=device)
+        return torch.ones(length, device=device), torch.empty(length, device=device)
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
@@ -450,14 +449,12 @@ def _shift(
     group: Group, sent: torch.Tensor, received: torch.Tensor, distance: int
 ) -> _Work:
     """Send to the rank ``distance`` places on, and receive from the one as far back."""
-    to, source = (
-        (group.rank + distance) % group.size,
-        (group.rank - distance) % group.size,
-    )
+    target = (group.rank + distance) % group.size
+    source = (group.rank - distance) % group.size
 
     def work() -> None:
         operations = [
-            dist.P2POp(dist.isend, sent, group=group.group, group_peer=to),
+            dist.P2POp(dist.isend, sent, group=group.group, group_peer=target),
             dist.P2POp(dist.irecv, received, group=group.group, group_peer=source),
         ]
         for request in dist.batch_isend_irecv(operations):
@@ -467,7 +464,7 @@ def _shift(
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def _without_gradients() -> Iterator[None]:
     """Compute without gradients and autocast, whatever surrounds the measurement."""
     with (
         torch.no_grad(),
@@ -500,10 +497,10 @@ def _fastest(
     for _ in range(1 + repeats):
         if before is not None:
             before()
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
         wait()  # sync point: the measurement
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return max(min(seconds[1:]), 1e-9)
 
 
@@ -517,13 +514,14 @@ def _fastest_on_cuda(
     for _ in range(1 + repeats):
         if before is not None:
             before()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        began.record()
+        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
+        finish = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch's
+        start.record()
         work()
-        ended.record()
-        pairs.append((began, ended))
+        finish.record()
+        pairs.append((start, finish))
     torch.cuda.synchronize(device)  # sync point: the measurement
-    milliseconds: float = min(began.elapsed_time(ended) for began, ended in pairs[1:])
+    milliseconds: float = min(start.elapsed_time(finish) for start, finish in pairs[1:])
     return max(milliseconds / 1000, 1e-9)
 
 
@@ -538,24 +536,33 @@ def clock_offsets(group: Group) -> list[tuple[float, float]]:
         >>> clock_offsets(Alone())
         [(0.0, 0.0)]
     """
-    entered, left = list[list[float]](), list[float]()
+    entries: list[list[float]] = []
+    exits_here: list[float] = []
     for _ in range(_CLOCK_ROUNDS):
         rows = group.agree([time.time()])
-        left.append(time.time())
-        entered.append([row[0] for row in rows])
-    exits = group.agree(left)
-    return [
-        (0.0, 0.0),
-        *(_bounds(entered, exits, rank) for rank in range(1, group.size)),
-    ]
+        exits_here.append(time.time())
+        entries.append([row[0] for row in rows])
+    exits = group.agree(exits_here)
+    offsets = [(0.0, 0.0)]
+    for rank in range(1, group.size):
+        offsets.append(_bounds(entries, exits, rank))
+    return offsets
 
 
 def _bounds(
-    entered: Sequence[Sequence[float]], exits: Sequence[Sequence[float]], rank: int
+    entries: Sequence[Sequence[float]], exits: Sequence[Sequence[float]], rank: int
 ) -> tuple[float, float]:
-    low = max(at[rank] - out for at, out in zip(entered, exits[0], strict=True))
-    high = min(out - at[0] for at, out in zip(entered, exits[rank], strict=True))
-    return low, max(low, high)
+    """Return the bounds of the offset of a rank's clock.
+
+    Args:
+        entries: by round and rank, the time at which the rank entered the exchange.
+        exits: by rank and round, the time at which it left.
+        rank: of the clock.
+    """
+    lows = [times[rank] - out for times, out in zip(entries, exits[0], strict=True)]
+    highs = [out - times[0] for times, out in zip(entries, exits[rank], strict=True)]
+    low = max(lows)
+    return low, max(low, min(highs))
 
 
 def _disk_speed(directory: Path) -> float:
@@ -568,14 +575,11 @@ def _disk_speed(directory: Path) -> float:
         >>> _disk_speed(Path(tempfile.gettempdir())) > 0
         True
     """
-    block, (most, seconds), written = (
-        os.urandom(4 * _MIB),
-        _DISK,
-        0,
-    )  # random: some file systems compress
+    block = os.urandom(4 * _MIB)  # random: some file systems compress
+    written = 0
     with tempfile.NamedTemporaryFile(dir=directory, buffering=0) as file:
-        began = time.perf_counter()
-        while written < most and time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        while written < _DISK_BYTES and time.perf_counter() - start < _DISK_SECONDS:
             written += file.write(block)
         os.fsync(file.fileno())
-        return written / max(time.perf_counter() - began, 1e-9)
+        return written / max(time.perf_counter() - start, 1e-9)
