@@ -227,7 +227,7 @@ def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             0.5
         )  # at least: 4 MiB take longer than the limit allows, on any machine
 
-    monkeypatch.setattr(surveys, "_DISK", (4 * 2**20, 0.5))
+    monkeypatch.setattr(surveys, "_DISK_BYTES", 4 * 2**20)
     monkeypatch.setattr(surveys.os, "fsync", slow)
     (text,) = about(survey(Alone(), CPU, tmp_path), "disk")
     assert float(text.split("): ")[1].split(" MB/s")[0]) < 8.4
