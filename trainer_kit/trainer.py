@@ -23,6 +23,7 @@ from trainer_kit.compat.accelerators import (
     accelerator_of,
     accelerator_word,
 )
+from trainer_kit.compat.callback_adapters import adapt_callbacks, writes_checkpoints
 from trainer_kit.compat.checkpoint_io import refuse_checkpoint_io
 from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
@@ -190,6 +191,7 @@ class Trainer(Session):
     """
 
     former_methods = TRAINER_METHODS
+    adapt_callbacks = staticmethod(adapt_callbacks)
 
     @known_arguments({**TRAINING_ARGUMENTS, **FORMER_ARGUMENTS})
     def __init__(
@@ -337,7 +339,8 @@ class Trainer(Session):
             ),
             checkpoints=_is_enabled(
                 "enable_checkpointing", enable_checkpointing, writes_nothing
-            ),
+            )
+            and not writes_checkpoints(callbacks),
             profiler=profiler,
         )
         self.set_callbacks([*callbacks, *default_callbacks])

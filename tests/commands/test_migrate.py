@@ -389,6 +389,72 @@ if pl.__version__ < "2" or find_spec("pytorch_lightning"):
     assert "this becomes the version of trainer_kit" in found[3]
 
 
+def test_a_loaded_best_checkpoint_is_reported_with_both_ways_to_read_it(
+    tmp_path: Path,
+) -> None:
+    text = """
+import torch
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+trainer = pl.Trainer(callbacks=[ModelCheckpoint()])
+weights = torch.load(trainer.checkpoint_callback.best_model_path)["state_dict"]
+"""
+    found = report_of(text, tmp_path)
+    assert found[0].startswith("7: torch.load reads no checkpoint directory")
+    assert "trainer_kit.checkpoint.read_weights(path)" in found[1]
+    assert 'ModelCheckpoint(also="lightning")' in found[1]
+
+
+def test_callbacks_of_other_packages_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "pruning"
+    (package / "pytorch_lightning").mkdir(parents=True)
+    # As Optuna's package: names are found lazily, and the class stands below a folder of Lightning's name.
+    (package / "__init__.py").write_text(
+        "raise AssertionError('migrate runs no code')", "utf-8"
+    )
+    (package / "pytorch_lightning" / "__init__.py").write_text(
+        "from lightning.pytorch.callbacks import Callback, ModelCheckpoint\n"
+        "class PruningCallback(Callback): ...\n"
+        "class UploadCallback(ModelCheckpoint): ...\n"
+        "class Study: ...\n",
+        "utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    text = """
+import lightning as L
+import pruning
+from pruning import PruningCallback, UploadCallback, Study
+from not_installed.pytorch_lightning import ReportCallback
+from local import PruningCallback as Own
+
+class Local(L.Callback): ...
+
+trainer = L.Trainer(callbacks=[pruning.PruningCallback()])
+"""
+    (tmp_path / "project").mkdir()
+    found = report_of(text, tmp_path / "project")
+    assert found == [
+        "4: pruning.PruningCallback extends Lightning's Callback: the Trainer takes it through an adapter",
+        "fix: nothing, but keep lightning installed: the package needs it to define this class",
+        "4: pruning.UploadCallback extends Lightning's ModelCheckpoint, which drives Lightning's own loop",
+        "fix: subclass trainer_kit.callbacks.ModelCheckpoint in your code",
+        "5: not_installed.pytorch_lightning.ReportCallback is a callback for Lightning, by its name",
+        "fix: keep lightning installed: the Trainer takes callbacks that extend Lightning's through an adapter",
+        "10: pruning.PruningCallback extends Lightning's Callback: the Trainer takes it through an adapter",
+        "fix: nothing, but keep lightning installed: the package needs it to define this class",
+    ]
+    # Of a file that is rewritten, only what does not run is left to report.
+    found = report_of(
+        text.replace("lightning as L", "trainer_kit as L"), tmp_path / "project"
+    )
+    assert [line for line in found if line[0].isdigit()] == [
+        "4: pruning.UploadCallback extends Lightning's ModelCheckpoint, which drives Lightning's own loop"
+    ]
+
+
 def test_imports_of_missing_names_are_reported(tmp_path: Path) -> None:
     text = """
 from lightning.pytorch.callbacks import EarlyStopping, Checkpoint

@@ -19,8 +19,8 @@ import trainer_kit as tk
         ),
         ("finetune", r"has no attribute 'finetune'\n  fix:   dir\(trainer\)"),
         (
-            "_accelerator_connector",
-            r"_accelerator_connector'\n  fix:   a private attribute of Lightning's",
+            "_evaluation_loop",
+            r"_evaluation_loop'\n  fix:   a private attribute of Lightning's",
         ),
         (
             "lr_schedulers",
@@ -57,3 +57,14 @@ def test_a_missing_attribute_says_what_to_use(path, match):
 def test_a_strategy_is_copied_and_pickled():
     strategy = tk.Trainer(accelerator="cpu", devices=1, barebones=True).strategy
     assert copy.copy(strategy).device == pickle.loads(pickle.dumps(strategy)).device
+
+
+def test_private_attributes_that_callbacks_of_packages_read():
+    trainer = tk.Trainer(
+        accelerator="cpu", devices=1, barebones=True, log_every_n_steps=0
+    )
+    assert trainer._accelerator_connector.is_distributed is False
+    assert trainer._logger_connector.should_update_logs is False
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 0
+    with pytest.raises(AttributeError, match="DistributedFlags has no devices"):
+        _ = trainer._accelerator_connector.devices

@@ -47,6 +47,7 @@ from trainer_kit.accelerator.wrapping import (
     with_exchange,
     without_exchange,
 )
+from trainer_kit.compat.accelerate_records import takes_accelerate_records
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin, named_plugins, selected_plugin
 from trainer_kit.compat.megatron import MegatronLMPlugin
 from trainer_kit.compat.options import (
@@ -192,6 +193,7 @@ class Accelerator:
     _schedulers = _list_of("prepared", "schedulers")
     _dataloaders = _list_of("prepared", "loaders")
 
+    @takes_accelerate_records
     def __init__(
         self,
         device_placement: bool = True,

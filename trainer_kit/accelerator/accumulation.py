@@ -318,6 +318,11 @@ class Accumulation:
         return self.sync and not earlier < before == reached
 
     @property
+    def exchanges_each_batch(self) -> bool:
+        """Whether processes exchange gradients after each micro-batch, and not once per window."""
+        return self._quiet is None and self.losses.size > 1
+
+    @property
     def began(self) -> bool:
         """Whether `scale` was called since the window began."""
         return self._reference is not None
@@ -455,3 +460,18 @@ class GradientState:
     def adjust_scheduler(self) -> bool:
         """Whether schedulers count the calls inside a window."""
         return self._accumulation.adjust_scheduler
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The options of accumulation by Accelerate's names, which Transformers' Trainer reads."""
+        window = self._accumulation
+        return {
+            "num_steps": window.steps,
+            "adjust_scheduler": window.adjust_scheduler,
+            "sync_with_dataloader": window.sync_with_dataloader,
+            "sync_each_batch": window.exchanges_each_batch,
+        }
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Set whether this micro-batch ends its window; Transformers' Trainer counts micro-batches itself."""
+        self._accumulation.set_sync(sync_gradients)

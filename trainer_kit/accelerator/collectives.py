@@ -126,6 +126,8 @@ class Collectives:
                     [part for part in parts if not isinstance(part, type(NOTHING))]
                 )
             if counts is None:
+                if batches is not None and batches.end_of_dataloader:
+                    data = _cut_to_batch(data, batches.size, batches.nominal)
                 return _gather(group, data, "gather_for_metrics")
             return _gather_rows(group, data, batches.size, counts)
 
@@ -256,6 +258,21 @@ def _joined(parts: list[Any]) -> list[Any]:
     if all(isinstance(part, (list, tuple)) for part in parts):
         return [item for part in parts for item in part]
     return parts
+
+
+def _cut_to_batch(data: Any, size: int, nominal: float) -> Any:
+    """Cut tensors with a row for each sample of a full batch to the samples of a short last one.
+
+    Transformers' Trainer repeats the mean loss of a batch as often as a full batch has samples.
+    """
+    if size >= nominal:
+        return data
+
+    def cut(tensor: Tensor) -> Tensor:
+        is_full = tensor.ndim > 0 and len(tensor) == nominal
+        return tensor[:size] if is_full else tensor
+
+    return map_tensors(data, cut)
 
 
 def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Final, final
 from torch import nn
 
 from trainer_kit.accelerator import Accelerator
+from trainer_kit.commands.migrate_callbacks import answer_callback
 from trainer_kit.commands.migrate_names import (
     PACKAGES,
     Finding,
@@ -58,7 +59,8 @@ _AS_FILE: Final = (
 _AS_PICKLE: Final = Answer(
     "checkpoint",
     "torch.load reads no checkpoint directory",
-    "load_from_checkpoint(path), or trainer_kit.checkpoint.read_weights(path) for the state_dict alone",
+    "load_from_checkpoint(path), or trainer_kit.checkpoint.read_weights(path) for the state_dict alone; or "
+    'ModelCheckpoint(also="lightning"), which writes f"{path}.ckpt" beside it, which torch.load reads',
 )
 _OBJECT_FIX: Final = (
     "nothing if its class has a codec (modules, dataclasses, NumPy values have); else store its state_dict() or plain "
@@ -271,6 +273,10 @@ class Project:
             Finding(path, line, answer.kind, answer.problem, answer.fix or None)
         )
 
+    def has_class(self, name: str) -> bool:
+        """Whether the project defines a class of this name."""
+        return name in self._classes
+
     def defines(self, attribute: str) -> bool:
         """Whether the project defines or assigns this attribute anywhere."""
         if attribute in self._attributes:
@@ -324,6 +330,8 @@ class _Reader(ast.NodeVisitor):
         """The variables known to hold a Trainer or an Accelerator, by dotted name."""
         self._own: tuple[tuple[type, ...], bool] = (), False
         """The bases of the class being read, and whether all of them are known."""
+        self._modules: dict[str, str] = {}
+        """The modules of other packages that the file imports whole, by the name that it binds."""
         # Scripts for Accelerate and Fabric choose the names of their own files.
         self._has_trainer = source.uses_trainer()
 
@@ -337,11 +345,18 @@ class _Reader(ast.NodeVisitor):
         for alias in node.names:
             if (new := renamed(alias.name)) is not None:
                 self._import(node, alias.name, lambda new=new: look_up(new))
+            else:
+                package = alias.name.partition(".")[0]
+                self._modules[alias.asname or package] = (
+                    alias.name if alias.asname else package
+                )
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         package = node.module or ""
         new = None if node.level else renamed(package)
         if new is None:
+            for alias in node.names if self._has_trainer and not node.level else ():
+                self._check_other_package(node, package, alias.name)
             return
         for alias in node.names:
             old = f"{package}.{alias.name}"
@@ -351,6 +366,16 @@ class _Reader(ast.NodeVisitor):
                 self._import(node, old, lambda old=old: look_up(PACKAGES.get(old, new)))
             else:
                 self._import(node, old, lambda name=alias.name: imported(new, name))
+
+    def _check_other_package(
+        self, node: ast.stmt | ast.expr, module: str, name: str
+    ) -> None:
+        """Report a class of another package that extends a callback of Lightning."""
+        if not self._project.has_class(name):
+            is_rewritten = not any(
+                foreign(full) for full in self._source.bound.values()
+            )
+            self._report(node, answer_callback(module, name, is_rewritten))
 
     def _import(self, node: ast.stmt, old: str, find: Any) -> None:
         self._project.names += 1
@@ -521,6 +546,12 @@ class _Reader(ast.NodeVisitor):
             else:
                 self._check_name(node)
             return
+        if self._has_trainer and root in self._modules and "Callback" in node.attr:
+            inside = rest.rpartition(".")[0]
+            module = (
+                f"{self._modules[root]}.{inside}" if inside else self._modules[root]
+            )
+            self._check_other_package(node, module, node.attr)
         self._report(node, self._resolve(node, name)[1])
 
     def _check_name(self, node: ast.Attribute) -> None:

@@ -215,6 +215,17 @@ class Strategy(ABC):
             return value
         return self.world.all_reduce(value, op)
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether the ranks decide so together; every rank must call it (Lightning's name).
+
+        Args:
+            decision: of this rank.
+            all: True if every rank has to decide so; False if one is enough.
+        """
+        vote = 1.0 if decision else 0.0
+        votes = sum(row[0] for row in self.world.agree([vote]))
+        return votes == self.world.size if all else votes > 0
+
     @property
     def global_rank(self) -> int:
         """This process's rank (Lightning's name)."""

@@ -10,10 +10,12 @@ from trainer_kit.core.progress import Progress
 __all__ = [
     "BatchProgress",
     "Counts",
+    "DistributedFlags",
     "EpochLoop",
     "EpochProgress",
     "EvaluationLoop",
     "FitLoop",
+    "LoggingSteps",
     "Position",
     "PredictLoop",
 ]
@@ -86,6 +88,12 @@ class _Looped(Protocol):
 
     @property
     def global_step(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def log_every_n_steps(self) -> int: ...
+    @property
+    def should_stop(self) -> bool: ...
     @property
     def is_last_batch(self) -> bool: ...
     @property
@@ -403,3 +411,27 @@ class PredictLoop(_View):
     def current_batch_indices(self) -> list[Any]:
         """Dataset indices of the samples in this rank's batch; empty if the loader does not draw indices."""
         return self._trainer.predict_batch_indices or []
+
+
+@final
+class DistributedFlags(_View):
+    """The part of Lightning's private object that callbacks of other packages read, such as Optuna's."""
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether several processes train."""
+        return self._trainer.world_size > 1
+
+
+@final
+class LoggingSteps(_View):
+    """The part of Lightning's private object that subclasses of Lightning's monitors read."""
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Whether the values of the step that runs now are logged."""
+        interval = self._trainer.log_every_n_steps
+        if interval == 0:
+            return False
+        is_due = (self._trainer.global_step + 1) % interval == 0
+        return is_due or self._trainer.should_stop

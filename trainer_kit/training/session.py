@@ -61,8 +61,10 @@ from trainer_kit.training.attributes import (
 )
 from trainer_kit.training.loaders import NAMES, training_feed
 from trainer_kit.training.loops import (
+    DistributedFlags,
     EvaluationLoop,
     FitLoop,
+    LoggingSteps,
     Position,
     PredictLoop,
 )
@@ -162,6 +164,8 @@ class Session:
     fast_dev_run: bool | int
     former_methods: Mapping[str, str] = {}
     """What to call instead of methods that trainers of other libraries have, by name."""
+    adapt_callbacks: Callable[[Iterable[Any]], list[Any]] = list
+    """Wraps callbacks of other libraries."""
 
     def __init__(
         self,
@@ -766,18 +770,20 @@ class Session:
                 "callbacks cannot change while an entry point runs",
                 found=self.state_verb,
             )
-        self._own_callbacks = self._callbacks = sorted_callbacks(callbacks)
+        adapted = self.adapt_callbacks(callbacks)
+        self._own_callbacks = self._callbacks = sorted_callbacks(adapted)
         self.read_accumulation()
 
     def add_module_callbacks(self, callbacks: Sequence[Callback]) -> None:
         """Add callbacks of the running module; each replaces the Trainer's callbacks of its class."""
-        classes = {type(callback) for callback in callbacks}
+        adapted = self.adapt_callbacks(callbacks)
+        classes = {type(callback) for callback in adapted}
         others = [
             callback
             for callback in self._own_callbacks
             if type(callback) not in classes
         ]
-        self._callbacks = sorted_callbacks([*others, *callbacks])
+        self._callbacks = sorted_callbacks([*others, *adapted])
 
     def drop_module_callbacks(self) -> None:
         """Call the Trainer's own callbacks only."""
@@ -1228,6 +1234,9 @@ class Session:
     distributed_sampler_kwargs = Elsewhere(
         "loaders are divided without samplers; trainer.world_size and global_rank say how"
     )
+
+    _accelerator_connector = property(DistributedFlags)
+    _logger_connector = property(LoggingSteps)
 
     # -- arguments that nothing above has ------------------------------------------------------------------------
 

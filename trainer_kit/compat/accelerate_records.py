@@ -1,0 +1,110 @@
+"""Option records of Accelerate itself, which libraries built on it pass, as this library's records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from enum import Enum
+from functools import wraps
+from typing import Any, Final, ParamSpec, TypeVar
+
+from trainer_kit.compat.options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = ["takes_accelerate_records", "translated_record"]
+
+_Taken = ParamSpec("_Taken")
+_Returned = TypeVar("_Returned")
+
+_KINDS: Final[dict[str, Callable[..., Any]]] = {
+    kind.__name__: kind
+    for kind in (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        GradScalerKwargs,
+        GradientAccumulationPlugin,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
+}
+# Accelerate's engine plugins read the environment and change it when they are made, so they cannot be copied.
+_ENGINES: Final = {
+    "DeepSpeedPlugin": 'pass Accelerator(strategy="deepspeed_stage_2"), or a DeepSpeedPlugin of trainer_kit',
+    "FullyShardedDataParallelPlugin": "pass a FullyShardedDataParallelPlugin of trainer_kit, or "
+    "`trainer-kit launch --use_fsdp`",
+    "MegatronLMPlugin": "pass a MegatronLMPlugin of trainer_kit",
+    "ParallelismConfig": "pass a ParallelismConfig of trainer_kit",
+    "TorchTensorParallelPlugin": "pass a ParallelismConfig of trainer_kit",
+}
+
+
+def translated_record(value: Any) -> Any:
+    """This library's record for an option record of Accelerate; any other value unchanged.
+
+    Args:
+        value: an argument of an `Accelerator`.
+
+    Raises:
+        ConfigurationError: it is a plugin of Accelerate that chooses an engine.
+    """
+    record_class = type(value)
+    if record_class.__module__.partition(".")[0] != "accelerate":
+        return value
+    if record_class.__name__ in _ENGINES:
+        raise ConfigurationError(
+            f"this {record_class.__name__} is Accelerate's, which sets up an engine when it is made",
+            found=f"{record_class.__module__}.{record_class.__name__}",
+            fix=_ENGINES[record_class.__name__],
+        )
+    kind = _KINDS.get(record_class.__name__)
+    if kind is None:
+        return value
+    default = record_class()
+    options = {
+        field.name: _plain(getattr(value, field.name))
+        for field in fields(value)
+        if getattr(value, field.name) != getattr(default, field.name)
+    }
+    if kind is GradientAccumulationPlugin:
+        # What passes Accelerate's record counts on Accelerate's division, as Transformers' Trainer does.
+        options["fixed_divisor"] = True
+    return kind(**options)
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def takes_accelerate_records(
+    construct: Callable[_Taken, _Returned],
+) -> Callable[_Taken, _Returned]:
+    """Decorate a constructor, so that its arguments may be option records of Accelerate, alone or in a list."""
+
+    @wraps(construct)
+    def translate(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
+        positional: Any = [_translated(value) for value in args]
+        named: Any = {name: _translated(value) for name, value in kwargs.items()}
+        return construct(*positional, **named)
+
+    return translate
+
+
+def _translated(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return [translated_record(value) for value in argument]
+    if isinstance(argument, Mapping):
+        return {name: translated_record(value) for name, value in argument.items()}
+    return translated_record(argument)
