@@ -62,7 +62,7 @@ __all__ = [
     "holds_weights",
     "load_weights",
     "local_tensors",
-    "read_rest",
+    "read_remaining",
     "read_start",
     "read_state",
 ]
@@ -184,12 +184,13 @@ class Search:
         if ckpt_path == "last":
             return self._last(resumable_first)
         if not isinstance(ckpt_path, (str, os.PathLike)):
+            fix = None
+            if ckpt_path is True:
+                fix = 'ckpt_path="last" takes the newest checkpoint'
             raise ConfigurationError(
                 'ckpt_path must be a path, a URL, "last" or "best"',
                 found=repr(ckpt_path),
-                fix='ckpt_path="last" takes the newest checkpoint'
-                if ckpt_path is True
-                else None,
+                fix=fix,
             )
         path = locate(ckpt_path)
         fail_together(self.world, lambda: self._check_path(path))
@@ -378,7 +379,7 @@ def _parts_to_read(path: Location, weights_only: bool) -> list[str]:
 
 
 def read_start(path: Location, weights_only: bool, strategy: Strategy) -> State:
-    """`read_state`; for a sharded engine only what composition needs, and None for each part that `read_rest` reads."""
+    """`read_state`; for a sharded engine what composition needs, and None for each part that `read_remaining` reads."""
 
     def read() -> State:
         if not strategy.sharded:
@@ -410,7 +411,7 @@ def local_tensors(
     return tensors, strategy.held_elsewhere(module)
 
 
-def read_rest(
+def read_remaining(
     state: State,
     path: Location,
     weights_only: bool,
@@ -483,7 +484,7 @@ def load_weights(
     # Files of other libraries are read for their weights.
     weights_only = not _is_checkpoint(path)
     if strategy.sharded:
-        state = read_rest({}, path, weights_only, strategy, module)
+        state = read_remaining({}, path, weights_only, strategy, module)
     else:
         state = fail_together(strategy.world, lambda: read_state(path, weights_only))
     for hook in bus.on_load_checkpoint:

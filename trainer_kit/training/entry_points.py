@@ -48,7 +48,7 @@ from trainer_kit.state.resume import (
     compare_hparams,
     holds_weights,
     load_weights,
-    read_rest,
+    read_remaining,
     read_start,
 )
 from trainer_kit.state.runs import (
@@ -341,7 +341,7 @@ class EntryPoint:
         # Counts that a continued fit takes over are not due again.
         run.schedule.mark_checked(run.progress)
         if start.path is not None:
-            state = read_rest(
+            state = read_remaining(
                 start.state,
                 start.path,
                 start.weights_only,
