@@ -430,6 +430,7 @@ def _find_imported(path: str) -> object:
         if value is None:
             continue
         for name in names[length:]:
+            # Not getattr: an object, and a module too, may compute its attributes by code.
             if not isinstance(value, (ModuleType, type)):
                 return None
             value = vars(value).get(name)

@@ -73,6 +73,7 @@ class Collective:
         messages = self._gather(message)
         if self.rank == 0:
             failures = [sent for sent in messages if "error" in sent]
+            # One error is enough: the first rank that failed is named.
             if failures:
                 message = failures[0]
             else:

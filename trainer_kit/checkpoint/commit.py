@@ -465,6 +465,7 @@ def io_failure(
         reason = error.strerror or str(error) or type(error).__name__
         return CheckpointError(target, None, f"{reason} (need {in_units(needed)})")
     try:
+        # The target's own directory may not exist yet.
         parent = next(parent for parent in target.parents if parent.exists())
         free = in_units(shutil.disk_usage(parent).free)
     except OSError:

@@ -178,6 +178,7 @@ def _scheduled_rates(schedule: Mapping[str, Any] | None) -> list[float]:
     rates = None if schedule is None else schedule.get("_last_lr")
     if not isinstance(rates, list):
         return []
+    # The file may be of any version: other values are no rates.
     return [rate for rate in rates if isinstance(rate, float)]
 
 
@@ -216,6 +217,7 @@ def _weights(
         weights |= _assemble_frozen(files, frozen, device)
     shapes = _trained_shapes(state)
     for name, file in files.parameters.items():
+        # Buffers and frozen parameters have been taken from the module already.
         if name not in weights and name not in frozen:
             weights[name] = _read_tensor(file, name, device, shapes.get(name))
     shared = {

@@ -291,6 +291,7 @@ class _Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in _SCALARS:
             return _record("numpy", value.tobytes().hex(), dtype=value.dtype.str)
         if kind is ObjectRecord:
+            # A class or a function that was read in a program without it: it is written as it was.
             if value.state is None:
                 return _record("name", value.kind)
             return _record("object", [value.kind, self.encode(value.state, path)])
@@ -542,6 +543,7 @@ class _Decoder:
             raise self._damage(path, f"unknown tag {tag!r}", fix=fix)
         try:
             return read(self, tree, path)
+        # Both are named already: by an inner record, and by `decode`.
         except (CheckpointError, RecursionError):
             raise
         except (
@@ -641,6 +643,7 @@ class _Decoder:
         kind = find_class(name)
         if kind is None or not issubclass(kind, nn.Module):
             return ObjectRecord(name, content)
+        # The class may have changed since the checkpoint was written.
         if why_not_module(kind) is not None:
             return ObjectRecord(name, content)
         return module_from_plain(kind, content, self._parameters)

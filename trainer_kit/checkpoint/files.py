@@ -515,6 +515,7 @@ def torch_load(
             _refuse_compression(file)
         if not isinstance(file, Path):
             file.seek(0)
+        # torch refuses everything that could run code, and names it in the error.
         return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile file can cause any error
         lines = str(error).strip().splitlines()

@@ -256,6 +256,7 @@ def _refuse_overlap(
     ):
         chunk = chunks[index]
         start = chunk.offsets[dim]
+        # Chunks that end before this one starts cannot overlap with it, or with a later one.
         del still_open[: bisect_right(still_open, (start, len(chunks)))]
         for _, open_index in still_open:
             other = chunks[open_index]

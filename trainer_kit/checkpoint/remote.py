@@ -204,6 +204,7 @@ def _listed_names(target: RemotePath) -> set[str]:
         intact = [entry for entry in target.iterdir() if _is_intact_replacement(entry)]
         if not intact:
             return set()
+        # The torn manifest was to point to the files that were uploaded last.
         newest = max(intact, key=lambda entry: (_modified_ns(entry), entry))
         _point_to(target, newest)
         manifest = read_manifest(target)

@@ -114,6 +114,7 @@ class LocalState:
         self.trees[part_name] = encode(value, tensors, at=part_name, sharded=True)
         for name, tensor in tensors.items():
             _refuse_partial(f"{part_name}.{name}", tensor)
+            # A number: parts may have equal names, with any characters.
             key = str(len(self._tensors))
             self._tensors[key] = tensor
             self._names[key] = (part_name, name)
@@ -318,6 +319,7 @@ def _assign_boxes(
     for box in sorted(
         holders, key=lambda box: (len(holders[box]) > 1, -box_bytes[box])
     ):
+        # With equal loads the first rank writes, so that equal states give equal files.
         rank, index = min(holders[box], key=lambda holder: (loads[holder[0]], holder))
         loads[rank] += box_bytes[box]
         assigned[rank].add(index)

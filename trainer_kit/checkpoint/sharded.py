@@ -222,6 +222,7 @@ def write_sharded_snapshot(
                 _write_descriptions(work, snapshot, entries_by_rank, staged, committed)
             stack.close()  # commits the work directory, or deletes it
 
+        # The first rank makes the directory, and the others get its name.
         work = locate(ranks.reduce(lambda: None, begin))
         ranks.reduce(lambda: _write_shards(work, target, snapshot.shards), commit)
     return target
@@ -489,6 +490,7 @@ class _Source:
             layout = self.stored_layout(tree, path[0], key)
             if layout is None or layout.shape != tuple(model.shape):
                 return None
+            # In the dtype of the file: loading must not round what the run may keep in more bits.
             return torch.empty_like(model, dtype=layout.dtype, requires_grad=False)
         items = children(tree, at=key, file=self.document)
         if items is None:
@@ -497,6 +499,7 @@ class _Source:
         templates: dict[Any, Any] = {}
         for name, item in pairs:
             item_model = model
+            # A number, such as an index in a list, names no tensor.
             if type(name) is str:
                 item_model = models.get(name, model)
             item_path = (*path, str(name))
@@ -702,6 +705,7 @@ def _check_boxes(tensors_by_rank: list[list[Any]]) -> None:
             tensor_chunks = chunks.setdefault(name, set())
             for offsets, sizes in boxes:
                 if math.prod(sizes):
+                    # Several ranks may hold the same box: it counts once.
                     tensor_chunks.add(Chunk(tuple(offsets), tuple(sizes), "", ""))
     for name, tensor_chunks in chunks.items():
         layout = TensorLayout(torch.float32, shapes[name], tuple(tensor_chunks))

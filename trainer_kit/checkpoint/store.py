@@ -477,6 +477,7 @@ def _rebuild_index(root: Location, sound: list[Location]) -> None:
     for name, path in index.items():
         if "/" not in path:
             names[name] = by_name.get(path)
+    # A name that points to a sound checkpoint stays: the run chose it.
     if sound and names.get("last") is None:
         names["last"] = sound[0]
     if names or (root / _INDEX).exists():

@@ -180,6 +180,7 @@ def _read_tensor(
     storage: _Storage,
 ) -> Tensor:
     layout = _tensor_layout(name, record, storage)
+    # Before memory is taken: the shape comes from the file.
     check_cover(directory / _METADATA, name, layout)
     for chunk in layout.chunks:
         file = directory / chunk.file
@@ -215,6 +216,7 @@ def _tensor_layout(
     for chunk in record.chunks:
         offsets = tuple(chunk.offsets)
         sizes = tuple(chunk.sizes)
+        # A rank may hold no elements; such a chunk has no file.
         if math.prod(sizes):
             info = storage[name, offsets]
             chunks.append(Chunk(offsets, sizes, info.relative_path, name))

@@ -95,6 +95,7 @@ def merge(first: Tree, second: Tree) -> Tree:
         if TAG not in first and TAG not in second:
             return _merge_dicts(first, second)
         if first.get(TAG) == second.get(TAG) == "OrderedDict":
+            # A state_dict: the stages of a pipeline have different entries of it.
             return {**first, "v": merge(first["v"], second["v"])}
     if isinstance(first, list) and isinstance(second, list):
         if len(first) == len(second):

@@ -187,6 +187,7 @@ def _merge_files(
     for file in files:
         entries = read(file)
         repeated = merged.keys() & entries
+        # Which of the two counts would depend on the order of the files.
         if repeated:
             raise CheckpointError(
                 file, min(repeated), "another file of this directory holds it too"
@@ -214,6 +215,7 @@ def weight_format(file: Path) -> Literal["safetensors", "torch"]:
         if not stat.S_ISREG(file.stat().st_mode):  # the read of a pipe would block
             raise CheckpointError(file, None, "this is not a regular file")
         with open(file, "rb") as stream:
+            # The length of a safetensors header takes 8 bytes.
             start = stream.read(9)
     if start[8:] == b"{":  # the JSON header follows its length
         return "safetensors"
@@ -293,6 +295,7 @@ def _checkpoint_layout(path: Path, manifest: Manifest) -> dict[str, TensorLayout
     model = decode(tree, stored, at="model", file=path / DOCUMENT)
     weights = {}
     for name, tensor in tensors_of(path, model).items():
+        # Decoding returns these tensors or views of them, which share the storage.
         key = keys[_storage_id(tensor)]
         layout = layouts[key]
         if tensor.dtype != stored[key].dtype:

@@ -364,6 +364,7 @@ class RunFiles:
         _load_loggers(self._directory_loggers, states)
         self._forget_directory()
         if seed is not None and self.seed is None:
+            # Data is read in the same order, so that positions in it mean the same samples.
             self.data_seed = seed
         states = _logger_states(self._directory_loggers)
         record = replace(record, seed=self.data_seed, loggers=states)
@@ -761,6 +762,7 @@ def take_directories(
             absolute(path) for path in files.checkpoint_directories(callbacks)
         ]
         recorded = files.recorded_directories(callbacks)
+        # Those that do not exist any more need no lock: nothing is written there.
         existing = [directory for directory in recorded if directory.is_dir()]
         releases: Cleanup = []
         try:

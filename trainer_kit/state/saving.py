@@ -401,6 +401,7 @@ def _wait_for_outcome(run: Fit, save: Save) -> Outcome:
         problem = problem or shared
         if timed_out and run.strategy.sharded:
             world.side_group(recreate=True)
+    # A second signal may have ended the wait before the thread is done.
     if save.writing is None or save.writing.wait(0):
         run.saver.end()
     if problem is not None:

@@ -148,6 +148,7 @@ def entries_of_hook(owner: object) -> State:
     scope = _Scope(hook, parameters[0], owner)
     entries: State = {}
     for statement in definition.body:
+        # What follows may depend on what only a run can tell.
         if isinstance(statement, _BRANCHES):
             break
         for name, expression in _assigned_entries(statement, parameters[-1]):
