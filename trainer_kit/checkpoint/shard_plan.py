@@ -214,7 +214,7 @@ def _plain_tensor(key: str, chunk: Any) -> Tensor:
 class _Box:
     """A box of a tensor that a rank holds."""
 
-    part: str
+    part_name: str
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -263,11 +263,11 @@ class WritePlan:
             files = file_names(self.parts, rank, rank_count)
             written = [boxes[index] for index in self.written[rank]]
             # Every rank numbers its chunks in this order too, see `LocalState.read_chunks`.
-            keys = _chunk_keys((files[box.part], box.name) for box in written)
+            keys = _chunk_keys((files[box.part_name], box.name) for box in written)
             for box, key in zip(written, keys, strict=True):
-                file = files[box.part]
+                file = files[box.part_name]
                 chunk = Chunk(box.offsets, box.sizes, file, key)
-                tensor_chunks = chunks[box.part, box.name]
+                tensor_chunks = chunks[box.part_name, box.name]
                 tensor_chunks.append(chunk)
         return chunks
 
@@ -311,7 +311,7 @@ def _assign_boxes(
             holders.setdefault(box, []).append((rank, index))
     box_bytes = {}
     for box in holders:
-        _, dtype = tensors[box.part, box.name]
+        _, dtype = tensors[box.part_name, box.name]
         box_bytes[box] = math.prod(box.sizes) * dtype.itemsize
     loads = [0] * len(boxes)
     assigned = [set[int]() for _ in boxes]

@@ -287,19 +287,22 @@ def weight_layout(
 
 def _checkpoint_layout(path: Path, manifest: Manifest) -> dict[str, TensorLayout]:
     """The layouts of the weights in a checkpoint of ours, by their names in the module."""
-    layouts = layouts_of(path, manifest, ["model"])["model"]
+    part_names = ["model"]
+    layouts = layouts_of(path, manifest, part_names)["model"]
     stored = {key: _meta_tensor(layout) for key, layout in layouts.items()}
+    # Decoding returns these tensors or views of them, which share the storage.
     keys = {_storage_id(tensor): key for key, tensor in stored.items()}
     # The tree has the names, and the dtypes that safetensors does not hold: decode it with meta tensors.
-    tree = read_trees(path, ["model"])["model"]
+    tree = read_trees(path, part_names)["model"]
     model = decode(tree, stored, at="model", file=path / DOCUMENT)
     weights = {}
     for name, tensor in tensors_of(path, model).items():
-        # Decoding returns these tensors or views of them, which share the storage.
         key = keys[_storage_id(tensor)]
         layout = layouts[key]
-        if tensor.dtype != stored[key].dtype:
-            layout = layout.viewed_as(tensor.dtype, tuple(tensor.shape))
+        dtype = tensor.dtype
+        if dtype != stored[key].dtype:
+            shape = tuple(tensor.shape)
+            layout = layout.viewed_as(dtype, shape)
         weights[name] = layout
     return weights
 
