@@ -36,10 +36,10 @@ from trainer_kit.checkpoint.files import (
 from trainer_kit.checkpoint.lock import LOCK
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
-    DOCUMENT_MOST,
     FILE_NAME,
     LAYOUT,
     MANIFEST,
+    MAX_DOCUMENT_BYTES,
     SHARD,
     FileEntries,
     dump_manifest,
@@ -149,10 +149,10 @@ def dump_document(trees: Mapping[str, object]) -> bytes:
         CheckpointError: the bytes are more than `read_checkpoint` accepts.
     """
     document = json.dumps(trees, allow_nan=False).encode()
-    if len(document) > DOCUMENT_MOST:
+    if len(document) > MAX_DOCUMENT_BYTES:
         reason = (
             f"{in_units(len(document))} that are neither tensors nor arrays, where at most"
-            f" {in_units(DOCUMENT_MOST)} can be saved"
+            f" {in_units(MAX_DOCUMENT_BYTES)} can be saved"
         )
         raise CheckpointError("the state to save", None, reason)
     return document
@@ -558,12 +558,12 @@ def _check_staged(work: Path) -> None:
             raise CheckpointError(work / name, None, reason, fix=fix)
 
 
-def staged_files(work: Path, own: Collection[str]) -> FileEntries:
+def staged_files(work: Path, checkpoint_files: Collection[str]) -> FileEntries:
     """Make the files that hooks wrote into a work directory durable, and return their manifest entries by path.
 
     Args:
         work: the directory.
-        own: the files of the checkpoint itself.
+        checkpoint_files: the files of the checkpoint itself.
 
     Raises:
         CheckpointError: an entry is neither a file nor a directory.
@@ -574,7 +574,11 @@ def staged_files(work: Path, own: Collection[str]) -> FileEntries:
             path = Path(directory, name)
             relative = path.relative_to(work).as_posix()
             mode = path.lstat().st_mode
-            if relative in own or relative == _STAGED or stat.S_ISDIR(mode):
+            if (
+                relative in checkpoint_files
+                or relative == _STAGED
+                or stat.S_ISDIR(mode)
+            ):
                 continue
             if not stat.S_ISREG(mode):
                 raise CheckpointError(
@@ -590,18 +594,18 @@ def staged_files(work: Path, own: Collection[str]) -> FileEntries:
     return dict(sorted(entries.items()))
 
 
-def _carry_over(old: Path, new: Path) -> None:
+def _carry_over(replaced: Path, target: Path) -> None:
     """Move the files that other programs wrote into a replaced checkpoint to its replacement."""
     try:
-        manifest = read_manifest(old)
+        manifest = read_manifest(replaced)
     except CheckpointError:
         return
     if "extra" not in manifest:
         return
-    names_of_old = {MANIFEST, *manifest["files"], *_first_names(manifest["extra"])}
-    for entry in old.iterdir():
-        if entry.name not in names_of_old and not os.path.lexists(new / entry.name):
-            os.rename(entry, new / entry.name)
+    known_names = {MANIFEST, *manifest["files"], *_first_names(manifest["extra"])}
+    for entry in replaced.iterdir():
+        if entry.name not in known_names and not os.path.lexists(target / entry.name):
+            os.rename(entry, target / entry.name)
 
 
 def _holds_only_a_save(directory: Path) -> bool:

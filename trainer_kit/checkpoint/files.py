@@ -191,18 +191,18 @@ def flatten(tensor: Tensor) -> Tensor:
     return tensor.contiguous().as_strided(size, (1,))
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits; a NaN equals itself.
 
     Example:
         >>> same_bits(torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.nan]))
         True
     """
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    raw = flatten(one).view(torch.uint8)
-    other_raw = flatten(other).view(torch.uint8)
-    return torch.equal(raw, other_raw)
+    raw_a = flatten(a).view(torch.uint8)
+    raw_b = flatten(b).view(torch.uint8)
+    return torch.equal(raw_a, raw_b)
 
 
 def safetensors_bytes(
@@ -350,31 +350,31 @@ def _chunks(path: Location, size: int) -> Iterator[bytes]:
             yield chunk
 
 
-def read_file(path: Location, most: int) -> bytes:
+def read_file(path: Location, max_bytes: int) -> bytes:
     """Return all bytes of a regular file; follow no link, and do not wait for a pipe.
 
     Args:
         path: the file.
-        most: the largest number of bytes to read, so that no file can exhaust the memory.
+        max_bytes: the largest number of bytes to read, so that no file can exhaust the memory.
 
     Raises:
         OSError: the file is absent, too large, not a regular file, or cannot be read.
     """
     if isinstance(path, RemotePath):
-        _check_file(path.lstat(), most)
+        _check_file(path.lstat(), max_bytes)
         return b"".join(path.read_chunks())
     with open(path, "rb", opener=_open_no_follow) as file:
-        _check_file(os.fstat(file.fileno()), most)
-        return file.read(most)
+        _check_file(os.fstat(file.fileno()), max_bytes)
+        return file.read(max_bytes)
 
 
-def _check_file(status: os.stat_result, most: int) -> None:
+def _check_file(status: os.stat_result, max_bytes: int) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
-    if status.st_size > most:
+    if status.st_size > max_bytes:
         raise OSError(
             errno.EFBIG,
-            f"{in_units(status.st_size)}, where at most {in_units(most)} are written",
+            f"{in_units(status.st_size)}, where at most {in_units(max_bytes)} are written",
         )
 
 
@@ -542,17 +542,17 @@ def _refuse_compression(file: Path | IO[bytes]) -> None:
 def tensors_of(
     file: Location,
     content: object,
-    most: float = math.inf,
+    max_bytes: float = math.inf,
 ) -> dict[str, Tensor]:
     """Return the tensors of a state_dict, without extra state.
 
     Args:
         file: the file of the state_dict, for messages.
         content: the state_dict.
-        most: the largest size of a tensor in bytes.
+        max_bytes: the largest size of a tensor in bytes.
 
     Raises:
-        CheckpointError: the state_dict holds other values, or a tensor is larger than ``most``.
+        CheckpointError: the state_dict holds other values, or a tensor is larger than ``max_bytes``.
     """
     if not isinstance(content, dict):
         raise CheckpointError(
@@ -562,7 +562,7 @@ def tensors_of(
     for name, value in content.items():
         if isinstance(value, Tensor) and isinstance(name, str):
             # Strides of 0 repeat few bytes without end.
-            if value.numel() * value.element_size() > most:
+            if value.numel() * value.element_size() > max_bytes:
                 raise CheckpointError(
                     file,
                     name,

@@ -23,8 +23,8 @@ from trainer_kit.checkpoint.files import (
     read_header,
 )
 from trainer_kit.checkpoint.manifest import (
-    DOCUMENT_MOST,
     LAYOUT,
+    MAX_DOCUMENT_BYTES,
     Manifest,
     files_of_part,
     is_sharded,
@@ -116,8 +116,8 @@ def dump_layout(layout: Mapping[str, Mapping[str, TensorLayout]]) -> bytes:
         }
     document = json.dumps(content, separators=(",", ":"), allow_nan=False)
     text = document.encode()
-    if len(text) > DOCUMENT_MOST:
-        reason = f"a layout of {in_units(len(text))}, where at most {in_units(DOCUMENT_MOST)} can be saved"
+    if len(text) > MAX_DOCUMENT_BYTES:
+        reason = f"a layout of {in_units(len(text))}, where at most {in_units(MAX_DOCUMENT_BYTES)} can be saved"
         raise CheckpointError(
             "the state to save", None, reason, fix="save from fewer ranks"
         )

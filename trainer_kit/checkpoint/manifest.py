@@ -28,10 +28,10 @@ from trainer_kit.core.location import Location, RemotePath
 __all__ = [
     "DAMAGED",
     "DOCUMENT",
-    "DOCUMENT_MOST",
     "FILE_NAME",
     "LAYOUT",
     "MANIFEST",
+    "MAX_DOCUMENT_BYTES",
     "REPLACEMENT",
     "SHARD",
     "FileEntries",
@@ -62,7 +62,7 @@ FileEntries = dict[str, FileEntry]
 """What a manifest lists of each file, by its name; of a shard also its number."""
 MANIFEST: Final = "manifest.json"
 DOCUMENT: Final = "state.json"
-DOCUMENT_MOST: Final = 256 << 20
+MAX_DOCUMENT_BYTES: Final = 256 << 20
 """Bytes of a ``state.json``; the parsed content takes up to twenty times as much memory."""
 LAYOUT: Final = "layout.json"
 SHARD: Final = ".safetensors"
@@ -336,10 +336,8 @@ def check_sizes(
         if name not in manifest["files"]:  # files of hooks may have any content
             continue
         size = manifest["files"][name]["size"]
-        if name in (DOCUMENT, LAYOUT) and size > DOCUMENT_MOST:
-            reason = (
-                f"{in_units(size)}, where at most {in_units(DOCUMENT_MOST)} are written"
-            )
+        if name in (DOCUMENT, LAYOUT) and size > MAX_DOCUMENT_BYTES:
+            reason = f"{in_units(size)}, where at most {in_units(MAX_DOCUMENT_BYTES)} are written"
             raise CheckpointError(path / name, None, reason, fix=_FIX)
         if not name.endswith(SHARD):
             continue
@@ -436,14 +434,14 @@ def was_checkpoint(path: Location) -> bool:
     return has_description and all(map(_is_library_name, names))
 
 
-def read_json(file: Location, most: int = DOCUMENT_MOST) -> Any:
-    """Read a file of at most ``most`` bytes as `load_json` does.
+def read_json(file: Location, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
+    """Read a file of at most ``max_bytes`` bytes as `load_json` does.
 
     Raises:
         CheckpointError: the file cannot be read, or is not such JSON.
     """
     with named_failure(file, "the file cannot be read"):
-        return load_json(file, read_file(file, most))
+        return load_json(file, read_file(file, max_bytes))
 
 
 def load_json(file: Location, raw: bytes) -> Any:

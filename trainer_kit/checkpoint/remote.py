@@ -80,13 +80,13 @@ def delete(target: RemotePath) -> None:
     sign.unlink(missing_ok=True)
 
 
-def move(old: RemotePath, new: RemotePath) -> None:
+def move(source: RemotePath, target: RemotePath) -> None:
     """Copy all files, then delete the old ones; after a kill in between both exist."""
-    for file in _files(old):
-        copy = new / file.url.removeprefix(f"{old}/")
+    for file in _files(source):
+        copy = target / file.url.removeprefix(f"{source}/")
         copy.parent.mkdir()
         file.copy_to(copy)
-    _remove_tree(old)
+    _remove_tree(source)
 
 
 def clean_uploads(root: RemotePath) -> list[str]:

@@ -78,7 +78,7 @@ class Guard:
         remember: returns what undoes the effects of later steps that no checkpoint holds: see `remember_effects`.
         raises: raise at the step that is not finite; otherwise leave it out.
         back: how many steps before it are left out, too.
-        most: the error is raised once so many steps were not finite.
+        max_skips: the error is raised once so many steps were not finite.
         left_out: is filled with the numbers of the steps that were not finite.
 
     Attributes:
@@ -93,7 +93,7 @@ class Guard:
         *,
         raises: bool,
         back: int,
-        most: int,
+        max_skips: int,
         left_out: list[int],
     ) -> None:
         self._collect = collect
@@ -101,7 +101,7 @@ class Guard:
         self._remember = remember
         self._raises = raises
         self._back = back
-        self._most = most
+        self._max_skips = max_skips
         self._left_out = left_out
         self._states: list[_HeldState] = []
         # Monotonic seconds: what holding the newest state took, and when that was done.
@@ -317,7 +317,7 @@ class Guard:
         cause: str,
     ) -> None:
         """Leave a step out and go back, or raise the error about it."""
-        if self._raises or len(self._left_out) >= self._most:
+        if self._raises or len(self._left_out) >= self._max_skips:
             raise self._final_error(problem, cause)
         self._found_step = True
         if step not in self._left_out:

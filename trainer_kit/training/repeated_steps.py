@@ -131,7 +131,7 @@ def compose_guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
         lambda: remember_effects(run.module, trainer.callbacks),
         raises=policy == "raise",
         back=steps_back,
-        most=max_steps,
+        max_skips=max_steps,
         left_out=left_out_steps,
     )
 
