@@ -159,7 +159,7 @@ def a_rank_that_is_not_heard_of_in_time(path: Path) -> None:
         return real(file, buffers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "_FOR_WRITERS", timedelta(seconds=1))
+        patch.setattr(process_group, "_STORAGE_TIMEOUT", timedelta(seconds=1))
         patch.setattr(sharded, "write_file", write)
         group.side_group(recreate=True)
         asks = Asks(path)
@@ -175,7 +175,7 @@ def a_rank_that_is_not_heard_of_in_time(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_on_two_ranks(tmp_path: Path) -> None:
-    assert timedelta(hours=12) <= process_group._FOR_WRITERS
+    assert timedelta(hours=12) <= process_group._STORAGE_TIMEOUT
     statistics_are_each_rank_s_own(tmp_path / "own")
     what_a_user_raises_on_one_rank_ends_all(tmp_path / "users")
     a_thread_that_one_rank_cannot_start(tmp_path / "thread")
