@@ -695,7 +695,7 @@ def test_the_line_that_reads_a_value_is_named():
             )
             return loss
 
-    line = Reads.training_step.__code__.co_firstlineno + 2
+    line = Reads.training_step.__code__.co_firstlineno + 3
     found = on_cpu(Reads(), torch.zeros(2, 32), candidate())
     assert (
         f"DataDependentOutputException in test_measure.py, line {line}: "
