@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import trainer_kit as tk
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision import MixedPrecision, ModulePrecision, TruePrecision
-from trainer_kit.precision.exceptions import _ForwardIn
+from trainer_kit.precision.exceptions import _ForwardInDtype
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -184,13 +184,13 @@ def test_evaluation_of_transformer_layers_has_the_exceptions_of_training(
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
     net, x, dtypes = nn.Sequential(layer), torch.randn(3, 5, 16), []
-    call = _ForwardIn.__call__
+    call = _ForwardInDtype.__call__
 
     def heard(self: Any, *arguments: Any, **options: Any) -> Any:
         dtypes.append(self.dtype)
         return call(self, *arguments, **options)
 
-    monkeypatch.setattr(_ForwardIn, "__call__", heard)
+    monkeypatch.setattr(_ForwardInDtype, "__call__", heard)
     for pattern, times in (("*norm*", 2), ("*self_attn", 1)):
         precision = kind(BF16, exceptions={pattern: "32"})
         precision.convert_module(net)

@@ -315,7 +315,7 @@ class _Quantised(Lazy):
         layer, key = self._made[name]
         if self._last[0] != layer:
             floats = self._weights[f"{layer}.weight"].to(self._dtype)
-            self._last = layer, self._layers[layer].parts(floats)
+            self._last = layer, self._layers[layer].quantize(floats)
         return self._last[1][key]
 
     def like(self, name: str) -> Tensor:

@@ -59,18 +59,15 @@ def make_precision(name: str | int, device_type: str | None = None) -> Precision
         >>> make_precision("bf16", "cpu").name
         'bf16-mixed'
     """
-    word = str(name).lower()
-    if word in NAMES:
-        return native_precision(word, device_type)
-    if word not in _VENDORS:
+    alias = str(name).lower()
+    if alias in NAMES:
+        return native_precision(alias, device_type)
+    if alias not in _VENDORS:
         # Lightning's words have no letters before 16 and 32; by spelling alone "fp16-mixed" is closest to "bf16-mixed".
-        meant = re.sub(
-            r"^(fp|float|f)(?=16|32|64)",
-            "",
-            word.replace("bfloat", "bf").replace("_", "-"),
-        )
-        fix = (
-            f"did you mean {meant!r}?" if meant in NAMES else did_you_mean(word, WORDS)
-        )
+        spelling = alias.replace("bfloat", "bf").replace("_", "-")
+        closest = re.sub(r"^(fp|float|f)(?=16|32|64)", "", spelling)
+        fix = did_you_mean(alias, WORDS)
+        if closest in NAMES:
+            fix = f"did you mean {closest!r}?"
         raise PrecisionError(f"unknown precision {str(name)!r}", fix=fix)
-    return _VENDORS[word](word)
+    return _VENDORS[alias](alias)

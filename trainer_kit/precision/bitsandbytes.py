@@ -16,11 +16,12 @@ from trainer_kit.precision.native import NativePrecision
 
 __all__ = ["BitsandbytesPrecision"]
 
-_BLOCK, _NESTED_BLOCK = (
-    64,
-    256,
-)  # weights that share a maximum, and maxima that share one; bitsandbytes' defaults
-_OUTLIER: Final = 6.0  # inputs beyond this are multiplied in float16; Dettmers et al., LLM.int8(), 2022
+_BLOCK: Final = 64
+"""The number of weights that share a maximum; bitsandbytes' default, as the next."""
+_NESTED_BLOCK: Final = 256
+"""The number of maxima that share one."""
+_OUTLIER: Final = 6.0
+"""Inputs beyond this are multiplied in float16; Dettmers et al., LLM.int8(), 2022."""
 
 
 @final
@@ -86,33 +87,43 @@ class BitsandbytesPrecision(ConvertedPrecision):
         """
         trains = self.mode == "int8-training"
         linear = {
-            n: p
-            for n, p in module.named_modules()
-            if type(p) is nn.Linear and n and not is_excepted(n, exempt)
+            name: layer
+            for name, layer in module.named_modules()
+            if type(layer) is nn.Linear and name and not is_excepted(name, exempt)
         }
-        wanted = {
-            name: part
-            for name, part in linear.items()
-            if part.weight.requires_grad == trains
+        selected = {
+            name: layer
+            for name, layer in linear.items()
+            if layer.weight.requires_grad == trains
         }
-        if not wanted and not any(
-            isinstance(part, (_Frozen, _OnTheFly)) for part in module.modules()
-        ):
-            kind = "trainable" if trains else "frozen"
-            raise PrecisionError(
-                f"precision {self.mode!r} found no layer to quantise: no linear layer is {kind}",
-                found=f"{len(linear)} linear layers"
-                + (f", such as {next(iter(linear))!r}" if linear else ""),
-                fix="train some"
-                if trains
-                else "freeze the base, module.requires_grad_(False), before adding adapters",
-            )
-        refuse_shared(module, wanted, f"precision {self.mode!r}")
-        for name, part in wanted.items():
-            module.set_submodule(name, _MODES[self.mode](part, self.dtype))
+        if not selected and not _has_exchanged_layers(module):
+            raise self._nothing_to_quantize(list(linear))
+        refuse_shared(module, selected, f"precision {self.mode!r}")
+        for name, layer in selected.items():
+            module.set_submodule(name, _MODES[self.mode](layer, self.dtype))
+
+    def _nothing_to_quantize(self, linear: list[str]) -> PrecisionError:
+        kind = "frozen"
+        fix = "freeze the base, module.requires_grad_(False), before adding adapters"
+        if self.mode == "int8-training":
+            kind = "trainable"
+            fix = "train some"
+        layers = f"{len(linear)} linear layers"
+        if linear:
+            layers += f", such as {linear[0]!r}"
+        return PrecisionError(
+            f"precision {self.mode!r} found no layer to quantise: no linear layer is {kind}",
+            found=layers,
+            fix=fix,
+        )
 
 
-class _Frozen(nn.Linear, ABC):
+def _has_exchanged_layers(module: nn.Module) -> bool:
+    exchanged = (_QuantizedLinear, _QuantizingLinear)
+    return any(isinstance(submodule, exchanged) for submodule in module.modules())
+
+
+class _QuantizedLinear(nn.Linear, ABC):
     """A frozen linear layer whose parameters are its quantised weight.
 
     Parameters, not buffers: engines then move, broadcast once, shard and gather them like any others.
@@ -125,13 +136,13 @@ class _Frozen(nn.Linear, ABC):
         self.bias = layer.bias
         self.train(layer.training)
         weight = layer.weight.detach()
-        # On the meta device, for weights of another rank, only shapes matter.
-        parts = self.parts(
-            torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight
-        )
-        for name, part in parts.items():
-            made = part.to("meta") if weight.is_meta else part
-            self.register_parameter(name, nn.Parameter(made, requires_grad=False))
+        is_meta = weight.is_meta
+        if is_meta:  # for weights of another rank only shapes matter
+            weight = torch.zeros(weight.shape, dtype=weight.dtype)
+        for name, tensor in self.quantize(weight).items():
+            if is_meta:
+                tensor = tensor.to("meta")
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     @property
     @abstractmethod
@@ -139,33 +150,32 @@ class _Frozen(nn.Linear, ABC):
         """The mode of `BitsandbytesPrecision` that stores weights like this layer."""
 
     @abstractmethod
-    def parts(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Quantise a weight of floats, (out_features, in_features), to parameters by name, ``weight`` first."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         # `.to(dtype)` casts the bias only: quantised weights and scales keep their dtype.
-        def moved(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            return (
-                made
-                if tensor is self.bias or made.dtype == tensor.dtype
-                else tensor.to(made.device)
-            )
+        def apply_without_cast(tensor: Tensor) -> Tensor:
+            changed = fn(tensor)
+            if tensor is self.bias or changed.dtype == tensor.dtype:
+                return changed
+            return tensor.to(changed.device)
 
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(apply_without_cast, recurse)  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def take_floats(self, state: dict[str, Any], prefix: str) -> None:
         """Quantise this layer's weight in a state, where that holds floats."""
         weight = state.get(f"{prefix}weight")
         if weight is not None and weight.is_floating_point():
-            # A divided weight comes from a checkpoint that is read in parts; then every rank calls this.
-            whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-            parts = self.parts(whole.to(self.weight.device))
-            state.update({f"{prefix}{name}": part for name, part in parts.items()})
+            # A sharded weight comes from a checkpoint that is read in shards; then every rank calls this.
+            if hasattr(weight, "full_tensor"):
+                weight = weight.full_tensor()
+            tensors = self.quantize(weight.to(self.weight.device))
+            state.update((prefix + name, tensor) for name, tensor in tensors.items())
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *rest: Any
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
         self.take_floats(state_dict, prefix)
         saved = _saved_mode(state_dict, prefix)
@@ -175,11 +185,11 @@ class _Frozen(nn.Linear, ABC):
                 found=f"{prefix}weight: {saved!r}, and this module has {self.mode!r}",
                 fix=f"use precision={saved!r}, or a checkpoint of floats",
             )
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
 
 @final
-class _Linear4bit(_Frozen):
+class _Linear4bit(_QuantizedLinear):
     kind: str
     nested: bool
     compute: torch.dtype | None
@@ -205,7 +215,7 @@ class _Linear4bit(_Frozen):
     def mode(self) -> str:
         return f"{self.kind}-dq" if self.nested else self.kind
 
-    def parts(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         packed, state = _import().functional.quantize_4bit(
             weight.contiguous(),
             blocksize=_BLOCK,
@@ -214,25 +224,20 @@ class _Linear4bit(_Frozen):
         )
         self.__dict__.update(code=state.code)
         # The name tells nf4 from fp4, which have the same shapes.
-        made = {"weight": packed, f"{self.kind}_absmax": state.absmax}
+        tensors = {"weight": packed, f"{self.kind}_absmax": state.absmax}
         if self.nested:
             self.__dict__.update(code2=state.state2.code)
-            made.update(
-                nested_absmax=state.state2.absmax, nested_offset=state.offset.reshape(1)
-            )
-        return made
+            tensors["nested_absmax"] = state.state2.absmax
+            tensors["nested_offset"] = state.offset.reshape(1)
+        return tensors
 
     def forward(self, input: Tensor) -> Tensor:
         bnb = _import()
-        device = self.weight.device
-        if self.code.device != device:
-            self.__dict__.update(
-                code=self.code.to(device),
-                code2=None if self.code2 is None else self.code2.to(device),
-            )
-        second = offset = None
+        self._move_codes(self.weight.device)
+        nested_state = None
+        offset = None
         if self.nested:
-            second = bnb.functional.QuantState(
+            nested_state = bnb.functional.QuantState(
                 self.nested_absmax,
                 code=self.code2,
                 blocksize=_NESTED_BLOCK,
@@ -247,18 +252,28 @@ class _Linear4bit(_Frozen):
             quant_type=self.kind,
             dtype=self.stored,
             offset=offset,
-            state2=second,
+            state2=nested_state,
         )
         dtype = self.compute or input.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
+        bias: Tensor | None = self.bias
+        if bias is not None:
+            bias = bias.to(dtype)
         output: Tensor = bnb.matmul_4bit(
             input.to(dtype), self.weight, bias=bias, quant_state=state
         )
         return output.to(input.dtype)
 
+    def _move_codes(self, device: torch.device) -> None:
+        """Move the tables of values, which are no buffers, so that checkpoints do not hold them."""
+        if self.code.device == device:
+            return
+        self.__dict__["code"] = self.code.to(device)
+        if self.code2 is not None:
+            self.__dict__["code2"] = self.code2.to(device)
+
 
 @final
-class _Linear8bit(_Frozen):
+class _Linear8bit(_QuantizedLinear):
     threshold: float = _OUTLIER
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype | None) -> None:
@@ -268,7 +283,7 @@ class _Linear8bit(_Frozen):
     def mode(self) -> str:
         return "int8"
 
-    def parts(self, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         rows, scales, _ = _import().functional.int8_vectorwise_quant(
             weight.contiguous().to(torch.float16)
         )
@@ -286,14 +301,15 @@ class _Linear8bit(_Frozen):
 
 
 @final
-class _OnTheFly(nn.Linear):
+class _QuantizingLinear(nn.Linear):
     """A trained linear layer that multiplies in 8 bits."""
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype | None) -> None:
         super().__init__(
             layer.in_features, layer.out_features, bias=False, device="meta"
         )
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight = layer.weight
+        self.bias = layer.bias
         self.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -304,16 +320,18 @@ def _multiply(layer: nn.Linear, input: Tensor, **options: Any) -> Tensor:
     bnb = _import()
     # A new state for each product: an old one would keep the weights of the window's first micro-batch.
     state = bnb.MatmulLtState()
-    for name, value in {**options, "is_training": layer.training}.items():
+    state.is_training = layer.training
+    for name, value in options.items():
         setattr(state, name, value)
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):
         # bitsandbytes multiplies under autocast, but its backward runs outside: both must have the same dtype.
-        input = input.to(torch.get_autocast_dtype(kind))
-    bias = None if layer.bias is None else layer.bias.to(input.dtype)
-    flat = input.reshape(
-        -1, input.shape[-1]
-    )  # bitsandbytes computes gradients of weights for two dimensions only
+        input = input.to(torch.get_autocast_dtype(device_type))
+    bias: Tensor | None = layer.bias
+    if bias is not None:
+        bias = bias.to(input.dtype)
+    # bitsandbytes computes gradients of weights for two dimensions only.
+    flat = input.reshape(-1, input.shape[-1])
     output: Tensor = bnb.matmul(flat, layer.weight, bias=bias, state=state)
     return output.reshape(*input.shape[:-1], layer.out_features)
 
@@ -334,25 +352,24 @@ def _saved_mode(state: Mapping[str, Any], prefix: str) -> str | None:
     """The mode of a layer's weight in a state; None: it is missing, or of floats."""
     if f"{prefix}scales" in state:
         return "int8"
-    kind = next(
-        (kind for kind in ("nf4", "fp4") if f"{prefix}{kind}_absmax" in state), None
-    )
-    return (
-        f"{kind}-dq" if kind is not None and f"{prefix}nested_absmax" in state else kind
-    )
+    for kind in ("nf4", "fp4"):
+        if f"{prefix}{kind}_absmax" in state:
+            is_nested = f"{prefix}nested_absmax" in state
+            return f"{kind}-dq" if is_nested else kind
+    return None
 
 
-def _four(
+def _linear_4bit_maker(
     kind: str, nested: bool
 ) -> Callable[[nn.Linear, torch.dtype | None], nn.Module]:
     return lambda layer, dtype: _Linear4bit(layer, dtype, kind, nested)
 
 
 _MODES: Final[dict[str, Callable[[nn.Linear, torch.dtype | None], nn.Module]]] = {
-    "nf4": _four("nf4", False),
-    "nf4-dq": _four("nf4", True),
-    "fp4": _four("fp4", False),
-    "fp4-dq": _four("fp4", True),
+    "nf4": _linear_4bit_maker("nf4", False),
+    "nf4-dq": _linear_4bit_maker("nf4", True),
+    "fp4": _linear_4bit_maker("fp4", False),
+    "fp4-dq": _linear_4bit_maker("fp4", True),
     "int8": _Linear8bit,
-    "int8-training": _OnTheFly,
+    "int8-training": _QuantizingLinear,
 }

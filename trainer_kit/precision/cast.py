@@ -28,38 +28,35 @@ def cast_module(
     if _is_metric(module):
         module.set_dtype(dtype)  # type: ignore[operator]
         return
-    excluded = {id(part) for outer in excepted for part in outer.modules()}
-    unchanged = {id(tensor) for outer in excepted for tensor in _tensors_in(outer)}
+    excluded_modules: set[int] = set()
+    excluded_tensors: set[int] = set()
+    for outer in excepted:
+        excluded_modules.update(map(id, outer.modules()))
+        excluded_tensors.update(map(id, _collect_tensors(outer)))
 
     def cast(tensor: Tensor) -> Tensor:
-        return (
-            tensor.to(dtype)
-            if tensor.is_floating_point() and id(tensor) not in unchanged
-            else tensor
-        )
+        if not tensor.is_floating_point() or id(tensor) in excluded_tensors:
+            return tensor
+        return tensor.to(dtype)
 
-    for part in module.modules():
-        if id(part) in excluded:
+    for submodule in module.modules():
+        if id(submodule) in excluded_modules:
             continue
-        if _is_metric(part):
-            nn.Module._apply(part, cast, recurse=False)  # type: ignore[no-untyped-call]
-        elif "recurse" in inspect.signature(part._apply).parameters:
-            part._apply(cast, recurse=False)  # type: ignore[no-untyped-call]
+        if _is_metric(submodule):
+            nn.Module._apply(submodule, cast, recurse=False)  # type: ignore[no-untyped-call]  # torch's
+        elif "recurse" in inspect.signature(submodule._apply).parameters:
+            submodule._apply(cast, recurse=False)  # type: ignore[no-untyped-call]  # torch's
         else:  # overridden as torch defined it before 2.1: it walks the children itself
-            part._apply(cast)  # type: ignore[no-untyped-call]
+            submodule._apply(cast)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _is_metric(module: nn.Module) -> bool:
-    return hasattr(
-        type(module), "update_count"
-    )  # of torchmetrics, which need not be installed
+    # By an attribute: torchmetrics need not be installed.
+    return hasattr(type(module), "update_count")
 
 
-def _tensors_in(module: nn.Module) -> list[Tensor]:
+def _collect_tensors(module: nn.Module) -> list[Tensor]:
     """The tensors that ``Module._apply`` visits."""
     parameters = list(module.parameters())
-    return [
-        *parameters,
-        *(p.grad for p in parameters if p.grad is not None),
-        *module.buffers(),
-    ]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [*parameters, *gradients, *module.buffers()]

@@ -44,15 +44,16 @@ class ConvertedPrecision(Precision):
     ) -> None:
         self.name = name
         self.exceptions = except_modules(exceptions)
-        self.base = native_precision(base) if isinstance(base, str) else base
+        if isinstance(base, str):
+            base = native_precision(base)
+        self.base = base
         self.converts_batch = self.base.converts_batch
         self.scales = self.base.scales
         self.skips = self.base.skips
         self.param_dtype = self.base.param_dtype
         self.reduce_dtype = self.base.reduce_dtype
-        self._unchecked: torch.device | None = (
-            None  # the accelerator that `convert_module` checks
-        )
+        # The accelerator that `convert_module` checks.
+        self._unchecked: torch.device | None = None
 
     def check_vendor(self, device: torch.device) -> None:
         """Raise a PrecisionError where the vendor's kernels do not run on this device. Default: they do."""
@@ -79,26 +80,29 @@ class ConvertedPrecision(Precision):
         if self._unchecked is not None:
             self.check_vendor(self._unchecked)
             self._unchecked = None
-        found = list(excepted(module, self.exceptions))
+        exceptions = list(excepted(module, self.exceptions))
         options = f"{self.options()}, exceptions={self.exceptions}"
         refuse_layers(module, self.name, options)
-        self.exchange(module, [name for name, _, _ in found])
+        self.exchange(module, [name for name, _, _ in exceptions])
         note_layers(module, self.name, options)
-        self.base.convert_with(
-            module, [(n, part, given) for n, part, given in found if given is not None]
-        )
-        call_layers(module, lambda part: True)
+        with_dtype = [
+            (name, submodule, precision)
+            for name, submodule, precision in exceptions
+            if precision is not None
+        ]
+        self.base.convert_with(module, with_dtype)
+        call_layers(module, lambda submodule: True)
 
     def kept_modules(self, module: nn.Module) -> list[nn.Module]:
         """Exceptions with another dtype, and layers that store quantised weights."""
-        own = [
-            part
-            for _, part, given in excepted(module, self.exceptions)
-            if given is not None
+        exceptions = excepted(module, self.exceptions)
+        modules = [
+            submodule for _, submodule, precision in exceptions if precision is not None
         ]
-        return own + [
-            part for part in module.modules() if isinstance(part, QuantizedLayer)
+        modules += [
+            layer for layer in module.modules() if isinstance(layer, QuantizedLayer)
         ]
+        return modules
 
     def convert_batch(self, batch: Any) -> Any:
         """As the native precision does."""
@@ -170,13 +174,11 @@ def refuse_shared(
         PrecisionError: it names the weights.
     """
     owners: dict[int, list[str]] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        for key, parameter in part.named_parameters(
-            recurse=False, remove_duplicate=False
-        ):
-            owners.setdefault(id(parameter), []).append(
-                f"{path}.{key}" if path else key
-            )
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        direct = submodule.named_parameters(recurse=False, remove_duplicate=False)
+        for key, parameter in direct:
+            owners.setdefault(id(parameter), []).append(prefix + key)
     for path, layer in layers.items():
         shared = owners.get(id(layer.weight), [])
         if len(shared) > 1:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
 from trainer_kit.core.tensors import map_tensors
@@ -20,6 +20,7 @@ __all__ = [
     "ModulePrecision",
     "apply_exceptions",
     "call_layers",
+    "cast_tensors",
     "except_modules",
     "excepted",
     "is_excepted",
@@ -77,19 +78,19 @@ def except_modules(exceptions: Exceptions) -> dict[str, ModulePrecision | None]:
         exceptions = [exceptions]
     if not isinstance(exceptions, Mapping):
         return dict.fromkeys(exceptions)
-    made: dict[str, ModulePrecision | None] = {}
-    for pattern, given in exceptions.items():
-        if isinstance(given, str):
-            if given not in DTYPES:
+    precisions: dict[str, ModulePrecision | None] = {}
+    for pattern, precision in exceptions.items():
+        if isinstance(precision, str):
+            if precision not in DTYPES:
                 raise PrecisionError(
-                    f"unknown dtype {given!r} for {pattern!r}",
-                    fix=did_you_mean(given, DTYPES),
+                    f"unknown dtype {precision!r} for {pattern!r}",
+                    fix=did_you_mean(precision, DTYPES),
                 )
-            given = DTYPES[given]
-        made[pattern] = (
-            ModulePrecision(given) if isinstance(given, torch.dtype) else given
-        )
-    return made
+            precision = DTYPES[precision]
+        if isinstance(precision, torch.dtype):
+            precision = ModulePrecision(precision)
+        precisions[pattern] = precision
+    return precisions
 
 
 def excepted(
@@ -101,26 +102,33 @@ def excepted(
         PrecisionError: a pattern matches no module.
     """
     unused = set(exceptions)
-    inside: list[str] = []
-    for name, part in module.named_modules():
+    outer_names: list[str] = []
+    for name, submodule in module.named_modules():
         if not name:
             continue
-        matching = [
-            p
-            for p in exceptions
-            if fnmatchcase(name, p) or fnmatchcase(type(part).__name__, p)
-        ]
+        names = (name, type(submodule).__name__)
+        matching = [p for p in exceptions if any(fnmatchcase(n, p) for n in names)]
         unused.difference_update(matching)
-        if matching and not any(name.startswith(f"{outer}.") for outer in inside):
-            inside.append(name)
-            yield name, part, exceptions[matching[0]]
+        # Also patterns that match only inside of another exception are used.
+        if matching and not is_excepted(name, outer_names):
+            outer_names.append(name)
+            yield name, submodule, exceptions[matching[0]]
     if unused:
-        names = [name for name, _ in module.named_modules() if name]
-        raise PrecisionError(
-            f"the model has no module named {sorted(unused)[0]!r}",
-            found=f"exceptions={sorted(exceptions)}; modules: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}",
-            fix="use a name from named_modules(), a class name, or a pattern such as '*norm*'",
-        )
+        raise _unused_pattern(module, exceptions, min(unused))
+
+
+def _unused_pattern(
+    module: nn.Module, exceptions: Mapping[str, object], pattern: str
+) -> PrecisionError:
+    names = [name for name, _ in module.named_modules() if name]
+    listed = ", ".join(names[:8])
+    if len(names) > 8:
+        listed += ", …"
+    return PrecisionError(
+        f"the model has no module named {pattern!r}",
+        found=f"exceptions={sorted(exceptions)}; modules: {listed}",
+        fix="use a name from named_modules(), a class name, or a pattern such as '*norm*'",
+    )
 
 
 def is_excepted(name: str, names: Iterable[str]) -> bool:
@@ -134,11 +142,11 @@ def refuse_ties(module: nn.Module, names: Sequence[str]) -> None:
         return
     owners: dict[int, str] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
-        other = owners.setdefault(id(parameter), path)
-        if is_excepted(path, names) != is_excepted(other, names):
+        first_path = owners.setdefault(id(parameter), path)
+        if is_excepted(path, names) != is_excepted(first_path, names):
             raise PrecisionError(
                 "a weight shared by two modules cannot have two dtypes",
-                found=f"{other} and {path}",
+                found=f"{first_path} and {path}",
                 fix="list both modules as exceptions, or neither",
             )
 
@@ -155,41 +163,44 @@ def apply_exceptions(
         modules: each with its dtype and the dtype of its outputs (None: they are not cast).
         context: makes the context of a forward in a dtype.
     """
-    for part in module.modules():
-        if isinstance(part.__dict__.get("forward"), _ForwardIn):
-            del part.__dict__["forward"]
-        for key in [
-            key for key, hook in part._forward_pre_hooks.items() if hook is _no_change
-        ]:
-            del part._forward_pre_hooks[key]
-    for part, dtype, output_dtype in modules:
+    for submodule in module.modules():
+        if _has_exception(submodule):
+            del submodule.__dict__["forward"]
+        hooks = submodule._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _do_nothing]:
+            del hooks[key]
+    for submodule, dtype, output_dtype in modules:
         # On the user's module, so that wrappers and hooks around it stay; torch has no hook around ``forward`` itself.
-        part.__dict__["forward"] = _ForwardIn(
-            part.forward, context(dtype), dtype, output_dtype
+        submodule.__dict__["forward"] = _ForwardInDtype(
+            submodule.forward, context(dtype), dtype, output_dtype
         )
-    call_layers(
-        module, lambda part: isinstance(part.__dict__.get("forward"), _ForwardIn)
-    )
+    call_layers(module, _has_exception)
 
 
-def call_layers(module: nn.Module, which: Callable[[nn.Module], bool]) -> None:
-    """Make transformer layers with such parts call these in evaluation, too.
+def _has_exception(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), _ForwardInDtype)
+
+
+def call_layers(module: nn.Module, is_changed: Callable[[nn.Module], bool]) -> None:
+    """Make transformer layers that have a changed module inside call it in evaluation, too.
 
     torch's fast path for evaluation reads the weights without calling the layers, unless a hook is registered.
     """
-    for part in module.modules():
-        if not isinstance(part, nn.TransformerEncoderLayer) or part._forward_pre_hooks:
+    for layer in module.modules():
+        if not isinstance(layer, nn.TransformerEncoderLayer):
             continue
-        if any(which(inner) for inner in part.modules() if inner is not part):
-            part.register_forward_pre_hook(_no_change)
+        if layer._forward_pre_hooks:
+            continue
+        if any(is_changed(inner) for inner in layer.modules() if inner is not layer):
+            layer.register_forward_pre_hook(_do_nothing)
 
 
-def _no_change(module: nn.Module, given: Any) -> None:
+def _do_nothing(module: nn.Module, args: object) -> None:
     pass
 
 
 @final
-class _ForwardIn:
+class _ForwardInDtype:
     """A forward in another dtype than the rest."""
 
     def __init__(
@@ -206,13 +217,18 @@ class _ForwardIn:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         with self.context:
-            outputs = self.forward(
-                *_cast(arguments, self.dtype), **_cast(options, self.dtype)
-            )
-        return (
-            outputs if self.output_dtype is None else _cast(outputs, self.output_dtype)
-        )
+            arguments = cast_tensors(arguments, self.dtype)
+            options = cast_tensors(options, self.dtype)
+            outputs = self.forward(*arguments, **options)
+        if self.output_dtype is None:
+            return outputs
+        return cast_tensors(outputs, self.output_dtype)
 
 
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(values, lambda t: t.to(dtype) if t.is_floating_point() else t)
+def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of a batch or an output."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(values, cast)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -13,13 +14,13 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import PrecisionError, did_you_mean
-from trainer_kit.core.tensors import map_tensors
 from trainer_kit.precision.cast import cast_module
 from trainer_kit.precision.exceptions import (
     DTYPES,
     Exceptions,
     ModulePrecision,
     apply_exceptions,
+    cast_tensors,
     except_modules,
     excepted,
     refuse_ties,
@@ -56,9 +57,11 @@ NAMES: Final = {
 """Lightning's and Accelerate's words, each with the name of its precision."""
 _BITS: Final = {dtype: bits for bits, dtype in DTYPES.items()}
 _HALF: Final = {dtype: _BITS[dtype] for dtype in (torch.bfloat16, torch.float16)}
-_Excepted: TypeAlias = "tuple[str, nn.Module, ModulePrecision]"
-_LAYERS: Final = "_precision_of_layers"  # markers in the ``__dict__`` of a module
-_CAST: Final = "_dtype_of_cast"
+_ExceptedModule: TypeAlias = "tuple[str, nn.Module, ModulePrecision]"
+_EXCHANGED_LAYERS_MARK: Final = (
+    "_precision_of_layers"  # markers in the ``__dict__`` of a module
+)
+_CAST_MARK: Final = "_dtype_of_cast"
 
 
 class NativePrecision(Precision):
@@ -78,22 +81,22 @@ class NativePrecision(Precision):
     def convert_module(self, module: nn.Module) -> None:
         """Cast parameters and buffers, in place, where this precision casts any."""
         refuse_layers(module, self.name)
-        found = excepted(module, self.exceptions)
-        self.convert_with(
-            module,
-            [
-                (name, part, given or ModulePrecision(torch.float32))
-                for name, part, given in found
-            ],
-        )
+        default = ModulePrecision(torch.float32)
+        exceptions = [
+            (name, submodule, precision or default)
+            for name, submodule, precision in excepted(module, self.exceptions)
+        ]
+        self.convert_with(module, exceptions)
 
     @abstractmethod
-    def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
+    def convert_with(
+        self, module: nn.Module, exceptions: Sequence[_ExceptedModule]
+    ) -> None:
         """As `convert_module`, with these exceptions."""
 
     def kept_modules(self, module: nn.Module) -> list[nn.Module]:
         """The exceptions."""
-        return [part for _, part, _ in excepted(module, self.exceptions)]
+        return [submodule for _, submodule, _ in excepted(module, self.exceptions)]
 
     def hand_over(self, steps: EngineSteps, scales: bool) -> None:
         """Leave steps, and the scaling of losses, to an engine."""
@@ -136,37 +139,41 @@ class TruePrecision(NativePrecision):
         super().check(device, engine)
         self.device_type = device.type
 
-    def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
+    def convert_with(
+        self, module: nn.Module, exceptions: Sequence[_ExceptedModule]
+    ) -> None:
         """Cast floating-point parameters and buffers, in place, but those of these exceptions."""
-        names = [name for name, _, _ in found]
-        refuse_ties(module, names)
+        refuse_ties(module, [name for name, _, _ in exceptions])
         if not self.converts_batch:
             _refuse_cast(module, self.name)
         else:
-            module.__dict__[_CAST] = self.dtype
-            cast_module(module, self.dtype, [part for _, part, _ in found])
-        for _, part, given in found:
-            cast_module(part, given.dtype)
-        # The layer after an exception expects the dtype of the rest.
-        modules = [
-            (part, given.dtype, given.output_dtype or self.dtype)
-            for _, part, given in found
-        ]
+            module.__dict__[_CAST_MARK] = self.dtype
+            cast_module(
+                module, self.dtype, [submodule for _, submodule, _ in exceptions]
+            )
+        modules = []
+        for _, submodule, precision in exceptions:
+            cast_module(submodule, precision.dtype)
+            # The layer after an exception expects the dtype of the other layers.
+            output_dtype = precision.output_dtype or self.dtype
+            modules.append((submodule, precision.dtype, output_dtype))
         apply_exceptions(module, modules, _DefaultDtype)
 
     def convert_batch(self, batch: Any) -> Any:
         """Cast the floating-point tensors of a batch."""
-        return map_tensors(
-            batch, lambda t: t.to(self.dtype) if t.is_floating_point() else t
-        )
+        return cast_tensors(batch, self.dtype)
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """The default dtype, for tensors that a step makes; None for float32."""
-        return _DefaultDtype(self.dtype) if self.converts_batch else None
+        if not self.converts_batch:
+            return None
+        return _DefaultDtype(self.dtype)
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Build layers in this dtype."""
-        return _DefaultDtype(self.dtype) if self.converts_batch else nullcontext()
+        if not self.converts_batch:
+            return nullcontext()
+        return _DefaultDtype(self.dtype)
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
         """Run ``step``; an engine reports whether it skipped the step."""
@@ -175,7 +182,9 @@ class TruePrecision(NativePrecision):
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale of an engine; else empty."""
-        return {} if self._engine is None else self._engine.state_dict()
+        if self._engine is None:
+            return {}
+        return self._engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -214,17 +223,14 @@ class MixedPrecision(NativePrecision):
         scaler: torch.amp.GradScaler | None = None,
         exceptions: Exceptions = (),
     ) -> None:
+        self._follows_device = device_type is None
         if device_type is None:
             accelerator = present_accelerator()
-            super().__init__(
-                exceptions, "cpu" if accelerator is None else accelerator.type
-            )
-        else:
-            super().__init__(exceptions, device_type)
+            device_type = "cpu" if accelerator is None else accelerator.type
+        super().__init__(exceptions, device_type)
         self.name = f"{_bits(dtype, _HALF, 'MixedPrecision')}-mixed"
         self.dtype = dtype
-        self._any_device = device_type is None
-        self._own_scaler = scaler is not None
+        self._is_users_scaler = scaler is not None
         # An engine may gather weights in the dtype to which autocast would cast them (FSDP gathers them as they are
         # stored); sums over many ranks need the digits of float32.
         self.param_dtype = dtype
@@ -235,101 +241,109 @@ class MixedPrecision(NativePrecision):
                 "bfloat16 needs no gradient scaler",
                 fix='use "16-mixed", or leave the scaler out',
             )
-        self.scaler = scaler or (make_scaler(self.device_type) if self.scales else None)
-        # By the id of an optimizer:
-        self._seen: dict[int, list[_SeenOptimizer]] = {}
+        self.scaler = scaler
+        if self.scales and scaler is None:
+            self.scaler = make_scaler(self.device_type)
+        # Of the step under way, by the id of an optimizer.
+        self._views: dict[int, list[_ScalerView]] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
-        self._left: set[int] = set()  # unscaled, and not stepped when the step ended
-        self._looked = (
-            False  # whether the scaler has read gradients since the scale was adapted
-        )
-        self._began = (
-            False  # whether a loss was scaled, so that the scale is on the device
-        )
+        self._unscaled_not_stepped: set[int] = set()  # when the step ended
+        # Whether the scaler has read gradients since the scale was adapted.
+        self._has_read_gradients = False
+        # Whether a loss was scaled, so that the scale is on the device.
+        self._has_scaled_loss = False
 
     def check(self, device: torch.device, engine: str) -> None:
         """Raise a PrecisionError where this precision cannot run."""
         super().check(device, engine)
         if device.type != self.device_type:
-            if not self._any_device:
+            if not self._follows_device:
                 raise PrecisionError(
                     "autocast is configured for a different device than the run uses",
                     found=f"device_type={self.device_type!r}, and the run is on {device.type!r}",
                     fix="leave device_type out, or use that device as accelerator",
                 )
             self.device_type = device.type
-            if self.scales and not self._own_scaler:
+            if self.scales and not self._is_users_scaler:
                 self.scaler = make_scaler(device.type)
 
-    def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
+    def convert_with(
+        self, module: nn.Module, exceptions: Sequence[_ExceptedModule]
+    ) -> None:
         """Cast the weights of exceptions in float64; all others keep their dtype."""
-        refuse_ties(
-            module, [name for name, _, given in found if given.dtype is torch.float64]
-        )
+        in_float64 = {
+            name: submodule
+            for name, submodule, precision in exceptions
+            if precision.dtype is torch.float64
+        }
+        refuse_ties(module, list(in_float64))
         _refuse_cast(module, self.name)
-        for _, part, given in found:
-            if given.dtype is torch.float64:
-                cast_module(part, torch.float64)
-        apply_exceptions(
-            module,
-            [(part, given.dtype, given.output_dtype) for _, part, given in found],
-            self._exception_context,
-        )
+        for submodule in in_float64.values():
+            cast_module(submodule, torch.float64)
+        modules = [
+            (submodule, precision.dtype, precision.output_dtype)
+            for _, submodule, precision in exceptions
+        ]
+        apply_exceptions(module, modules, self._exception_context)
 
     def _exception_context(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        half = dtype in (torch.float16, torch.bfloat16)
-        return torch.autocast(
-            self.device_type, dtype=dtype if half else self.dtype, enabled=half
-        )
+        """Autocast to another half precision; in float32 and float64 none."""
+        is_half = dtype in (torch.float16, torch.bfloat16)
+        autocast_dtype = dtype if is_half else self.dtype
+        return torch.autocast(self.device_type, dtype=autocast_dtype, enabled=is_half)
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """Autocast."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     @property
-    def _is_over(self) -> bool:
+    def _previous_step_ended(self) -> bool:
         """Whether the previous step has ended without `end_step`: taken, or abandoned and its gradients dropped."""
-        waiting = (self._unscaled | self._left) - self._stepped
-        return self._looked and not any(
-            has_gradients(self._seen[o][0].optimizer)
-            for o in waiting
-            if o in self._seen
+        if not self._has_read_gradients:
+            return False
+        waiting = (self._unscaled | self._unscaled_not_stepped) - self._stepped
+        return not any(
+            has_gradients(self._views[key][0].optimizer)
+            for key in waiting
+            if key in self._views
         )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, which is adapted first if the previous step has ended (manual optimization)."""
         if self.scaler is None:
             return loss
-        if self._is_over:
-            self._adapt()
-        self._began = True
+        if self._previous_step_ended:
+            self._update_scale()
+        self._has_scaled_loss = True
         scaled: Tensor = self.scaler.scale(loss)
         return scaled
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide this optimizer's gradients by the scale, once per step."""
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
-            self._unscaled.add(id(optimizer))
-            if has_gradients(optimizer):
-                if (
-                    not self._began
-                ):  # this rank had no data yet, and got the other ranks' gradients
-                    self._began = True
-                    first = next(
-                        p for group in optimizer.param_groups for p in group["params"]
-                    )
-                    self.scaler.scale(torch.zeros((), device=first.device))
-                seen = self._seen.get(id(optimizer))
-                if seen is None or seen[0].groups != len(
-                    optimizer.param_groups
-                ):  # new groups may be divided otherwise
-                    _refuse_half_gradients(optimizer, self.name)
-                    seen = self._seen[id(optimizer)] = _seen_optimizers(optimizer)
-                for one in seen:
-                    if one.only is None or has_gradients(one):
-                        self.scaler.unscale_(one)  # type: ignore[arg-type]
-                        self._looked = True
+        if self.scaler is None or id(optimizer) in self._unscaled:
+            return
+        self._unscaled.add(id(optimizer))
+        if not has_gradients(optimizer):
+            return
+        if not self._has_scaled_loss:
+            # This rank had no data yet, and got the other ranks' gradients: the scale is not on the device.
+            self._has_scaled_loss = True
+            parameters = chain.from_iterable(
+                g["params"] for g in optimizer.param_groups
+            )
+            device = next(parameters).device
+            self.scaler.scale(torch.zeros((), device=device))
+        views = self._views.get(id(optimizer))
+        # New groups may be divided otherwise.
+        if views is None or views[0].groups != len(optimizer.param_groups):
+            _refuse_half_gradients(optimizer, self.name)
+            views = _create_views(optimizer)
+            self._views[id(optimizer)] = views
+        for view in views:
+            if view.selected is None or has_gradients(view):
+                self.scaler.unscale_(view)  # type: ignore[arg-type]  # all that it reads
+                self._has_read_gradients = True
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
         """Run ``step`` unless this optimizer's gradients overflowed."""
@@ -338,58 +352,62 @@ class MixedPrecision(NativePrecision):
             return self._engine is None or not self._engine.skipped
         self.unscale_gradients(optimizer)
         self._stepped.add(id(optimizer))
-        seen = self._seen[id(optimizer)]
-        if len(seen) == 1:
-            seen[0].run = step
-            return self.scaler.step(seen[0]) is not None  # type: ignore[arg-type]
-        whole = [
-            self.scaler.step(one) is not None  # type: ignore[arg-type]
-            for one in seen
-            if has_gradients(one)
-        ]
-        if all(whole):
+        views = self._views[id(optimizer)]
+        if len(views) == 1:
+            views[0].set_step(step)
+            return self.scaler.step(views[0]) is not None  # type: ignore[arg-type]  # as above
+        # No view steps anything: the optimizer is stepped once, after all gradients have been read.
+        is_finite = True
+        for view in views:
+            if has_gradients(view):
+                result = self.scaler.step(view)  # type: ignore[arg-type]  # as above
+                is_finite = is_finite and result is not None
+        if is_finite:
             step()
-        return all(whole)
+        return is_finite
 
     def adapt_scale(self, optimizers: Sequence[Optimizer]) -> None:
         """Adapt the scale once the step has ended: gradients that wait for their step still have the old scale."""
-        waiting = any(
-            id(one) not in self._stepped and has_gradients(one) for one in optimizers
-        )
-        if self.scaler is not None and self._is_over and not waiting:
-            self._adapt()
+        for optimizer in optimizers:
+            if id(optimizer) not in self._stepped and has_gradients(optimizer):
+                return
+        if self.scaler is not None and self._previous_step_ended:
+            self._update_scale()
 
     def end_step(self) -> None:
         """Adapt the scale, if any optimizer was stepped."""
         if self._stepped:
-            self._adapt()
-        self._left |= self._unscaled
+            self._update_scale()
+        self._unscaled_not_stepped |= self._unscaled
         self._unscaled.clear()
 
-    def _adapt(self) -> None:
-        self.scaler.update()  # type: ignore[union-attr]
-        self._forget()
+    def _update_scale(self) -> None:
+        assert self.scaler is not None
+        self.scaler.update()
+        self._reset_step()
 
-    def _forget(self) -> None:
-        self._looked = False
-        for known in (self._stepped, self._unscaled, self._left):
-            known.clear()
+    def _reset_step(self) -> None:
+        self._has_read_gradients = False
+        self._stepped.clear()
+        self._unscaled.clear()
+        self._unscaled_not_stepped.clear()
 
     def abandon_step(self) -> None:
         """Drop the state of the unfinished step; the scale is not adapted."""
-        if self._looked and self.scaler is not None:
-            self.scaler.update(
-                self.scaler.get_scale()
-            )  # sync point: the run has failed
-        self._forget()
-        self._seen.clear()
+        if self._has_read_gradients and self.scaler is not None:
+            scale = self.scaler.get_scale()  # sync point: the run has failed
+            self.scaler.update(scale)
+        self._reset_step()
+        self._views.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""
-        if self.scaler is not None and self._is_over:
+        if self.scaler is not None and self._previous_step_ended:
             return _state_after_update(self.scaler)
         scaler = self._engine or self.scaler
-        return {} if scaler is None else scaler.state_dict()
+        if scaler is None:
+            return {}
+        return scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; nothing to do without a scaler, or from a run without one."""
@@ -413,13 +431,14 @@ class _DefaultDtype:
         torch.set_default_dtype(self.before)
 
 
-def _bits(dtype: Any, known: Mapping[torch.dtype, str], what: str) -> str:
-    if isinstance(dtype, torch.dtype) and dtype in known:
-        return known[dtype]
-    fix = f"one of {', '.join(str(one) for one in known)}"
+def _bits(dtype: Any, supported: Mapping[torch.dtype, str], class_name: str) -> str:
+    """The number of bits in the name of a precision."""
+    if isinstance(dtype, torch.dtype) and dtype in supported:
+        return supported[dtype]
+    fix = f"one of {', '.join(map(str, supported))}"
     if isinstance(dtype, str) and dtype in NAMES:
-        fix = f"precision={dtype!r}, or {what} with {fix}"
-    raise PrecisionError(f"{what} has no dtype {dtype!r}", fix=fix)
+        fix = f"precision={dtype!r}, or {class_name} with {fix}"
+    raise PrecisionError(f"{class_name} has no dtype {dtype!r}", fix=fix)
 
 
 def native_precision(
@@ -439,46 +458,51 @@ def native_precision(
             f"unknown precision {name!r}", fix=did_you_mean(name, NAMES)
         )
     bits, kind = NAMES[name].split("-")
-    return (
-        TruePrecision(DTYPES[bits])
-        if kind == "true"
-        else MixedPrecision(DTYPES[bits], device_type)
-    )
+    if kind == "true":
+        return TruePrecision(DTYPES[bits])
+    return MixedPrecision(DTYPES[bits], device_type)
 
 
 # -- overflows ------------------------------------------------------------------------------------------------------
 
 
-class _SeenOptimizer:
+class _ScalerView:
     """An optimizer for GradScaler whose ``step`` returns True, so that a skipped step is known without a further read.
 
     Args:
         optimizer: the user's.
-        only: the parameters whose gradients GradScaler reads; None for all.
+        selected: the parameters whose gradients GradScaler reads; None for all.
 
     Attributes:
         groups: the number of parameter groups when this was made.
     """
 
-    def __init__(self, optimizer: Optimizer, only: set[Tensor] | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, selected: set[Tensor] | None = None
+    ) -> None:
         self.optimizer = optimizer
-        self.only = only
+        self.selected = selected
         self.groups = len(optimizer.param_groups)
-        self.run: Callable[[], Any] = (
-            optimizer.step if only is None else lambda: None
-        )  # the step follows when all are read
+        self._step: Callable[[], Any] | None = None
+
+    def set_step(self, step: Callable[[], Any]) -> None:
+        """Set what `step` runs; by default nothing."""
+        self._step = step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         groups = self.optimizer.param_groups
-        if (only := self.only) is None:
+        selected = self.selected
+        if selected is None:
             return groups
         return [
-            {"params": [p for p in group["params"] if p in only]} for group in groups
+            {"params": [p for p in group["params"] if p in selected]}
+            for group in groups
         ]
 
     def step(self) -> bool:
-        self.run()
+        if self._step is not None:
+            self._step()
         return True
 
 
@@ -488,12 +512,9 @@ def _refuse_half_gradients(optimizer: Optimizer, name: str) -> None:
     Raises:
         PrecisionError: an optimizer trains weights in float16.
     """
-    weights = [
-        p
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if p.grad is not None
-    ]
+    weights: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        weights += [p for p in group["params"] if p.grad is not None]
     half = [weight for weight in weights if weight.dtype is torch.float16]
     if half:
         raise PrecisionError(
@@ -504,29 +525,27 @@ def _refuse_half_gradients(optimizer: Optimizer, name: str) -> None:
         )
 
 
-def _seen_optimizers(optimizer: Optimizer) -> list[_SeenOptimizer]:
-    """One for each way in which parameters are divided: torch reads gradients of one layout at a time."""
-    kinds: dict[Any, set[Tensor]] = {}
+def _create_views(optimizer: Optimizer) -> list[_ScalerView]:
+    """One for each way in which parameters are sharded: torch reads gradients of one layout at a time."""
+    layouts: dict[object, set[Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            whole = tuple(
-                placement.is_replicate()
-                for placement in getattr(parameter, "placements", ())
-            )
-            kinds.setdefault(
-                (getattr(parameter, "device_mesh", None), whole), set()
-            ).add(parameter)
-    return [
-        _SeenOptimizer(optimizer, kind if len(kinds) > 1 else None)
-        for kind in kinds.values()
-    ]
+            mesh = getattr(parameter, "device_mesh", None)
+            placements = getattr(parameter, "placements", ())
+            is_replicated = tuple(p.is_replicate() for p in placements)
+            layouts.setdefault((mesh, is_replicated), set()).add(parameter)
+    if len(layouts) == 1:
+        return [_ScalerView(optimizer)]
+    return [_ScalerView(optimizer, parameters) for parameters in layouts.values()]
 
 
-def has_gradients(optimizer: Optimizer | _SeenOptimizer) -> bool:
+def has_gradients(optimizer: Optimizer | _ScalerView) -> bool:
     """Whether any of its parameters has a gradient."""
-    return any(
-        p.grad is not None for group in optimizer.param_groups for p in group["params"]
-    )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
 
 
 def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
@@ -542,9 +561,9 @@ def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
         >>> make_scaler("cuda", init_scale=8.0).is_enabled()
         True
     """
-    made = torch.amp.GradScaler("cpu", **options)
-    made._device = device_type
-    return made
+    scaler = torch.amp.GradScaler("cpu", **options)
+    scaler._device = device_type
+    return scaler
 
 
 def _state_after_update(scaler: torch.amp.GradScaler) -> dict[str, Any]:
@@ -563,7 +582,7 @@ def _state_after_update(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 def note_layers(module: nn.Module, name: str, options: str) -> None:
     """Mark a module whose layers a precision has exchanged; the arguments are those of `refuse_layers`."""
-    module.__dict__[_LAYERS] = (name, options)
+    module.__dict__[_EXCHANGED_LAYERS_MARK] = (name, options)
 
 
 def refuse_layers(module: nn.Module, name: str, options: str | None = None) -> None:
@@ -577,15 +596,19 @@ def refuse_layers(module: nn.Module, name: str, options: str | None = None) -> N
     Raises:
         PrecisionError: another precision, or one with other options, has exchanged layers.
     """
-    for part in module.modules():
-        was = part.__dict__.get(_LAYERS)
-        if was is not None and was != (name, options):
-            raise PrecisionError(
-                "an earlier precision replaced layers of this module permanently",
-                found=f"{was[0]!r}, and now {name!r}"
-                + (" with other options" if was[0] == name else ""),
-                fix="build the module again, and load its weights; or keep the earlier precision",
-            )
+    for submodule in module.modules():
+        earlier = submodule.__dict__.get(_EXCHANGED_LAYERS_MARK)
+        if earlier is None or earlier == (name, options):
+            continue
+        earlier_name, _ = earlier
+        details = f"{earlier_name!r}, and now {name!r}"
+        if earlier_name == name:
+            details += " with other options"
+        raise PrecisionError(
+            "an earlier precision replaced layers of this module permanently",
+            found=details,
+            fix="build the module again, and load its weights; or keep the earlier precision",
+        )
 
 
 def _refuse_cast(module: nn.Module, name: str) -> None:
@@ -598,11 +621,11 @@ def _refuse_cast(module: nn.Module, name: str) -> None:
     Raises:
         PrecisionError: weights still have the dtype of the earlier precision.
     """
-    for part in module.modules():
-        dtype = part.__dict__.get(_CAST)
-        if dtype is not None and any(
-            parameter.dtype is dtype for parameter in part.parameters()
-        ):
+    for submodule in module.modules():
+        dtype = submodule.__dict__.get(_CAST_MARK)
+        if dtype is None:
+            continue
+        if any(parameter.dtype is dtype for parameter in submodule.parameters()):
             raise PrecisionError(
                 "an earlier precision cast the weights of this module permanently",
                 found=f"{dtype}, and now {name!r}",
@@ -612,5 +635,5 @@ def _refuse_cast(module: nn.Module, name: str) -> None:
 
 def forget_layers(module: nn.Module) -> None:
     """Remove the marks of `note_layers`."""
-    for part in module.modules():
-        part.__dict__.pop(_LAYERS, None)
+    for submodule in module.modules():
+        submodule.__dict__.pop(_EXCHANGED_LAYERS_MARK, None)

@@ -12,7 +12,12 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError, RegistryError
 from trainer_kit.core.registry import OPTIMIZERS
 
-__all__ = ["from_parts", "make_optimizer", "to_parts", "why_not_divided"]
+__all__ = [
+    "from_plain_tensors",
+    "make_optimizer",
+    "to_plain_tensors",
+    "why_not_shardable",
+]
 
 for _name in (
     "Adadelta",
@@ -78,85 +83,75 @@ def make_optimizer(name: str, params: Iterable[Any], **options: Any) -> Optimize
         >>> type(make_optimizer("adamw", nn.Linear(2, 1).parameters(), lr=0.1)).__name__
         'AdamW'
     """
-    word = (
-        name
-        if name in OPTIMIZERS.names()
-        else name.lower().replace("_", "").replace("-", "")
-    )
+    key = name
+    if name not in OPTIMIZERS.names():
+        key = name.lower().replace("_", "").replace("-", "")
     try:
-        kind = OPTIMIZERS.get(word)
+        optimizer_class = OPTIMIZERS.get(key)
     except RegistryError as error:
-        library = next(
-            (
-                one
-                for one in ("bitsandbytes", "torchao")
-                if f"{one}." in str(error.found)
-            ),
-            None,
-        )
-        if library is None:
-            raise
-        raise RegistryError(
-            error.problem,
-            found=error.found,
-            fix=f"pip install 'trainer-kit[{library}]'",
-        ) from error
+        for library in ("bitsandbytes", "torchao"):
+            if f"{library}." in str(error.found):
+                raise RegistryError(
+                    error.problem,
+                    found=error.found,
+                    fix=f"pip install 'trainer-kit[{library}]'",
+                ) from error
+        raise
     try:
-        made: Optimizer = kind(params, **options)
+        optimizer: Optimizer = optimizer_class(params, **options)
     except TypeError as error:
         raise ConfigurationError(
             f"optimizer {name!r} cannot be made", found=str(error)
         ) from error
-    return made
+    return optimizer
 
 
-def to_parts(state: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a parameter, with each low-bit tensor as the plain tensors that it consists of.
 
     Example:
-        >>> to_parts({"step": 3})
+        >>> to_plain_tensors({"step": 3})
         {'step': 3}
     """
     return {
-        name: _parts(value) if type(value).__name__ in _LOW_BIT else value
+        name: _flatten(value) if type(value).__name__ in _LOW_BIT else value
         for name, value in state.items()
     }
 
 
-def from_parts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `to_parts`."""
-    return {
-        name: _whole(value)
-        if isinstance(value, Mapping) and value.get(_KIND) in _LOW_BIT
-        else value
-        for name, value in state.items()
-    }
+def from_plain_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `to_plain_tensors`."""
+    tensors = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Mapping) and value.get(_KIND) in _LOW_BIT:
+            tensors[name] = _unflatten(value)
+    return tensors
 
 
-def why_not_divided(optimizer: Optimizer) -> str | None:
+def why_not_shardable(optimizer: Optimizer) -> str | None:
     """The reason why an optimizer needs whole parameters; None where it does not.
 
     Example:
         >>> from torch import nn
-        >>> why_not_divided(make_optimizer("sgd", nn.Linear(2, 1).parameters()))
+        >>> why_not_shardable(make_optimizer("sgd", nn.Linear(2, 1).parameters()))
     """
-    kind = type(optimizer)
-    if kind.__module__.startswith("bitsandbytes."):
+    library = type(optimizer).__module__
+    if library.startswith("bitsandbytes."):
         return "bitsandbytes' kernels take whole tensors"
-    if kind.__module__.startswith("torchao.optim") and not kind.__name__.startswith(
-        "_"
-    ):
+    # torchao's optimizers without low-bit states have private names.
+    is_private = type(optimizer).__name__.startswith("_")
+    if library.startswith("torchao.optim") and not is_private:
         return "torchao's low-bit states of a part cannot be saved exactly"
     return None
 
 
-def _parts(value: Any) -> dict[str, Any]:
+def _flatten(value: Any) -> dict[str, Any]:
     names, attributes = value.__tensor_flatten__()
     parts: dict[str, Tensor] = {name: getattr(value, name) for name in names}
     return {_KIND: type(value).__name__, "attributes": list(attributes), **parts}
 
 
-def _whole(parts: Mapping[str, Any]) -> Tensor:
+def _unflatten(parts: Mapping[str, Any]) -> Tensor:
     # The class comes from the table: no name in a file is imported.
     kind: Any = getattr(import_module(_LOW_BIT[parts[_KIND]]), parts[_KIND])
     tensors = {
@@ -164,5 +159,5 @@ def _whole(parts: Mapping[str, Any]) -> Tensor:
         for name, value in parts.items()
         if isinstance(value, Tensor)
     }
-    made: Tensor = kind.__tensor_unflatten__(tensors, parts["attributes"])
-    return made
+    low_bit: Tensor = kind.__tensor_unflatten__(tensors, parts["attributes"])
+    return low_bit

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Float8Precision", "QATPrecision"]
 
 _INSTALL: Final = "pip install 'trainer-kit[torchao]'"
-_MULTIPLE: Final = (
-    16  # both sizes of a weight are multiples of it for fp8 matrix products
-)
+_MULTIPLE: Final = 16
+"""Both sizes of a weight are multiples of it for fp8 matrix products."""
 
 
 @final
@@ -66,7 +65,9 @@ class Float8Precision(ConvertedPrecision):
         super().__init__("fp8", base, exceptions)
         self.ends = ends
         self.module_filter = module_filter
-        self.config: Any = _float8_config(recipe) if config is None else config
+        self.config: Any = config
+        if config is None:
+            self.config = _float8_config(recipe)
         if emulate:
             self.config = replace(self.config, emulate=True)
 
@@ -81,11 +82,15 @@ class Float8Precision(ConvertedPrecision):
             )
         if self.config.emulate:
             return
-        sixteen = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
-        one = torch.ones((), device=device)
+        matrix = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
+        scale = torch.ones((), device=device)
         try:
             torch._scaled_mm(
-                sixteen, sixteen.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+                matrix,
+                matrix.t(),
+                scale_a=scale,
+                scale_b=scale,
+                out_dtype=torch.bfloat16,
             )
         except (RuntimeError, NotImplementedError) as error:
             raise PrecisionError(
@@ -115,35 +120,42 @@ class Float8Precision(ConvertedPrecision):
             )
         # Subclasses have another forward, and torch's attention never calls its linear layer.
         linear: dict[str, Any] = {
-            name: part
-            for name, part in module.named_modules()
-            if type(part) in (nn.Linear, Float8Linear)
+            name: layer
+            for name, layer in module.named_modules()
+            if type(layer) in (nn.Linear, Float8Linear)
         }
-        inner = list(linear) if self.ends else list(linear)[1:-1]
-        wanted = {
+        names = list(linear)
+        if not self.ends:
+            names = names[1:-1]
+        selected = {
             name
-            for name in inner
-            if not is_excepted(name, exempt)
-            and not isinstance(linear[name], Float8Linear)
-            and (self.module_filter is None or self.module_filter(linear[name], name))
+            for name in names
+            if not isinstance(linear[name], Float8Linear)  # of an earlier run
+            and not is_excepted(name, exempt)
+            and self._is_selected(linear[name], name)
         }
-        odd = [
-            f"{n} ({linear[n].out_features}×{linear[n].in_features})"
-            for n in sorted(wanted)
-            if _odd(linear[n])
-        ]
-        if odd:
+        unsupported = {
+            name: f"{name} ({linear[name].out_features}×{linear[name].in_features})"
+            for name in sorted(selected)
+            if _has_unsupported_size(linear[name])
+        }
+        if unsupported:
             raise PrecisionError(
                 f"float8 matrix products need weight sizes that are multiples of {_MULTIPLE}",
-                found=", ".join(odd[:8]),
-                fix=f"pass exceptions={[one.split(' ')[0] for one in odd]}, or use sizes that are",
+                found=", ".join(list(unsupported.values())[:8]),
+                fix=f"pass exceptions={list(unsupported)}, or use sizes that are",
             )
         convert_to_float8_training(
-            module, config=self.config, module_filter_fn=lambda _, name: name in wanted
+            module,
+            config=self.config,
+            module_filter_fn=lambda _, name: name in selected,
         )
 
+    def _is_selected(self, layer: nn.Module, name: str) -> bool:
+        return self.module_filter is None or self.module_filter(layer, name)
 
-def _odd(layer: nn.Linear) -> bool:
+
+def _has_unsupported_size(layer: nn.Linear) -> bool:
     return bool(layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
 
 
@@ -180,7 +192,9 @@ class QATPrecision(ConvertedPrecision):
         exceptions: Exceptions = (),
     ) -> None:
         super().__init__("qat", base, exceptions)
-        self.config = _default_qat_config() if config is None else config
+        if config is None:
+            config = _default_qat_config()
+        self.config = config
 
     def options(self) -> str:
         """The configuration, without the addresses of objects in it."""
@@ -195,16 +209,16 @@ class QATPrecision(ConvertedPrecision):
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
 
-        wanted = {
-            n
-            for n, p in module.named_modules()
-            if type(p) is nn.Linear and n and not is_excepted(n, exempt)
+        selected = {
+            name
+            for name, layer in module.named_modules()
+            if type(layer) is nn.Linear and name and not is_excepted(name, exempt)
         }
         try:
             quantize_(
                 module,
                 QATConfig(self.config, step="prepare"),
-                filter_fn=lambda _, name: name in wanted,
+                filter_fn=lambda _, name: name in selected,
             )
         except (AssertionError, ValueError) as error:
             raise PrecisionError(
@@ -222,22 +236,20 @@ class QATPrecision(ConvertedPrecision):
         from torchao.quantization import quantize_
         from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
 
-        trainer = module.__dict__.pop(
-            "_trainer", None
-        )  # the Trainer is not a part of the model
+        # The Trainer is not a part of the model.
+        trainer = module.__dict__.pop("_trainer", None)
         try:
-            made = copy.deepcopy(module)
+            quantized = copy.deepcopy(module)
         finally:
             if trainer is not None:
                 module.__dict__["_trainer"] = trainer
-        forget_layers(made)
-        kinds = (FakeQuantizedLinear,)
+        forget_layers(quantized)
         quantize_(
-            made,
+            quantized,
             QATConfig(self.config, step="convert"),
-            filter_fn=lambda part, _: isinstance(part, kinds),
+            filter_fn=lambda layer, _: isinstance(layer, FakeQuantizedLinear),
         )
-        return made.eval()
+        return quantized.eval()
 
 
 def _default_qat_config() -> Any:
@@ -252,9 +264,9 @@ def _default_qat_config() -> Any:
 
 def _float8_config(recipe: str) -> Any:
     ao = vendor_module("torchao.float8", "fp8 training needs torchao", _INSTALL)
-    known = [name.value for name in ao.config.Float8LinearRecipeName]
-    if recipe not in known:
+    recipes = [name.value for name in ao.config.Float8LinearRecipeName]
+    if recipe not in recipes:
         raise PrecisionError(
-            f"torchao has no fp8 recipe {recipe!r}", fix=did_you_mean(recipe, known)
+            f"torchao has no fp8 recipe {recipe!r}", fix=did_you_mean(recipe, recipes)
         )
     return ao.Float8LinearConfig.from_recipe_name(recipe)

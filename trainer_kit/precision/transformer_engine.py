@@ -17,8 +17,9 @@ from trainer_kit.precision.native import NativePrecision
 
 __all__ = ["TransformerEnginePrecision"]
 
-_COLUMNS: Final = 16  # in_features are a multiple of it for its products
-_ROWS: Final = 8  # and out_features of this
+# Its matrix products need in_features that are a multiple of the one, and out_features of the other.
+_COLUMNS: Final = 16
+_ROWS: Final = 8
 _NOT_NVIDIA: Final = ("cpu", "mps", "xpu", "xla")
 _HISTORIES: Final = ("scaling_fwd", "scaling_bwd")
 
@@ -64,7 +65,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
         )
         self.replace_layers = replace_layers
         self.evaluate = evaluate
-        self.recipe = _recipe(recipe)
+        self.recipe = _make_recipe(recipe)
         self._layers: dict[str, nn.Module] = {}
         self._root: nn.Module | None = None
 
@@ -89,97 +90,90 @@ class TransformerEnginePrecision(ConvertedPrecision):
         Raises:
             PrecisionError: for linear layers whose sizes its products do not support.
         """
-        engine = self.engine
-        wanted: dict[str, Any] = {
-            name: part
-            for name, part in module.named_modules()
-            if self.replace_layers
-            and _exchangeable(part)
-            and not is_excepted(name, exempt)
-        }
-        odd = [
-            name
-            for name, part in wanted.items()
-            if isinstance(part, nn.Linear) and _odd(part)
-        ]
-        if odd:
-            raise PrecisionError(
-                f"Transformer Engine needs in_features in multiples of {_COLUMNS}, out_features of {_ROWS}",
-                found=", ".join(
-                    f"{n} ({wanted[n].in_features} to {wanted[n].out_features})"
-                    for n in odd[:8]
-                ),
-                fix=f"pass exceptions={odd}, or use sizes that are",
-            )
-        for name, part in wanted.items():
-            module.set_submodule(
-                name,
-                _linear(engine, part)
-                if isinstance(part, nn.Linear)
-                else _norm(engine, part),
-            )
+        if self.replace_layers:
+            self._replace(module, exempt)
         self._root = module
         self._layers = {
-            name: part
-            for name, part in module.named_modules()
-            if hasattr(part, "fp8_meta")
+            name: layer
+            for name, layer in module.named_modules()
+            if hasattr(layer, "fp8_meta")
         }
         for layer in self._layers.values():
-            if not layer.__dict__.get("_without_pickle"):
-                layer.__dict__["_without_pickle"] = True
-                layer.register_state_dict_post_hook(_leave_out)  # type: ignore[no-untyped-call]
-                layer.register_load_state_dict_pre_hook(_leave_out_of_load)  # type: ignore[no-untyped-call]
+            if layer.__dict__.get("_without_pickle"):
+                continue
+            layer.__dict__["_without_pickle"] = True
+            layer.register_state_dict_post_hook(_drop_extra_state)  # type: ignore[no-untyped-call]  # torch's
+            layer.register_load_state_dict_pre_hook(_add_extra_state)  # type: ignore[no-untyped-call]  # torch's
+
+    def _replace(self, module: nn.Module, exempt: list[str]) -> None:
+        layers: dict[str, Any] = {
+            name: layer
+            for name, layer in module.named_modules()
+            if _is_exchangeable(layer) and not is_excepted(name, exempt)
+        }
+        unsupported = {
+            name: f"{name} ({layer.in_features} to {layer.out_features})"
+            for name, layer in layers.items()
+            if isinstance(layer, nn.Linear) and _has_unsupported_size(layer)
+        }
+        if unsupported:
+            raise PrecisionError(
+                f"Transformer Engine needs in_features in multiples of {_COLUMNS}, out_features of {_ROWS}",
+                found=", ".join(list(unsupported.values())[:8]),
+                fix=f"pass exceptions={list(unsupported)}, or use sizes that are",
+            )
+        for name, layer in layers.items():
+            if isinstance(layer, nn.Linear):
+                replacement = _make_linear(self.engine, layer)
+            else:
+                replacement = _make_norm(self.engine, layer)
+            module.set_submodule(name, replacement)
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """The context of fp8 inside the native one."""
-        return _Contexts(self)
+        return _Fp8Context(self)
 
     def enter(self) -> AbstractContextManager[Any]:
         """Transformer Engine's context; its name depends on the release."""
         enabled = self.evaluate or self._root is None or self._root.training
+        context: AbstractContextManager[Any]
         if hasattr(self.engine, "autocast"):
-            made = self.engine.autocast(enabled=enabled, recipe=self.recipe)
+            context = self.engine.autocast(enabled=enabled, recipe=self.recipe)
         else:
-            made = self.engine.fp8_autocast(enabled=enabled, fp8_recipe=self.recipe)
-        return made  # type: ignore[no-any-return]
+            context = self.engine.fp8_autocast(enabled=enabled, fp8_recipe=self.recipe)
+        return context
 
     def state_dict(self) -> dict[str, Any]:
         """Scales and histories of maxima by layer, and the state of the native precision."""
-        layers = {}
+        layers: dict[str, dict[str, Any]] = {}
         for name, layer in self._layers.items():
             meta: Any = layer.fp8_meta
-            kept = {
-                key: meta[key]
-                for key in _HISTORIES
-                if hasattr(meta.get(key), "amax_history")
-            }
-            if kept:
-                layers[name] = {
-                    key: {
-                        "scale": one.scale.clone(),
-                        "amax_history": one.amax_history.clone(),
+            for key in _HISTORIES:
+                scaling = meta.get(key)
+                if hasattr(scaling, "amax_history"):
+                    layers.setdefault(name, {})[key] = {
+                        "scale": scaling.scale.clone(),
+                        "amax_history": scaling.amax_history.clone(),
                     }
-                    for key, one in kept.items()
-                }
         return {"base": self.base.state_dict(), "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.base.load_state_dict(state.get("base", {}))
-        for name, kept in state.get("layers", {}).items():
+        for name, saved in state.get("layers", {}).items():
             layer: Any = self._layers[name]
             layer.fp8_meta["recipe"] = self.recipe
             layer.init_fp8_meta_tensors(self.recipe)
-            for key, values in kept.items():
-                own = layer.fp8_meta[key]
-                own.scale.copy_(values["scale"])
-                own.amax_history.resize_(values["amax_history"].shape).copy_(
-                    values["amax_history"]
-                )
+            for key, values in saved.items():
+                scaling = layer.fp8_meta[key]
+                scaling.scale.copy_(values["scale"])
+                history = values["amax_history"]
+                # The saved history is as long as the recipe of the earlier run says.
+                scaling.amax_history.resize_(history.shape).copy_(history)
 
 
 @final
-class _Contexts:
+class _Fp8Context:
     """Transformer Engine's context inside the native one; each entry makes a new one."""
 
     def __init__(self, precision: TransformerEnginePrecision) -> None:
@@ -198,64 +192,65 @@ class _Contexts:
         self.stacks.pop().__exit__(*error)
 
 
-def _recipe(given: Any) -> Any:
-    if given is not None and not isinstance(given, Mapping):
-        return given
+def _make_recipe(recipe: Any) -> Any:
+    """The recipe itself, or delayed scaling with the options of a mapping."""
+    if recipe is not None and not isinstance(recipe, Mapping):
+        return recipe
     recipes = import_module("transformer_engine.common.recipe")
-    options = dict(given or {})
+    options = dict(recipe or {})
     if isinstance(options.get("fp8_format"), str):
         options["fp8_format"] = getattr(recipes.Format, options["fp8_format"])
     return recipes.DelayedScaling(**options)
 
 
-def _exchangeable(part: nn.Module) -> bool:
+def _is_exchangeable(layer: nn.Module) -> bool:
     """Whether Transformer Engine has such a layer; its layer norms have a weight and a bias."""
-    return type(part) is nn.Linear or (
-        type(part) is nn.LayerNorm and part.weight is not None and part.bias is not None
-    )
+    if type(layer) is not nn.LayerNorm:
+        return type(layer) is nn.Linear
+    return layer.weight is not None and layer.bias is not None
 
 
-def _odd(layer: nn.Linear) -> bool:
+def _has_unsupported_size(layer: nn.Linear) -> bool:
     return bool(layer.in_features % _COLUMNS or layer.out_features % _ROWS)
 
 
-def _linear(engine: Any, layer: nn.Linear) -> Any:
+def _make_linear(engine: Any, layer: nn.Linear) -> Any:
     dtype = layer.weight.dtype
-    made = engine.Linear(
+    replacement = engine.Linear(
         layer.in_features,
         layer.out_features,
         bias=layer.bias is not None,
         params_dtype=dtype,
     )
-    made.weight = layer.weight
+    replacement.weight = layer.weight
     if layer.bias is not None:
-        made.bias = layer.bias
-    return made.train(layer.training)
+        replacement.bias = layer.bias
+    return replacement.train(layer.training)
 
 
-def _norm(engine: Any, layer: nn.LayerNorm) -> Any:
-    made = engine.LayerNorm(
+def _make_norm(engine: Any, layer: nn.LayerNorm) -> Any:
+    replacement = engine.LayerNorm(
         layer.normalized_shape, eps=layer.eps, params_dtype=layer.weight.dtype
     )
-    made.weight, made.bias = layer.weight, layer.bias
-    return made.train(layer.training)
+    replacement.weight = layer.weight
+    replacement.bias = layer.bias
+    return replacement.train(layer.training)
 
 
-def _leave_out(
+def _drop_extra_state(
     layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
     state.pop(f"{prefix}_extra_state", None)
 
 
-def _leave_out_of_load(
+def _add_extra_state(
     layer: nn.Module,
     state: dict[str, Any],
     prefix: str,
     metadata: Any,
     strict: bool,
     missing: list[str],
-    *rest: Any,
+    *arguments: Any,
 ) -> None:
-    state[f"{prefix}_extra_state"] = (
-        None  # the layer requires the key; None changes nothing
-    )
+    # The layer requires the key; None changes nothing.
+    state[f"{prefix}_extra_state"] = None

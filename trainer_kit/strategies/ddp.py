@@ -31,6 +31,7 @@ from trainer_kit.strategies.process_group import (
     broadcast_buffers,
     join_world,
 )
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import States, optimizer_state, refuse_unprepared
 from trainer_kit.strategies.strategy import Strategy
 
@@ -257,7 +258,7 @@ class DDPStrategy(Strategy):
             )
         return wrapped
 
-    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """Call the method through the wrapper, whose forward prepares the gradient synchronisation.
 
         Several backward passes per micro-batch bypass the wrapper and are synchronised once, after the last of the
@@ -270,7 +271,7 @@ class DDPStrategy(Strategy):
         self._step.redirect(method)
         return self._ddp
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The optimizer's own step, of parameters whose gradients are averaged."""
         if self.local_sgd is not None:
             return self._replicas.bind_step(optimizer)
@@ -333,7 +334,7 @@ class DDPStrategy(Strategy):
             self._is_learning_graph = bool(self.wrapper_options["static_graph"])
             self._rebuild_buckets(self._step.module)
 
-    def without_exchange(self) -> Callable[[], AbstractContextManager[Any]] | None:
+    def without_exchange(self) -> Callable[[], AbstractContextManager[object]] | None:
         """The wrapper's ``no_sync``; None if a hook, a static graph or local SGD controls the synchronisation."""
         ddp = self._ddp
         if ddp is None or self._backward != "one" or self._is_learning_graph:
@@ -401,7 +402,7 @@ class DDPStrategy(Strategy):
         with borrowed_buffers(module, self.world), self._replicas.averaged(module):
             yield
 
-    def own_state(self) -> AbstractContextManager[Any]:
+    def own_state(self) -> AbstractContextManager[object]:
         """A context in which states are this rank's own, not the average over the ranks."""
         return self._replicas.unaveraged()
 
@@ -482,7 +483,7 @@ class _Step(nn.Module):
         """Take the parameters that have a gradient now as those that steps use."""
         self.used_parameters = [p for p in self.parameters() if p.grad is not None]
 
-    def redirect(self, method: Callable[..., Any]) -> None:
+    def redirect(self, method: StepMethod) -> None:
         # In __dict__, so that DDP calls the user's method without a frame of ours in between.
         self.__dict__["forward"] = method
 

@@ -42,6 +42,7 @@ from trainer_kit.strategies.process_group import (
     once_per_world,
 )
 from trainer_kit.strategies.rank_sync import InitialWeights, build_on_rank_zero
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import (
     ReplacedParameters,
     refer_to_parameters,
@@ -245,7 +246,7 @@ class FSDPStrategy(Strategy):
         self._hooks = []
         self._parameters = []
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[object]:
         """Build layers on rank 0, in host memory; the other ranks get their shards from it."""
         return build_on_rank_zero(self.world)
 
@@ -413,18 +414,16 @@ class FSDPStrategy(Strategy):
         """Replace the parameters that the optimizer had before sharding by their shards."""
         self._replaced_parameters.replace_in(optimizer)
 
-    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """Call the method between the root's hooks, which gather the parameters outside of all units."""
         self._every_backward = self._every_backward or several
         return self._between_hooks(method)
 
-    def bind_evaluation(
-        self, method: Callable[..., Any], whole: bool = False
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """Like `bind`; weights are sharded again after each call, as hooks and checkpoints expect."""
         return reshard_after(self._between_hooks(method), self._units)
 
-    def _between_hooks(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _between_hooks(self, method: StepMethod) -> StepMethod:
         """Return the method between the root's hooks; the method itself if no root needs them."""
         if self._hooked_root is None:
             return method
@@ -438,7 +437,7 @@ class FSDPStrategy(Strategy):
             return backward
         return ExchangingBackward(self._parameters, backward)
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The optimizer's own step, called once per kind of parameter, after all units are sharded again."""
         units = self._units
 
@@ -591,7 +590,7 @@ def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
     return uses
 
 
-def _with_hooks_of(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+def _with_hooks_of(root: nn.Module, method: StepMethod) -> StepMethod:
     """Return the method wrapped in the root's hooks; the module is not changed."""
     root.__dict__["_step"] = method
     register_fsdp_forward_method(root, "_step")
@@ -693,9 +692,7 @@ def reset_unit(unit: FSDPModule) -> None:
                 parameter._unsharded_param.grad = None
 
 
-def reshard_after(
-    call: Callable[..., Any], units: Sequence[FSDPModule]
-) -> Callable[..., Any]:
+def reshard_after(call: StepMethod, units: Sequence[FSDPModule]) -> StepMethod:
     """``call``, after which the weights of ``units`` are sharded again: hooks and checkpoints expect them so."""
 
     def resharded(*arguments: Any) -> Any:

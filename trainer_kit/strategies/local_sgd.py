@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.state_names import named_state, plain_state
 from trainer_kit.strategies.process_group import ProcessGroup, average
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import States
 
 __all__ = ["PostLocalSGD", "Replicas", "fill_absent"]
@@ -85,7 +86,7 @@ class Replicas:
         self._is_due = self.local and local_steps % self.options.period == 0
         return self.local
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The optimizer's step, followed by the average of its parameters in steps in which it is due."""
         step_alone = optimizer.step
         if self.options is None:

@@ -61,6 +61,7 @@ from trainer_kit.strategies.rank_sync import (
     build_on_rank_zero,
     with_equal_rng,
 )
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.state import (
     ReplacedParameters,
@@ -254,7 +255,7 @@ class MeshStrategy(Strategy):
 
     # -- the module ----------------------------------------------------------------------------------------------
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[object]:
         """Build layers on rank 0, in host memory; the other ranks receive their shards."""
         return build_on_rank_zero(self.world)
 
@@ -389,14 +390,14 @@ class MeshStrategy(Strategy):
         self._data_axes.prepare_optimizer(optimizer)
         self._replaced_parameters.replace_in(optimizer)
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The step of the data axes; a multi-tensor optimizer is called once for each kind of parameter."""
         step = step_by_kind(optimizer, self._data_axes.bind_step(optimizer))
         return refuse_unprepared(optimizer, step, lambda: self._parameters, self.engine)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """Bind a step method to the transforms and the data axes."""
         for transform in self._transforms:
             method = transform.bind(method)
@@ -405,9 +406,7 @@ class MeshStrategy(Strategy):
             return call
         return with_equal_rng(call, self._equal_rng_groups, self.device)
 
-    def bind_evaluation(
-        self, method: Callable[..., Any], whole: bool = False
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """Bind an evaluation step. ``whole``: batches are not split along the sequence."""
         for transform in self._transforms:
             method = transform.bind(method)
@@ -711,7 +710,7 @@ class _StagedStrategy(Strategy):
                 fix='use precision="bf16-mixed", which needs no scaling, or other split_points',
             )
 
-    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """Bind the step: every rank runs it up to the call of the model, the last rank all of it."""
         if hasattr(method, "_torchdynamo_orig_callable"):
             raise StrategyError(
@@ -725,9 +724,7 @@ class _StagedStrategy(Strategy):
             )
         return self.pipeline.bind(method)
 
-    def bind_evaluation(
-        self, method: Callable[..., Any], whole: bool = False
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """Bind evaluation to all stages; weights are resharded after each call, for hooks and checkpoints."""
         call = self.pipeline.bind_evaluation(method)
         return reshard_after(call, self._units)
@@ -743,7 +740,7 @@ class _StagedStrategy(Strategy):
             )
         return None
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The optimizer's own step.
 
         Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Literal, final
+from typing import ClassVar, Final, Literal, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
@@ -42,6 +42,7 @@ from trainer_kit.strategies.rank_sync import (
     release_storage,
     with_equal_rng,
 )
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import refuse_unshardable, step_by_kind
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.tensor import (
@@ -247,7 +248,7 @@ class ModelParallelStrategy(Strategy):
         weights.distribute(module, self.device, self.device)
         module.to(self.device)
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[object]:
         """Build layers on rank 0, in host memory; the other ranks receive their parts."""
         return build_on_rank_zero(self.world)
 
@@ -335,13 +336,13 @@ class ModelParallelStrategy(Strategy):
             if any(isinstance(parameter, DTensor) for parameter in group["params"]):
                 refuse_unshardable(optimizer)
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The optimizer's step; a multi-tensor optimizer is called once for each kind of parameter."""
         if self._shards is not None:
             return self._shards.bind_step(optimizer)
         return step_by_kind(optimizer, optimizer.step)
 
-    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """Bind a step, whose loss and outputs are gathered; tensor ranks draw the same random numbers in it."""
         call = gather_outputs(method)
         if self._shards is not None:
@@ -350,9 +351,7 @@ class ModelParallelStrategy(Strategy):
             return call
         return with_equal_rng(call, self._tensor_groups, self.device)
 
-    def bind_evaluation(
-        self, method: Callable[..., Any], whole: bool = False
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """Bind an evaluation step; weights are sharded again after each call."""
         call = gather_outputs(method)
         if self._shards is None:

@@ -16,6 +16,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import state_name
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import shard_like
 
 __all__ = [
@@ -340,8 +341,8 @@ def agree_on_rng(groups: Iterable[Group], device: torch.device) -> None:
 
 
 def with_equal_rng(
-    call: Callable[..., Any], groups: Sequence[Group], device: torch.device
-) -> Callable[..., Any]:
+    call: StepMethod, groups: Sequence[Group], device: torch.device
+) -> StepMethod:
     """Return a step that equalizes generators first: hooks and loaders may have drawn numbers on one rank only."""
 
     def step(*arguments: Any) -> Any:

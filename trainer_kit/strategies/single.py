@@ -82,7 +82,7 @@ class SingleDeviceStrategy(Strategy):
         """Make the device current; no process group is created."""
         make_current(self.device)
 
-    def without_exchange(self) -> Callable[[], AbstractContextManager[Any]]:
+    def without_exchange(self) -> Callable[[], AbstractContextManager[object]]:
         """There is nothing to exchange."""
         return nullcontext
 

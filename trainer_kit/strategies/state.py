@@ -20,7 +20,12 @@ from trainer_kit.core.state_names import (
     without_wrappers,
 )
 from trainer_kit.precision.converted import QuantizedLayer
-from trainer_kit.precision.optimizers import from_parts, to_parts, why_not_divided
+from trainer_kit.precision.optimizers import (
+    from_plain_tensors,
+    to_plain_tensors,
+    why_not_shardable,
+)
+from trainer_kit.strategies.signatures import StepMethod
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +58,8 @@ GroupOptions: TypeAlias = Sequence[Mapping[str, Any]]
 def optimizer_state(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
     """The parameters of each group, and the state of each parameter that has any."""
     states: dict[Any, Mapping[str, Any]] = {
-        parameter: to_parts(state) for parameter, state in optimizer.state.items()
+        parameter: to_plain_tensors(state)
+        for parameter, state in optimizer.state.items()
     }
     return [list(group["params"]) for group in optimizer.param_groups], states
 
@@ -70,7 +76,7 @@ def load_optimizer_state(
         state: of its parameters; one that is missing has none.
     """
     saved_states = {
-        parameter: from_parts(values) for parameter, values in state.items()
+        parameter: from_plain_tensors(values) for parameter, values in state.items()
     }
     state_by_number: dict[int, Mapping[str, Any]] = {}
     packed_groups: list[dict[str, Any]] = []
@@ -198,7 +204,7 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
     Raises:
         StrategyError: with the reason.
     """
-    reason = why_not_divided(optimizer)
+    reason = why_not_shardable(optimizer)
     if reason is not None:
         raise StrategyError(
             f"{type(optimizer).__name__} does not support sharded parameters",
@@ -320,7 +326,7 @@ def _exchange_device(tensor: Tensor) -> torch.device:
     return tensor.device
 
 
-def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+def step_by_kind(optimizer: Optimizer, step: StepMethod) -> StepMethod:
     """Return the step, or one call of it for each kind of parameter where torch refuses a single call.
 
     An optimizer with ``foreach`` or ``fused`` handles many parameters in one call, which torch has for those of one
@@ -367,10 +373,10 @@ def _is_multi_tensor(group: Mapping[str, Any]) -> bool:
 
 def refuse_unprepared(
     optimizer: Optimizer,
-    step: Callable[..., Any],
+    step: StepMethod,
     prepared: Callable[[], Iterable[nn.Parameter]],
     engine: str,
-) -> Callable[..., Any]:
+) -> StepMethod:
     """Return the step, which first refuses trained parameters that the engine does not synchronize.
 
     The parameters are compared in the first step, and again when their number has changed.

@@ -19,6 +19,7 @@ from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.state_names import plain_state
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import (
     GroupOptions,
     States,
@@ -308,11 +309,11 @@ class Strategy(ABC):
 
     # -- the module and its optimizers ---------------------------------------------------------------------------
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[object]:
         """The context in which ``configure_model`` builds layers. Default: on the device."""
         return torch.device(self.device)
 
-    def building(self, module: nn.Module) -> AbstractContextManager[Any]:
+    def building(self, module: nn.Module) -> AbstractContextManager[object]:
         """The context in which ``configure_model`` of this module runs. Default: `init_context`."""
         return self.init_context()
 
@@ -349,16 +350,14 @@ class Strategy(ABC):
         """By what this engine's own reduction divides the sum of the ranks' gradients: 1 for a sum."""
         return 1
 
-    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """How a step method of the module is called in training: through the wrapper, where there is one.
 
         ``several``: each micro-batch has several backward passes (named losses).
         """
         return method
 
-    def bind_evaluation(
-        self, method: Callable[..., Any], whole: bool = False
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """How a step method of the module is called in validation, test and prediction.
 
         ``whole``: batches have not been through `shard_batch`.
@@ -371,7 +370,7 @@ class Strategy(ABC):
         """How backward runs. ``backward`` is the module's override; None means ``loss.backward``."""
         return backward
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """How this optimizer is stepped."""
         return optimizer.step
 
@@ -388,7 +387,7 @@ class Strategy(ABC):
                 micro.backward(index, loss)
             micro.end(index)
 
-    def without_exchange(self) -> Callable[[], AbstractContextManager[Any]] | None:
+    def without_exchange(self) -> Callable[[], AbstractContextManager[object]] | None:
         """The context in which forward and backward exchange nothing, so that a rank may repeat a window alone.
 
         Default: None, a rank cannot. Else `exchange_gradients` is called once after each window, by every rank.
@@ -443,7 +442,7 @@ class Strategy(ABC):
         """Restore the options of each group and the state of each parameter, from whole tensors or parts."""
         load_optimizer_state(optimizer, groups, shard_optimizer_state(state))
 
-    def own_state(self) -> AbstractContextManager[Any]:
+    def own_state(self) -> AbstractContextManager[object]:
         """Inside, `module_state` and `optimizer_state` are this rank's own; used where `per_rank_state` is true."""
         return nullcontext()
 

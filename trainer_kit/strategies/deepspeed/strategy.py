@@ -61,6 +61,7 @@ from trainer_kit.strategies.process_group import (
     broadcast_buffers,
     join_world,
 )
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import (
     FlatShard,
     GroupOptions,
@@ -222,7 +223,7 @@ class DeepSpeedStrategy(Strategy):
             self._flat_shards = {}
             self._step = _Step(nn.Module())
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[object]:
         """On the device; stage 3 divides every layer as soon as it is built."""
         if self.stage < 3:
             return torch.device(self.device)
@@ -300,7 +301,7 @@ class DeepSpeedStrategy(Strategy):
             return self._call(self._engine, *arguments, **options)
         return self._call(self._step, *arguments, **options)
 
-    def _call(self, target: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _call(self, target: StepMethod, *arguments: Any, **options: Any) -> Any:
         if self.world.size > 1:
             return target(*arguments, **options)
         with local_rank():
@@ -387,7 +388,7 @@ class DeepSpeedStrategy(Strategy):
             )
         self._scaler.follow(self._engine)
 
-    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """Call the method through the engine, which gathers parameters for it at stage 3."""
         if several:
             raise StrategyError(
@@ -396,17 +397,15 @@ class DeepSpeedStrategy(Strategy):
             )
         return self._call_with(method, lambda: self._engine)
 
-    def bind_evaluation(
-        self, method: Callable[..., Any], whole: bool = False
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """Call the method through the module for which the engine gathers parameters; below stage 3 directly."""
         if self._engine is None or self.stage < 3:
             return method
         return self._call_with(method, lambda: self._step)
 
     def _call_with(
-        self, method: Callable[..., Any], find_target: Callable[[], Any]
-    ) -> Callable[..., Any]:
+        self, method: StepMethod, find_target: Callable[[], Any]
+    ) -> StepMethod:
         """Return a call of the engine or the module, whose forward is the method."""
 
         def run(*args: Any) -> Any:
@@ -439,7 +438,7 @@ class DeepSpeedStrategy(Strategy):
             )
         self._window.backward(self._engine, self._scaler.scale(loss), retain_graph)
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The engine's step, which clips."""
         return self._take_step
 

@@ -44,6 +44,7 @@ from trainer_kit.strategies.process_group import (
     borrowed_buffers,
     join_world,
 )
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import (
     FlatShard,
     GroupOptions,
@@ -260,7 +261,7 @@ class MegatronStrategy(Strategy):
         if self._run_schedule is None:
             optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]  # on the user's object: gradients are Megatron's
 
-    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """The method itself, which calls the model through its wrapper."""
         if several:
             raise StrategyError(
@@ -308,7 +309,7 @@ class MegatronStrategy(Strategy):
             self._gradients[parameter] = gradient
         return gradient
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """Megatron's step, with the current learning rate and weight decay."""
 
         def step(closure: Any = None) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.signatures import takes
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = ["ActivationCheckpointing", "Compile", "Policy", "outer_modules", "units"]
@@ -317,5 +318,5 @@ def _call_block(block: nn.Module, *arguments: Any, **options: Any) -> Any:
 
     The module is an argument: torch 2.9 would compile a function that holds it once for each module.
     """
-    call: Callable[..., Any] = block._call_impl
+    call: StepMethod = block._call_impl
     return call(*arguments, **options)

@@ -27,6 +27,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.core.tensors import map_tensors, sequence_like
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = [
@@ -108,9 +109,7 @@ class ContextParallel(Transform):
         self.rank = mesh.get_local_rank()
         self.ring = ring_attention if has_ring(mesh.device_type) else None
 
-    def bind_evaluation(
-        self, step: Callable[..., Any], whole: bool
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, step: StepMethod, whole: bool) -> StepMethod:
         """Run the step inside `attending`; a batch that is not split only gets its positions."""
         if self.size == 1:
             return step
@@ -120,7 +119,7 @@ class ContextParallel(Transform):
             with_positions(self.plan, batch), *arguments
         )
 
-    def computing(self, first: bool) -> AbstractContextManager[Any]:
+    def computing(self, first: bool) -> AbstractContextManager[object]:
         """Return the context `attending`, with its check in the first window."""
         if self.size == 1:
             return nullcontext()

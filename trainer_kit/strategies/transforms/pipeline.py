@@ -25,6 +25,7 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import map_tensors, sequence_like, tensors_of
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.transforms.pipeline_stages import (
     Stage,
     Turn,
@@ -240,7 +241,7 @@ class Pipeline:
 
     # -- how steps are called ------------------------------------------------------------------------------------
 
-    def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self, method: StepMethod) -> StepMethod:
         """Bind the training step, which runs up to the call of the model, or continues with the last stage's output."""
 
         def step(batch: Any, index: int) -> Any:
@@ -250,7 +251,7 @@ class Pipeline:
 
         return step
 
-    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def bind_evaluation(self, method: StepMethod) -> StepMethod:
         """Bind an evaluation step: every rank runs all of it and gets the model's output."""
 
         def step(*args: Any) -> Any:

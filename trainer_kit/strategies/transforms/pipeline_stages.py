@@ -508,12 +508,12 @@ class Stage(nn.Module):
         self._output: Any = None
         self._has_hooks = False
         self.turns: Iterator[Turn] = iter(())
-        self._context: AbstractContextManager[Any] = nullcontext()
+        self._context: AbstractContextManager[object] = nullcontext()
         self._is_running = False
         self._splits_backward = False
 
     def configure(
-        self, context: AbstractContextManager[Any] | None, splits_backward: bool
+        self, context: AbstractContextManager[object] | None, splits_backward: bool
     ) -> None:
         """Set how forwards run.
 

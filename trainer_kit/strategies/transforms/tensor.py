@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.tensors import local, map_leaves, map_tensors
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.transforms.pipeline_stages import StandIn, submodule_names
 from trainer_kit.strategies.transforms.transform import Transform
 
@@ -108,19 +109,17 @@ class TensorParallel(Transform):
             _tie_parameters(module, owners)
         module.__dict__["_split_over"] = mesh.size()
 
-    def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self, method: StepMethod) -> StepMethod:
         """Complete the outputs of a step: a split layer returns before its collective has ended."""
         return gather_outputs(method)
 
-    def bind_evaluation(
-        self, step: Callable[..., Any], whole: bool
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, step: StepMethod, whole: bool) -> StepMethod:
         """Run the step with loss parallelism if the plan uses it."""
         if not self.plan.loss_parallel:
             return step
         return loss_parallel()(step)
 
-    def computing(self, first: bool) -> AbstractContextManager[Any]:
+    def computing(self, first: bool) -> AbstractContextManager[object]:
         """Return the context of loss parallelism if the plan uses it."""
         if not self.plan.loss_parallel:
             return nullcontext()
@@ -379,7 +378,7 @@ def _relative_distance(first: Tensor, second: Tensor) -> Tensor:
     return distance
 
 
-def gather_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
+def gather_outputs(method: StepMethod) -> StepMethod:
     """Wrap a step so that it gathers sharded losses and logits in its result, and waits for collectives under way."""
 
     def gather(output: Tensor) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from trainer_kit.strategies.signatures import StepMethod
 
 __all__ = ["Transform"]
 
@@ -41,13 +42,11 @@ class Transform(ABC):
         """Return this rank's part of a batch that is on the device. Default: the whole batch."""
         return batch
 
-    def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def bind(self, method: StepMethod) -> StepMethod:
         """Wrap a step method of the module, for training and evaluation. Default: the method itself."""
         return method
 
-    def bind_evaluation(
-        self, step: Callable[..., Any], whole: bool
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, step: StepMethod, whole: bool) -> StepMethod:
         """Wrap an evaluation step. Default: the step itself.
 
         Args:
@@ -56,7 +55,7 @@ class Transform(ABC):
         """
         return step
 
-    def computing(self, first: bool) -> AbstractContextManager[Any]:
+    def computing(self, first: bool) -> AbstractContextManager[object]:
         """Return a context for an accumulation window; ``first``: it is the first of the run. Default: none."""
         return nullcontext()
 

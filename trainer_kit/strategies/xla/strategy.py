@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, final
@@ -20,6 +20,7 @@ from trainer_kit.core.state_names import load_module_weights, plain_state
 from trainer_kit.core.tensors import map_tensors
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.local_sgd import fill_absent
+from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.state import (
     GroupOptions,
@@ -158,7 +159,7 @@ class XLAStrategy(Strategy):
         """Release the module's parameters."""
         self._parameters = []
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[object]:
         """On the host: on the device, XLA would compile the random initialisation for a single run."""
         return nullcontext()
 
@@ -197,7 +198,7 @@ class XLAStrategy(Strategy):
         """Point the optimizer at the parameters on the device: they are other objects than those on the host."""
         self._replaced_parameters.replace_in(optimizer)
 
-    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+    def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """The method itself."""
         is_compiled = hasattr(method, "_torchdynamo_orig_callable")
         owner = getattr(method, "__self__", None)
@@ -212,9 +213,7 @@ class XLAStrategy(Strategy):
             )
         return method
 
-    def bind_evaluation(
-        self, method: Callable[..., Any], whole: bool = False
-    ) -> Callable[..., Any]:
+    def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """Call the method, and run the graph of the batch."""
 
         def run(*arguments: Any) -> Any:
@@ -224,7 +223,7 @@ class XLAStrategy(Strategy):
 
         return run
 
-    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+    def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The optimizer's step, and then the compiled graph of the whole step."""
 
         def step(*arguments: Any, **options: Any) -> Any:
