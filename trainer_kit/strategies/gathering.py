@@ -39,23 +39,28 @@ class TensorGroup:
                 fix="torch.distributed.new_group(ranks), and the call on these ranks alone",
             )
         self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack over the ranks: shape (size, *tensor.shape)."""
-        whole = tensor.detach().contiguous()
-        parts = [torch.empty_like(whole) for _ in range(self.size)]
-        dist.all_gather(parts, whole, group=self._group)
-        return torch.stack(parts)
+        sent = tensor.detach().contiguous()
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(received, sent, group=self._group)
+        return torch.stack(received)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the ranks into a new tensor; ``op`` is sum, mean, min or max."""
-        whole = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if op == "mean" and not whole.is_floating_point() and not whole.is_complex():
-            whole = whole.to(torch.get_default_dtype())
-        kinds = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-        dist.all_reduce(whole, kinds.get(op, dist.ReduceOp.SUM), group=self._group)
-        return whole / self.size if op == "mean" else whole
+        reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
+        has_mean = reduced.is_floating_point() or reduced.is_complex()
+        if op == "mean" and not has_mean:
+            reduced = reduced.to(torch.get_default_dtype())
+        reduce_ops = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+        reduce_op = reduce_ops.get(op, dist.ReduceOp.SUM)
+        dist.all_reduce(reduced, reduce_op, group=self._group)
+        if op == "mean":
+            return reduced / self.size
+        return reduced
 
 
 def gather_with_gradients(tensor: Tensor, group: _Gathers) -> Tensor:

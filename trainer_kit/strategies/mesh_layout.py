@@ -45,13 +45,17 @@ def resolve_sizes(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
         >>> resolve_sizes({"dp_shard": -1, "tp": 2}, 8)
         {'dp_shard': 4, 'tp': 2}
     """
-    ranks = math.prod(size for size in sizes.values() if size != -1)
+    fixed_sizes = [size for size in sizes.values() if size != -1]
+    ranks = math.prod(fixed_sizes)
+    has_open_axis = len(fixed_sizes) < len(sizes)
     open_size, remainder = divmod(processes, ranks)
-    has_open_axis = -1 in sizes.values()
-    matches = remainder == 0 if has_open_axis else processes == ranks
-    if not matches:
+    if remainder or (open_size != 1 and not has_open_axis):
         raise _wrong_number(sizes, processes, ranks, has_open_axis)
-    return {axis: open_size if size == -1 else size for axis, size in sizes.items()}
+    resolved = dict(sizes)
+    for axis, size in sizes.items():
+        if size == -1:
+            resolved[axis] = open_size
+    return resolved
 
 
 def _wrong_number(
@@ -59,19 +63,19 @@ def _wrong_number(
 ) -> StrategyError:
     """The error that the number of processes does not fit a mesh of ``ranks``, or of a multiple of it."""
     axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
-    found = f"{axes or '1 in every axis'} in MeshStrategy(...)"
+    mesh_text = f"{axes or '1 in every axis'} in MeshStrategy(...)"
     launched = f"{processes} processes were launched"
     if processes == 1:
         launched = "1 process was launched"
     if not has_open_axis:
         fix = f"launch {ranks} processes, or leave one axis at -1"
         return StrategyError(
-            f"the mesh has {ranks} places but {launched}", found=found, fix=fix
+            f"the mesh has {ranks} places but {launched}", found=mesh_text, fix=fix
         )
     nearest = ranks * max(1, round(processes / ranks))
     return StrategyError(
         f"the mesh has {ranks} places or a multiple but {launched}",
-        found=found,
+        found=mesh_text,
         fix=f"launch {nearest} processes",
     )
 

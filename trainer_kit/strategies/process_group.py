@@ -439,11 +439,14 @@ def _exchange_flat(
     """Concatenate the tensors of each dtype and device, exchange the result, and copy it back into them."""
     buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        key = (tensor.dtype, tensor.device)
+        buckets.setdefault(key, []).append(tensor.detach())
+    # All ranks have the same tensors in the same order, so they make the same exchanges.
     for bucket in buckets.values():
-        flat = exchange(torch.cat([tensor.reshape(-1) for tensor in bucket]))
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
         lengths = [tensor.numel() for tensor in bucket]
-        for tensor, values in zip(bucket, torch.split(flat, lengths), strict=True):
+        pieces = torch.split(exchange(flat), lengths)
+        for tensor, values in zip(bucket, pieces, strict=True):
             tensor.copy_(values.view_as(tensor))
 
 

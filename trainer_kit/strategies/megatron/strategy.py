@@ -209,8 +209,8 @@ class MegatronStrategy(Strategy):
             "tensor_model_parallel_size": self.tensor_parallel,
             "sequence_parallel": self.sequence_parallel,
         }
-        others = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
-        check_model(config, {**sizes, **others}, precision.name)
+        fixed_sizes = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+        check_model(config, {**sizes, **fixed_sizes}, precision.name)
         self._half_precision = ""
         if config.bf16:
             self._half_precision = "bf16"
@@ -666,8 +666,12 @@ class MegatronScaler:
         scaler = self._scaler
         if scaler is None or not state:
             return
-        own = state.get("megatron", {"hysteresis_tracker": scaler.hysteresis})
+        counters = state.get("megatron", {"hysteresis_tracker": scaler.hysteresis})
         tracker = int(state["_growth_tracker"]) % int(scaler.growth_interval)
         scaler.load_state_dict(
-            {"scale": torch.tensor([state["scale"]]), "growth_tracker": tracker, **own}
+            {
+                "scale": torch.tensor([state["scale"]]),
+                "growth_tracker": tracker,
+                **counters,
+            }
         )

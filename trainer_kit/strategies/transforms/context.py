@@ -437,8 +437,11 @@ def with_positions(plan: ContextPlan, batch: Any, part: int = 0) -> Any:
     key = plan.positions
     if key is None or not isinstance(batch, Mapping) or key in batch:
         return batch
-    dim = plan.dims if isinstance(plan.dims, int) else next(iter(plan.dims.values()))
+    dim = plan.dims
+    if not isinstance(dim, int):
+        dim = next(iter(dim.values()))
     tensors = [value for value in batch.values() if isinstance(value, Tensor)]
+    # A batch may also have labels of whole sequences.
     sequence = next(tensor for tensor in tensors if tensor.dim() > dim)
     length = sequence.shape[dim]
     first = part * length

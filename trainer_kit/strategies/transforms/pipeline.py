@@ -510,17 +510,17 @@ class Pipeline:
         """
         keys = [_shapes_of(batch) for batch in batches]
         changes = [
-            index == 0 or keys[index] != keys[index - 1] for index in range(len(keys))
+            key != before for key, before in zip(keys, [None, *keys], strict=False)
         ]
         unknown = [key not in self._shapes for key in keys]
         seeds = self._draw_seeds()
         rows = self.world.agree([seeds[0], *changes, *unknown])
         self._seed = int(rows[self._source_rank][0])
         self._stage_seed = seeds[1 + self.group.rank]
-        # One column for each value of a row: whether it is true on any rank.
-        columns = [any(column) for column in zip(*rows, strict=True)]
-        changes_anywhere = columns[1 : 1 + len(keys)]
-        unknown_anywhere = columns[1 + len(keys) :]
+        # For each micro-batch, whether its shape changes, or is new, on any rank.
+        _, *on_any_rank = [any(column) for column in zip(*rows, strict=True)]
+        changes_anywhere = on_any_rank[: len(keys)]
+        unknown_anywhere = on_any_rank[len(keys) :]
         starts = [index for index, changed in enumerate(changes_anywhere) if changed]
         return starts, {index for index in starts if unknown_anywhere[index]}
 

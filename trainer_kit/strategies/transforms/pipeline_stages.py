@@ -300,9 +300,10 @@ class StandIn(nn.Module):
 
     def __init__(self, original: nn.Module, name: str, device: torch.device) -> None:
         super().__init__()
+        # deepcopy takes these in place of copies of the tensors.
         tensors = [*original.parameters(), *original.buffers()]
         memo = {id(tensor): _without_storage(tensor) for tensor in tensors}
-        # Set without nn.Module.__setattr__, which would register the original as a submodule.
+        # Set without nn.Module.__setattr__, which would register the twin as a submodule.
         self.__dict__["twin"] = copy.deepcopy(original, memo)
         self.name = name
         self.device = device
@@ -347,11 +348,14 @@ class StandIn(nn.Module):
 
     def _compute_outputs(self, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
         """The outputs of the original module for inputs of these shapes, on the meta device."""
-        key = tuple(map(_shape_key, tree_leaves((args, kwargs))))
+        inputs = (args, kwargs)
+        key = tuple(map(_shape_key, tree_leaves(inputs)))
         if key not in self._output_cache:
+            # Computed once for each shape: nothing on the meta device takes memory, but a call takes time.
+            args, kwargs = tree_map_only(Tensor, _on_meta, inputs)
             with torch.no_grad():
-                args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
-                self._output_cache[key] = tree_flatten(self.twin(*args, **kwargs))
+                outputs = self.twin(*args, **kwargs)
+            self._output_cache[key] = tree_flatten(outputs)
         leaves, spec = self._output_cache[key]
         return list(leaves), spec
 
