@@ -218,6 +218,7 @@ class DDPStrategy(Strategy):
         if self._is_learning_graph or self.comm_hook not in (None, "fp16", "bf16"):
             return
         assert self._ddp is not None
+        # This backward is in addition to those of steps: it must leave no gradient behind.
         gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
@@ -554,6 +555,7 @@ def register_comm_hook(
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+    # torch's hooks take their process group as the state.
     is_powersgd = hook in ("powersgd", "batched_powersgd")
     if is_powersgd and (state is None or isinstance(state, Mapping)):
         state = powerSGD_hook.PowerSGDState(ddp.process_group, **(state or {}))

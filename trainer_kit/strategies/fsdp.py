@@ -281,6 +281,7 @@ class FSDPStrategy(Strategy):
         self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]
     ) -> None:
         """Shard a module, fill it with rank 0's weights, and average the gradients that are not sharded."""
+        # Read before sharding, and distributed after it: no rank but the first ever holds full weights.
         weights = self.weights or InitialWeights(module, self.world)
         before = refer_to_parameters(module)
         if self._checkpointing_policy is not False:
@@ -584,6 +585,7 @@ def _find_roots(module: nn.Module) -> list[nn.Module]:
 
 def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
     """How many layers of a module have each parameter."""
+    # Of direct parameters only: a parent would count those of its children again.
     uses: Counter[nn.Parameter] = Counter()
     for layer in module.modules():
         uses.update(layer.parameters(recurse=False))
@@ -680,6 +682,7 @@ def sharded_units(module: nn.Module) -> list[FSDPModule]:
 
 def reset_unit(unit: FSDPModule) -> None:
     """Drop the gradients of a window that an error has ended before its last backward."""
+    # The window may have ended where the reduction was deferred.
     unit.set_requires_gradient_sync(True, recurse=False)
     state: Any = unit._get_fsdp_state()
     if state._is_root and hasattr(unit, "reset_iter_state"):

@@ -173,7 +173,8 @@ class MeshStrategy(Strategy):
                 found="offload_activations",
                 fix="activation_checkpointing_policy=True, or the modules",
             )
-        FSDPStrategy(self.device, **self._fsdp)  # raises for unknown options now
+        # Unknown options are errors here, not in `start`, where all processes would raise them.
+        FSDPStrategy(self.device, **self._fsdp)
         check_timeout(timeout, "MeshStrategy")
         self.backend = process_group_backend
         self.timeout = timeout
@@ -502,6 +503,7 @@ class MeshStrategy(Strategy):
         """
         sizes = self.places(ranks)
         data_ranks = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"]
+        # Also before `start`: explain() and the planner ask for costs without processes.
         fsdp = FSDPStrategy(device_mesh=self._data_shape(sizes), **self._fsdp)
         data_costs = fsdp.costs(module, precision, data_ranks)
         axis_layouts, exchanges = _costs_of_model_axes(sizes)
@@ -675,6 +677,7 @@ class _StagedStrategy(Strategy):
                 f" missing {missing}, unexpected {unexpected}"
             )
         report_differences(missing, unexpected)
+        # The differences are known for all stages; this rank loads strictly what it has.
         names_on_rank = plain_state(module).keys()
         state_on_rank = {
             name: value for name, value in state.items() if name in names_on_rank

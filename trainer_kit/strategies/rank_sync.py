@@ -142,6 +142,7 @@ class InitialWeights:
                 found=f"{', '.join(without_reset[:3])} without reset_parameters",
                 fix="define reset_parameters(self), or create these layers in __init__",
             )
+        # The other ranks draw no numbers; their generators follow those of rank 0.
         with build_on_rank_zero(self._group):
             if self._group.rank == 0:
                 values = _compute_initial_values(
@@ -226,6 +227,7 @@ def compare_models(
     Raises:
         StrategyError: on every rank; it names the first difference.
     """
+    # A number first: descriptions of large models are exchanged only if they differ.
     checksum = zlib.crc32(repr(description).encode())
     if len({row[0] for row in group.agree([checksum])}) == 1:
         return

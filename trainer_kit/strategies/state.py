@@ -75,6 +75,7 @@ def load_optimizer_state(
         groups: the options of each of its groups.
         state: of its parameters; one that is missing has none.
     """
+    # A state dict of torch has parameters by their number over all groups.
     saved_states = {
         parameter: from_plain_tensors(values) for parameter, values in state.items()
     }
@@ -88,6 +89,7 @@ def load_optimizer_state(
                 state_by_number[number] = saved_states[parameter]
             number += 1
         packed_groups.append({**options, "params": list(range(first, number))})
+    # Through the optimizer's own method, which some override, and which also converts options.
     optimizer.load_state_dict({"state": state_by_number, "param_groups": packed_groups})
     for parameter, saved in saved_states.items():
         loaded = optimizer.state.get(parameter, {})
@@ -234,6 +236,7 @@ def load_module_parts(
     module: nn.Module, state: Mapping[str, Any], strict: bool
 ) -> None:
     """``load_state_dict`` of full tensors or shards into a module whose parameters are sharded."""
+    # Tensors with other shapes stay as they are: torch reports them.
     loaded = dict(without_wrappers(state))
     present = plain_state(module)
     for name, layer in module.named_modules():

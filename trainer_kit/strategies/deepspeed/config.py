@@ -259,6 +259,7 @@ def fill_config(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
     if size is None:
         size = _as_number(engine_config.get("train_micro_batch_size_per_gpu")) or 1
     engine_config["train_micro_batch_size_per_gpu"] = size
+    # DeepSpeed requires that train_batch_size is the product of the other two and the number of ranks.
     engine_config["gradient_accumulation_steps"] = 1
     engine_config["train_batch_size"] = size * facts.world
     if engine_config.get("gradient_clipping", "auto") == "auto":

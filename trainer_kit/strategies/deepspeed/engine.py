@@ -230,6 +230,7 @@ def take_step(engine: Any, clip: float) -> bool:
     engine._config.gradient_clipping = clip
     if hasattr(engine.optimizer, "clip_grad"):
         engine.optimizer.clip_grad = clip
+    # The engine steps only at a boundary, and counts micro-batches itself otherwise.
     engine.set_gradient_accumulation_boundary(True)
     engine.step()
     return bool(engine.was_step_applied())

@@ -321,6 +321,7 @@ class ContextParallel(Transform):
             "ignore_index": ignore_index,
             "label_smoothing": label_smoothing,
         }
+        # A sum needs no division; soft targets have no ignored index.
         is_deprecated_call = size_average is not None or reduce is not None
         if reduction != "mean" or is_deprecated_call or target.is_floating_point():
             return _TORCH_CROSS_ENTROPY(
@@ -331,6 +332,7 @@ class ContextParallel(Transform):
                 reduction=reduction,
                 **options,
             )
+        # torch divides by the weights of this rank's targets; of a part of padding alone that is zero.
         target_weights = target != ignore_index
         if weight is not None:
             target_weights = weight[target.where(target_weights, 0)] * target_weights

@@ -138,10 +138,13 @@ class Pipeline:
         self.stages: list[Stage] = []
         self.names: list[str] = []
         self.elsewhere = 0
+        # Seeds come from the first stage's rank: every rank of the pipeline takes them from its row of `agree`.
         world_ranks = dist.get_process_group_ranks(group.group)
         self.reporter = world_ranks[self.ranks[-1]]
         self._source_rank = world_ranks[0]
+        # Weak: the user may release a module whose Trainer stays.
         self._module: weakref.ref[nn.Module] | None = None
+        # Replaced for the time of a step, which calls the model in the user's code.
         self._handle_model_call: _ModelCall = self._evaluate
         self.removed: dict[int, weakref.ref[nn.Parameter]] = {}
         self.ties: Ties
@@ -182,6 +185,7 @@ class Pipeline:
             for aliases in layout.shared
         ]
         self.ties = Ties(shared, self.ranks, self.group)
+        # The names of all stages: checkpoints need them, and the module loses those of other ranks below.
         self.names = list(module.state_dict())
         before = list(module.parameters())
         self.stages = make_stages(model, layout, self.rank_stages, self.device)
@@ -192,6 +196,7 @@ class Pipeline:
         context = precision.forward_context()
         for stage in self.stages:
             stage.configure(context, self.splits_backward)
+        # On the instance, so that other models of the class keep their forward.
         model.__dict__["forward"] = self._forward
         rows = self.world.agree([torch.initial_seed() % 2**32])
         self._seed = int(rows[self._source_rank][0])
@@ -289,6 +294,7 @@ class Pipeline:
         if self.group.rank == source:
             self._send_to_all(value, source)
             return value
+        # In a list: a tensor itself would be broadcast in place.
         (structure,) = self.group.broadcast([None], source)
 
         def receive(tensor: Tensor) -> Tensor:
@@ -312,6 +318,7 @@ class Pipeline:
         """Store under ``key`` the input and output shapes of this rank's stages, without other effects."""
         buffers: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad(), preserved_rng(self.device):
+            # The forward updates running statistics, which a dry run must not.
             for stage in self.stages:
                 buffers += [
                     (buffer, buffer.detach().clone()) for buffer in stage.buffers()
@@ -338,7 +345,7 @@ class Pipeline:
             if index and self.ranks[index - 1] != self.group.rank:
                 activations = self._receive(self.ranks[index - 1])
             shapes[index] = tuple(map(_without_storage, activations))
-            if stage.last and not to_end:
+            if stage.last and not to_end:  # its output is the loss, which needs a batch
                 break
             stage.set_turns([turn])
             activations = stage(*activations)
@@ -350,6 +357,7 @@ class Pipeline:
         return activations, shapes
 
     def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
+        # The receiver does not know the shapes: they depend on the batch.
         group = self.group.group
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         dist.send_object_list([shapes], group=group, group_dst=rank, device=self.device)
@@ -377,6 +385,7 @@ class Pipeline:
                 found="one of these hooks; only one rank has the loss, and each rank runs backward for its own stages",
                 fix="use on_before_optimizer_step, which runs when all gradients are complete",
             )
+        # All micro-batches begin before any is computed: a schedule interleaves them.
         batches: list[Any] = []
         absent: set[int] = set()
         for index in range(micro.count):
@@ -411,6 +420,7 @@ class Pipeline:
 
             return run
 
+        # torch's stages allocate their receive buffers by these shapes.
         for start in sorted(unknown):
             self._infer_shapes(_shapes_of(batches[start]), *inputs[start])
         for start, stop in zip(starts, [*starts[1:], micro.count], strict=True):
@@ -426,6 +436,7 @@ class Pipeline:
             ):
                 self._run_schedule(key, turns)
         self.ties.add_gradients()
+        # Hooks of the ends run in order, although the schedule has computed the micro-batches in another.
         for index, batch in enumerate(batches):
             micro.turn_to(index, None if index in absent else batch, outputs[index])
             micro.end(index)
@@ -448,6 +459,7 @@ class Pipeline:
             del self._schedules[next(iter(self._schedules))]
         for stage in self.stages:
             stage.set_turns(turns)
+        # The schedule passes indices around: stages take their arguments from the turns.
         numbers = torch.arange(len(turns), device=self.device)
         inputs = (numbers,) if self.stages[0].index == 0 else ()
         schedule.step(
@@ -586,6 +598,7 @@ class Pipeline:
         try:
             yield
         except RuntimeError as error:
+            # torch raises "[Stage 1] failed to run forward" from the stage's own error.
             cause: BaseException | None = error
             while cause is not None and not str(cause).lstrip().startswith("[Stage "):
                 cause = cause.__cause__
@@ -638,6 +651,7 @@ def _without_storage(tensor: Tensor) -> Tensor:
 
 def _zero_loss(output: Any) -> Tensor:
     """Return a loss that depends on the output and has zero gradients."""
+    # Backward must reach every stage: the other ranks wait for its gradients.
     leaves = tree_leaves(output)
     tensors = [
         leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad

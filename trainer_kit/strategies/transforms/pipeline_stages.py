@@ -70,6 +70,7 @@ def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Modu
         for name, child in module.named_children()
         if any(True for _ in child.parameters())
     }
+    # Other children without parameters, such as a loss function, are called by the step, not by the model.
     has_direct_parameters = any(True for _ in module.parameters(recurse=False))
     if len(candidates) == 1 and not has_direct_parameters:
         return candidates.popitem()
@@ -244,6 +245,7 @@ def _balance(sizes: Sequence[int], stages: int) -> list[int]:
     # Dynamic programming over the number of stages. divisions[end] is the best division of the first `end` blocks:
     # the size of its largest stage, and the first block of each stage.
     divisions: list[tuple[int, list[int]]] = [(total, [0]) for total in total_before]
+    # Fewer blocks than stages: larger than any division, so that `min` never takes it where there is another.
     impossible: tuple[int, list[int]] = (total_before[-1] + 1, [])
     for count in range(2, stages + 1):
         extended = []
@@ -546,6 +548,7 @@ class Stage(nn.Module):
         """
         if not self._has_hooks:
             self._register_hooks()
+        # torch passes the outputs of the previous stage; the model's own arguments come from the turn.
         turn = next(self.turns)
         if self._splits_backward:
             received = tuple(map(_with_contiguous_gradient, received))
@@ -557,6 +560,7 @@ class Stage(nn.Module):
         if self.last:
             _refuse_placeholders(output, "what the model returns")
             return output if turn.finish is None else turn.finish(output)
+        # The model's forward was left by an exception, so a hook has stored what the last block returned.
         block_output = self._output
         self._output = None
         if block_output is None:
@@ -575,6 +579,7 @@ class Stage(nn.Module):
     def _register_hooks(self) -> None:
         """Register hooks after those of other transforms, so that the kept output includes their changes."""
         self._has_hooks = True
+        # First of all hooks: others would fail on a placeholder with an error that says nothing.
         for name, layer in zip(self._layer_names, self.layers, strict=True):
             layer.register_forward_pre_hook(
                 _input_check(name), with_kwargs=True, prepend=True

@@ -63,6 +63,7 @@ class Ties:
                 (name, first_name) for name in names_here if name != first_name
             )
             self.repeated.update(copies[1:] if self._is_here(first_stage) else copies)
+        # Gradients of copies are added element by element.
         layouts = [
             [_describe_layout(copy) for copy in copies] for copies in self._copies
         ]
@@ -104,6 +105,7 @@ class Ties:
             for parameter in copies:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+            # This rank may have several stages, and so several copies.
             gradients = [local(p.grad) for p in copies if p.grad is not None]
             sum_here = gradients[0]
             if len(gradients) > 1:
@@ -123,7 +125,7 @@ class Ties:
         Args:
             texts: for each tied parameter, a text for each of this rank's copies.
         """
-        if not self._shared:
+        if not self._shared:  # the same on all ranks, so none waits for the others
             return
         texts_of_ranks = self._group.all_gather_object(texts)
         for index, aliases in enumerate(self._shared):
@@ -137,6 +139,7 @@ class Ties:
         """The sum over these ranks of the group, added in rank order so that the bits are the same on each."""
         if len(ranks) == 1:
             return tensor
+        # Point to point: these ranks have no process group of their own, and creating one is a call of all ranks.
         tensor = tensor.contiguous()
         addends: dict[int, Tensor] = {}
         transfers = []

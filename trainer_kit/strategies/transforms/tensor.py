@@ -98,6 +98,7 @@ class TensorParallel(Transform):
         for name, style in styles.items():
             layer = module.get_submodule(name)
             _release_storage(layer)
+            # The parameters that parallelize_module creates are trained.
             frozen = {key for key, p in layer.named_parameters() if not p.requires_grad}
             parallelize_module(layer, mesh, style, src_data_rank=None)
             for key, parameter in layer.named_parameters():
@@ -143,6 +144,7 @@ class TensorParallel(Transform):
         styles: dict[str, ParallelStyle] = {}
         for pattern, value in plan.items():
             style = named_style(pattern, value)
+            # "*" stands for one component of a name, as in the plans of Hugging Face.
             expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
             matching = [name for name in names if expression.fullmatch(name)]
             if not matching and self.plan.tensor is not None:
@@ -342,6 +344,7 @@ def check_replicated_gradients(
     # torch's fake ranks have no separate gradients.
     if not gradients or dist.get_backend(group) == "fake":
         return
+    # One exchange for all: the distance of each rank's gradient from the mean shows whether they differ.
     flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients.values()])
     mean = flat.clone()
     dist.all_reduce(mean, group=group)
