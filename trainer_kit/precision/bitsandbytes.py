@@ -175,7 +175,7 @@ class _QuantizedLinear(nn.Linear, ABC):
             state.update((prefix + name, tensor) for name, tensor in tensors.items())
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+        self, state_dict: dict[str, Any], prefix: str, *arguments: object
     ) -> None:
         self.take_floats(state_dict, prefix)
         saved = _saved_mode(state_dict, prefix)
@@ -316,7 +316,7 @@ class _QuantizingLinear(nn.Linear):
         return _multiply(self, input, has_fp16_weights=True, threshold=_OUTLIER)
 
 
-def _multiply(layer: nn.Linear, input: Tensor, **options: Any) -> Tensor:
+def _multiply(layer: nn.Linear, input: Tensor, **options: object) -> Tensor:
     bnb = _import()
     # A new state for each product: an old one would keep the weights of the window's first micro-batch.
     state = bnb.MatmulLtState()

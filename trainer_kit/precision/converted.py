@@ -108,11 +108,11 @@ class ConvertedPrecision(Precision):
         """As the native precision does."""
         return self.base.convert_batch(batch)
 
-    def forward_context(self) -> AbstractContextManager[Any] | None:
+    def forward_context(self) -> AbstractContextManager[object] | None:
         """As the native precision does."""
         return self.base.forward_context()
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[object]:
         """As the native precision does."""
         return self.base.init_context()
 
@@ -124,7 +124,7 @@ class ConvertedPrecision(Precision):
         """As the native precision does."""
         self.base.unscale_gradients(optimizer)
 
-    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], object]) -> bool:
         """As the native precision does."""
         return self.base.optimizer_step(optimizer, step)
 

@@ -154,7 +154,7 @@ def refuse_ties(module: nn.Module, names: Sequence[str]) -> None:
 def apply_exceptions(
     module: nn.Module,
     modules: Iterable[tuple[nn.Module, torch.dtype, torch.dtype | None]],
-    context: Callable[[torch.dtype], AbstractContextManager[Any]],
+    context: Callable[[torch.dtype], AbstractContextManager[object]],
 ) -> None:
     """Make exactly these modules compute in another dtype.
 
@@ -206,7 +206,7 @@ class _ForwardInDtype:
     def __init__(
         self,
         forward: Callable[..., Any],
-        context: AbstractContextManager[Any],
+        context: AbstractContextManager[object],
         dtype: torch.dtype,
         output_dtype: torch.dtype | None,
     ) -> None:
@@ -215,7 +215,7 @@ class _ForwardInDtype:
         self.dtype = dtype
         self.output_dtype = output_dtype
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> object:
         with self.context:
             arguments = cast_tensors(arguments, self.dtype)
             options = cast_tensors(options, self.dtype)
@@ -225,7 +225,7 @@ class _ForwardInDtype:
         return cast_tensors(outputs, self.output_dtype)
 
 
-def cast_tensors(values: Any, dtype: torch.dtype) -> Any:
+def cast_tensors(values: object, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of a batch or an output."""
 
     def cast(tensor: Tensor) -> Tensor:

@@ -163,19 +163,19 @@ class TruePrecision(NativePrecision):
         """Cast the floating-point tensors of a batch."""
         return cast_tensors(batch, self.dtype)
 
-    def forward_context(self) -> AbstractContextManager[Any] | None:
+    def forward_context(self) -> AbstractContextManager[object] | None:
         """The default dtype, for tensors that a step makes; None for float32."""
         if not self.converts_batch:
             return None
         return _DefaultDtype(self.dtype)
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[object]:
         """Build layers in this dtype."""
         if not self.converts_batch:
             return nullcontext()
         return _DefaultDtype(self.dtype)
 
-    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], object]) -> bool:
         """Run ``step``; an engine reports whether it skipped the step."""
         step()
         return self._engine is None or not self._engine.skipped
@@ -287,13 +287,13 @@ class MixedPrecision(NativePrecision):
         ]
         apply_exceptions(module, modules, self._exception_context)
 
-    def _exception_context(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    def _exception_context(self, dtype: torch.dtype) -> AbstractContextManager[object]:
         """Autocast to another half precision; in float32 and float64 none."""
         is_half = dtype in (torch.float16, torch.bfloat16)
         autocast_dtype = dtype if is_half else self.dtype
         return torch.autocast(self.device_type, dtype=autocast_dtype, enabled=is_half)
 
-    def forward_context(self) -> AbstractContextManager[Any] | None:
+    def forward_context(self) -> AbstractContextManager[object] | None:
         """Autocast."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
@@ -345,7 +345,7 @@ class MixedPrecision(NativePrecision):
                 self.scaler.unscale_(view)  # type: ignore[arg-type]  # all that it reads
                 self._has_read_gradients = True
 
-    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], object]) -> bool:
         """Run ``step`` unless this optimizer's gradients overflowed."""
         if self.scaler is None or not has_gradients(optimizer):
             step()
@@ -483,9 +483,9 @@ class _ScalerView:
         self.optimizer = optimizer
         self.selected = selected
         self.groups = len(optimizer.param_groups)
-        self._step: Callable[[], Any] | None = None
+        self._step: Callable[[], object] | None = None
 
-    def set_step(self, step: Callable[[], Any]) -> None:
+    def set_step(self, step: Callable[[], object]) -> None:
         """Set what `step` runs; by default nothing."""
         self._step = step
 

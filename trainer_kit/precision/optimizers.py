@@ -64,7 +64,7 @@ _LOW_BIT: Final = {
 _KIND: Final = "low_bit"
 
 
-def make_optimizer(name: str, params: Iterable[Any], **options: Any) -> Optimizer:
+def make_optimizer(name: str, params: Iterable[Any], **options: object) -> Optimizer:
     """An optimizer by its name, without importing its library at the top of a script.
 
     Args:

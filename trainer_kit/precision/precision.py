@@ -40,7 +40,7 @@ class Precision(ABC):
     leaves modules, batches, losses and gradients as they are.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         with_typed_arguments(cls)
 
@@ -92,11 +92,11 @@ class Precision(ABC):
         """Cast the floating-point tensors of a batch; called only where `converts_batch` is true."""
         return batch
 
-    def forward_context(self) -> AbstractContextManager[Any] | None:
+    def forward_context(self) -> AbstractContextManager[object] | None:
         """The context of a forward, which is entered many times; None where there is none to enter."""
         return None
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self) -> AbstractContextManager[object]:
         """The context in which ``configure_model`` builds layers."""
         return nullcontext()
 
@@ -115,7 +115,7 @@ class Precision(ABC):
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients of an optimizer by the scale, in place, once a step."""
 
-    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], object]) -> bool:
         """Run ``step`` unless gradients overflowed; returns whether it ran."""
         step()
         return True

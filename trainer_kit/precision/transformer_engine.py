@@ -129,14 +129,14 @@ class TransformerEnginePrecision(ConvertedPrecision):
                 replacement = _make_norm(self.engine, layer)
             module.set_submodule(name, replacement)
 
-    def forward_context(self) -> AbstractContextManager[Any] | None:
+    def forward_context(self) -> AbstractContextManager[object] | None:
         """The context of fp8 inside the native one."""
         return _Fp8Context(self)
 
-    def enter(self) -> AbstractContextManager[Any]:
+    def enter(self) -> AbstractContextManager[object]:
         """Transformer Engine's context; its name depends on the release."""
         enabled = self.evaluate or self._root is None or self._root.training
-        context: AbstractContextManager[Any]
+        context: AbstractContextManager[object]
         if hasattr(self.engine, "autocast"):
             context = self.engine.autocast(enabled=enabled, recipe=self.recipe)
         else:
@@ -250,7 +250,7 @@ def _add_extra_state(
     metadata: Any,
     strict: bool,
     missing: list[str],
-    *arguments: Any,
+    *arguments: object,
 ) -> None:
     # The layer requires the key; None changes nothing.
     state[f"{prefix}_extra_state"] = None

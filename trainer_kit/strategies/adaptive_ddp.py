@@ -122,7 +122,7 @@ class LoopDDP(AdaptiveDDP):
     @_disable_dynamo(
         recursive=False
     )  # as in torch's forward: torch.compile takes the module inside
-    def forward(self, *inputs: Any, **options: Any) -> Any:
+    def forward(self, *inputs: object, **options: object) -> Any:
         """Call the module, and prepare the synchronization of its gradients."""
         if (
             torch.is_grad_enabled()

@@ -645,7 +645,7 @@ class ExchangingBackward:
         self.run = run or _autograd
 
     def __call__(
-        self, loss: Tensor, *arguments: Any, inputs: Any = None, **options: Any
+        self, loss: Tensor, *arguments: object, inputs: Any = None, **options: object
     ) -> None:
         """Run it; ``inputs``: the parameters whose gradients it adds to."""
         if inputs is None:
@@ -663,7 +663,7 @@ class ExchangingBackward:
             parameter.grad = gradient
 
 
-def _autograd(loss: Tensor, **options: Any) -> None:
+def _autograd(loss: Tensor, **options: object) -> None:
     loss.backward(**options)  # type: ignore[no-untyped-call]
 
 
@@ -698,7 +698,7 @@ def reset_unit(unit: FSDPModule) -> None:
 def reshard_after(call: StepMethod, units: Sequence[FSDPModule]) -> StepMethod:
     """``call``, after which the weights of ``units`` are sharded again: hooks and checkpoints expect them so."""
 
-    def resharded(*arguments: Any) -> Any:
+    def resharded(*arguments: object) -> object:
         output = call(*arguments)
         for unit in units:
             unit.reshard()

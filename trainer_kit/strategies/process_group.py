@@ -234,7 +234,7 @@ class ProcessGroup:
         dist.all_gather(received, sent, group=self.group)
         return torch.stack(received).to(tensor.device)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """One small picklable value from every rank, in rank order."""
         if self._is_fake:
             return [value] * self.size
@@ -242,7 +242,7 @@ class ProcessGroup:
         dist.all_gather_object(values, value, group=self._cpu)
         return values
 
-    def gather_object(self, value: Any) -> list[Any] | None:
+    def gather_object(self, value: object) -> list[Any] | None:
         """One picklable value from every rank, in rank order, on the first; None on the others."""
         values: list[Any] | None = None
         if self.rank == 0:
@@ -250,7 +250,7 @@ class ProcessGroup:
         dist.gather_object(value, values, group=self._cpu, group_dst=0)
         return values
 
-    def broadcast(self, value: Any, source: int = 0) -> Any:
+    def broadcast(self, value: object, source: int = 0) -> Any:
         """A tensor (in place), or one small picklable value, from the group's rank ``source``."""
         if isinstance(value, Tensor):
             sent = value.contiguous()

@@ -347,7 +347,7 @@ def with_equal_rng(
 ) -> StepMethod:
     """Return a step that equalizes generators first: hooks and loaders may have drawn numbers on one rank only."""
 
-    def step(*arguments: Any) -> Any:
+    def step(*arguments: object) -> object:
         agree_on_rng(groups, device)
         return call(*arguments)
 

@@ -36,15 +36,15 @@ class Alone:
         """Shape (1, *tensor.shape)."""
         return tensor.unsqueeze(0)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """The value alone."""
         return [value]
 
-    def gather_object(self, value: Any) -> list[Any]:
+    def gather_object(self, value: object) -> list[Any]:
         """The value alone."""
         return [value]
 
-    def broadcast(self, value: Any, source: int = 0) -> Any:
+    def broadcast(self, value: object, source: int = 0) -> Any:
         """The value itself."""
         return value
 

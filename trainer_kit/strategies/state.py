@@ -344,7 +344,7 @@ def step_by_kind(optimizer: Optimizer, step: StepMethod) -> StepMethod:
     if len(_parameters_by_mesh(optimizer)) < 2:
         return step
 
-    def step_each_kind(*arguments: Any, **options: Any) -> Any:
+    def step_each_kind(*arguments: object, **options: object) -> object:
         all_parameters = [group["params"] for group in optimizer.param_groups]
         result = None
         try:
@@ -392,7 +392,7 @@ def refuse_unprepared(
     """
     checked = 0
 
-    def run(*arguments: Any, **options: Any) -> Any:
+    def run(*arguments: object, **options: object) -> object:
         nonlocal checked
         count = 0
         for group in optimizer.param_groups:

@@ -86,7 +86,7 @@ class Strategy(ABC):
     }
     """Methods of Lightning's strategies that a subclass of a shipped one cannot override: by name, the way out."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         with_typed_arguments(cls)
 
@@ -181,7 +181,7 @@ class Strategy(ABC):
         """Wait for every rank (Lightning's ``trainer.strategy.barrier()``)."""
         self.world.barrier()
 
-    def broadcast(self, value: Any, src: int = 0) -> Any:
+    def broadcast(self, value: object, src: int = 0) -> Any:
         """The value of rank ``src``, on every rank (Lightning's ``trainer.strategy.broadcast(value)``)."""
         return self.world.broadcast(value, src)
 

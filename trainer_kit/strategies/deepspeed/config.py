@@ -336,7 +336,7 @@ def _contradiction(contradictions: Sequence[_Contradiction]) -> StrategyError:
     )
 
 
-def _as_number(value: Any) -> Any:
+def _as_number(value: object) -> Any:
     """The value if it is a number, else None."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number else None
@@ -355,7 +355,7 @@ def _fill_buckets(zero: dict[str, Any], hidden: int | None) -> None:
             zero[key] = size
 
 
-def _without_auto(value: Any) -> Any:
+def _without_auto(value: object) -> Any:
     """Leave each remaining ``"auto"`` to DeepSpeed's defaults."""
     if not isinstance(value, dict):
         return value
@@ -416,7 +416,7 @@ class Sections:
         self.optimizer = _read_section(config, "optimizer", _OPTIMIZERS)
         self.scheduler = _read_section(config, "scheduler", _SCHEDULERS)
 
-    def make_optimizer(self, parameters: Iterable[Any], **values: Any) -> Optimizer:
+    def make_optimizer(self, parameters: Iterable[Any], **values: object) -> Optimizer:
         """Build the optimizer that the JSON names; ``values`` replace its ``"auto"``."""
         assert self.optimizer is not None
         kind = self.optimizer[0]
@@ -442,7 +442,7 @@ class Sections:
         return torch.optim.Adam(parameters, **options)
 
     def make_scheduler(
-        self, optimizer: Optimizer, device: torch.device, **values: Any
+        self, optimizer: Optimizer, device: torch.device, **values: object
     ) -> Any:
         """Build the scheduler that the JSON names: DeepSpeed's own, which advances once per optimizer step."""
         assert self.scheduler is not None

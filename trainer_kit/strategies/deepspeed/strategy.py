@@ -293,7 +293,7 @@ class DeepSpeedStrategy(Strategy):
         self._step.__dict__["forward"] = module
         return EngineModule(module, self._run)
 
-    def _run(self, *arguments: Any, **options: Any) -> Any:
+    def _run(self, *arguments: object, **options: object) -> object:
         """Call the engine where gradients are needed, else the module; the engine exists once the optimizer does."""
         if self._engine is None and _is_partitioned(self._step):
             self._initialize(None)
@@ -301,7 +301,9 @@ class DeepSpeedStrategy(Strategy):
             return self._call(self._engine, *arguments, **options)
         return self._call(self._step, *arguments, **options)
 
-    def _call(self, target: StepMethod, *arguments: Any, **options: Any) -> Any:
+    def _call(
+        self, target: StepMethod, *arguments: object, **options: object
+    ) -> object:
         if self.world.size > 1:
             return target(*arguments, **options)
         with local_rank():

@@ -227,7 +227,7 @@ class MegatronStrategy(Strategy):
         model.__dict__["forward"] = partial(self._call_wrapped, model.forward)
 
     def _call_wrapped(
-        self, model_forward: Callable[..., Any], *args: Any, **kwargs: Any
+        self, model_forward: Callable[..., Any], *args: object, **kwargs: object
     ) -> Any:
         """Takes the place of the model's ``forward``, so that the user's module calls Megatron's wrapper."""
         if self._is_in_forward:  # the wrapper calls the model
@@ -282,7 +282,7 @@ class MegatronStrategy(Strategy):
             return self._scaled_backward
         return None
 
-    def _scaled_backward(self, loss: Tensor, **options: Any) -> None:
+    def _scaled_backward(self, loss: Tensor, **options: object) -> None:
         self._wrapped.config.grad_scale_func(loss).backward(**options)
 
     def _zero_gradients(self, set_to_none: bool = True) -> None:
@@ -345,7 +345,9 @@ class MegatronStrategy(Strategy):
                 fix="return an optimizer from configure_optimizers",
             )
 
-        def forward(indices: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        def forward(
+            indices: Any, model: Any
+        ) -> tuple[Tensor, Callable[[Tensor], object]]:
             index = next(indices)
             if index:
                 micro.end(index - 1)
@@ -606,7 +608,7 @@ def _create_optimizer(
 
 
 def _finalize_gradients(
-    model: list[Any], num_tokens: Any = None, **options: Any
+    model: list[Any], num_tokens: Any = None, **options: object
 ) -> None:
     """Reduce gradients as Megatron does, but without dividing by the number of tokens: losses are weighted already."""
     from megatron.core.distributed import finalize_model_grads

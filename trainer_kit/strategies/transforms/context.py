@@ -417,7 +417,7 @@ class _BypassDetector(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Any,
-        types: Any,
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -428,7 +428,7 @@ class _BypassDetector(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def with_positions(plan: ContextPlan, batch: Any, part: int = 0) -> Any:
+def with_positions(plan: ContextPlan, batch: object, part: int = 0) -> Any:
     """Add the positions that a plan requires to a dict batch that has none.
 
     Args:

@@ -224,11 +224,11 @@ class Pipeline:
         self._module = weakref.ref(module)
         return False
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: object, **kwargs: object) -> object:
         """The forward of the split model."""
         return self._handle_model_call(args, kwargs)
 
-    def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
         """Run the stages and return the output of the last; every rank of the pipeline must call it."""
         # Seeded separately from the random stream of the step.
         with torch.no_grad(), _seeded(self._stage_seed, self.device):
@@ -249,7 +249,7 @@ class Pipeline:
     def bind(self, method: StepMethod) -> StepMethod:
         """Bind the training step, which runs up to the call of the model, or continues with the last stage's output."""
 
-        def step(batch: Any, index: int) -> Any:
+        def step(batch: object, index: int) -> object:
             # The ranks of the first and last stage must draw the same numbers in the step.
             with _seeded(self._seed + index, self.device):
                 return method(batch, index)
@@ -259,7 +259,7 @@ class Pipeline:
     def bind_evaluation(self, method: StepMethod) -> StepMethod:
         """Bind an evaluation step: every rank runs all of it and gets the model's output."""
 
-        def step(*args: Any) -> Any:
+        def step(*args: object) -> object:
             # Draw the seeds from the global generator, which checkpoints hold, so that a resumed run evaluates alike.
             seeds = self._draw_seeds()
             rows = self.world.agree([seeds[0]])
@@ -288,7 +288,7 @@ class Pipeline:
                 outputs.append(output)
         return outputs
 
-    def share(self, value: Any, last: bool = True) -> Any:
+    def share(self, value: object, last: bool = True) -> Any:
         """Broadcast a value from the rank of the last stage (or the first): its structure, then its tensors."""
         source = self.ranks[-1 if last else 0]
         if self.group.rank == source:
@@ -304,7 +304,7 @@ class Pipeline:
 
         return map_tensors(structure, receive)
 
-    def _send_to_all(self, value: Any, source: int) -> None:
+    def _send_to_all(self, value: object, source: int) -> None:
         def send(tensor: Tensor) -> Tensor:
             self.group.broadcast(tensor.detach().contiguous(), source)
             return tensor
@@ -410,7 +410,7 @@ class Pipeline:
         outputs: list[Any] = [None] * micro.count
 
         def finish(index: int) -> Callable[[Any], Any]:
-            def run(output: Any) -> Any:
+            def run(output: object) -> object:
                 if index in absent:
                     return _zero_loss(output)
                 micro.turn_to(index, _copy_containers(batches[index]))
@@ -548,7 +548,7 @@ class Pipeline:
         return seeds
 
     def _capture_arguments(
-        self, micro: MicroSteps, batch: Any, index: int
+        self, micro: MicroSteps, batch: object, index: int
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Dry-run the step up to its call of the model, and return the arguments of that call."""
         calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
@@ -570,11 +570,11 @@ class Pipeline:
             )
         return calls[0]
 
-    def _compute_loss(self, micro: MicroSteps, index: int, output: Any) -> Any:
+    def _compute_loss(self, micro: MicroSteps, index: int, output: object) -> Any:
         """Continue the step with the output of the last stage; return its loss."""
         outputs = [output]
 
-        def return_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def return_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
             if not outputs:
                 raise StrategyError(
                     "training_step calls the pipelined model twice",
@@ -649,7 +649,7 @@ def _without_storage(tensor: Tensor) -> Tensor:
     return bare.requires_grad_(tensor.is_floating_point())
 
 
-def _zero_loss(output: Any) -> Tensor:
+def _zero_loss(output: object) -> Tensor:
     """Return a loss that depends on the output and has zero gradients."""
     # Backward must reach every stage: the other ranks wait for its gradients.
     leaves = tree_leaves(output)
@@ -659,7 +659,7 @@ def _zero_loss(output: Any) -> Tensor:
     return torch.stack([tensor.sum() * 0 for tensor in tensors]).sum()
 
 
-def _copy_containers(batch: Any) -> Any:
+def _copy_containers(batch: object) -> Any:
     """Copy the containers of a batch but not its tensors, so that a pop does not change the original.
 
     Args:
@@ -687,7 +687,7 @@ def _copy_containers(batch: Any) -> Any:
 
 
 @contextmanager
-def _forbidding_changes(batch: Any) -> Iterator[None]:
+def _forbidding_changes(batch: object) -> Iterator[None]:
     """A context that refuses in-place changes of a batch's tensors.
 
     Raises:
@@ -706,7 +706,7 @@ def _forbidding_changes(batch: Any) -> Iterator[None]:
             )
 
 
-def _shapes_of(batch: Any) -> _BatchKey:
+def _shapes_of(batch: object) -> _BatchKey:
     """Return a key of the shapes and dtypes of a batch, which determine those of all stage outputs."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(batch))
 

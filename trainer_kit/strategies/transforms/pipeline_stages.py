@@ -328,7 +328,7 @@ class StandIn(nn.Module):
             raise AttributeError(name)
         return getattr(self.__dict__["twin"], name)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if self._is_exit:
             raise _StageEnd
         leaves, spec = self._compute_outputs(args, kwargs)
@@ -379,7 +379,7 @@ def submodule_names(module: nn.Module) -> list[str]:
     return names
 
 
-def _make_placeholder(leaf: Any, device: torch.device) -> Any:
+def _make_placeholder(leaf: object, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)

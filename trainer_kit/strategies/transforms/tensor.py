@@ -391,7 +391,7 @@ def gather_outputs(method: StepMethod) -> StepMethod:
         return output.clone()
 
     @functools.wraps(method)  # a compiled step stays recognizable
-    def step(*arguments: Any) -> Any:
+    def step(*arguments: object) -> object:
         return map_leaves(method(*arguments), gather, (DTensor, AsyncCollectiveTensor))
 
     return step
@@ -456,7 +456,7 @@ _STYLES: Final[Mapping[str, Callable[[], ParallelStyle | None]]] = {
 }
 
 
-def named_style(name: str, value: Any) -> ParallelStyle | None:
+def named_style(name: str, value: object) -> ParallelStyle | None:
     """Convert a word of a plan to a style; a style is returned itself, and None means a replicated layer.
 
     Args:

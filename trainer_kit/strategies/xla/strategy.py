@@ -132,7 +132,7 @@ class XLAStrategy(Strategy):
         xs.set_global_mesh(self._mesh)
         self.shard_batch = self._shard_batch
 
-    def _shard_batch(self, batch: Any) -> Any:
+    def _shard_batch(self, batch: object) -> Any:
         """Divide a batch: each device computes some of its rows."""
         return map_tensors(batch, self._shard_rows)
 
@@ -216,7 +216,7 @@ class XLAStrategy(Strategy):
     def bind_evaluation(self, method: StepMethod, whole: bool = False) -> StepMethod:
         """Call the method, and run the graph of the batch."""
 
-        def run(*arguments: Any) -> Any:
+        def run(*arguments: object) -> object:
             output = method(*arguments)
             self._sync()
             return output
@@ -364,17 +364,17 @@ class XLAGroup:
         )
         return gathered.to(tensor.device)
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """One small picklable value from every rank, in rank order."""
         payloads = self._xm.rendezvous("gather", pickle.dumps(value))
         return [pickle.loads(payload) for payload in payloads]
 
-    def gather_object(self, value: Any) -> list[Any] | None:
+    def gather_object(self, value: object) -> list[Any] | None:
         """As `all_gather_object`, but None on all ranks except the first."""
         values = self.all_gather_object(value)
         return values if self.rank == 0 else None
 
-    def broadcast(self, value: Any, source: int = 0) -> Any:
+    def broadcast(self, value: object, source: int = 0) -> Any:
         """A tensor (in place), or one small picklable value, from rank ``source``."""
         if isinstance(value, Tensor):
             return value.copy_(self.all_gather(value)[source])
