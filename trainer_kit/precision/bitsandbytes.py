@@ -201,6 +201,7 @@ class _Linear4bit(_QuantizedLinear):
     def __init__(
         self, layer: nn.Linear, dtype: torch.dtype | None, kind: str, nested: bool
     ) -> None:
+        # Ahead of the base's constructor, which calls `quantize`; in __dict__, because nn.Module is not set up yet.
         self.__dict__.update(
             kind=kind,
             nested=nested,

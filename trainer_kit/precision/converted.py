@@ -81,6 +81,7 @@ class ConvertedPrecision(Precision):
             self.check_vendor(self._unchecked)
             self._unchecked = None
         exceptions = list(excepted(module, self.exceptions))
+        # What decides which layers are exchanged is compared with an earlier conversion as a text.
         options = f"{self.options()}, exceptions={self.exceptions}"
         refuse_layers(module, self.name, options)
         self.exchange(module, [name for name, _, _ in exceptions])

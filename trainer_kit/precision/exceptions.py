@@ -163,6 +163,7 @@ def apply_exceptions(
         modules: each with its dtype and the dtype of its outputs (None: they are not cast).
         context: makes the context of a forward in a dtype.
     """
+    # A module may have been converted by an earlier run with other exceptions.
     for submodule in module.modules():
         if _has_exception(submodule):
             del submodule.__dict__["forward"]

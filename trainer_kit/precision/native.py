@@ -302,6 +302,7 @@ class MixedPrecision(NativePrecision):
         """Whether the previous step has ended without `end_step`: taken, or abandoned and its gradients dropped."""
         if not self._has_read_gradients:
             return False
+        # Gradients that wait for a step still have the present scale.
         waiting = (self._unscaled | self._unscaled_not_stepped) - self._stepped
         return not any(
             has_gradients(self._views[key][0].optimizer)
@@ -340,6 +341,7 @@ class MixedPrecision(NativePrecision):
             _refuse_half_gradients(optimizer, self.name)
             views = _create_views(optimizer)
             self._views[id(optimizer)] = views
+        # GradScaler refuses an optimizer without gradients.
         for view in views:
             if view.selected is None or has_gradients(view):
                 self.scaler.unscale_(view)  # type: ignore[arg-type]  # all that it reads
@@ -350,6 +352,7 @@ class MixedPrecision(NativePrecision):
         if self.scaler is None or not has_gradients(optimizer):
             step()
             return self._engine is None or not self._engine.skipped
+        # Clipping may have unscaled them already.
         self.unscale_gradients(optimizer)
         self._stepped.add(id(optimizer))
         views = self._views[id(optimizer)]

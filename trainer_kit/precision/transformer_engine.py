@@ -162,6 +162,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
         self.base.load_state_dict(state.get("base", {}))
         for name, saved in state.get("layers", {}).items():
             layer: Any = self._layers[name]
+            # The layer creates these tensors in its first forward, which a resumed run has not had.
             layer.fp8_meta["recipe"] = self.recipe
             layer.init_fp8_meta_tensors(self.recipe)
             for key, values in saved.items():

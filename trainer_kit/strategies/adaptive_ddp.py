@@ -71,13 +71,14 @@ class AdaptiveDDP(DistributedDataParallel):
         Returns:
             Whether any parameter is trained.
         """
+        # Walking all modules in each step would be slow, so it happens only after a registration.
         if self._registrations != _REGISTRATIONS.count:
             self._find_added()
         trained = list(map(_REQUIRES_GRAD, self._module_parameters))
         if trained == self._reduced:
             return True in trained
         if True not in trained:
-            return False
+            return False  # a reducer of torch needs a parameter
         pairs = zip(trained, self._reduced, strict=True)
         was_unfrozen = any(
             is_trained and not is_reduced for is_trained, is_reduced in pairs

@@ -172,6 +172,7 @@ class DDPStrategy(Strategy):
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move the module to the device, and broadcast rank 0's weights."""
         module.to(self.device)
+        # As the wrapper does for trained modules, which broadcasts in its constructor.
         for parameter in module.parameters():
             self.world.broadcast(parameter.data)
         broadcast_buffers(module, self.world)
@@ -331,6 +332,7 @@ class DDPStrategy(Strategy):
             return
         reducer = ddp.reducer
         self._has_trained = ddp.follow_trained()
+        # A new reducer has new buckets, and learns a static graph again.
         if ddp.reducer is not reducer:
             self._is_learning_graph = bool(self.wrapper_options["static_graph"])
             self._rebuild_buckets(self._step.module)
@@ -375,6 +377,7 @@ class DDPStrategy(Strategy):
     def arm(self, loss: Tensor) -> None:
         """In manual optimization: make the next backward, of ``loss``, synchronise gradients."""
         if self._ddp is not None:
+            # What the wrapper's forward does, which manual optimization bypasses.
             self._ddp.require_backward_grad_sync = True
             self._ddp.follow_trained()
             self._ddp.reducer.prepare_for_backward([loss])

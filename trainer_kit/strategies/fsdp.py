@@ -291,6 +291,7 @@ class FSDPStrategy(Strategy):
             ActivationCheckpointing(blocks, self._offloads_activations).apply(module)
         self.shard(module, precision, roots)
         weights.distribute(module, self.device, self.parameters_on)
+        # A step calls a method of the module: FSDP's hooks are around its forward.
         self._root = module if list(roots) == [module] else None
         self._hooked_root = self._root
         # A raw loop may have several modules, and its optimizers step any of them.
@@ -443,6 +444,7 @@ class FSDPStrategy(Strategy):
         units = self._units
 
         def step(*arguments: Any, **options: Any) -> Any:
+            # The optimizer has the shards; units that stay gathered until backward may still have full weights.
             for unit in units:
                 unit.reshard()
             return optimizer.step(*arguments, **options)
@@ -462,12 +464,13 @@ class FSDPStrategy(Strategy):
         try:
             for index in range(micro.count):
                 micro.begin(index)
+                # Set at the ends only: a call for each micro-batch would walk all units.
                 if defers_reduction and index in (0, last):
                     root.set_requires_gradient_sync(index == last)
                 loss = micro.forward(index)
                 if loss is not None:
                     micro.backward(index, loss)
-                elif root is not None:
+                elif root is not None:  # the other ranks wait in their backward
                     raise StrategyError(
                         "training_step returned None, but the backward of each rank needs all ranks",
                         found=f"rank {self.world.rank}",
@@ -594,6 +597,7 @@ def _count_uses(module: nn.Module) -> Counter[nn.Parameter]:
 
 def _with_hooks_of(root: nn.Module, method: StepMethod) -> StepMethod:
     """Return the method wrapped in the root's hooks; the module is not changed."""
+    # torch wraps a method by its name in the module; the name is removed again.
     root.__dict__["_step"] = method
     register_fsdp_forward_method(root, "_step")
     bound: Callable[..., Any] = root.__dict__.pop("_step")

@@ -124,6 +124,7 @@ def clip_parts(
         norm = torch.linalg.vector_norm(stage_norms, norm_type)
     # Unconditional: reading the norm would be a sync point.
     factor = (value / (norm + 1e-6)).clamp(max=1.0)
+    # One kernel for all gradients of a device; with offload some are in host memory.
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in map(local, gradients):
         by_device.setdefault(gradient.device, []).append(gradient)
@@ -154,6 +155,7 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     The norms of the ranks are gathered and combined as torch combines the norms of several tensors. Summing p-th powers
     instead could overflow earlier than on one process, and a max reduction can lose the NaN of a rank.
     """
+    # One norm for each layout: the other shards of a gradient are on the ranks of its own axes.
     norms: list[Tensor] = []
     for (mesh, axes), shards in _group_by_layout(gradients).items():
         norm = _local_norm(shards, norm_type)

@@ -139,6 +139,7 @@ class Replicas:
         state = plain_state(module)
         if self._is_unaveraged or not self.diverged:
             return state
+        # Buffers are not averaged: those of rank 0 are taken, see `DDPStrategy.shared_buffers`.
         names = named_state(module)
         weights = {name: value for name, value in state.items() if name in names}
         return {**state, **self._average_states({"": weights})[""]}
@@ -150,6 +151,7 @@ class Replicas:
         if self._is_unaveraged or not self.local:
             return state
         parameters = list(chain.from_iterable(groups))
+        # An optimizer may have no state of a parameter that this rank did not use: no average is defined for it.
         rank_counts: list[float] = [
             _count_moments(state.get(p, {})) for p in parameters
         ]

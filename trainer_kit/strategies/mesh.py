@@ -216,6 +216,7 @@ class MeshStrategy(Strategy):
         self.sharded = self.world.size > 1  # a single rank has all parameters
         # A forward gathers parameters that are sharded over the data axes.
         self.lockstep = self.losses.size > 1
+        # FSDP is not started: this strategy has joined the world, and gives it a part of the mesh.
         if self.losses.size > 1:
             mesh = self.groups.data_mesh
             self._shards = FSDPStrategy(self.device, device_mesh=mesh, **self._fsdp)
@@ -439,6 +440,7 @@ class MeshStrategy(Strategy):
 
     def _complete_window(self) -> None:
         complete_gradients(self._summed_parameters)
+        # Checked once: a check exchanges all gradients.
         if self._first_window_done:
             return
         self._first_window_done = True
@@ -463,6 +465,7 @@ class MeshStrategy(Strategy):
         )  # manual optimization clips before a window ends
         if self.pipeline is None:
             return clip_sharded_gradients(parameters, value, algorithm, norm_type)
+        # The norm is over all stages, and counts a parameter that several stages share once.
         repeated = self.pipeline.ties.repeated
         return clip_sharded_gradients(
             parameters, value, algorithm, norm_type, self.groups.stages, repeated

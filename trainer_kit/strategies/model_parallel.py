@@ -219,6 +219,7 @@ class ModelParallelStrategy(Strategy):
                 fix="define it, and call parallelize_module or fully_shard there; or use"
                 " MeshStrategy(dp_shard=..., tp=...), which does not need it",
             )
+        # `fit` and `validate` may get the same module.
         if "_built" in vars(module):  # an earlier entry point has divided it
             yield
             return
@@ -244,6 +245,7 @@ class ModelParallelStrategy(Strategy):
             "the ranks divided the module in different ways",
             "divide the same layers on every rank, regardless of the rank",
         )
+        # Errors are raised on all ranks: the others would wait in the broadcast.
         fail_together(self.world, lambda: weights.reset(module))
         weights.distribute(module, self.device, self.device)
         module.to(self.device)

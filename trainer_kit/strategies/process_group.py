@@ -284,6 +284,7 @@ class ProcessGroup:
         Its timeout is a day, however short that of training's group is: its ranks wait for storage.
         ``recreate``, on every rank: create a new one after a timeout.
         """
+        # By its ranks: two groups of the same processes share one.
         key = "side_group", *dist.get_process_group_ranks(self.group)
         if recreate:
             _WORLD_CACHE.pop(key, None)
@@ -301,6 +302,7 @@ def once_per_world(key: Hashable, create: Callable[[], _T]) -> _T:
         key: identifies the result, the same on every rank.
         create: called once.
     """
+    # Another world: groups of the earlier one cannot communicate any more.
     world = dist.group.WORLD
     if _WORLD_CACHE.get(_WORLD) is not world:
         _WORLD_CACHE.clear()
@@ -377,6 +379,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
     A parameter that has a gradient on some ranks only counts as zero on the others; one that has none on any rank
     gets none.
     """
+    # Every rank must reduce the same gradients, also of parameters that only another rank has used.
     trained = [p for p in parameters if p.requires_grad]
     has_gradient = torch.tensor(
         [p.grad is not None for p in trained], dtype=torch.float32, device=group.device

@@ -177,6 +177,7 @@ def load_module(
         _load_partitioned(module, state, strict, world)
     else:
         load_module_weights(module, state, strict)
+    # The engine steps the masters, and writes them over the weights after its next step.
     for name, parameter in named_state(module).items():
         shard = shards.get(parameter)
         if shard is not None and name in state:
@@ -261,7 +262,7 @@ def load_optimizer(
     shards: Mapping[nn.Parameter, FlatShard], optimizer: Optimizer, state: States
 ) -> None:
     """Restore `optimizer_states`, or the state of the same parameters under any other strategy."""
-    # torch counts steps in tensors, DeepSpeed's own optimizers in integers.
+    # By their module: torch counts steps in tensors, DeepSpeed's own optimizers in integers.
     counts_in_tensors = type(optimizer).__module__.startswith("torch.")
     for parameter, shard in shards.items():
         if parameter not in state:

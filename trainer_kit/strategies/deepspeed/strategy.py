@@ -233,6 +233,7 @@ class DeepSpeedStrategy(Strategy):
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move the module, and give every rank rank 0's weights; a divided module gets an engine to run through."""
+        # The engine of an earlier fit still holds the module.
         if self._engine is not None and self._step.module is module:
             return
         if self._release(module):
@@ -306,7 +307,7 @@ class DeepSpeedStrategy(Strategy):
     ) -> object:
         if self.world.size > 1:
             return target(*arguments, **options)
-        with local_rank():
+        with local_rank():  # a single process has no launcher that sets it
             return target(*arguments, **options)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
@@ -318,6 +319,7 @@ class DeepSpeedStrategy(Strategy):
         self._groups = [group for group in groups if group]
         self._optimizer = optimizer
         self._initialize(optimizer)
+        # The user's code and schedulers hold the optimizer that was passed.
         if getattr(self._engine.optimizer, "optimizer", optimizer) is not optimizer:
             raise StrategyError(
                 "DeepSpeed replaces this optimizer by another one",

@@ -321,6 +321,7 @@ class MegatronStrategy(Strategy):
                 )
             if self._run_schedule is None and self.gradient_clipping > 0:
                 self.clip_gradients(options["params"], self.gradient_clipping, "norm")
+            # Schedulers change the options of torch's optimizer, Megatron's has copies of them.
             for group in self._optimizer.param_groups:
                 group["lr"] = options["lr"]
                 group["weight_decay"] = options["weight_decay"]
@@ -358,6 +359,7 @@ class MegatronStrategy(Strategy):
                     "training_step returned no loss, and Megatron's schedule needs one",
                     fix="return a loss; one that is multiplied by zero has no effect",
                 )
+            # After the first forward, as in the loop: its hooks may still read the gradients of the window before.
             if not index:
                 micro.start_gradients()
                 self._zero_gradients()

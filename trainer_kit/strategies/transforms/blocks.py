@@ -59,6 +59,7 @@ def units(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
         return _named_inner_first(module, _find_repeated(module))
     if isinstance(policy, int):
         return _select_by_size(module, policy)
+    # A class is callable, too.
     if isinstance(policy, (str, type)):
         return _select_by_class(module, [policy])
     if callable(policy):
@@ -163,6 +164,7 @@ def outer_modules(module: nn.Module) -> list[nn.Module]:
             roots += outer_modules(child)
         elif next(child.parameters(), None) is not None:
             roots.append(child)
+    # Each root gathers and frees its own parameters, at different times.
     owners: dict[int, nn.Module] = {}
     for root in roots:
         for parameter in root.parameters():
@@ -308,6 +310,7 @@ class Compile(Transform):
                 fix="compile the whole module: compile=True, or TorchDynamoPlugin(use_regional_compilation=False)",
             )
         for block in blocks:
+            # The attribute that `nn.Module.compile` sets: a call of the module takes it, names stay as they are.
             if block._compiled_call_impl is None:
                 compiled = torch.compile(_call_block, **self.options)
                 block._compiled_call_impl = partial(compiled, block)

@@ -113,6 +113,7 @@ class ContextParallel(Transform):
         """Run the step inside `attending`; a batch that is not split only gets its positions."""
         if self.size == 1:
             return step
+        # Every rank has full sequences of a batch that is not split, and computes the same.
         if not whole:
             return self.attending()(step)
         return lambda batch, *arguments: step(
@@ -177,6 +178,7 @@ class ContextParallel(Transform):
         fast = torch.backends.mha.get_fastpath_enabled()
         # The fast path computes attention without this function.
         torch.backends.mha.set_fastpath_enabled(False)
+        # A mode costs each operation, so only the first window runs inside it.
         detector = _BypassDetector(self)
         self.intercepted_calls = 0
         with ExitStack() as stack:
@@ -264,6 +266,7 @@ class ContextParallel(Transform):
     def _exchange_tokens_for_heads(self, tokens: Tensor) -> Tensor:
         """Exchange some tokens of all heads for all tokens of some heads."""
         batch, heads, length, width = tokens.shape
+        # The first dimension is the rank to which a slice is sent; afterwards that from which it came.
         heads_per_rank = heads // self.size
         by_rank = tokens.reshape(batch, self.size, heads_per_rank, length, width)
         received = self._all_to_all(by_rank.permute(1, 0, 2, 3, 4))
@@ -358,7 +361,7 @@ def dividing(
     mesh: DeviceMesh,
     buffers: Sequence[Tensor],
     dims: Sequence[int],
-    kept: Collection[Tensor] = (),
+    not_restored: Collection[Tensor] = (),
     checked: bool = False,
 ) -> Iterator[None]:
     """A context in which tensors hold, in place, this rank's part, and attention is over the whole sequence.
@@ -367,7 +370,7 @@ def dividing(
         mesh: the context axis.
         buffers: the tensors with a sequence dimension.
         dims: the sequence dimension of each tensor.
-        kept: tensors that are not restored afterwards.
+        not_restored: tensors that are not restored afterwards.
         checked: check that every attention call is intercepted; for the first step.
 
     Raises:
@@ -386,8 +389,9 @@ def dividing(
         context.part(buffer.detach(), dim)
         for buffer, dim in zip(buffers, dims, strict=True)
     ]
-    not_restored = {id(buffer) for buffer in kept}
-    originals = [(b, b.detach()) for b in buffers if id(b) not in not_restored]
+    # By id: tensors compare element by element.
+    final_ids = {id(buffer) for buffer in not_restored}
+    originals = [(b, b.detach()) for b in buffers if id(b) not in final_ids]
     for buffer, shard in zip(buffers, shards, strict=True):
         _set_data(buffer, shard)
     try:

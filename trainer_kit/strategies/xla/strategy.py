@@ -144,6 +144,7 @@ class XLAStrategy(Strategy):
     def _mark_sharding(self, tensor: Tensor, dim: int) -> None:
         import torch_xla.distributed.spmd as xs
 
+        # None: each device has all of that dimension.
         axes: list[str | None] = [None] * tensor.dim()
         axes[dim] = "fsdp"
         xs.mark_sharding(tensor, self._mesh, tuple(axes))
@@ -217,6 +218,7 @@ class XLAStrategy(Strategy):
         """Call the method, and run the graph of the batch."""
 
         def run(*arguments: object) -> object:
+            # Without it the graph would grow over all batches of the evaluation.
             output = method(*arguments)
             self._sync()
             return output
