@@ -20,7 +20,6 @@ __all__ = [
     "ModulePrecision",
     "apply_exceptions",
     "call_layers",
-    "cast_tensors",
     "except_modules",
     "excepted",
     "is_excepted",
@@ -218,15 +217,15 @@ class _ForwardInDtype:
 
     def __call__(self, *arguments: object, **options: object) -> object:
         with self.context:
-            arguments = cast_tensors(arguments, self.dtype)
-            options = cast_tensors(options, self.dtype)
+            arguments = _cast_tensors(arguments, self.dtype)
+            options = _cast_tensors(options, self.dtype)
             outputs = self.forward(*arguments, **options)
         if self.output_dtype is None:
             return outputs
-        return cast_tensors(outputs, self.output_dtype)
+        return _cast_tensors(outputs, self.output_dtype)
 
 
-def cast_tensors(values: object, dtype: torch.dtype) -> Any:
+def _cast_tensors(values: object, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of a batch or an output."""
 
     def cast(tensor: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import PrecisionError, did_you_mean
+from trainer_kit.core.tensors import map_tensors
 from trainer_kit.precision.cast import cast_module
 from trainer_kit.precision.exceptions import (
     DTYPES,
     Exceptions,
     ModulePrecision,
     apply_exceptions,
-    cast_tensors,
     except_modules,
     excepted,
     refuse_ties,
@@ -161,7 +161,10 @@ class TruePrecision(NativePrecision):
 
     def convert_batch(self, batch: Any) -> Any:
         """Cast the floating-point tensors of a batch."""
-        return cast_tensors(batch, self.dtype)
+        return map_tensors(batch, self._cast)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def forward_context(self) -> AbstractContextManager[object] | None:
         """The default dtype, for tensors that a step makes; None for float32."""
