@@ -144,7 +144,7 @@ class TensorParallel(Transform):
         styles: dict[str, ParallelStyle] = {}
         for pattern, value in plan.items():
             style = named_style(pattern, value)
-            # "*" stands for one component of a name, as in the plans of Hugging Face.
+            # "*" matches one component of a name, as in the plans of Hugging Face.
             expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
             matching = [name for name in names if expression.fullmatch(name)]
             if not matching and self.plan.tensor is not None:
