@@ -165,9 +165,7 @@ class LocalState:
 
 def _save_planner(tensors: _Tensors, first: bool) -> DefaultSavePlanner:
     # torch's planner takes half a second to import.
-    from torch.distributed.checkpoint.default_planner import (
-        DefaultSavePlanner,
-    )
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False

@@ -614,9 +614,7 @@ class _Target:
     def load(self) -> None:
         """Fill the tensors; torch's planner finds the stored chunks that overlap with this rank's parts."""
         # torch's planner takes half a second to import.
-        from torch.distributed.checkpoint.default_planner import (
-            DefaultLoadPlanner,
-        )
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             Metadata,

@@ -398,8 +398,9 @@ def claim_versions(loggers: Iterable[Any]) -> list[str]:
         A line for each experiment whose version another run has taken since it was chosen.
 
     Example:
+        >>> import tempfile
         >>> from trainer_kit.loggers import CSVLogger
-        >>> root = getfixture("tmp_path")
+        >>> root = tempfile.mkdtemp()
         >>> first, second = CSVLogger(root), CSVLogger(root)
         >>> first.version, second.version
         (0, 0)

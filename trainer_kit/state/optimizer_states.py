@@ -624,6 +624,7 @@ def restore_scheduler(scheduler: Any, saved: _Saved, keeps_rates: bool) -> None:
     scheduler.load_state_dict(dict(saved))
     if keeps_rates:
         for nested, rates in base_rates:
+            # The state that was loaded holds the former rates.
             nested.base_lrs = rates
 
 

@@ -99,6 +99,7 @@ class RunRecord:
         directories = []
         for recorded in self.checkpoints:
             moved = self._moved_path(recorded)
+            # The recorded path may exist as well, for example where a directory was copied.
             is_moved = moved and os.path.isdir(moved)
             directories.append(moved if is_moved else recorded)
         return directories
@@ -178,6 +179,7 @@ def _read(file: Path) -> list[RunRecord]:
     try:
         content = load_json(file, raw)
     except CheckpointError:
+        # A damaged record of ours, and not the file of another program.
         if _MARK in raw[:200]:
             raise
         content = None  # another program's file, which need not be JSON

@@ -249,6 +249,7 @@ class Search:
             exists = path.exists()
             inside: list[Location] = []
             if path.is_dir() and not (path / MANIFEST).exists():
+                # The user may have passed the directory of ModelCheckpoint instead of a checkpoint in it.
                 inside = candidates(path)
         except OSError as error:
             raise CheckpointError(path, None, f"cannot be reached: {error}") from error
@@ -269,6 +270,7 @@ class Search:
         named = named_directories(self.callbacks)
         unnamed = [callback for callback in self.callbacks if not callback.dirpath]
         if unnamed or not named:
+            # A callback without a directory keeps its checkpoints with the run.
             named.append(absolute(self.files.checkpoint_dir))
         return list(dict.fromkeys(named))
 
@@ -350,6 +352,7 @@ def read_state(path: Location, weights_only: bool) -> State:
     if _is_checkpoint(path):
         parts = _parts_to_read(path, weights_only)
         return _rename_weights(path, read_checkpoint(path, parts=parts))
+    # A single file, of torch, safetensors or Lightning.
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
     # A file of another library may hold parts for resuming under the names of ours.
@@ -406,6 +409,7 @@ def local_tensors(
     state = strategy.module_state(module)
     tensors = dict(state)
     for name, name_in_checkpoint in strategy.shared_names(module).items():
+        # Only one of the ranks that share a parameter may hold it.
         if name in state:
             tensors[name_in_checkpoint] = state[name]
     return tensors, strategy.held_elsewhere(module)
@@ -425,9 +429,7 @@ def read_remaining(
     if not _is_checkpoint(path):
         return fail_together(world, lambda: read_state(path, weights_only))
     # torch's planner takes half a second to import.
-    from trainer_kit.checkpoint.sharded import (
-        read_divided,
-    )
+    from trainer_kit.checkpoint.sharded import read_divided
 
     tensors, absent = fail_together(world, lambda: local_tensors(strategy, module))
     state = read_divided(

@@ -206,6 +206,7 @@ class RunFiles:
 
     @property
     def _local_root(self) -> str:
+        # Records and files of loggers are local, also where checkpoints go to a URL.
         return os.getcwd() if is_url(self.root) else self.root
 
     def _logged_directories(self) -> list[str]:
@@ -312,6 +313,7 @@ class RunFiles:
             if self.records and world.rank == 0:
                 for line in claim_versions(self._directory_loggers):
                     self.say(line)
+        # Evaluations and fast_dev_run are no fits: they do not shift the number of those that follow.
         if fits and self.records:
             count_fit()
         if world.size > 1:
@@ -326,6 +328,7 @@ class RunFiles:
         if world.rank == 0:
             directory = str(self.directory)
             states = _logger_states(self._directory_loggers)
+        # Loggers of other ranks may have chosen another version: names with the time in them, for example.
         shared = (directory, states, self.data_seed)
         self._directory, states, self.data_seed = world.broadcast(shared)
         if world.rank:  # names and directories of loggers are read on every rank
@@ -369,6 +372,7 @@ class RunFiles:
         states = _logger_states(self._directory_loggers)
         record = replace(record, seed=self.data_seed, loggers=states)
         if continued is not None:
+            # The next fits of this script belong to the execution that it continues.
             _EXECUTION.join(continued.execution)
             record = replace(
                 record,
@@ -430,6 +434,7 @@ class RunFiles:
             self.journal is not None
             and self.journal.save_dir != self._logger_directory()
         ):
+            # Its file lies in the directory of another run.
             self.journal.finalize("interrupted")
             self.journal = None
         self._directory = None

@@ -214,6 +214,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, State]) -> None:
         all_began.set_result(False)
         raise
     all_began.set_result(True)
+    # On every rank, also while only rank 0 writes: all ranks settle it together.
     saver.begin(save)
 
 
@@ -222,6 +223,7 @@ def _start_thread(
     save: Save,
     write: Callable[[], Outcome],
 ) -> Background[Outcome]:
+    # A thread of its own: neither training nor the save can look at the clock meanwhile.
     slow = threading.Timer(_SLOW, _say_slow, (run, save))
     slow.daemon = True
     slow.start()

@@ -104,6 +104,7 @@ class Unsaveable:
         try:
             _try_to_encode(value, path)
         except CheckpointError:
+            # Of other containers no item can be left out without a change of their meaning.
             if type(value) not in _MAPPINGS:
                 raise
         else:
@@ -136,6 +137,7 @@ def entries_of_hook(owner: object) -> State:
     These are entries with a constant name whose value is an attribute of the object, a global or a constant, or a new
     object of a class of the program; up to the first statement that decides or repeats something.
     """
+    # Static: a descriptor of the user's class must not run.
     hook = inspect.getattr_static(type(owner), _HOOK, None)
     if not isinstance(hook, FunctionType) or hook.__module__.startswith("trainer_kit."):
         return {}
