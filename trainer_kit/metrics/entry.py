@@ -403,13 +403,12 @@ def _stack(values: Sequence[_Value]) -> Tensor:
     wide = _widest_dtype(device)
     tensors: list[Tensor] = []
     for value in values:
-        tensor = value
         if not isinstance(value, Tensor):
-            tensor = torch.as_tensor(value, dtype=wide)
-        if tensor.device != device:
+            value = torch.as_tensor(value, dtype=wide)
+        if value.device != device:
             # A copy that waits would be a sync in a step.
-            tensor = move_to_device(tensor, device)
-        tensors.append(tensor)
+            value = move_to_device(value, device)
+        tensors.append(value)
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) == 1:
         return torch.stack(tensors).to(wide)
@@ -570,13 +569,26 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
         else:
             packed.append((index, entry))
     if packed:
-        rows = _exchange_pairs([entry for _, entry in packed], step, group)
-        for number, (index, entry) in enumerate(packed):
-            value, weight = 2 * number, 2 * number + 1  # columns of a row
-            # Without a weight a rank has logged nothing.
-            pairs = [(row[value], row[weight]) for row in rows if row[weight]]
-            values[index] = _reduce_over_ranks(entry.reduce, pairs)
+        packed_entries = [entry for _, entry in packed]
+        packed_values = _reduce_together(packed_entries, step, group)
+        for (index, _), value in zip(packed, packed_values, strict=True):
+            values[index] = value
     return [values[index] for index in range(len(entries))]
+
+
+def _reduce_together(
+    entries: list[Entry], step: bool, group: Group | None
+) -> list[float]:
+    """The values of entries that are pairs of numbers, over the ranks."""
+    rows = _exchange_pairs(entries, step, group)
+    values: list[float] = []
+    for number, entry in enumerate(entries):
+        column = 2 * number
+        pairs = [(row[column], row[column + 1]) for row in rows]
+        # Without a weight a rank has logged nothing.
+        logged = [pair for pair in pairs if pair[1]]
+        values.append(_reduce_over_ranks(entry.reduce, logged))
+    return values
 
 
 def _call_reduction(

@@ -289,6 +289,10 @@ class Metrics:
         """Note that this rank had no batch of the loader."""
         self.absent.add(self.loader)
 
+    def use_weight(self, weight: float | None) -> None:
+        """Weigh values without a batch size by this from now on."""
+        self.weight = weight
+
     def use_sizes_of(self, feed: Feed | None) -> None:
         """Weigh values by the sizes of this feed's batches; None: weights are set before each batch."""
         self.feed = feed
@@ -582,6 +586,7 @@ class Metrics:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``; the next `log` of a name may change its options."""
         self._suspended = None
+        # Older checkpoints lack some of these.
         self.callback.update(state.get("callback", {}))
         self.logged.update(state.get("logged", {}))
         self.progress_bar.update(state.get("progress_bar", {}))

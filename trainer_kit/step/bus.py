@@ -139,6 +139,7 @@ class Bus:
         datamodule: DataModule | None,
         scope: _Scope,
     ) -> None:
+        # Looked up once: a run with callbacks that override nothing has no call for them in a step.
         for name in Bus.names():
             methods = self._callback_methods(name, trainer, module, callbacks)
             methods += self._module_methods(name, module, datamodule)
@@ -227,7 +228,7 @@ class _Enter:
 
 def _entered(name: str, scope: _Scope, methods: Sequence[_Listener]) -> Listeners:
     if not methods:
-        return ()
+        return ()  # no entry, so that a hook without listeners costs nothing
     return (_Enter(name, scope), *methods)
 
 
@@ -235,6 +236,7 @@ def _wrapped(
     name: str, methods: list[_Listener], callbacks: Sequence[Callback]
 ) -> list[_Listener]:
     """The listeners of a hook, wrapped by the callbacks that override ``wrap_hook``."""
+    # The profiler wraps hooks; where nothing wraps them they are called directly.
     for callback in callbacks:
         if is_overridden("wrap_hook", callback, Callback):
             methods = [
@@ -254,6 +256,7 @@ def _without_loader_index(
         method: the user's method, whose signature counts.
         leading_arguments: the arguments that ``bound`` adds: trainer and module.
     """
+    # Lightning's hooks of training have no index of a loader.
     if not name.endswith(("_batch_start", "_batch_end")) or "train" in name:
         return bound
     arguments = 4 if name.endswith("_end") else 3

@@ -125,6 +125,7 @@ class Closures(Generic[_Loss]):
 
     def make(self) -> Callable[[], _Loss]:
         """Make the closure of this step; gradients are complete."""
+        # By identity and version counter: comparing values would be a sync point in every step.
         gradients = list(map(_GRADIENT, self._parameters))
         versions = self._versions(gradients)
         norms = None if self._writes_checked else self._norms(gradients)
@@ -165,6 +166,7 @@ class Closures(Generic[_Loss]):
             map(torch.equal, norms, self._norms(gradients))
         )  # sync point: once a fit
         self._unversioned = any(row[0] for row in self._world.agree([differ]))
+        # All ranks run a window again, or none: it runs collectives.
         return not self._unversioned
 
     def _norms(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:

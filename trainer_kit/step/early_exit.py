@@ -50,6 +50,7 @@ class ExitAgreement:
             for rank, (leaves_too, has) in enumerate(rows)
             if has and not leaves_too
         ]
+        # A rank that stays would wait for the others in its next collective.
         if leaving and staying:
             raise RankError(
                 "on_train_batch_start returned -1 on some ranks only",
@@ -76,5 +77,6 @@ def exit_agreement(bus: Bus, world: Group) -> ExitAgreement | None:
     """
     if world.size == 1:
         return None
+    # Any rank's hook is enough: the others must answer its votes.
     listens = world.agree([bool(bus.on_train_batch_start)])
     return ExitAgreement(world) if any(row[0] for row in listens) else None

@@ -31,6 +31,7 @@ from trainer_kit.step.optimizers import (
     LRSchedulerConfig,
     OptimizerProxy,
     Optimizers,
+    drop_gradients,
     parameters_of,
 )
 from trainer_kit.step.window import GradientRules, Window
@@ -168,10 +169,12 @@ class Stepper:
         parameters_before = set(map(id, self._trained_parameters))
         self.configured.optimizers[:] = optimizers
         self.read_groups()
-        for parameter in self._trained_parameters:
-            # Nothing has dropped the gradient of a new one since it was last stepped.
-            if id(parameter) not in parameters_before:
-                parameter.grad = None
+        # Nothing has dropped the gradient of a new one since it was last stepped.
+        drop_gradients(
+            parameter
+            for parameter in self._trained_parameters
+            if id(parameter) not in parameters_before
+        )
         present = set(map(id, optimizers))
         scheduled = [
             getattr(config.scheduler, "optimizer", config.optimizer)
@@ -211,6 +214,7 @@ class Stepper:
         """What steps one optimizer; ``name`` is that of its loss."""
         step, module = self.strategy.bind_step(optimizer), self.module
         error = refusal(optimizer, self.strategy, self.precision)
+        # An optimizer that may do without a closure is only refused when it calls it.
         if requires_closure(optimizer) and error is not None:
             raise error
         closures = self._closures(optimizer, name)
@@ -273,8 +277,7 @@ class Stepper:
         stepped = {id(parameter) for parameter in self._parameters[id(optimizer)]}
         others = [each for each in self._trained_parameters if id(each) not in stepped]
         gradients = [parameter.grad for parameter in others]
-        for parameter in others:
-            parameter.grad = None
+        drop_gradients(others)
         clip = next(clip for stepping, clip, _ in self._runs if stepping is optimizer)
         # Metric objects count a batch once, however often it runs.
         undo_metrics = remember_metrics([self.module])
@@ -366,6 +369,7 @@ class Stepper:
 
     def advance_waiting(self) -> None:
         """Advance the schedulers that wait for the values of the last step. Every rank must call it."""
+        # Taken first, so that a scheduler that fails does not advance again.
         waiting, self.waiting = self.waiting, []
         for config in waiting:
             self.advance(config)
@@ -445,6 +449,7 @@ class ManualOptimizer(OptimizerProxy):
         if self._precision.scales and closure is not None:
             if not calls_once(self.optimizer):
                 raise refusal_of_scaling(self.optimizer)
+            # The gradients must be unscaled between the closure and the step.
             closure()
             closure = None
         self._precision.unscale_gradients(self.optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, TypeAlias
@@ -22,6 +22,7 @@ __all__ = [
     "Optimizers",
     "check_parameters",
     "configure_optimizers",
+    "drop_gradients",
     "parameters_of",
 ]
 
@@ -204,15 +205,15 @@ def _sort_out(returned: _Returned) -> Optimizers:
         return Optimizers([], [])
     if isinstance(returned, Mapping) and "optimizer" not in returned:
         values = {f"{source}[{name!r}]": value for name, value in returned.items()}
-        configured = _join(values)
-        configured.names = [str(name) for name in returned]
-        return configured
+        return _join(values, names=[str(name) for name in returned])
+    # Lightning's form: ([optimizer, ...], [scheduler, ...]).
     if _is_pair_of_lists(returned):
         optimizers, schedulers = returned
         configs = [
             _scheduler_config(scheduler, f"{source}[1]") for scheduler in schedulers
         ]
         return Optimizers(list(optimizers), configs)
+    # A list may hold optimizers, or dicts of an optimizer and its scheduler.
     if isinstance(returned, (list, tuple)):
         return _join(
             {f"{source}[{index}]": value for index, value in enumerate(returned)}
@@ -227,9 +228,11 @@ def _is_pair_of_lists(returned: _Returned) -> bool:
     return all(isinstance(objects, (list, tuple)) for objects in returned)
 
 
-def _join(values: Mapping[str, _Returned]) -> Optimizers:
+def _join(
+    values: Mapping[str, _Returned], names: list[str] | None = None
+) -> Optimizers:
     """The optimizers, each with its schedulers; keys say where a value stands in what was returned."""
-    joined = Optimizers([], [])  # schedulers keep the order of their optimizers
+    joined = Optimizers([], [], names)  # schedulers keep the order of their optimizers
     for source, value in values.items():
         optimizer, configs = _optimizer_and_schedulers(value, source)
         joined.optimizers.append(optimizer)
@@ -321,6 +324,7 @@ def _check_names(configured: Optimizers) -> None:
             fix='return {"generator": opt_g, "discriminator": opt_d} and from training_step one loss for each name, '
             "or set automatic_optimization = False",
         )
+    # Each named loss has a backward of its own, into the parameters of its optimizer alone.
     owners: dict[int, str] = {}
     for name, optimizer in zip(
         configured.names or [], configured.optimizers, strict=False
@@ -338,6 +342,13 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer, in order."""
     groups = (group["params"] for group in optimizer.param_groups)
     return list(chain.from_iterable(groups))
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop the gradients of these parameters."""
+    # None and not zero: an optimizer skips what has no gradient, and zeros would move its averages.
+    for parameter in parameters:
+        parameter.grad = None
 
 
 class OptimizerProxy(Optimizer):

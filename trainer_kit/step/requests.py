@@ -168,6 +168,7 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
     Returns:
         A function that ends this. A handler of the user stays.
     """
+    # Python lets only the main thread install handlers.
     numbers: list[int] = []
     if threading.current_thread() is threading.main_thread():
         candidates = [number for number in (signal.SIGTERM, _USR1) if number]

@@ -108,6 +108,7 @@ class Saver:
         self.in_thread = True
         self.save: Save | None = None
         self.finite = True
+        # Kept over saves: a copy into fresh memory takes several times as long.
         self.buffers = {weights_only: HostBuffers() for weights_only in (False, True)}
 
     @property

@@ -136,6 +136,7 @@ class Schedule:
         batches = self.length.expected
         if batches is None:
             return False
+        # A resumed run may be beyond the end of an epoch that has become shorter.
         if self.length.certain:
             return progress.epoch_batch >= batches
         return (
@@ -240,6 +241,7 @@ class Schedule:
                 steps.append(
                     step + 1
                 )  # samples, tokens, seconds: the number of steps is unknown
+        # What is due at this very step has just been carried out.
         return max(step + 1, min(steps))
 
     def _goals(self, progress: Progress) -> list[tuple[str, float]]:

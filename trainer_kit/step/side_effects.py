@@ -83,6 +83,7 @@ def _remember_attributes(module: nn.Module) -> Callable[[], None]:
     def restore() -> None:
         for restore_value in restore_values:
             restore_value()
+        # Past `__setattr__`, which a class of the user may override.
         present = vars(module)
         for name in _public_attributes(module):
             if name not in attributes:

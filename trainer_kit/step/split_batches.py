@@ -20,6 +20,7 @@ from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.tensors import local, map_leaves, sequence_like
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.metrics.metrics import Metrics
+from trainer_kit.step.optimizers import drop_gradients
 from trainer_kit.step.side_effects import remember_effects
 from trainer_kit.step.window import Window
 from trainer_kit.strategies.strategy import Strategy
@@ -43,6 +44,7 @@ def split(batch: _Batch, parts: int) -> list[tuple[_Batch, int]]:
         ['d', 'e']
     """
     size = batch_size_of(batch)
+    # Rounded up: fewer parts rather than more.
     part_size = -(-size // parts)
     slices = [
         slice(low, min(low + part_size, size)) for low in range(0, size, part_size)
@@ -194,8 +196,8 @@ class SplitBatches:
             undo_logs()
             undo_effects()
             undo_window()
-            for parameter in self._module.parameters():
-                parameter.grad = None
+            # Those of the part that fitted into memory.
+            drop_gradients(self._module.parameters())
 
         return undo
 
@@ -232,6 +234,7 @@ class ReplayedSteps:
         self._run(window)
         gradients, losses = _gradients(self._module), window.runner.losses
         return_to_end, noted_losses = self._remember(), len(losses)
+        # The second run must see the same weights, buffers and random numbers.
         return_to_start()
         with window.again() as repeated:
             self._run(repeated)

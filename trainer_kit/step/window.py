@@ -171,6 +171,7 @@ class WindowRunner:
 
     def for_repetition(self) -> WindowRunner:
         """A runner whose only effects are gradients and losses: it calls no other hooks, and counts nothing."""
+        # Shallow: losses of a repetition are checked like others.
         runner = copy(self)
         runner._silence()
         return runner
@@ -252,6 +253,7 @@ class Window(_Record):
     def begin(self, index: int) -> None:
         """Move the batch to the device and call ``on_train_batch_start``."""
         runner, batch = self.runner, self.batches[index]
+        # An optimizer that runs the window again asks for its loss, and may need the same dropout.
         if runner.remembers and index == 0:
             self.weighted_losses = []
             if runner.draws:
@@ -311,6 +313,7 @@ class Window(_Record):
             # Another copy: hooks may keep it, and write into it.
             self.outputs = {"loss": output.detach().clone()}
         self.contributed = True
+        # Most windows need no factor, and a product costs a kernel and a node of the graph.
         if self.factors is None:
             return output
         return output * self.factors[index]
@@ -330,6 +333,7 @@ class Window(_Record):
                 self.outputs = {"loss": output.detach()}
             return None
         if output is None:
+            # As in Lightning: the batch adds nothing to the step.
             runner.count_skipped()
             self.start_gradients()
             return None
@@ -383,6 +387,7 @@ class Window(_Record):
     def backward(self, index: int, loss: _Losses) -> None:
         """Backward; drops the gradients of the previous window first."""
         runner = self.runner
+        # Dropped this late, gradients of the last step can be read by hooks until the next backward.
         if self.fresh:
             self.fresh = False
             if runner.gradients.droppable:
@@ -500,13 +505,13 @@ class Window(_Record):
         for part, share in parts:
             self.batch = part
             if weight is not None:
-                metrics.weight = weight * share
+                metrics.use_weight(weight * share)
             loss = self.forward(index)
             outputs.append((self.outputs, share))
             if loss is not None:
                 self.backward(index, loss if share == 1.0 else loss * share)
         self.batch = batch
-        metrics.weight = weight
+        metrics.use_weight(weight)
         # Hooks see one output for the whole batch.
         if not self.runner.wants_outputs or len(outputs) == 1:
             return
