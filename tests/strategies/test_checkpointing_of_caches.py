@@ -45,8 +45,13 @@ class Language(tk.TrainModule):
         super().__init__()
         torch.manual_seed(0)
         self.model = make()
+        self.while_training: list[bool] = []
+
+    def configs(self) -> list[Any]:
+        return [part.config for part in self.modules() if hasattr(part, "config")]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.while_training.append(any(one.use_cache for one in self.configs()))
         return self.model(input_ids=batch, labels=batch).loss
 
     def configure_optimizers(self) -> Any:
@@ -70,11 +75,13 @@ def test_the_cache_is_switched_off_and_the_weights_are_those_without_checkpointi
 ) -> None:
     expected = fit(Language(make), devices=1)
     module = Language(make)
+    caches = [one.use_cache for one in module.configs()]
+    assert any(caches)
     with pytest.warns(UserWarning, match="switches the cache of keys and values off"):
         found = fit(module, devices=1, activation_checkpointing=True)
     torch.testing.assert_close(found, expected)
-    configs = [part.config for part in module.modules() if hasattr(part, "config")]
-    assert not any(config.use_cache for config in configs)
+    assert module.while_training == [False, False]
+    assert [one.use_cache for one in module.configs()] == caches  # after the fit
 
 
 @pytest.mark.slow
@@ -82,6 +89,9 @@ def test_the_cache_is_switched_off_and_the_weights_are_those_without_checkpointi
 def test_under_fsdp_too() -> None:
     expected = fit(Language(llama), strategy="ddp")
     strategy = tk.strategies.FSDPStrategy(activation_checkpointing_policy=True)
+    module = Language(llama)
     with pytest.warns(UserWarning, match="switches the cache of keys and values off"):
-        found = fit(Language(llama), strategy=strategy)
+        found = fit(module, strategy=strategy)
     torch.testing.assert_close(found, expected)
+    assert module.while_training == [False, False]
+    assert all(one.use_cache for one in module.configs())

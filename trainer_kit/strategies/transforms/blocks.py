@@ -209,8 +209,7 @@ class ActivationCheckpointing(Transform):
         again would fill it again, and torch raises an error that tensors differ.
         """
         blocks = units(module, self.policy).values()
-        if blocks:
-            _disable_caches(module)
+        configs = _disable_caches(module) if blocks else []
         for block in blocks:
             attributes = block.__dict__
             if isinstance(attributes.get("forward"), _RecomputedForward):
@@ -218,11 +217,11 @@ class ActivationCheckpointing(Transform):
             # Set on the instance, so that other instances of the class are not affected.
             was_on_instance = "forward" in attributes
             attributes["forward"] = _RecomputedForward(
-                block.forward, was_on_instance, self.offload
+                block.forward, was_on_instance, self.offload, configs
             )
 
     def undo(self, module: nn.Module) -> None:
-        """Remove activation checkpointing from all parts of the module."""
+        """Remove activation checkpointing from all parts of the module, and switch their model's cache on again."""
         for submodule in module.modules():
             recomputed = submodule.__dict__.get("forward")
             if not isinstance(recomputed, _RecomputedForward):
@@ -230,10 +229,16 @@ class ActivationCheckpointing(Transform):
             del submodule.__dict__["forward"]
             if recomputed.was_on_instance:
                 submodule.__dict__["forward"] = recomputed.forward
+            for config in recomputed.configs:
+                config.use_cache = True
 
 
-def _disable_caches(module: nn.Module) -> None:
-    """Switch the cache of keys and values off in all configurations of transformers models, with a warning."""
+def _disable_caches(module: nn.Module) -> list[Any]:
+    """Switch the cache of keys and values off in all configurations of transformers models, with a warning.
+
+    Returns:
+        The configurations that have changed.
+    """
     # One configuration per model and, for encoders and decoders, one for each of the two.
     configs: list[Any] = [m.config for m in module.modules() if hasattr(m, "config")]
     with_cache = [
@@ -244,9 +249,11 @@ def _disable_caches(module: nn.Module) -> None:
     if with_cache:
         warnings.warn(
             "activation checkpointing switches the cache of keys and values off: "
-            f"{type(with_cache[0]).__name__}.use_cache is False from here on; set it to True again to generate",
+            f"{type(with_cache[0]).__name__}.use_cache is False as long as activations are recomputed (in a fit, or for"
+            " good with an Accelerator); pass use_cache=True to generate meanwhile",
             stacklevel=2,
         )
+    return with_cache
 
 
 @final
@@ -254,11 +261,17 @@ class _RecomputedForward:
     """A forward that is recomputed in backward, so that its activations are not stored."""
 
     def __init__(
-        self, forward: Callable[..., Any], was_on_instance: bool, offload: bool
+        self,
+        forward: Callable[..., Any],
+        was_on_instance: bool,
+        offload: bool,
+        configs: Sequence[Any],
     ) -> None:
         self.forward = forward
         self.was_on_instance = was_on_instance
         self.offload = offload
+        self.configs = configs
+        """The configurations of transformers models whose cache is off meanwhile."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if not self.offload:
