@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
@@ -103,60 +104,31 @@ def compose_fit(
     bus: Bus,
 ) -> Fit:
     """Compose a fit: feed, wrapped module, optimizers, accumulation windows, schedule, validation."""
-    strategy, precision, settings = (
-        trainer.strategy,
-        trainer.precision_plugin,
-        trainer.settings,
-    )
+    settings = trainer.settings
     feed, length = load_training(trainer, loaders)
     _report_length(trainer, feed, length)
     check_tokens("max_duration", settings.max_duration, module)
     check_tokens("val_check_interval", settings.validate_every, module)
-    manual = _is_manual(trainer, module)
-    precision.convert_module(module)
-    _wrap_module(trainer, module, manual, feed)
-    optimizers = _configure_optimizers(trainer, module)
-    step = _bind_step(
-        trainer, module, has_names=optimizers.names is not None and not manual
-    )
-    _prepare_optimizers(trainer, module, optimizers)
-    automatic = None
-    if not manual:
-        automatic = _compose_stepper(trainer, module, optimizers, bus)
-    move, prefetch = batch_movers(trainer, module, datamodule, feed)
-    padding = None
-    if strategy.data.size > 1 and (manual or strategy.lockstep):
-        # Each micro-batch runs collectives on every rank.
-        names = None if manual else optimizers.names
-        padding = PaddingBatches(module, strategy, move, names)
-    move_in_step = move if prefetch is None else None
-    runner = _compose_runner(
-        trainer, module, bus, automatic, step, move_in_step, padding
-    )
-    windows = _compose_windows(
-        trainer, module, feed, runner, length.limit, prefetch, padding
-    )
-    stepper = automatic or ManualStepper(
-        optimizers, module, strategy, precision, bus, windows
-    )
-    trainer.metrics.use_sizes_of(feed if windows.loss_weight is None else None)
+    steps = _compose_steps(trainer, module, datamodule, bus, feed, length)
     validation_loaders = find_validation_loaders(
         trainer, module, datamodule, val_loaders
     )
     validates = bool(validation_loaders.feeds)
-    if not validates and not manual:
-        _check_monitors(trainer, optimizers.schedulers)
+    if not validates and not steps.runner.manual:
+        _check_monitors(trainer, steps.stepper.configured.schedulers)
     run = Fit(
         module=module,
         bus=bus,
         metrics=trainer.metrics,
         progress=trainer.progress,
-        strategy=strategy,
-        precision=precision,
-        runner=runner,
-        windows=windows,
-        stepper=stepper,
-        schedule=make_schedule(settings, length, validates, strategy.world.size),
+        strategy=trainer.strategy,
+        precision=trainer.precision_plugin,
+        runner=steps.runner,
+        windows=steps.windows,
+        stepper=steps.stepper,
+        schedule=make_schedule(
+            settings, length, validates, trainer.strategy.world.size
+        ),
         requests=trainer.requests,
         validation=compose_evaluation(
             trainer, "validate", module, datamodule, validation_loaders, bus
@@ -172,7 +144,7 @@ def compose_fit(
         saver=Saver(trainer.async_save),
         id="" if trainer.files.record is None else trainer.files.record.id,
         forward_backward=compose_forward_backward(
-            trainer, module, stepper, runner, windows
+            trainer, module, steps.stepper, steps.runner, steps.windows
         ),
         frozen=frozenset(
             name for name, trained in configured_flags(module).items() if not trained
@@ -180,6 +152,55 @@ def compose_fit(
     )
     _connect(trainer, run)
     return run
+
+
+@final
+@dataclass(frozen=True)
+class _Steps:
+    """What loads and runs the windows of a fit, and steps its optimizers."""
+
+    windows: WindowLoader
+    runner: WindowRunner
+    stepper: Stepper | ManualStepper
+
+
+def _compose_steps(
+    trainer: Session,
+    module: TrainModule,
+    datamodule: Any,
+    bus: Bus,
+    feed: Feed,
+    length: EpochLength,
+) -> _Steps:
+    """Wrap the module, configure its optimizers, and compose what runs its steps."""
+    strategy, precision = trainer.strategy, trainer.precision_plugin
+    manual = _is_manual(trainer, module)
+    precision.convert_module(module)
+    _wrap_module(trainer, module, manual, feed)
+    optimizers = _configure_optimizers(trainer, module)
+    names = None if manual else optimizers.names
+    step = _bind_step(trainer, module, has_names=names is not None)
+    _prepare_optimizers(trainer, module, optimizers)
+    automatic = None
+    if not manual:
+        automatic = _compose_stepper(trainer, module, optimizers, bus)
+    move, prefetch = batch_movers(trainer, module, datamodule, feed)
+    padding = None
+    if strategy.data.size > 1 and (manual or strategy.lockstep):
+        # Each micro-batch runs collectives on every rank.
+        padding = PaddingBatches(module, strategy, move, names)
+    move_in_step = move if prefetch is None else None
+    runner = _compose_runner(
+        trainer, module, bus, automatic, step, move_in_step, padding
+    )
+    windows = _compose_windows(
+        trainer, module, feed, runner, length.limit, prefetch, padding
+    )
+    stepper = automatic or ManualStepper(
+        optimizers, module, strategy, precision, bus, windows
+    )
+    trainer.metrics.use_sizes_of(feed if windows.loss_weight is None else None)
+    return _Steps(windows, runner, stepper)
 
 
 def load_training(trainer: Session, loaders: Any) -> tuple[Feed, EpochLength]:
