@@ -31,7 +31,7 @@ from tests.parity.plain import (
     sgd,
     train,
 )
-from trainer_kit.state.resume import read_state
+from trainer_kit.state.resume import read_state, resolve_source
 from trainer_kit.strategies import DeepSpeedStrategy
 from trainer_kit.testing.conformance import whole
 
@@ -477,7 +477,7 @@ def every_stage_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
 
 
 def states(path: Path) -> tuple[Any, Any]:
-    state = read_state(path, False)
+    state = read_state(resolve_source(path), False)
     return state["state_dict"], state["optimizer_states"][0]["state"]
 
 

@@ -23,7 +23,7 @@ from tests.parity.plain import (
     same_state,
     sgd,
 )
-from trainer_kit.state.resume import read_state
+from trainer_kit.state.resume import read_state, resolve_source
 from trainer_kit.strategies import DeepSpeedStrategy
 
 pytestmark = [
@@ -117,7 +117,8 @@ def goes_on_in_every_bit(path: Path, stage: int) -> None:
         path / "resumed"
     )
     states = [
-        read_state(path / name, False) for name in ("straight", "resumed", "half")
+        read_state(resolve_source(path / name), False)
+        for name in ("straight", "resumed", "half")
     ]
     assert states[0]["precision"] == states[1]["precision"] != states[2]["precision"]
     assert states[2]["precision"]["scale"] < 256
@@ -131,7 +132,7 @@ def goes_on_in_every_bit(path: Path, stage: int) -> None:
 
 
 def scales_pass_between_engines(path: Path, stage: int) -> None:
-    kept = read_state(path / "half", False)["precision"]
+    kept = read_state(resolve_source(path / "half"), False)["precision"]
     taken = trained(
         None, 4, path / "half"
     ).precision_plugin.state_dict()  # as many steps: none is taken
@@ -139,7 +140,7 @@ def scales_pass_between_engines(path: Path, stage: int) -> None:
         k: v for k, v in kept.items() if k != "deepspeed"
     }
     trained(None, 4).save_checkpoint(path / "single")
-    theirs = read_state(path / "single", False)["precision"]
+    theirs = read_state(resolve_source(path / "single"), False)["precision"]
     mine = trained(stage, 4, path / "single").precision_plugin.state_dict()
     assert mine["scale"] == theirs["scale"]
     assert (

@@ -23,7 +23,7 @@ from trainer_kit.core.costs import optimizer_bytes
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.launch.options import SECTIONS
 from trainer_kit.precision import make_precision
-from trainer_kit.state.resume import read_state
+from trainer_kit.state.resume import read_state, resolve_source
 from trainer_kit.strategies import MegatronStrategy
 from trainer_kit.strategies.megatron.config import (
     KEYS,
@@ -228,7 +228,7 @@ class Overflowing(Task):
 
 
 def whole_run(path: str) -> dict[str, Any]:
-    state = read_state(Path(path), False)
+    state = read_state(resolve_source(Path(path)), False)
     return {
         "model": state["state_dict"],
         "moments": state["optimizer_states"][0]["state"],
@@ -506,6 +506,8 @@ def test_the_real_one() -> None:
         assert losses[-1] < losses[0] / 2
         trainer.save_checkpoint(f"{distributed}")
         found.append(
-            read_state(Path(f"{distributed}"), False)["optimizer_states"][0]["state"]
+            read_state(resolve_source(Path(f"{distributed}")), False)[
+                "optimizer_states"
+            ][0]["state"]
         )
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)

@@ -18,7 +18,7 @@ from trainer_kit.checkpoint import sharded
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.core.errors import RankError
 from trainer_kit.state import saving
-from trainer_kit.state.resume import read_start
+from trainer_kit.state.resume import read_start, resolve_source
 from trainer_kit.step.run import Save, Saver
 from trainer_kit.strategies import process_group
 
@@ -105,8 +105,8 @@ def statistics_are_each_rank_s_own(path: Path) -> None:
     _, module = fit(ckpt_path=path / "2")
     assert torch.equal(module.norm.running_mean, own[dist.get_rank()])
     # Weights alone say nothing about the data.
-    assert "seed" in read_start(path / "2", False, trainer.strategy)
-    assert read_start(path / "2", True, trainer.strategy) == {}
+    assert "seed" in read_start(resolve_source(path / "2"), False, trainer.strategy)
+    assert read_start(resolve_source(path / "2"), True, trainer.strategy) == {}
 
 
 class Raises(Callback):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
     "RUN_PARTS",
+    "ResolvedCheckpoint",
     "describe_existing",
     "description_files",
     "directories_with_checkpoints",
@@ -49,7 +51,9 @@ __all__ = [
     "open_checkpoint",
     "read_checkpoint",
     "read_info",
+    "read_parts",
     "read_trees",
+    "resolve_checkpoint",
     "size_of",
     "step_of",
     "verify_checkpoint",
@@ -119,11 +123,54 @@ def read_checkpoint(
         ...     read_checkpoint(path, parts=["model"])
         {'model': {'w': tensor([1., 1.])}}
     """
-    with open_checkpoint(path, parts) as (root, manifest, wanted):
+    return read_parts(_resolve_or_describe(path), parts, verify, device)
+
+
+@final
+@dataclass(frozen=True)
+class ResolvedCheckpoint:
+    """A checkpoint whose manifest, list of files and their sizes were checked.
+
+    Attributes:
+        root: the directory of its files.
+        manifest: the verified manifest.
+    """
+
+    root: Location
+    manifest: Manifest
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of its parts."""
+        return list(self.manifest["parts"])
+
+
+def resolve_checkpoint(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
+    """Return the checkpoint at ``path``, checked without reading content.
+
+    Raises:
+        CheckpointError: naming file and reason, for a missing, damaged or foreign file.
+    """
+    location = locate(path)
+    manifest = read_manifest(location)
+    root = files_directory(location, manifest)
+    check_files(root, manifest)
+    return ResolvedCheckpoint(root, manifest)
+
+
+def read_parts(
+    checkpoint: ResolvedCheckpoint,
+    parts: Iterable[str] | None = None,
+    verify: bool = True,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """Return what `read_checkpoint` returns, of a checkpoint that is resolved."""
+    with _fetch_parts(checkpoint, parts) as (directory, wanted):
+        manifest = checkpoint.manifest
         if verify:
             # Before decoding, so that damage is named by its file and not by what it breaks.
-            check_content(root, manifest, files_for(manifest, wanted))
-        return _decode(root, manifest, wanted, device)
+            check_content(directory, manifest, files_for(manifest, wanted))
+        return _decode(directory, manifest, wanted, device)
 
 
 @contextmanager
@@ -139,8 +186,18 @@ def open_checkpoint(
     Raises:
         CheckpointError: as `read_checkpoint`.
     """
-    root, manifest = _check_or_describe(path)
-    existing = manifest["parts"]
+    checkpoint = _resolve_or_describe(path)
+    with _fetch_parts(checkpoint, parts) as (directory, wanted):
+        yield directory, checkpoint.manifest, wanted
+
+
+@contextmanager
+def _fetch_parts(
+    checkpoint: ResolvedCheckpoint, parts: Iterable[str] | None
+) -> Iterator[tuple[Path, list[str]]]:
+    """A local directory with the files of these parts, and their names."""
+    root, manifest = checkpoint.root, checkpoint.manifest
+    existing = checkpoint.parts
     wanted = list(existing if parts is None else parts)
     for part_name in wanted:
         if part_name not in existing:
@@ -151,21 +208,13 @@ def open_checkpoint(
     names = files_for(manifest, wanted)
     check_sizes(root, manifest, names)  # before any file is fetched
     with fetch_files(root, names) as directory:
-        yield directory, manifest, wanted
+        yield directory, wanted
 
 
-def _check(path: str | os.PathLike[str]) -> tuple[Location, Manifest]:
-    """Return the directory of a checkpoint's files and its manifest, both checked without reading content."""
-    manifest = read_manifest(locate(path))
-    root = files_directory(locate(path), manifest)
-    check_files(root, manifest)
-    return root, manifest
-
-
-def _check_or_describe(path: str | os.PathLike[str]) -> tuple[Location, Manifest]:
-    """Like `_check`; the error for a missing checkpoint says which ones exist near ``path``."""
+def _resolve_or_describe(path: str | os.PathLike[str]) -> ResolvedCheckpoint:
+    """Like `resolve_checkpoint`; the error for a missing checkpoint says which ones exist near ``path``."""
     try:
-        return _check(path)
+        return resolve_checkpoint(path)
     except MissingCheckpointError as error:
         raise missing_checkpoint(locate(path), error.reason, fix=error.fix) from None
 
@@ -354,7 +403,8 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> Manifest:
         ...     verify_checkpoint(path)["info"]
         {'step': 3}
     """
-    root, manifest = _check_or_describe(path)
+    checkpoint = _resolve_or_describe(path)
+    root, manifest = checkpoint.root, checkpoint.manifest
     check_content(root, manifest, list(listed_files(manifest)))
     if is_sharded(manifest):
         with fetch_files(root, [LAYOUT]) as directory:
@@ -394,7 +444,7 @@ def step_of(info: Mapping[str, object]) -> int | None:
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a checkpoint with every file in its full size; checksums are not compared."""
     try:
-        _check(path)
+        resolve_checkpoint(path)
     except CheckpointError:
         return False
     return True

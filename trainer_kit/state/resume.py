@@ -14,10 +14,11 @@ from trainer_kit.checkpoint.lock import is_free
 from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
 from trainer_kit.checkpoint.read import (
     RUN_PARTS,
+    ResolvedCheckpoint,
     describe_existing,
-    is_complete,
     missing_checkpoint,
-    read_checkpoint,
+    read_parts,
+    resolve_checkpoint,
 )
 from trainer_kit.checkpoint.store import (
     candidates,
@@ -58,6 +59,7 @@ from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "Search",
+    "Source",
     "compare_hparams",
     "holds_weights",
     "load_weights",
@@ -65,7 +67,32 @@ __all__ = [
     "read_remaining",
     "read_start",
     "read_state",
+    "resolve_source",
 ]
+
+
+@final
+@dataclass(frozen=True)
+class Source:
+    """Where the state of an entry point is read from; resolved and checked once, on the way in.
+
+    Attributes:
+        path: as messages name it.
+        checkpoint: the checkpoint there; None: weights in another format.
+    """
+
+    path: Location
+    checkpoint: ResolvedCheckpoint | None
+
+
+def resolve_source(path: Location) -> Source:
+    """Resolve a path; what is not a complete checkpoint may hold weights."""
+    if not path.is_dir():
+        return Source(path, None)
+    try:
+        return Source(path, resolve_checkpoint(path))
+    except CheckpointError:  # reading its weights says what is wrong
+        return Source(path, None)
 
 
 @final
@@ -90,7 +117,7 @@ class Search:
         ckpt_path: str | os.PathLike[str] | None,
         weights_only: bool,
         removed: list[str],
-    ) -> tuple[Location | None, bool, str]:
+    ) -> tuple[Source | None, bool, str]:
         """Where a fit begins: at the newest checkpoint of the run that it continues, else where the user says.
 
         Args:
@@ -107,13 +134,18 @@ class Search:
             resumed = self._resume_run(files.continued, removed)
             if resumed is not None:
                 path, line = resumed
-                return path, False, line
+                return self._resolve(path), False, line
         elif files.resume == "auto" and files.records:
             self._report_new_run()
         start = self.find(ckpt_path, resumable_first=not weights_only)
+        if start is None:  # nothing is loaded, and the line is not printed
+            return None, weights_only, ""
         if weights_only:
-            return start, True, f"starting from the weights in {start}"
-        return start, False, f"resuming from step {{step}} ({start})"
+            return start, True, f"starting from the weights in {start.path}"
+        return start, False, f"resuming from step {{step}} ({start.path})"
+
+    def _resolve(self, path: Location) -> Source:
+        return fail_together(self.world, lambda: resolve_source(path))
 
     def _resume_run(
         self,
@@ -167,8 +199,8 @@ class Search:
         self,
         ckpt_path: str | os.PathLike[str] | None,
         resumable_first: bool = False,
-    ) -> Location | None:
-        """The path that ``ckpt_path`` means; None for None, and for ``"last"`` before the first checkpoint of a fit.
+    ) -> Source | None:
+        """What ``ckpt_path`` means; None for None, and for ``"last"`` before the first checkpoint of a fit.
 
         Args:
             ckpt_path: as the user gave it. For ``"last"`` damaged checkpoints are skipped, and named.
@@ -180,9 +212,10 @@ class Search:
         if ckpt_path is None:
             return None
         if ckpt_path == "best":
-            return self._best()
+            return self._resolve(self._best())
         if ckpt_path == "last":
-            return self._last(resumable_first)
+            newest = self._last(resumable_first)
+            return None if newest is None else self._resolve(newest)
         if not isinstance(ckpt_path, (str, os.PathLike)):
             fix = None
             if ckpt_path is True:
@@ -193,8 +226,7 @@ class Search:
                 fix=fix,
             )
         path = locate(ckpt_path)
-        fail_together(self.world, lambda: self._check_path(path))
-        return path
+        return fail_together(self.world, lambda: self._check_path(path))
 
     def _best(self) -> Location:
         for callback in self.callbacks:
@@ -244,7 +276,7 @@ class Search:
             paths += [checkpoint.path for checkpoint in checkpoints(directory)]
         return max(paths, key=commit_order, default=None)
 
-    def _check_path(self, path: Location) -> None:
+    def _check_path(self, path: Location) -> Source:
         try:
             exists = path.exists()
             inside: list[Location] = []
@@ -264,6 +296,7 @@ class Search:
                 "a directory of checkpoints, not one of them",
                 fix=f"pass {inside[0]}",
             )
+        return resolve_source(path)
 
     def _directories(self) -> list[Location]:
         """Where this Trainer writes checkpoints: the directories of its callbacks; without one the run's own."""
@@ -347,11 +380,12 @@ def _no_checkpoint(
     )
 
 
-def read_state(path: Location, weights_only: bool) -> State:
+def read_state(source: Source, weights_only: bool) -> State:
     """The whole state of a run; or weights, from anything that holds them, without the parts for resuming."""
-    if _is_checkpoint(path):
-        parts = _parts_to_read(path, weights_only)
-        return _rename_weights(path, read_checkpoint(path, parts=parts))
+    path, checkpoint = source.path, source.checkpoint
+    if checkpoint is not None:
+        parts = _parts_to_read(checkpoint, weights_only)
+        return _rename_weights(path, read_parts(checkpoint, parts))
     # A single file, of torch, safetensors or Lightning.
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
@@ -362,18 +396,14 @@ def read_state(path: Location, weights_only: bool) -> State:
     }
 
 
-def _is_checkpoint(path: Location) -> bool:
-    return path.is_dir() and is_complete(path)
-
-
 def _is_run_part(name: str) -> bool:
     """Whether a part of a checkpoint serves only to resume its run."""
     return name in RUN_PARTS or name.startswith(rank_part_name(""))
 
 
-def _parts_to_read(path: Location, weights_only: bool) -> list[str]:
+def _parts_to_read(checkpoint: ResolvedCheckpoint, weights_only: bool) -> list[str]:
     """The shared parts; of weights alone also the entries that ``on_save_checkpoint`` hooks have added."""
-    parts = read_manifest(path)["parts"]
+    parts = checkpoint.parts
     if weights_only:
         return [part_name for part_name in parts if not _is_run_part(part_name)]
     return [
@@ -381,22 +411,23 @@ def _parts_to_read(path: Location, weights_only: bool) -> list[str]:
     ]
 
 
-def read_start(path: Location, weights_only: bool, strategy: Strategy) -> State:
+def read_start(source: Source, weights_only: bool, strategy: Strategy) -> State:
     """`read_state`; for a sharded engine what composition needs, and None for each part that `read_remaining` reads."""
 
     def read() -> State:
         if not strategy.sharded:
-            return read_state(path, weights_only)
-        if weights_only or not _is_checkpoint(path):
+            return read_state(source, weights_only)
+        checkpoint = source.checkpoint
+        if weights_only or checkpoint is None:
             return {}
-        parts = read_manifest(path)["parts"]
+        parts = checkpoint.parts
         needed = [
             part_name
             for part_name in ("callbacks", "progress", "seed")
             if part_name in parts
         ]
         # Names without values tell composition which parts there are.
-        return {**dict.fromkeys(parts), **read_checkpoint(path, parts=needed)}
+        return {**dict.fromkeys(parts), **read_parts(checkpoint, needed)}
 
     return fail_together(strategy.world, read)
 
@@ -417,7 +448,7 @@ def local_tensors(
 
 def read_remaining(
     state: State,
-    path: Location,
+    source: Source,
     weights_only: bool,
     strategy: Strategy,
     module: nn.Module,
@@ -426,8 +457,9 @@ def read_remaining(
     world = strategy.world
     if not strategy.sharded:
         return state
-    if not _is_checkpoint(path):
-        return fail_together(world, lambda: read_state(path, weights_only))
+    path, checkpoint = source.path, source.checkpoint
+    if checkpoint is None:
+        return fail_together(world, lambda: read_state(source, weights_only))
     # torch's planner takes half a second to import.
     from trainer_kit.checkpoint.sharded import read_divided
 
@@ -435,19 +467,16 @@ def read_remaining(
     state = read_divided(
         path,
         tensors,
-        parts=_parts_to_read(path, weights_only),
+        parts=_parts_to_read(checkpoint, weights_only),
         elsewhere=dict.fromkeys(
             ("model", "current_model_state", "optimizer_states"), absent
         ),
         group=world.side_group(),
     )
     part_name = rank_part_name(world.rank)
-    if (
-        strategy.per_rank_state
-        and not weights_only
-        and part_name in read_manifest(path)["parts"]
-    ):
-        state.update(read_checkpoint(path, parts=[part_name]))
+    has_rank_part = part_name in checkpoint.parts
+    if strategy.per_rank_state and not weights_only and has_rank_part:
+        state.update(read_parts(checkpoint, [part_name]))
     return _rename_weights(path, state)
 
 
@@ -478,17 +507,17 @@ def holds_weights(path: Location | None) -> CheckpointError:
 
 def load_weights(
     module: TrainModule,
-    path: Location,
+    source: Source,
     bus: Bus,
     strategy: Strategy,
 ) -> str | None:
     """Put the weights of a checkpoint into a module; returns a line if its hyperparameters differ."""
     # Files of other libraries are read for their weights.
-    weights_only = not _is_checkpoint(path)
+    weights_only = source.checkpoint is None
     if strategy.sharded:
-        state = read_remaining({}, path, weights_only, strategy, module)
+        state = read_remaining({}, source, weights_only, strategy, module)
     else:
-        state = fail_together(strategy.world, lambda: read_state(path, weights_only))
+        state = fail_together(strategy.world, lambda: read_state(source, weights_only))
     for hook in bus.on_load_checkpoint:
         hook(state)
 

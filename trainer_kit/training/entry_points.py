@@ -33,7 +33,6 @@ from trainer_kit.core.errors import (
     add_note,
 )
 from trainer_kit.core.hooks import RUNNING_MODULE, Callback, DataHooks
-from trainer_kit.core.location import Location
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
@@ -45,6 +44,7 @@ from trainer_kit.state.collect import restore
 from trainer_kit.state.optimizer_states import reset_flags, watch_groups
 from trainer_kit.state.resume import (
     Search,
+    Source,
     compare_hparams,
     holds_weights,
     load_weights,
@@ -92,13 +92,13 @@ class _Start:
     """Where a fit starts.
 
     Attributes:
-        path: the checkpoint, or None.
+        source: the checkpoint, or None.
         weights_only: whether only its weights are loaded.
         message: what to print when it is restored.
         state: the part of the checkpoint that is read before the fit is composed; empty without one.
     """
 
-    path: Location | None
+    source: Source | None
     weights_only: bool
     message: str
     state: dict[str, Any]
@@ -106,7 +106,7 @@ class _Start:
     @property
     def resumes(self) -> bool:
         """Whether the fit continues at the step of the checkpoint."""
-        return self.path is not None and not self.weights_only
+        return self.source is not None and not self.weights_only
 
 
 @final
@@ -340,10 +340,10 @@ class EntryPoint:
         self.teardown.cleanup.append(watch_groups(run))
         # Counts that a continued fit takes over are not due again.
         run.schedule.mark_checked(run.progress)
-        if start.path is not None:
+        if start.source is not None:
             state = read_remaining(
                 start.state,
-                start.path,
+                start.source,
                 start.weights_only,
                 trainer.strategy,
                 self.module,
@@ -395,9 +395,9 @@ class EntryPoint:
             self.teardown.cleanup,
         )
         search = Search(files, callbacks, world, fits=True)
-        path, weights_only, message = search.start(ckpt_path, weights_only, removed)
-        trainer.restore_from(path)
-        if path is None:
+        source, weights_only, message = search.start(ckpt_path, weights_only, removed)
+        trainer.restore_from(source)
+        if source is None:
             if trainer.trained_before:
                 trainer.say(
                     "this fit starts at step 0 with new optimizers; the last one ended at step"
@@ -408,13 +408,13 @@ class EntryPoint:
         # The checkpoint has its own counts, or the fit starts again.
         trainer.progress.load_state_dict(Progress().state_dict())
         trainer.metrics.forget()
-        state = read_start(path, weights_only, trainer.strategy)
+        state = read_start(source, weights_only, trainer.strategy)
         if not weights_only:
             if "optimizer_states" not in state:
-                raise holds_weights(path)
+                raise holds_weights(source.path)
             reset_flags(self.module)
         files.continue_seed(state)
-        return _Start(path, weights_only, message, state)
+        return _Start(source, weights_only, message, state)
 
     def _compose(self, val_loaders: Any, every: int) -> Fit:
         """Get the loaders and compose the fit; with ``every``, loaders of the last epoch that is a multiple of it."""
@@ -451,7 +451,7 @@ class EntryPoint:
         ]
         if not tuners:
             return
-        if start.path is not None and start.weights_only:
+        if start.source is not None and start.weights_only:
             raise ConfigurationError(
                 f"{type(tuners[0]).__name__} would search with weights other than those of the checkpoint",
                 found="load_weights_only=True",
@@ -463,7 +463,7 @@ class EntryPoint:
             return
         for callback in tuners:
             saved: Mapping[str, Any] | None = None
-            if start.path is not None:
+            if start.source is not None:
                 saved = (start.state.get("callbacks") or {}).get(callback.state_key, {})
             if saved == {}:
                 trainer.say(
@@ -545,14 +545,14 @@ class EntryPoint:
     def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
         """Compose the evaluation, and load the requested weights."""
         trainer, module = self.trainer, self.module
-        path = self._find_weights(ckpt_path)
+        source = self._find_weights(ckpt_path)
         trainer.precision_plugin.convert_module(module)
         # A rank of a sharded module loads only its shards, so placement comes first.
         if not trainer.strategy.sharded:
-            self._load_weights(path)
+            self._load_weights(source)
         trainer.strategy.place_module(module, trainer.precision_plugin)
         if trainer.strategy.sharded:
-            self._load_weights(path)
+            self._load_weights(source)
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
         if loaders is None:
             raise DataError(
@@ -566,7 +566,7 @@ class EntryPoint:
         trainer.set_evaluation(evaluation)
         return evaluation
 
-    def _find_weights(self, ckpt_path: Any) -> Location | None:
+    def _find_weights(self, ckpt_path: Any) -> Source | None:
         """The checkpoint whose weights an evaluation loads: of a fitted module the best one; None: its own weights."""
         trainer = self.trainer
         callbacks = keep_checkpoints(self._callbacks_before)  # those of the fit
@@ -581,16 +581,16 @@ class EntryPoint:
             best = _describe_best(callbacks[0])
             reason = f": {best}; pass the module to use its own, or ckpt_path="
         search = Search(trainer.files, callbacks, trainer.strategy.world, fits=False)
-        path = search.find(ckpt_path)
-        trainer.restore_from(path)
-        if path is not None:
-            trainer.say(f"{self.stage}: weights of {path}{reason}")
-        return path
+        source = search.find(ckpt_path)
+        trainer.restore_from(source)
+        if source is not None:
+            trainer.say(f"{self.stage}: weights of {source.path}{reason}")
+        return source
 
-    def _load_weights(self, path: Location | None) -> None:
-        if path is None:
+    def _load_weights(self, source: Source | None) -> None:
+        if source is None:
             return
-        difference = load_weights(self.module, path, self.bus, self.trainer.strategy)
+        difference = load_weights(self.module, source, self.bus, self.trainer.strategy)
         if difference is not None:
             self.trainer.say(difference)
 

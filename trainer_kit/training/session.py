@@ -41,6 +41,7 @@ from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import collect, completed_progress
 from trainer_kit.state.optimizer_states import exchange_optimizers
+from trainer_kit.state.resume import Source
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, keep_checkpoints
 from trainer_kit.state.saving import save_to
 from trainer_kit.state.unsaveable import Unsaveable
@@ -343,9 +344,9 @@ class Session:
         self.evaluation = evaluation
         setattr(self, f"num_{NAMES[evaluation.stage]}_batches", evaluation.counts)
 
-    def restore_from(self, path: Location | None) -> None:
+    def restore_from(self, source: Source | None) -> None:
         """Remember the checkpoint that the entry point loads."""
-        self.restored_from = None if path is None else str(path)
+        self.restored_from = None if source is None else str(source.path)
 
     @contextmanager
     def checking_sanity(self, batches: list[int | float]) -> Iterator[None]:
