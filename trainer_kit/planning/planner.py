@@ -46,7 +46,8 @@ from trainer_kit.training.auto_strategy import training_bytes, whole_copies_fit
 from trainer_kit.training.check_module import check_module
 from trainer_kit.training.explain import prepare
 from trainer_kit.training.loaders import find_loaders
-from trainer_kit.training.session import Session, nothing
+from trainer_kit.training.running import nothing
+from trainer_kit.training.session import Session
 
 __all__ = ["plan_fit"]
 

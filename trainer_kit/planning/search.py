@@ -23,7 +23,7 @@ from trainer_kit.planning.estimate import (
     inner_ranks,
 )
 from trainer_kit.planning.records import CALCULATED, Candidate, Measured, Traffic
-from trainer_kit.training.session import nothing
+from trainer_kit.training.running import nothing
 
 __all__ = ["Question", "Row", "describe", "search"]
 

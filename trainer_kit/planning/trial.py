@@ -37,7 +37,7 @@ from trainer_kit.strategies.ddp import DDPStrategy
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.auto_strategy import build_module
 from trainer_kit.training.compose import compose_fit
-from trainer_kit.training.session import Running, Session
+from trainer_kit.training.session import Session
 from trainer_kit.training.settings import Settings, make_settings
 from trainer_kit.training.settle import Settler
 
@@ -273,7 +273,8 @@ class Trial:
         module = self.tensors.module(self.module)
         batch = self.tensors.batch(self.batch, self.candidate.micro_batch, self.size)
         session = self._session(strategy, precision)
-        session.state_verb, session.module = "fit", module
+        session.running.begin("fit")
+        session.show_module(module)
         session.metrics.attach(strategy, module)
         with self.tensors.mode:
             module.trainer = session
@@ -285,7 +286,7 @@ class Trial:
             )
             bus = Bus(session, module, [], None, session.metrics)
             run = compose_fit(session, module, None, loader, None, bus)
-            session.set_running(Running(run, Settler(run)))
+            session.begin_fit(run, Settler(run))
         run.windows.weigh_by_samples()
         return run
 

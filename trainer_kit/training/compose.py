@@ -366,7 +366,7 @@ def _bind_step(
     step = module.training_step
     if not takes(step, 2):
         step = _without_index(step)
-    compiler = trainer.compiler
+    compiler = trainer.running.compiler
     if trainer.compile_options is not None:
         compiler = partial(torch.compile, **trainer.compile_options)
         if trainer.compile_regional:  # the blocks are compiled
@@ -429,7 +429,9 @@ def _compose_runner(
     """
     strategy = trainer.strategy
     overrides_backward = is_overridden("backward", module, TrainModule)
-    compiles = trainer.compile_options is not None or trainer.compiler is not None
+    compiles = (
+        trainer.compile_options is not None or trainer.running.compiler is not None
+    )
     return WindowRunner(
         bus,
         trainer.metrics,

@@ -79,7 +79,7 @@ from trainer_kit.training.loaders import NAMES, find_loaders
 from trainer_kit.training.mistakes import note_mistakes
 from trainer_kit.training.reload import LoaderReload
 from trainer_kit.training.repeated_steps import compose_guard
-from trainer_kit.training.session import Running, Session, TunesFit
+from trainer_kit.training.session import Session, TunesFit
 from trainer_kit.training.settle import Settler
 from trainer_kit.training.torch_switches import set_switches
 
@@ -151,7 +151,7 @@ class EntryPoint:
             )
         check_module(self.module, stage)
         is_compiled = model is not None and self.module is not model
-        trainer.set_compiler(model.dynamo_ctx if is_compiled else None)
+        trainer.running.compile_with(model.dynamo_ctx if is_compiled else None)
         self.teardown = Teardown()
         self.reload_loaders: Callable[[], None] | None = (
             None  # called before each epoch
@@ -184,13 +184,13 @@ class EntryPoint:
     ) -> None:
         if error is not None:
             note_mistakes(error, self.module)
-            self.trainer.interrupt()
+            self.trainer.running.interrupt()
             if ran_out_of_memory(error):
                 add_note(error, _describe_memory(self.trainer, self.stage))
         try:
             self.teardown.__exit__(kind, error, traceback)
         except BaseException:  # of a teardown
-            self.trainer.interrupt()
+            self.trainer.running.interrupt()
             raise
 
     def _set_up(self) -> None:
@@ -202,24 +202,28 @@ class EntryPoint:
         self._restore_switches = set_switches(trainer.switches)
         # Lightning's helpers read the rank there.
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
-        trainer.begin(stage, module)
+        trainer.running.begin(stage)
+        trainer.show_module(module)
         self._outer_module = RUNNING_MODULE.set(module)
         self._attach()
         trainer.metrics.suspend()  # a checkpoint of the last fit has its values, whatever follows
         trainer.metrics.attach(trainer.strategy, module)
         trainer.requests.clear()
         if stage == "fit":
-            trainer.begin_fit()
+            trainer.reset()
         else:
             # Bar and monitors of a test must not show training values.
             trainer.metrics.forget(suspended=False)
         keeps_seed = trainer.run is not None and (stage != "fit" or trainer.continues)
         trainer.files.agree(trainer.strategy.world, stage == "fit", keeps_seed)
-        trainer.set_datamodule(self.datamodule)
+        trainer.show_datamodule(self.datamodule)
+        module.trainer = trainer
+        if self.datamodule is not None:
+            self.datamodule.trainer = trainer
         self._add_callbacks()
         if stage == "fit":
             trainer.read_accumulation()
-            trainer.load_train_with(
+            trainer.running.load_train_with(
                 partial(find_loaders, "fit", self.loaders, module, self.datamodule)
             )
         if not self.is_set_up:
@@ -279,7 +283,12 @@ class EntryPoint:
     def _end(self, error: BaseException | None) -> None:
         trainer = self.trainer
         RUNNING_MODULE.reset(self._outer_module)
-        trainer.end(error)
+        trainer.running.end(error)
+        trainer.requests.end_loop()
+        trainer.metrics.leave()
+        trainer.metrics.hook = ""
+        if error is not None:
+            trainer.precision_plugin.abandon_step()
         if self.stage != "fit":
             trainer.restore_callbacks(self._callbacks_before)
         self.module.untoggle_optimizer(None)
@@ -336,7 +345,7 @@ class EntryPoint:
             trainer.progress.load_state_dict(start.state["progress"])
         run = self._compose(val_loaders, every)
         settler = Settler(run, compose_guard(trainer, run, self.datamodule))
-        trainer.set_running(Running(run, settler))
+        trainer.begin_fit(run, settler)
         self.teardown.cleanup.append(watch_groups(run))
         # Counts that a continued fit takes over are not due again.
         run.schedule.mark_checked(run.progress)
@@ -396,7 +405,7 @@ class EntryPoint:
         )
         search = Search(files, callbacks, world, fits=True)
         source, weights_only, message = search.start(ckpt_path, weights_only, removed)
-        trainer.restore_from(source)
+        trainer.running.restore_from(source)
         if source is None:
             if trainer.trained_before:
                 trainer.say(
@@ -509,15 +518,14 @@ class EntryPoint:
     @property
     def settler(self) -> Settler:
         """The settler of the composed fit."""
-        assert self.trainer.running is not None
+        assert self.trainer.running.settler is not None
         return self.trainer.running.settler
 
     def _save_after(self, error: BaseException) -> None:
         """Save the checkpoints requested in ``on_exception``; with one process only, for other ranks may have died."""
-        running = self.trainer.running
-        if running is None:
+        run, settler = self.trainer.running.fit, self.trainer.running.settler
+        if run is None or settler is None:
             return
-        run, settler = running.fit, running.settler
         abandon_save(run)
         settler.release_guard()
         if not run.requests.named:
@@ -539,7 +547,7 @@ class EntryPoint:
         """Call ``on_fit_end``, and save the checkpoints that the last hooks requested."""
         for hook in self.bus.on_fit_end:
             hook()
-        if self.trainer.running is not None:
+        if self.trainer.running.settler is not None:
             self.trainer.running.settler.settle_end()
 
     def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
@@ -563,7 +571,7 @@ class EntryPoint:
         evaluation = compose_evaluation(
             trainer, self.stage, module, self.datamodule, split_loaders, self.bus
         )
-        trainer.set_evaluation(evaluation)
+        trainer.begin_evaluation(evaluation)
         return evaluation
 
     def _find_weights(self, ckpt_path: Any) -> Source | None:
@@ -582,7 +590,7 @@ class EntryPoint:
             reason = f": {best}; pass the module to use its own, or ckpt_path="
         search = Search(trainer.files, callbacks, trainer.strategy.world, fits=False)
         source = search.find(ckpt_path)
-        trainer.restore_from(source)
+        trainer.running.restore_from(source)
         if source is not None:
             trainer.say(f"{self.stage}: weights of {source.path}{reason}")
         return source
@@ -625,9 +633,9 @@ class EntryPoint:
             return
         most = None if steps < 0 else steps
         with run.validation.limited_to(most), run.requests.unchanged():
-            counts = run.validation.counts
+            trainer.num_sanity_val_batches = run.validation.counts
             with (
-                trainer.checking_sanity(counts),
+                trainer.running.checking_sanity(),
                 preserved_rng(trainer.strategy.device),
             ):
                 for hook in self.bus.on_sanity_check_start:

@@ -207,7 +207,7 @@ def prepare(trainer: Session, module: TrainModule, datamodule: Any) -> None:
     """Call ``prepare_data`` and ``setup``, as `fit` does before it gets the loaders."""
     check_datamodule(datamodule)
     owners = [owner for owner in (datamodule, module) if owner is not None]
-    trainer.datamodule = datamodule  # hooks of the module read its data
+    trainer.show_datamodule(datamodule)  # hooks of the module read its data
     for owner in owners:
         owner.trainer = trainer
         if is_overridden("prepare_data", owner, DataHooks) and trainer.local_rank == 0:

@@ -56,13 +56,16 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
             return None
         return {"result": result, **_collect_result(trainer)}
 
-    trainer.begin_on_processes(stage)
+    trainer.running.begin_elsewhere(stage)
     state = on_processes(trainer, on_rank)
     if stage == "fit":
         count_fit()
+        trainer.continues = False
     module = trainer.module if model is None else uncompiled(model)
     module.load_state_dict(state["weights"])
-    trainer.take_result(module, state["restored_from"], state["progress"])
+    trainer.running.take_result(state["restored_from"])
+    trainer.show_module(module)
+    trainer.progress.load_state_dict(state["progress"])
     trainer.metrics.forget()  # the same as in `EntryPoint`
     for values, values_of_rank in zip(
         _metric_values(trainer), state["metrics"], strict=True
@@ -83,7 +86,7 @@ def _collect_result(trainer: Session) -> dict[str, Any]:
             dict(trainer.module.state_dict()), "cpu"
         ),  # sync point: at the end
         "progress": trainer.progress.state_dict(),
-        "restored_from": trainer.restored_from,
+        "restored_from": trainer.ckpt_path,
         "metrics": _metric_values(trainer),
         "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],
     }

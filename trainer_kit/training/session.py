@@ -8,10 +8,10 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import collect, completed_progress
 from trainer_kit.state.optimizer_states import exchange_optimizers
-from trainer_kit.state.resume import Source
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, keep_checkpoints
 from trainer_kit.state.saving import save_to
 from trainer_kit.state.unsaveable import Unsaveable
@@ -69,14 +68,11 @@ from trainer_kit.training.loops import (
     Position,
     PredictLoop,
 )
+from trainer_kit.training.running import Running, nothing
 from trainer_kit.training.settings import Settings
 from trainer_kit.training.settle import Settler
 
-__all__ = ["Running", "Session", "TunesFit", "nothing"]
-
-
-def nothing(*arguments: object) -> None:
-    """Do nothing; the default of optional callables."""
+__all__ = ["Session", "TunesFit"]
 
 
 def _read_values(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -84,20 +80,6 @@ def _read_values(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value) for name, value in metrics.items()
     }  # sync point: only for tensors
-
-
-@final
-@dataclass(frozen=True)
-class Running:
-    """The objects of one fit, set once when all of them exist.
-
-    Attributes:
-        fit: everything that the loop works on.
-        settler: carries out what is due between two steps.
-    """
-
-    fit: Fit
-    settler: Settler
 
 
 @runtime_checkable
@@ -130,12 +112,8 @@ class Session:
         strategy: places modules and tensors on devices.
         precision_plugin: sets the dtypes of computations.
         files: the run's directory, loggers and record.
-        running: the running or last fit, when it is composed; None before.
+        running: the entry point that runs, or ran last.
         is_silent: whether `print` and `say` print nothing, as in a trial.
-        state_verb: the running entry point (fit, validate, test, predict); empty between entry points.
-        last_verb: the entry point that runs, or ran last.
-        status: the status of that entry point.
-        restored_from: the checkpoint that it has loaded, or None.
         continues: whether the next fit continues the counts of the last one.
         arguments: the Trainer's arguments as plain data, for the run's record.
         origins: the source of each value that a launcher or a file may give.
@@ -143,11 +121,9 @@ class Session:
         switches: process-wide settings of torch that an entry point sets.
         compile_options: options of ``torch.compile``; None: nothing is compiled.
         compile_regional: whether repeated blocks are compiled, not the whole step.
-        compiler: compiles ``training_step`` as the user has compiled the module of this entry point, or None.
         recomputes: the blocks with activation checkpointing; True: repeated ones, False: none.
         async_save: whether checkpoints are written in the background.
         unsaveable: what happens to values that checkpoints cannot hold.
-        find_train_loaders: finds the training loaders of the fit that is being set up.
         note: records an event for the report of the run: ``note(kind, text)``.
     """
 
@@ -157,7 +133,6 @@ class Session:
     switches: dict[str, Any]
     compile_options: dict[str, Any] | None
     compile_regional: bool
-    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     recomputes: bool | Policy
     async_save: bool
     unsaveable: Unsaveable
@@ -198,11 +173,7 @@ class Session:
         self.progress = Progress()
         self.requests = Requests()
         self.metrics = Metrics(self.progress)
-        self.state_verb = ""
-        self.last_verb = ""
-        self.status = TrainerStatus.INITIALIZING
-        self.sanity_checking = False
-        self.restored_from: str | None = None
+        self.running = Running()
         self.continues = False
         self.module: Any = None
         self.datamodule: Any = None
@@ -210,7 +181,6 @@ class Session:
         self.val_dataloaders: Any = None
         self.test_dataloaders: Any = None
         self.predict_dataloaders: Any = None
-        self.find_train_loaders: Callable[[], Any] = nothing  # no fit is being set up
         self.note: Callable[..., Any] = nothing  # no report
         self._training_batches: int | float | None = None
         self.num_val_batches: list[int | float] = []
@@ -220,15 +190,10 @@ class Session:
         self.train_batch_samples: int | None = None
         self.trained_before = 0  # steps of the fit before the running one
         self.accumulation = 1
-        self.running: Running | None = None
-        self.steps_were_read = (
-            False  # `estimated_stepping_batches`, in `configure_optimizers`
-        )
-        self.evaluation: Evaluation | None = None  # of validate, test or predict
+        # Whether `configure_optimizers` has read `estimated_stepping_batches`.
+        self.steps_were_read = False
         self._callbacks: list[Callback] = []
-        self._own_callbacks: list[Callback] = (
-            self._callbacks
-        )  # without the module's callbacks
+        self._own_callbacks = self._callbacks  # without the module's callbacks
 
     def for_trial(
         self,
@@ -267,33 +232,46 @@ class Session:
         trial.is_silent = True
         return trial
 
-    # -- an entry point begins and ends ----------------------------------------------------------------------------
+    # -- the entry point -------------------------------------------------------------------------------------------
 
-    def begin(self, stage: str, module: Any) -> None:
-        """Begin an entry point with this module."""
-        self.state_verb = stage
+    @property
+    def run(self) -> Fit | None:
+        """The running or last fit, or None."""
+        return self.running.fit
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """The running validation, test or prediction, or None."""
+        return self.running.evaluation
+
+    @property
+    def state_verb(self) -> str:
+        """The running entry point (fit, validate, test, predict); empty between entry points."""
+        return self.running.stage
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether a few validation batches run before training."""
+        return self.running.sanity_checking
+
+    def show_module(self, module: Any) -> None:
+        """Show the module of an entry point to hooks."""
         self.module = module
-        self.last_verb = stage
-        self.status = TrainerStatus.RUNNING
-        self.restored_from = None
 
-    def end(self, error: BaseException | None) -> None:
-        """End the running entry point; ``error`` ended it early."""
-        self.state_verb = ""
-        self.evaluation = None
-        self.sanity_checking = False
-        self.find_train_loaders = nothing
-        self.requests.end_loop()
-        self.metrics.leave()
-        self.metrics.hook = ""
-        if error is None:
-            self.status = TrainerStatus.FINISHED
-        else:
-            self.precision_plugin.abandon_step()
+    def show_datamodule(self, datamodule: Any) -> None:
+        """Show the datamodule of an entry point to hooks."""
+        self.datamodule = datamodule
 
-    def interrupt(self) -> None:
-        """The running entry point ends by an exception."""
-        self.status = TrainerStatus.INTERRUPTED
+    def begin_fit(self, run: Fit, settler: Settler) -> None:
+        """The fit is composed."""
+        self.running.run_fit(run, settler)
+        self.continues = False
+        self.num_val_batches = run.validation.counts
+
+    def begin_evaluation(self, evaluation: Evaluation) -> None:
+        """The validation, test or prediction is composed."""
+        self.running.run_evaluation(evaluation)
+        setattr(self, f"num_{NAMES[evaluation.stage]}_batches", evaluation.counts)
 
     def become_rank(self, environment: Environment, device: torch.device) -> None:
         """Continue in a process that was forked as a rank."""
@@ -301,70 +279,10 @@ class Session:
         self.environment = environment
         self.strategy.device = device
 
-    def begin_on_processes(self, stage: str) -> None:
-        """Other processes run an entry point; it counts as interrupted until `take_result`."""
-        self.last_verb = stage
-        self.status = TrainerStatus.INTERRUPTED
-
-    def take_result(
-        self, module: Any, restored_from: str | None, progress: dict[str, int | float]
-    ) -> None:
-        """Take over the state of an entry point that other processes have finished."""
-        self.status = TrainerStatus.FINISHED
-        self.continues = self.continues and self.last_verb != "fit"
-        self.module = module
-        self.restored_from = restored_from
-        self.progress.load_state_dict(progress)
-
-    def set_compiler(
-        self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None
-    ) -> None:
-        """Compile ``training_step`` as the user has compiled the module of the next entry point."""
-        self.compiler = compiler
-
-    def set_datamodule(self, datamodule: Any) -> None:
-        """Show the datamodule of the running entry point to hooks."""
-        self.datamodule = datamodule
-        self.module.trainer = self
-        if datamodule is not None:
-            datamodule.trainer = self
-
-    def load_train_with(self, find_loaders: Callable[[], Any]) -> None:
-        """Get the training loaders of the running fit from this function."""
-        self.find_train_loaders = find_loaders
-
-    def set_running(self, running: Running) -> None:
-        """The running fit is composed."""
-        self.running = running
-        self.continues = False
-        self.num_val_batches = running.fit.validation.counts
-
-    def set_evaluation(self, evaluation: Evaluation) -> None:
-        """The running validation, test or prediction is composed."""
-        self.evaluation = evaluation
-        setattr(self, f"num_{NAMES[evaluation.stage]}_batches", evaluation.counts)
-
-    def restore_from(self, source: Source | None) -> None:
-        """Remember the checkpoint that the entry point loads."""
-        self.restored_from = None if source is None else str(source.path)
-
-    @contextmanager
-    def checking_sanity(self, batches: list[int | float]) -> Iterator[None]:
-        """A context in which a few validation batches run, before training."""
-        self.num_sanity_val_batches = batches
-        self.sanity_checking = True
-        yield  # after an exception `end` resets it
-        self.sanity_checking = False
-
     def use_sharded(self, strategy: Strategy) -> None:
         """Use the sharded alternative from here on: a sharded module stays sharded."""
         self.strategy = strategy
         self.sharded_alternative = None
-
-    @property
-    def run(self) -> Fit | None:
-        """The running or last fit, or None."""
-        return None if self.running is None else self.running.fit
 
     # -- position: read-only, each from one place ----------------------------------------------------------------
 
@@ -427,8 +345,9 @@ class Session:
     @property
     def state(self) -> TrainerState:
         """What this Trainer is doing, as Lightning's record."""
-        function = TrainerFn(self.last_verb) if self.last_verb else None
-        return TrainerState(self.status, function, self._running_stage())
+        last_stage = self.running.last_stage
+        function = TrainerFn(last_stage) if last_stage else None
+        return TrainerState(self.running.status, function, self._running_stage())
 
     def _running_stage(self) -> RunningStage | None:
         if self.sanity_checking:
@@ -440,7 +359,7 @@ class Session:
     @property
     def interrupted(self) -> bool:
         """Whether the last entry point ended by an exception or a signal."""
-        return self.status == TrainerStatus.INTERRUPTED
+        return self.running.status == TrainerStatus.INTERRUPTED
 
     @property
     def received_sigterm(self) -> bool:
@@ -450,7 +369,7 @@ class Session:
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the running or last entry point loaded, or None."""
-        return self.restored_from
+        return self.running.restored_from
 
     @property
     def fit_loop(self) -> FitLoop:
@@ -541,7 +460,8 @@ class Session:
     @property
     def epoch_is_whole(self) -> bool:
         """In ``on_train_epoch_end``: whether the epoch is complete; False if the run ends inside it."""
-        return self.running is not None and self.running.settler.epoch_is_whole
+        settler = self.running.settler
+        return settler is not None and settler.epoch_is_whole
 
     @property
     def min_epochs(self) -> int:
@@ -709,7 +629,7 @@ class Session:
     def load_train(self) -> Any:
         """The training loaders of this fit, or None; the first call gets them from the user."""
         if self.train_dataloader is None:
-            self.train_dataloader = self.find_train_loaders()
+            self.train_dataloader = self.running.find_train_loaders()
         return self.train_dataloader
 
     def read_copies(self, copy_loaders: Callable[[Any], Any]) -> None:
@@ -889,15 +809,15 @@ class Session:
 
     @optimizers.setter
     def optimizers(self, optimizers: Iterable[Optimizer] | Optimizer) -> None:
-        if self.running is None or self.state_verb != "fit":
+        run, settler = self.running.fit, self.running.settler
+        if run is None or settler is None or self.state_verb != "fit":
             raise ConfigurationError(
                 "optimizers can be set only while fit runs",
                 found="trainer.optimizers = ...",
                 fix="return them from configure_optimizers, or set them in a hook of fit: `if trainer.training:`",
             )
-        settler = self.running.settler
         exchange_optimizers(
-            self.running.fit,
+            run,
             as_list(optimizers, Optimizer),
             resumed=settler.resumed,
             has_guard=settler.guard is not None,
@@ -994,7 +914,7 @@ class Session:
         )
         return progress.epoch - (self.state_verb == "fit" and is_counted)
 
-    def begin_fit(self) -> None:
+    def reset(self) -> None:
         """Reset counts, values and requests of an earlier fit."""
         self.trained_before = 0 if self.continues else self.progress.step
         if not self.continues:
@@ -1022,14 +942,16 @@ class Session:
 
     def collect_state(self, weights_only: bool) -> dict[str, Any]:
         """The state of the running fit, or only its weights; every rank must call it."""
-        assert self.running is not None
+        run, settler = self.running.fit, self.running.settler
+        assert run is not None
+        assert settler is not None
         state = collect(
-            self.running.fit,
+            run,
             self._callbacks,
             self.datamodule,
             self.data_seed,
             weights_only,
-            owes_validation=self.running.settler.owes_validation,
+            owes_validation=settler.owes_validation,
         )
         return self.unsaveable.leave_out(state)
 
@@ -1183,11 +1105,8 @@ class Session:
         # A copy leaves out what belongs to this process: the objects of a fit, and the report's callback.
         return {
             **vars(self),
-            "running": None,
-            "evaluation": None,
-            "find_train_loaders": nothing,
+            "running": self.running.without_objects(),
             "note": nothing,
-            "state_verb": "",
         }
 
     def print(self, *values: Any, **options: Any) -> None:
