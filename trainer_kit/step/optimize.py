@@ -234,6 +234,10 @@ class Stepper:
         """Whether the optimizer gets a closure; never if an engine calls its step."""
         return not (calls_once(optimizer) or self.strategy.keeps_gradients)
 
+    def release(self) -> None:
+        """Drop the window of the last step, which holds its batches."""
+        self._window = None
+
     @property
     def window(self) -> Window:
         """The window that is stepped."""

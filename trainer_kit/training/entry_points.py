@@ -61,6 +61,7 @@ from trainer_kit.state.runs import (
 from trainer_kit.state.saving import abandon_save
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.evaluate import Evaluation, evaluate
+from trainer_kit.step.optimize import Stepper
 from trainer_kit.step.requests import requeue_once, terminable
 from trainer_kit.step.run import Fit
 from trainer_kit.step.teardown import Teardown
@@ -320,6 +321,8 @@ class EntryPoint:
         run = self.trainer.run
         if run is not None:
             run.runner.release()
+            if isinstance(run.stepper, Stepper):
+                run.stepper.release()
             run.windows.release()
             run.saver.buffers.clear()
 
