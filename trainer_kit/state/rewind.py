@@ -138,7 +138,7 @@ class Guard:
             for bad_step in self._left_out:
                 if bad_step > step:
                     first = max(step + 1, bad_step - self._back)
-                    run.windows.left_out.update(range(first, bad_step + 1))
+                    run.windows.leave_out(range(first, bad_step + 1))
         began = monotonic()
         self._states.append(self._copy_state(run, owes_validation))
         # One state must be older than all steps that may have to be left out.
@@ -323,7 +323,7 @@ class Guard:
         if step not in self._left_out:
             self._left_out.append(step)
         self._first = max(self._states[0].step + 1, step - self._back)
-        run.windows.left_out.update(range(self._first, step + 1))
+        run.windows.leave_out(range(self._first, step + 1))
         self._rewrite_checkpoints(run)
         steps = f"steps {self._first} to {step} are"
         if self._first == step:

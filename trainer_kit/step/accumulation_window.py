@@ -50,7 +50,6 @@ class WindowLoader:
 
     Attributes:
         window: the one that was made last; before the first of an epoch, one without micro-batches.
-        left_out: the steps whose windows are read and counted, but not trained on.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class WindowLoader:
         self.ahead = ahead
         self.length = length
         self.padding = padding
-        self.left_out: set[int] = set()
+        self._left_out: set[int] = set()
         self.window = self._closed_window()
         self._measure: Callable[[float, float], None] | None = None
         self._budget: int | None = None  # micro-batches left in the run
@@ -116,6 +115,10 @@ class WindowLoader:
         self.limit = limit
         self.ahead = ahead
 
+    def leave_out(self, steps: Iterable[int]) -> None:
+        """Read and count the windows of these steps, but do not train on them."""
+        self._left_out.update(steps)
+
     def weigh_by_samples(self) -> None:
         """Do without the user's ``loss_weight``: batches have no values."""
         self.loss_weight = None
@@ -148,7 +151,7 @@ class WindowLoader:
             windows = self._weighed_windows(self._weighed(batches), start)
         else:
             windows = self._sized_windows(batches, start)
-        if self.left_out:
+        if self._left_out:
             windows = self._without_left_out(windows)
         if self.feed.stateful:
             windows = self._noting_position(windows)
@@ -171,9 +174,9 @@ class WindowLoader:
         self.window.release()
 
     def _without_left_out(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Replace the windows of steps in ``left_out`` by windows without micro-batches: nothing is trained on them."""
+        """Empty the windows of the steps that are left out: nothing is trained on them."""
         for window in windows:
-            if window.started + 1 in self.left_out:
+            if window.started + 1 in self._left_out:
                 window.skip()
             yield window
 
