@@ -143,10 +143,12 @@ def spread_overflow(
         group: the ranks that hold the other gradients. No value is read on the host.
     """
     shards = [local(gradient) for gradient in gradients]
-    is_finite = _local_norm(shards, torch.inf).isfinite()
-    overflowed = is_finite.logical_not_().float()
+    largest = _local_norm(shards, torch.inf)
+    overflowed = largest.isfinite().logical_not_().float()
     dist.all_reduce(overflowed, dist.ReduceOp.MAX, group=group)
-    torch._foreach_add_(shards, torch.where(overflowed > 0, torch.nan, 0.0))
+    # Zeros are added if nothing overflowed: no value is read on the host.
+    poison = torch.where(overflowed > 0, torch.nan, 0.0)
+    torch._foreach_add_(shards, poison)
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:

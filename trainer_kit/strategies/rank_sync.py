@@ -322,13 +322,16 @@ def _preserving_ties(module: nn.Module) -> Iterator[None]:
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for layer in module.modules():
         for key, parameter in layer._parameters.items():
-            owners.setdefault(id(parameter), []).append((layer, key))
+            owner = (layer, key)
+            owners.setdefault(id(parameter), []).append(owner)
     yield
     for sharing in owners.values():
-        first_layer, first_key = sharing[0]
+        layer, key = sharing[0]
+        first = layer._parameters[key]
         for layer, key in sharing[1:]:
+            # A layer without a bias has None in its place.
             if layer._parameters[key] is not None:
-                layer._parameters[key] = first_layer._parameters[first_key]
+                layer._parameters[key] = first
 
 
 def agree_on_rng(groups: Iterable[Group], device: torch.device) -> None:

@@ -90,8 +90,10 @@ def _find_repeated(module: nn.Module) -> set[int]:
     blocks: set[int] = set()
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         candidates = [child for child in module.children() if _is_candidate(child)]
-        counts = Counter(type(child) for child in candidates)
-        blocks.update(id(child) for child in candidates if counts[type(child)] > 1)
+        class_counts = Counter(map(type, candidates))
+        for child in candidates:
+            if class_counts[type(child)] > 1:
+                blocks.add(id(child))
     for child in module.children():
         if id(child) not in blocks:
             blocks |= _find_repeated(child)

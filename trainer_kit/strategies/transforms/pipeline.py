@@ -521,20 +521,24 @@ class Pipeline:
         All data ranks take part in the collectives of a schedule, so they must run the same schedules.
         """
         keys = [_shapes_of(batch) for batch in batches]
-        changes = [
-            key != before for key, before in zip(keys, [None, *keys], strict=False)
-        ]
+        count = len(keys)
+        changes = [True] * count
+        for index in range(1, count):
+            changes[index] = keys[index] != keys[index - 1]
         unknown = [key not in self._shapes for key in keys]
         seeds = self._draw_seeds()
         rows = self.world.agree([seeds[0], *changes, *unknown])
         self._seed = int(rows[self._source_rank][0])
         self._stage_seed = seeds[1 + self.group.rank]
-        # For each micro-batch, whether its shape changes, or is new, on any rank.
-        _, *on_any_rank = [any(column) for column in zip(*rows, strict=True)]
-        changes_anywhere = on_any_rank[: len(keys)]
-        unknown_anywhere = on_any_rank[len(keys) :]
-        starts = [index for index, changed in enumerate(changes_anywhere) if changed]
-        return starts, {index for index in starts if unknown_anywhere[index]}
+        starts: list[int] = []
+        unknown_starts: set[int] = set()
+        for index in range(count):
+            if not any(row[1 + index] for row in rows):
+                continue
+            starts.append(index)
+            if any(row[1 + count + index] for row in rows):
+                unknown_starts.add(index)
+        return starts, unknown_starts
 
     def _draw_seeds(self) -> list[int]:
         """Draw a seed that all ranks share, and one for each rank, from the global generator."""

@@ -106,11 +106,13 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
         for name, stage in outer_modules.items():
             sizes[stage] += _count_parameters(_get_part(model, name))
         starts = _balance(sizes, stages)
-    ends = [*starts[1:], len(names)]
-    blocks = [names[start:stop] for start, stop in zip(starts, ends, strict=True)]
-    owners = {name: stage % stages for name, stage in outer_modules.items()}
-    for index, block_names in enumerate(blocks):
-        owners.update(dict.fromkeys(block_names, index))
+    owners: dict[str, int] = {}
+    for name, stage in outer_modules.items():
+        owners[name] = stage % stages
+    blocks: list[list[str]] = []
+    for start, stop in zip(starts, [*starts[1:], len(names)], strict=True):
+        owners.update(dict.fromkeys(names[start:stop], len(blocks)))
+        blocks.append(names[start:stop])
     shared, repeated = _find_ties(model, owners)
     return Layout(blocks, owners, shared, repeated)
 
@@ -303,8 +305,9 @@ class StandIn(nn.Module):
     def __init__(self, original: nn.Module, name: str, device: torch.device) -> None:
         super().__init__()
         # deepcopy takes these in place of copies of the tensors.
-        tensors = [*original.parameters(), *original.buffers()]
-        memo = {id(tensor): _without_storage(tensor) for tensor in tensors}
+        memo: dict[int, Tensor] = {}
+        for tensor in (*original.parameters(), *original.buffers()):
+            memo[id(tensor)] = _without_storage(tensor)
         # Set without nn.Module.__setattr__, which would register the twin as a submodule.
         self.__dict__["twin"] = copy.deepcopy(original, memo)
         self.name = name
