@@ -567,6 +567,7 @@ def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
         >>> make_scaler("cuda", init_scale=8.0).is_enabled()
         True
     """
+    # The device is only read when a loss is scaled.
     scaler = torch.amp.GradScaler("cpu", **options)
     scaler._device = device_type
     return scaler
@@ -574,6 +575,7 @@ def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
 
 def _state_after_update(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """The state after the scale is adapted; the scaler keeps its own, as other optimizers may still step with it."""
+    # GradScaler has no method that computes the next scale alone, so it is updated, and put back.
     before = scaler.state_dict()
     per_optimizer = scaler._per_optimizer_states
     scaler.update()

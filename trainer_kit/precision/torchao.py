@@ -243,6 +243,7 @@ class QATPrecision(ConvertedPrecision):
         finally:
             if trainer is not None:
                 module.__dict__["_trainer"] = trainer
+        # The copy has no layers of this precision any more.
         forget_layers(quantized)
         quantize_(
             quantized,

@@ -253,6 +253,7 @@ class DDPStrategy(Strategy):
         torch_options = inspect.signature(DistributedDataParallel).parameters
         if "forward_sync_buffers" in torch_options:  # torch 2.13 renamed it
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
+        # The constructor broadcasts rank 0's weights.
         wrapped = wrapper(module, process_group=self.world.group, **options)
         if self.comm_hook is not None:
             register_comm_hook(
@@ -266,6 +267,7 @@ class DDPStrategy(Strategy):
         Several backward passes per micro-batch bypass the wrapper and are synchronised once, after the last of the
         window: the wrapper expects each parameter to be ready once. In manual optimization each backward prepares it.
         """
+        # The wrapper is called as a module: its forward is the user's step, see `_Step`.
         if several:
             self._backward = "several"
         if self._ddp is None or self._backward != "one":

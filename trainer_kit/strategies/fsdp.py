@@ -225,7 +225,7 @@ class FSDPStrategy(Strategy):
     def _shape(self, ranks: int) -> tuple[int, ...] | DeviceMesh:
         """The shape of the mesh, or the user's mesh; two axes are (replicas, shards)."""
         if self._mesh_shape is not None:
-            return self._mesh_shape or (ranks,)
+            return self._mesh_shape or (ranks,)  # an empty shape says nothing
         if not self.hybrid:
             return (ranks,)
         environment = Environment.detect()
@@ -273,6 +273,7 @@ class FSDPStrategy(Strategy):
         self._shard_module(module, precision, [module])
         if self._reshards is None:
             # The optimizer of a raw loop may step at any time, so reshard after each forward.
+            # torch keeps the root gathered after its forward by default, for the backward that usually follows.
             root: Any = module
             root.set_reshard_after_forward(True, recurse=False)
         return module

@@ -114,6 +114,7 @@ class Replicas:
     def averaged(self, module: nn.Module) -> Iterator[None]:
         """Inside, every rank has the average; afterwards its own weights again."""
         diverged = self.diverged
+        # Equal weights need no copies, which take as much memory as the model.
         parameters = list(module.parameters()) if diverged else []
         rank_weights = [parameter.detach().clone() for parameter in parameters]
         self.average_weights(module)

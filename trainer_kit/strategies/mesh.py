@@ -178,6 +178,7 @@ class MeshStrategy(Strategy):
         Raises:
             StrategyError: the sizes of the mesh do not match the number of processes.
         """
+        # Each entry point of a Trainer starts the strategy.
         was_started = self.started
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
         if was_started:
@@ -289,6 +290,7 @@ class MeshStrategy(Strategy):
         Stages come first, because each later transform changes only the stages of this rank. Recomputation runs
         around split layers. Data sharding comes last, because it shards the parts that the other axes leave on a rank.
         """
+        # A pipeline needs no plan of its own: blocks are found by their container.
         plan = self._find_plan(module)
         transforms: list[Transform] = []
         if self.pipeline is not None:

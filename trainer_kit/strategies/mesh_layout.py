@@ -155,6 +155,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh over which gradients are averaged: replicas, and shards, which include the context ranks."""
     replicas = mesh["dp_replicate"]
     shards = mesh["dp_shard"]
+    # Context ranks have the same parameters, and gradients of different tokens: FSDP shards over them, too.
     if mesh["cp"].size() > 1:
         shards = inherit_timeout(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
     if replicas.size() == 1:
@@ -197,6 +198,7 @@ class MeshGroups:
         self.data_mesh = data_mesh(self.mesh)
         model_axes = [axis for axis in ("tp", "cp", "pp") if sizes[axis] > 1]
         self.same = {axis: self._group_along(axis) for axis in model_axes}
+        # Also where it has one rank: groups are created by all processes, in the same order.
         self.stages = self._group_along("pp")
         self.reports = self.losses
         if sizes["pp"] > 1:

@@ -147,6 +147,7 @@ class StagedStrategy(Strategy):
             self._check_trained_everywhere(module)
 
     def _check_trained_everywhere(self, module: nn.Module) -> None:
+        # The scaler of a rank without gradients would not know of an overflow on the others.
         is_trained = any(p.requires_grad for p in module.parameters())
         rows = self.pipeline.world.agree([is_trained])
         idle_ranks = [str(rank) for rank, row in enumerate(rows) if not row[0]]
@@ -226,6 +227,7 @@ class StagedStrategy(Strategy):
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
         """The names in the state that only other stages have."""
+        # A tied parameter has one name in checkpoints, which may be that of another stage.
         names_on_rank = module.state_dict().keys() | set(
             self.pipeline.ties.names.values()
         )

@@ -254,6 +254,7 @@ def fill_config(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
         for key, value in config.items()
         if key not in _SECTIONS
     }
+    # Before anything is filled in: "auto" never contradicts.
     _check_consistency(engine_config, facts)
     size = facts.batch_size
     if size is None:
@@ -421,7 +422,7 @@ class Sections:
         assert self.optimizer is not None
         kind = self.optimizer[0]
         options = _replace_auto("optimizer", self.optimizer, values)
-        options.setdefault("lr", 1e-3)  # DeepSpeed's
+        options.setdefault("lr", 1e-3)  # DeepSpeed's default
         if kind == "SGD":
             return torch.optim.SGD(parameters, **options)
         if options.pop("bias_correction", True) is not True:

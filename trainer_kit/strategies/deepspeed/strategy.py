@@ -315,6 +315,7 @@ class DeepSpeedStrategy(Strategy):
         self._check_optimizer(optimizer)
         # The engine steps flat masters, of which each rank has a part.
         refuse_unshardable(optimizer)
+        # Copied now: `initialize` replaces the parameters of the optimizer's groups by its masters.
         groups = [list(group["params"]) for group in optimizer.param_groups]
         self._groups = [group for group in groups if group]
         self._optimizer = optimizer
