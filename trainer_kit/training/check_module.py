@@ -84,10 +84,12 @@ def _missing_step(module: TrainModule, step: str) -> ConfigurationError:
         for name in ("compute_loss", *similar)
         if name in dir(module) and name not in dir(TrainModule)
     ]
-    found = f"{methods_of_user[0]}, which is not called" if methods_of_user else None
+    similar_method = (
+        f"{methods_of_user[0]}, which is not called" if methods_of_user else None
+    )
     return ConfigurationError(
         f"{type(module).__name__} has no {step}",
-        found=found,
+        found=similar_method,
         fix=f"define {step}(self, batch, batch_idx)",
     )
 

@@ -396,12 +396,12 @@ def _checkpoint_activations(
         )
     policy: Policy = None if blocks is True else blocks
     if not units(module, policy):
-        found = f"activation_checkpointing={blocks!r}"
+        argument = f"activation_checkpointing={blocks!r}"
         if blocks is True:
-            found += f"; {type(module).__name__} has no list or sequence that repeats a class with parameters"
+            argument += f"; {type(module).__name__} has no list or sequence that repeats a class with parameters"
         raise ConfigurationError(
             "activation_checkpointing matches no block",
-            found=found,
+            found=argument,
             fix='name the classes of the blocks: activation_checkpointing="Block"',
         )
     ActivationCheckpointing(policy).apply(module)

@@ -634,8 +634,8 @@ class EntryPoint:
         trainer, steps = self.trainer, self.trainer.settings.sanity_steps
         if not run.validation.feeds or steps == 0 or trainer.progress.step > 0:
             return
-        most = None if steps < 0 else steps
-        with run.validation.limited_to(most), run.requests.unchanged():
+        limit = None if steps < 0 else steps
+        with run.validation.limited_to(limit), run.requests.unchanged():
             trainer.num_sanity_val_batches = run.validation.counts
             with (
                 trainer.running.checking_sanity(),

@@ -136,11 +136,11 @@ def _draw_grid(axes: _Axes, position: Mapping[str, int], mesh: _Axes) -> _Drawin
     column_axis, columns = axes[-1]
     row_axis, rows = axes[0] if len(axes) == 2 else ("", 1)
     columns, rows = min(columns, _MAX_DRAWN), min(rows, _MAX_DRAWN)
-    left = len(f"{row_axis} {rows}") * _LETTER + _GAP if row_axis else 0.0
+    label_width = len(f"{row_axis} {rows}") * _LETTER + _GAP if row_axis else 0.0
     elements = ""
     if column_axis != "ranks":
         for column in range(columns):
-            x = left + column * (_CELL_WIDTH + _GAP) + _GAP
+            x = label_width + column * (_CELL_WIDTH + _GAP) + _GAP
             elements += f'<text class="s" x="{x:g}" y="11">{escape(column_axis)} {column}</text>\n'
     for row in range(rows):
         y = _LINE + row * (_CELL_HEIGHT + _GAP)
@@ -152,8 +152,8 @@ def _draw_grid(axes: _Axes, position: Mapping[str, int], mesh: _Axes) -> _Drawin
             )
         for column in range(columns):
             cell = _draw_rank({**row_position, column_axis: column}, mesh)
-            elements += _translate(left + column * (_CELL_WIDTH + _GAP), y, cell)
-    width = left + columns * (_CELL_WIDTH + _GAP) - _GAP
+            elements += _translate(label_width + column * (_CELL_WIDTH + _GAP), y, cell)
+    width = label_width + columns * (_CELL_WIDTH + _GAP) - _GAP
     height = _LINE + rows * (_CELL_HEIGHT + _GAP) - _GAP
     return _Drawing(width, height, elements)
 

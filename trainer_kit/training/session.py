@@ -699,12 +699,12 @@ class Session:
         """Add callbacks of the running module; each replaces the Trainer's callbacks of its class."""
         adapted = self.adapt_callbacks(callbacks)
         classes = {type(callback) for callback in adapted}
-        others = [
+        remaining = [
             callback
             for callback in self._own_callbacks
             if type(callback) not in classes
         ]
-        self._callbacks = sorted_callbacks([*others, *adapted])
+        self._callbacks = sorted_callbacks([*remaining, *adapted])
 
     def drop_module_callbacks(self) -> None:
         """Call the Trainer's own callbacks only."""

@@ -130,7 +130,7 @@ def make_settings(
     fast = int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run
     log_every = _in_unit("log_every_n_steps", log_every_n_steps, "st")
     val_epochs = _in_unit("check_val_every_n_epoch", check_val_every_n_epoch, "ep")
-    for name, value, least in (
+    for name, value, minimum in (
         ("fast_dev_run", fast, 0),
         ("max_epochs", max_epochs, -1),
         ("max_steps", max_steps, -1),
@@ -141,7 +141,7 @@ def make_settings(
         ("num_sanity_val_steps", num_sanity_val_steps, -1),
         ("global_batch_size", switches["global_batch_size"], 1),
     ):
-        _at_least(name, value, least)
+        _at_minimum(name, value, least)
     checked_limits = {
         name: _fraction(f"limit_{name}_batches", 1.0 if limit is None else limit)
         for name, limit in limits.items()
@@ -284,13 +284,13 @@ def _is_clip_value(value: object) -> bool:
     return isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)
 
 
-def _at_least(name: str, value: Any, least: int) -> None:
+def _at_least(name: str, value: Any, minimum: int) -> None:
     if value is None and name not in ("max_steps", "num_nodes"):
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         fix = _suggest_number(name, value) if isinstance(value, str) else None
         raise ConfigurationError(
-            f"{name} must be a whole number from {least}", found=repr(value), fix=fix
+            f"{name} must be a whole number from {minimum}", found=repr(value), fix=fix
         )
 
 

@@ -312,13 +312,13 @@ class Settler:
             return
         # Only the rank whose loss it is can name the batch.
         batch = run.windows.feed.name_batch(run.progress.epoch, int(bad_batch))
-        found = f"{value} in {batch}"
+        bad_loss = f"{value} in {batch}"
         if world.size > 1:
             rank = rows.index(first)
-            found = world.broadcast(f"{found}, on rank {rank}", rank)
+            bad_loss = world.broadcast(f"{bad_loss}, on rank {rank}", rank)
         error = NonFiniteError(
             f"the loss is not finite at step {int(bad_step)}",
-            found=found,
+            found=bad_loss,
             fix="lower the learning rate or clip gradients; detect_anomaly=True names the operation,"
             " callbacks=[NaNGuard()] the parameter",
         )
