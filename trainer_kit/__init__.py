@@ -334,13 +334,13 @@ def __getattr__(name: str) -> Any:
     # Everything is found when it is first asked for: importing the package costs next to nothing.
     if name in _HOME:
         module, attribute = _HOME[name].split(":")
-        found = getattr(importlib.import_module(f"trainer_kit.{module}"), attribute)
+        value = getattr(importlib.import_module(f"trainer_kit.{module}"), attribute)
     elif name in _ROOMS:
-        found = importlib.import_module(f"trainer_kit.{name}")
+        value = importlib.import_module(f"trainer_kit.{name}")
     else:
         return _other(name)
-    globals()[name] = found
-    return found
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -137,8 +137,8 @@ def with_launchers(
         accumulation = steps_of(steps)
     elif accumulation is None:  # a callback sets it
         accumulation = 1
-    word = str(origins["accelerator"].value)
-    return word, origins["precision"].value, accumulation, origins
+    accelerator_word = str(origins["accelerator"].value)
+    return accelerator_word, origins["precision"].value, accumulation, origins
 
 
 def _choose_accelerator(accelerator: str) -> Chosen:
@@ -175,15 +175,15 @@ def choose_strategy(
     processes = _count_processes(devices, accelerator, num_nodes, environment)
     _check_single_device(strategy, processes.world_size)
     device = pick_device(accelerator, environment.local_rank, devices)
-    chosen = _make_chosen(strategy, processes.world_size, device)
+    training_strategy = _resolve_strategy(strategy, processes.world_size, device)
     # Ranks of a launcher are other processes even where each of them has a world of one.
     may_be_alone = processes.train_alone or not environment.launched
-    if strategy != "auto" and chosen.needs_processes and may_be_alone:
+    if strategy != "auto" and training_strategy.needs_processes and may_be_alone:
         if processes.world_size == 1:  # a single process needs no communication
-            chosen = make_strategy("single_device", device)
-    chosen.device = device
+            training_strategy = make_strategy("single_device", device)
+    training_strategy.device = device
     return (
-        chosen,
+        training_strategy,
         processes.on_node,
         _how_to_start(strategy, processes.on_node, environment),
     )
@@ -246,23 +246,23 @@ def _check_single_device(strategy: Any, world_size: int) -> None:
         )
 
 
-def _make_chosen(strategy: Any, world_size: int, device: torch.device) -> Strategy:
+def _resolve_strategy(strategy: Any, world_size: int, device: torch.device) -> Strategy:
     """The strategy of a word or an object."""
-    chosen: object = strategy
+    resolved: object = strategy
     if isinstance(strategy, str):
-        chosen = (
+        resolved = (
             _make_auto(world_size, device)
             if strategy == "auto"
             else make_strategy(strategy, device)
         )
-    if not isinstance(chosen, Strategy):
+    if not isinstance(resolved, Strategy):
         raise StrategyError(
             "this is not a strategy",
             found=f"strategy={strategy!r}",
             fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
         )
-    check_overrides(type(chosen), Strategy)
-    return chosen
+    check_overrides(type(resolved), Strategy)
+    return resolved
 
 
 def _make_auto(world_size: int, device: torch.device) -> Strategy:
@@ -299,20 +299,20 @@ def _strategy_of_xla(strategy: Any, accelerator: str) -> Strategy | None:
         accelerator = "tpu"
     if strategy == "auto" and accelerator == "tpu" and _torch_lists_tpu():
         return None
-    chosen: Strategy | None = None
+    xla_strategy: Strategy | None = None
     if isinstance(strategy, str) and strategy in _XLA:
-        chosen = STRATEGIES.get(strategy)(shard_parameters=strategy == "xla_fsdp")
+        xla_strategy = STRATEGIES.get(strategy)(shard_parameters=strategy == "xla_fsdp")
     elif strategy == "auto" and accelerator.lower() in _XLA:
-        chosen = STRATEGIES.get("xla")()
+        xla_strategy = STRATEGIES.get("xla")()
     elif isinstance(strategy, Strategy) and strategy.finds_devices:
-        chosen = strategy
-    if chosen is not None and importlib.util.find_spec("torch_xla") is None:
+        xla_strategy = strategy
+    if xla_strategy is not None and importlib.util.find_spec("torch_xla") is None:
         raise StrategyError(
             "torch_xla is not installed",
             found=f"strategy={strategy!r}, accelerator={accelerator!r}",
             fix="pip install torch_xla, in the version that goes with this torch",
         )
-    return chosen
+    return xla_strategy
 
 
 def _torch_lists_tpu() -> bool:
@@ -471,9 +471,9 @@ def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precis
         precision = plugin
     if precision is None:
         precision = "32-true"
-    chosen = _make_precision(precision, strategy.device.type)
-    strategy.check_precision(chosen)
-    return chosen
+    plugin = _make_precision(precision, strategy.device.type)
+    strategy.check_precision(plugin)
+    return plugin
 
 
 def _make_precision(precision: object, device_type: str) -> Precision:

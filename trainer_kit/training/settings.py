@@ -141,7 +141,7 @@ def make_settings(
         ("num_sanity_val_steps", num_sanity_val_steps, -1),
         ("global_batch_size", switches["global_batch_size"], 1),
     ):
-        _at_minimum(name, value, least)
+        _check_minimum(name, value, minimum)
     checked_limits = {
         name: _fraction(f"limit_{name}_batches", 1.0 if limit is None else limit)
         for name, limit in limits.items()
@@ -186,8 +186,8 @@ def check_switches(
             found=f"on_unsaveable={on_unsaveable!r}",
             fix='"raise" refuses what cannot be saved before the first step; "drop" leaves it out of checkpoints',
         )
-    _at_least("seed", seed, 0)
-    _at_least("num_nodes", num_nodes, 1)
+    _check_minimum("seed", seed, 0)
+    _check_minimum("num_nodes", num_nodes, 1)
     if deterministic not in (None, False, True, "warn"):
         raise ConfigurationError(
             "deterministic is True, False or 'warn'", found=repr(deterministic)
@@ -284,7 +284,7 @@ def _is_clip_value(value: object) -> bool:
     return isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)
 
 
-def _at_least(name: str, value: Any, minimum: int) -> None:
+def _check_minimum(name: str, value: Any, minimum: int) -> None:
     if value is None and name not in ("max_steps", "num_nodes"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
