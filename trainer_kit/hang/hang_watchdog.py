@@ -28,7 +28,13 @@ from torch import distributed as dist
 from trainer_kit.hang.collectives import issued_collectives
 from trainer_kit.hang.end_rank import Verdict, end_rank, print_line
 from trainer_kit.hang.hang_timeout import PATIENT, ProgressClock
-from trainer_kit.hang.position import COMPILERS, OUTSIDE, awaited_worker, find_position
+from trainer_kit.hang.position import (
+    COMPILERS,
+    OUTSIDE,
+    awaited_worker,
+    find_position,
+    outer_frames,
+)
 from trainer_kit.hang.stacks import (
     answering_file,
     boot_id,
@@ -309,7 +315,7 @@ class HangWatchdog:
         report.set_position(clock.position, self.seconds, seconds_left)
         if full:
             frame = self._main_frame()
-            report.set_stack(traceback.format_stack(frame), awaited_worker(frame))
+            report.set_stack(_format_stack(frame), awaited_worker(frame))
             if self.size > 1:
                 report.set_collectives(*issued_collectives())
         return report
@@ -513,6 +519,12 @@ class HangWatchdog:
             report = self._update_report(full=False)
             report.set_ended()
             self._store.set(f"ended/{self.rank}", report.dumped())
+
+
+def _format_stack(frame: FrameType | None) -> list[str]:
+    """Format the stack of a thread, as `traceback.format_stack` does, from its outermost frame."""
+    lines = [(caller, caller.f_lineno) for caller in reversed(outer_frames(frame))]
+    return traceback.StackSummary.extract(iter(lines)).format()
 
 
 def _is_compiling(stack: list[str]) -> bool:

@@ -6,8 +6,9 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, final
@@ -22,6 +23,7 @@ __all__ = [
     "Position",
     "awaited_worker",
     "find_position",
+    "outer_frames",
     "user_line",
 ]
 
@@ -98,15 +100,22 @@ class Position:
     frames: tuple[int, ...]
 
 
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def outer_frames(frame: FrameType | None) -> list[FrameType]:
+    """Return a frame of another thread and those around it, from the innermost to the outermost one.
+
+    The thread goes on between two bytecodes of this one, and Python 3.11 may then read the caller of a suspended
+    generator from memory that has been freed. So the walk is one call of C code, during which no thread can switch.
+    """
+    frames: list[FrameType] = []
+    if frame is not None:
+        with suppress(AttributeError):  # None has no f_back
+            frames.extend(accumulate(repeat("f_back"), getattr, initial=frame))
+    return frames[:-1]
 
 
 def find_position(frame: FrameType | None) -> Position:
     """Return the position of a thread from its innermost frame."""
-    frames = list(_outward(frame))
+    frames = outer_frames(frame)
     phase, patient = _phase(frames)
     debugged = "pydevd" in sys.modules
     for caller in frames:
@@ -118,7 +127,7 @@ def find_position(frame: FrameType | None) -> Position:
 def user_line(frame: FrameType | None) -> str:
     """Return a thread's current line of user code, and the function that it calls."""
     called = ""
-    for caller in _outward(frame):
+    for caller in outer_frames(frame):
         path = caller.f_code.co_filename
         if not path.startswith(_LIBRARIES):
             line = f"at {os.path.basename(path)}:{caller.f_lineno}"
@@ -180,7 +189,7 @@ def _call(frames: list[FrameType]) -> str:
 
 def awaited_worker(frame: FrameType | None) -> str:
     """Describe the data loader's worker for which a thread waits; "" if it waits for none."""
-    for caller in _outward(frame):
+    for caller in outer_frames(frame):
         loader: Any = caller.f_locals.get("self")
         if type(loader).__name__ != "_MultiProcessingDataLoaderIter":
             continue
