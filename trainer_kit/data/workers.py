@@ -18,6 +18,7 @@ from typing import Any, final
 from torch.utils.data import get_worker_info
 
 from trainer_kit.core.errors import LaunchError
+from trainer_kit.core.thread_frames import thread_frames
 
 __all__ = ["EndsWithParent", "checked_context"]
 
@@ -67,26 +68,20 @@ class EndsWithParent:
 
 
 def _follow(parent: int, indices: Any, worker_id: int) -> None:
-    while not wait(
-        [parent], 1.0 if worker_id < len(indices) else None
-    ):  # readable when the parent has closed its end
-        indices[worker_id] = _read_index(
-            sys._current_frames().get(threading.main_thread().ident or 0)
-        )
+    seconds = 1.0 if worker_id < len(indices) else None
+    # The sentinel is readable when the parent has closed its end.
+    while not wait([parent], seconds):
+        indices[worker_id] = _read_index(thread_frames(threading.main_thread().ident))
     time.sleep(_GRACE)
     os._exit(1)
 
 
-def _read_index(frame: FrameType | None) -> int:
+def _read_index(frames: list[FrameType]) -> int:
     """The index that torch's loop over the indices of a batch has reached, -1 outside of it."""
-    index: Any = -1
-    while frame is not None:
-        index = (
-            frame.f_locals.get("idx", index)
-            if frame.f_code.co_filename.endswith(_FETCH)
-            else index
-        )
-        frame = frame.f_back
+    index: object = -1
+    for frame in frames:
+        if frame.f_code.co_filename.endswith(_FETCH):
+            index = frame.f_locals.get("idx", index)
     return index if isinstance(index, int) else -1
 
 

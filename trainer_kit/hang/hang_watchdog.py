@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -25,6 +24,7 @@ from typing import Any, Final, NoReturn, final
 
 from torch import distributed as dist
 
+from trainer_kit.core.thread_frames import thread_frames
 from trainer_kit.hang.collectives import issued_collectives
 from trainer_kit.hang.end_rank import Verdict, end_rank, print_line
 from trainer_kit.hang.hang_timeout import PATIENT, ProgressClock
@@ -33,7 +33,6 @@ from trainer_kit.hang.position import (
     OUTSIDE,
     awaited_worker,
     find_position,
-    outer_frames,
 )
 from trainer_kit.hang.stacks import (
     answering_file,
@@ -281,12 +280,12 @@ class HangWatchdog:
         """Whether there was progress since the last check."""
         before = self._clock.since
         step, token = self._progress()
-        position = find_position(self._main_frame())
+        position = find_position(self._main_frames())
         self._clock.look(position, step, token, now, pause)
         return self._clock.since > before
 
-    def _main_frame(self) -> FrameType | None:
-        return sys._current_frames().get(self._main_thread)
+    def _main_frames(self) -> list[FrameType]:
+        return thread_frames(self._main_thread)
 
     def _seconds_after_signal(self, now: float) -> float:
         """The seconds since the signal, or since the last progress after it."""
@@ -314,8 +313,8 @@ class HangWatchdog:
         report.set_progress(clock.step, f"{self._unit} {clock.step}")
         report.set_position(clock.position, self.seconds, seconds_left)
         if full:
-            frame = self._main_frame()
-            report.set_stack(_format_stack(frame), awaited_worker(frame))
+            frames = self._main_frames()
+            report.set_stack(_format_stack(frames), awaited_worker(frames))
             if self.size > 1:
                 report.set_collectives(*issued_collectives())
         return report
@@ -521,9 +520,9 @@ class HangWatchdog:
             self._store.set(f"ended/{self.rank}", report.dumped())
 
 
-def _format_stack(frame: FrameType | None) -> list[str]:
+def _format_stack(frames: list[FrameType]) -> list[str]:
     """Format the stack of a thread, as `traceback.format_stack` does, from its outermost frame."""
-    lines = [(caller, caller.f_lineno) for caller in reversed(outer_frames(frame))]
+    lines = [(caller, caller.f_lineno) for caller in reversed(frames)]
     return traceback.StackSummary.extract(iter(lines)).format()
 
 

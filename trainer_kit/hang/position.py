@@ -6,9 +6,7 @@ import inspect
 import os
 import sys
 import sysconfig
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, repeat
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, final
@@ -23,7 +21,6 @@ __all__ = [
     "Position",
     "awaited_worker",
     "find_position",
-    "outer_frames",
     "user_line",
 ]
 
@@ -100,34 +97,22 @@ class Position:
     frames: tuple[int, ...]
 
 
-def outer_frames(frame: FrameType | None) -> list[FrameType]:
-    """Return a frame of another thread and those around it, from the innermost to the outermost one.
-
-    The thread goes on between two bytecodes of this one, and Python 3.11 may then read the caller of a suspended
-    generator from memory that has been freed. So the walk is one call of C code, during which no thread can switch.
-    """
-    frames: list[FrameType] = []
-    if frame is not None:
-        with suppress(AttributeError):  # None has no f_back
-            frames.extend(accumulate(repeat("f_back"), getattr, initial=frame))
-    return frames[:-1]
-
-
-def find_position(frame: FrameType | None) -> Position:
-    """Return the position of a thread from its innermost frame."""
-    frames = outer_frames(frame)
+def find_position(frames: list[FrameType]) -> Position:
+    """Return the position of a thread from its frames, of which the innermost one is first."""
     phase, patient = _phase(frames)
     debugged = "pydevd" in sys.modules
     for caller in frames:
         debugged = debugged or caller.f_code.co_filename.endswith(_DEBUGGERS)
     identity = tuple(hash((id(caller), caller.f_lasti)) for caller in frames)
-    return Position(phase, user_line(frame), _call(frames), patient, debugged, identity)
+    return Position(
+        phase, user_line(frames), _call(frames), patient, debugged, identity
+    )
 
 
-def user_line(frame: FrameType | None) -> str:
+def user_line(frames: list[FrameType]) -> str:
     """Return a thread's current line of user code, and the function that it calls."""
     called = ""
-    for caller in outer_frames(frame):
+    for caller in frames:
         path = caller.f_code.co_filename
         if not path.startswith(_LIBRARIES):
             line = f"at {os.path.basename(path)}:{caller.f_lineno}"
@@ -187,9 +172,9 @@ def _call(frames: list[FrameType]) -> str:
     return call
 
 
-def awaited_worker(frame: FrameType | None) -> str:
+def awaited_worker(frames: list[FrameType]) -> str:
     """Describe the data loader's worker for which a thread waits; "" if it waits for none."""
-    for caller in outer_frames(frame):
+    for caller in frames:
         loader: Any = caller.f_locals.get("self")
         if type(loader).__name__ != "_MultiProcessingDataLoaderIter":
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any, Final, final
 
 from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import RankError
+from trainer_kit.core.thread_frames import thread_frames
 from trainer_kit.hang.position import find_position
 
 __all__ = ["WaitWatch", "raise_verdict"]
@@ -53,9 +53,7 @@ class WaitWatch:
 
     def _look(self) -> None:
         now = time.time()
-        position = find_position(
-            sys._current_frames().get(threading.main_thread().ident or 0)
-        )
+        position = find_position(thread_frames(threading.main_thread().ident))
         if position.frames != self._frames or not position.call or position.debugged:
             self._frames, self._since = position.frames, now
         waits = {
