@@ -67,16 +67,8 @@ class SpikeDetection(Callback):
         *,
         action: Literal["raise", "stop", "warn"] = "raise",
     ) -> None:
-        for name, value, known in (
-            ("mode", mode, ("min", "max")),
-            ("action", action, _ACTIONS),
-        ):
-            if value not in known:
-                raise ConfigurationError(
-                    f"SpikeDetection(mode=, action=) has no such {name}",
-                    found=repr(value),
-                    fix=did_you_mean(value, known),
-                )
+        _check_choice("mode", mode, ("min", "max"))
+        _check_choice("action", action, _ACTIONS)
         if window < 1:
             raise ConfigurationError(
                 "the running mean needs a window of at least one step",
@@ -87,52 +79,57 @@ class SpikeDetection(Callback):
                 "warmup, atol and rtol are 0 or more",
                 found=f"warmup={warmup}, atol={atol}, rtol={rtol}",
             )
-        self.mode, self.window, self.warmup, self.atol, self.rtol = (
-            mode,
-            window,
-            warmup,
-            atol,
-            rtol,
-        )
-        self.action, self.exclude_batches_path = action, exclude_batches_path
-        self._begin()
+        self.mode = mode
+        self.window = window
+        self.warmup = warmup
+        self.atol = atol
+        self.rtol = rtol
+        self.action = action
+        self.exclude_batches_path = exclude_batches_path
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.spikes: dict[int, float] = {}
-        self._kept: list[tuple[int, Tensor]] = []
-        self._window: list[Tensor] = []
+        self.bad_batches: list[int] = []
+        # The losses on the device of the steps that are not judged yet, with their steps.
+        self._pending: list[tuple[int, Tensor]] = []
+        # The losses of the micro-batches of this step.
+        self._step_losses: list[Tensor] = []
+        # The losses that the running mean is computed from.
         self._recent: deque[float] = deque(maxlen=self.window)
         self._judged = 0
-        self.bad_batches: list[int] = []
+        # The `batch_idx` of this step, and by step of this epoch those that are not judged yet.
         self._indices: list[int] = []
-        self._batches: dict[
-            int, list[int]
-        ] = {}  # by step of this epoch, which are not judged yet
+        self._batches: dict[int, list[int]] = {}
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
-            self._begin()  # forget another fit; a resumed fit restores its state after this
+            self._reset()  # forget another fit; a resumed fit restores its state after this
 
     def state_dict(self) -> dict[str, Any]:
         """Losses that are not judged yet are read here: a sync point of a checkpoint."""
-        kept = [
-            [step, float(loss)] for step, loss in self._kept
-        ]  # sync point: a checkpoint
+        # sync point: a checkpoint
+        pending = [[step, float(loss)] for step, loss in self._pending]
         return {
             "recent": list(self._recent),
             "judged": self._judged,
             "spikes": dict(self.spikes),
-            "kept": kept,
+            "kept": pending,
             "bad_batches": list(self.bad_batches),
             "batches": dict(self._batches),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._recent = deque(state_dict["recent"], maxlen=self.window)
-        self._judged, self.spikes = state_dict["judged"], dict(state_dict["spikes"])
-        self._kept = [(step, torch.tensor(loss)) for step, loss in state_dict["kept"]]
-        self._window.clear()  # of a step that `NaNGuard` has left
+        self._judged = state_dict["judged"]
+        self.spikes = dict(state_dict["spikes"])
+        self._pending = []
+        for step, loss in state_dict["kept"]:
+            self._pending.append((step, torch.tensor(loss)))
+        # These belong to a step that `NaNGuard` left unfinished.
+        self._step_losses.clear()
         self._indices.clear()
+        # Checkpoints of earlier versions hold no batches.
         self.bad_batches = list(state_dict.get("bad_batches", ()))
         self._batches = dict(state_dict.get("batches", {}))
 
@@ -140,94 +137,126 @@ class SpikeDetection(Callback):
         self,
         trainer: TrainerLike,
         pl_module: ModuleLike,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
     ) -> None:
         self._indices.append(batch_idx)
         if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
-            self._window.append(outputs["loss"])
+            self._step_losses.append(outputs["loss"])
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        self._kept += [(trainer.global_step, loss) for loss in self._window]
-        self._window.clear()
-        self._batches[trainer.global_step] = self._indices
+        step = trainer.global_step
+        self._pending += [(step, loss) for loss in self._step_losses]
+        self._step_losses.clear()
+        self._batches[step] = self._indices
         self._indices = []
-        if trainer.global_step % (trainer.log_every_n_steps or 50) == 0:
-            self._judge(trainer)
+        if step % (trainer.log_every_n_steps or 50) == 0:
+            self._judge_steps(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        self._judge(trainer)
+        self._judge_steps(trainer)
         self._batches.clear()
 
-    def _judge(self, trainer: TrainerLike) -> None:
-        for step, loss in self._losses(trainer):
+    def _judge_steps(self, trainer: TrainerLike) -> None:
+        for step, loss in self._read_step_losses(trainer):
             if not math.isfinite(loss):
                 continue  # every run looks for these, and `NaNGuard` may train without them
             self._judged += 1
-            mean = sum(self._recent) / len(self._recent) if self._recent else loss
-            worse = loss - mean if self.mode == "min" else mean - loss
-            spike = worse > self.rtol * abs(mean) and (
-                self.atol is None or worse > self.atol
-            )
-            if spike and self._judged > self.warmup:
-                self._act(trainer, step, loss, mean)
+            mean = loss
+            if self._recent:
+                mean = sum(self._recent) / len(self._recent)
+            # The first steps enter the mean, however far off they are.
+            if self._judged > self.warmup and self._is_spike(loss, mean):
+                self._report_spike(trainer, step, loss, mean)
             else:
                 self._recent.append(loss)
-        last = trainer.global_step
-        self._batches = {last: self._batches[last]} if last in self._batches else {}
+        # The batches of the last step stay: a spike of the next one reports them, too.
+        last_step = trainer.global_step
+        last_batches = self._batches.get(last_step)
+        self._batches = {}
+        if last_batches is not None:
+            self._batches[last_step] = last_batches
 
-    def _losses(self, trainer: TrainerLike) -> list[tuple[int, float]]:
-        """The mean loss of each step over its micro-batches and all ranks, equal on every rank."""
-        kept, self._kept = self._kept, []
-        last = trainer.global_step
-        values = (
-            torch.stack([loss.reshape(()).float() for _, loss in kept]).tolist()
-            if kept
-            else []
-        )  # sync point
-        own = [(step, value) for (step, _), value in zip(kept, values, strict=True)]
-        first = min((step for step, _ in own), default=last)
+    def _is_spike(self, loss: float, mean: float) -> bool:
+        excess = loss - mean
+        if self.mode == "max":
+            excess = -excess
+        is_far_off = excess > self.rtol * abs(mean)
+        if self.atol is not None:
+            is_far_off = is_far_off and excess > self.atol
+        return is_far_off
+
+    def _read_step_losses(self, trainer: TrainerLike) -> list[tuple[int, float]]:
+        """Read the mean loss of each step over its micro-batches and all ranks, equal on every rank."""
+        losses = self._read_pending()
+        last_step = trainer.global_step
+        first_step = min((step for step, _ in losses), default=last_step)
         world = trainer.strategy.world
-        first = int(min(row[0] for row in world.agree([first])))
-        sums = [0.0] * (2 * (last - first + 1))
-        for step, value in own:
-            sums[2 * (step - first)] += value
-            sums[2 * (step - first) + 1] += 1
-        totals = [sum(column) for column in zip(*world.agree(sums), strict=True)]
-        pairs = zip(totals[::2], totals[1::2], strict=True)
-        return [
-            (first + i, total / count)
-            for i, (total, count) in enumerate(pairs)
-            if count
-        ]
+        # Ranks may hold losses of different steps; all of them count from the earliest.
+        first_step = int(min(row[0] for row in world.agree([first_step])))
+        sums = [0.0] * (last_step - first_step + 1)
+        counts = [0.0] * len(sums)
+        for step, loss in losses:
+            sums[step - first_step] += loss
+            counts[step - first_step] += 1
+        rows = world.agree(sums + counts)
+        totals = [sum(column) for column in zip(*rows, strict=True)]
+        pairs = zip(totals[: len(sums)], totals[len(sums) :], strict=True)
+        means = []
+        for step, (total, count) in enumerate(pairs, start=first_step):
+            if count:
+                means.append((step, total / count))
+        return means
 
-    def _act(self, trainer: TrainerLike, step: int, loss: float, mean: float) -> None:
+    def _read_pending(self) -> list[tuple[int, float]]:
+        """Read this rank's losses that are not judged yet, each with its step."""
+        pending = self._pending
+        self._pending = []
+        if not pending:
+            return []
+        steps = [step for step, _ in pending]
+        scalars = [loss.reshape(()).float() for _, loss in pending]
+        losses = torch.stack(scalars).tolist()  # sync point
+        return list(zip(steps, losses, strict=True))
+
+    def _report_spike(
+        self, trainer: TrainerLike, step: int, loss: float, mean: float
+    ) -> None:
         self.spikes[step] = loss
-        self.bad_batches += [
-            *self._batches.get(step - 1, ()),
-            *self._batches.get(step, ()),
-        ]
+        self.bad_batches += self._batches.get(step - 1, ())
+        self.bad_batches += self._batches.get(step, ())
         if self.exclude_batches_path is not None and trainer.is_global_zero:
             self._write_batches(Path(self.exclude_batches_path))
         problem = f"the loss jumped to {loss:.6g} at step {step}"
-        found = f"the mean of the {len(self._recent)} steps before is {mean:.6g}"
+        comparison = f"the mean of the {len(self._recent)} steps before is {mean:.6g}"
         if self.action == "raise":
             raise TrainerKitError(
                 problem,
-                found=found,
+                found=comparison,
                 fix="lower the learning rate, clip gradients, or inspect the batches of this step",
             )
         if self.action == "stop":
             trainer.request_checkpoint(problem)
-            trainer.stop(f"{problem}; {found}")
+            trainer.stop(f"{problem}; {comparison}")
         else:
-            trainer.print(f"{problem}; {found}")
+            trainer.print(f"{problem}; {comparison}")
 
     def _write_batches(self, path: Path) -> None:
-        file = path if path.suffix == ".json" else path / "skip_batches.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, json.dumps(self.bad_batches, indent=4).encode())
+        if path.suffix != ".json":
+            path = path / "skip_batches.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps(self.bad_batches, indent=4)
+        replace_file(path, content.encode())
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigurationError(
+            f"SpikeDetection(mode=, action=) has no such {name}",
+            found=repr(value),
+            fix=did_you_mean(value, choices),
+        )
 
 
 _POLICIES: Final = ("raise", "skip", "rollback")
@@ -291,17 +320,20 @@ class NaNGuard(Callback):
                 found=f"policy={policy!r}, n={n}, max_skips={max_skips}",
                 fix='NaNGuard("rollback", n=100), or NaNGuard("skip")',
             )
-        self.policy, self.n, self.max_skips = policy, n or 0, max_skips
+        self.policy = policy
+        self.n = n or 0
+        self.max_skips = max_skips
         self.skipped_steps: list[int] = []
 
     @property
     def non_finite(self) -> tuple[str, int, int, list[int]]:
-        """What the loop asks: policy, steps before the bad one, limit, and the list that it fills."""
+        """The policy, the steps before the bad one, the limit, and the list that the loop fills."""
         return self.policy, self.n, self.max_skips, self.skipped_steps
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
-            self.skipped_steps.clear()  # of another fit; a resumed fit restores its own after this
+            # These belong to another fit; a resumed fit restores its steps after this.
+            self.skipped_steps.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped_steps": list(self.skipped_steps)}

@@ -6,10 +6,9 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from statistics import median_low
 from time import perf_counter, process_time
-from typing import Any, ClassVar, Final, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, final
 
 import torch
 from torch.optim import Optimizer
@@ -20,6 +19,9 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import leave_out
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = [
     "SECTIONS",
@@ -55,8 +57,7 @@ class DeviceStatsMonitor(Callback):
         self._cpu_since = (0.0, 0.0)
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        every = trainer.log_every_n_steps
-        self._next = following(trainer.progress.step, every) if every else math.inf
+        self._next = _next_logging_step(trainer)
         self._cpu_since = perf_counter(), process_time()
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
@@ -65,43 +66,66 @@ class DeviceStatsMonitor(Callback):
             return
         self._next = following(step, trainer.log_every_n_steps)
         device: torch.device = trainer.strategy.device
-        values = _memory_of(device)
-        if self.cpu_stats or (self.cpu_stats is None and device.type == "cpu"):
-            values.update(self._of_process())
+        reads_process = self.cpu_stats
+        if reads_process is None:
+            reads_process = device.type == "cpu"
+        values = _read_device_memory(device)
+        if reads_process:
+            values.update(self._read_process())
+        # The largest rank counts: it is the one that runs out of memory.
         rows = trainer.strategy.world.agree(list(values.values()))
-        trainer.log_metrics(
-            dict(zip(values, map(max, zip(*rows, strict=True)), strict=True)), step
-        )
+        largest = [max(column) for column in zip(*rows, strict=True)]
+        trainer.log_metrics(dict(zip(values, largest, strict=True)), step)
 
-    def _of_process(self) -> dict[str, float]:
-        (since, used), now = self._cpu_since, (perf_counter(), process_time())
-        self._cpu_since = now
-        found = {"cpu/percent": 100 * (now[1] - used) / max(now[0] - since, 1e-9)}
+    def _read_process(self) -> dict[str, float]:
+        wall_before, cpu_before = self._cpu_since
+        wall = perf_counter()
+        cpu = process_time()
+        self._cpu_since = wall, cpu
+        usage = (cpu - cpu_before) / max(wall - wall_before, 1e-9)
+        values = {"cpu/percent": 100 * usage}
         if sys.platform == "linux":
             with open("/proc/self/status") as file:
-                lines = dict(line.split(":", 1) for line in file)
-            for name, key in (("cpu/memory", "VmRSS"), ("cpu/memory_peak", "VmHWM")):
-                found[name] = 1024.0 * int(lines[key].split()[0])
-        return found
+                status = dict(line.split(":", 1) for line in file)
+            values["cpu/memory"] = _kilobytes_in_bytes(status["VmRSS"])
+            values["cpu/memory_peak"] = _kilobytes_in_bytes(status["VmHWM"])
+        return values
 
 
-def _memory_of(device: torch.device) -> dict[str, float]:
+def _next_logging_step(trainer: TrainerLike) -> float:
+    """The next step at which the trainer logs, or infinity if it logs at none."""
+    every = trainer.log_every_n_steps
+    if not every:
+        return math.inf
+    return following(trainer.progress.step, every)
+
+
+def _kilobytes_in_bytes(field: str) -> float:
+    """Convert a field of ``/proc/self/status`` such as ``  1234 kB``."""
+    return 1024.0 * int(field.split()[0])
+
+
+_MEMORY_FUNCTIONS: Final = {
+    "device/memory_allocated": "memory_allocated",
+    "device/memory_reserved": "memory_reserved",
+    "device/memory_peak": "max_memory_allocated",
+}
+"""Logged name → function of the device's module in torch."""
+
+
+def _read_device_memory(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
         return {}
     backend = torch.get_device_module(device)
-    names = {
-        "allocated": "memory_allocated",
-        "reserved": "memory_reserved",
-        "peak": "max_memory_allocated",
-    }
-    found = {
-        f"device/memory_{k}": float(getattr(backend, f)(device))
-        for k, f in names.items()
-        if hasattr(backend, f)
-    }
+    values = {}
+    # Not every backend has all of these functions.
+    for name, function in _MEMORY_FUNCTIONS.items():
+        if hasattr(backend, function):
+            read_bytes = getattr(backend, function)
+            values[name] = float(read_bytes(device))
     if hasattr(backend, "reset_peak_memory_stats"):
         backend.reset_peak_memory_stats(device)
-    return found
+    return values
 
 
 SECTIONS: Final = (
@@ -140,19 +164,27 @@ def find_straggler(rows: Sequence[Sequence[float]]) -> tuple[int, str, float] | 
         (1, 'data', 8.0)
         >>> find_straggler([[0.1, 1, 1, 0, 0, 0, 0, 0], [0.2, 1, 1, 0, 0, 0, 0, 0]])
     """
-    whole, found = max(map(sum, rows)), dict[str, tuple[float, int, float]]()
-    for section, seconds in zip(SECTIONS, zip(*rows, strict=True), strict=True):
-        slowest, usual = max(seconds), median_low(seconds)
-        if slowest > 1.5 * usual and slowest - usual > max(0.1 * whole, _BY_CHANCE):
-            found[section] = (
-                slowest - usual,
-                seconds.index(slowest),
-                slowest / max(usual, 1e-9),
-            )
-    largest = max((excess for excess, _, _ in found.values()), default=0.0)
+    total = max(sum(row) for row in rows)
+    shortest_excess = max(0.1 * total, _BY_CHANCE)
+    candidates: dict[str, tuple[float, int, float]] = {}
+    columns = zip(*rows, strict=True)
+    for section, seconds in zip(SECTIONS, columns, strict=True):
+        slowest = max(seconds)
+        median = median_low(seconds)
+        excess = slowest - median
+        if slowest > 1.5 * median and excess > shortest_excess:
+            rank = seconds.index(slowest)
+            ratio = slowest / max(median, 1e-9)
+            candidates[section] = excess, rank, ratio
+    if not candidates:
+        return None
+    largest_excess = max(excess for excess, _, _ in candidates.values())
     for section in _AFTER_AN_EXCHANGE:
-        if section in found and found[section][0] >= 0.5 * largest:
-            return found[section][1], section, found[section][2]
+        if section not in candidates:
+            continue
+        excess, rank, ratio = candidates[section]
+        if excess >= 0.5 * largest_excess:
+            return rank, section, ratio
     return None
 
 
@@ -168,8 +200,10 @@ class SectionTimes(Callback):
     def __init__(self, synchronize: bool = False) -> None:
         self.synchronize = synchronize
         self._seconds = dict.fromkeys(SECTIONS, 0.0)
-        self._section, self._mark = "", 0.0
-        self._wait: Callable[[], Any] | None = None
+        # The present part ("" outside of training), and the time at which it began.
+        self._section = ""
+        self._section_start = 0.0
+        self._synchronize_device: Callable[[], object] | None = None
 
     def time_split(self) -> dict[str, float]:
         """Seconds of each part of `SECTIONS` so far."""
@@ -179,27 +213,34 @@ class SectionTimes(Callback):
         """The present part ends, and this one begins; ``""``: training is over. Nothing happens outside of training."""
         if not self._section:
             return
-        if self._wait is not None:
-            self._wait()  # sync point: asked for by the user
-        now = perf_counter()
-        self._seconds[self._section] += now - self._mark
-        self._section, self._mark = section, now
+        if self._synchronize_device is not None:
+            self._synchronize_device()  # sync point: asked for by the user
+        border = perf_counter()
+        self._seconds[self._section] += border - self._section_start
+        self._section = section
+        self._section_start = border
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
-            self._seconds, self._section = dict.fromkeys(SECTIONS, 0.0), ""
+            self._seconds = dict.fromkeys(SECTIONS, 0.0)
+            self._section = ""
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         device = trainer.strategy.device
         if self.synchronize and device.type != "cpu":
-            self._wait = torch.get_device_module(device).synchronize
-        self._section, self._mark = "callbacks", perf_counter()
+            self._synchronize_device = torch.get_device_module(device).synchronize
+        self._section = "callbacks"
+        self._section_start = perf_counter()
 
     def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("data")
 
     def on_train_batch_start(
-        self, trainer: TrainerLike, pl_module: ModuleLike, batch: Any, batch_idx: int
+        self,
+        trainer: TrainerLike,
+        pl_module: ModuleLike,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         self.enter("forward")
 
@@ -223,8 +264,8 @@ class SectionTimes(Callback):
         self,
         trainer: TrainerLike,
         pl_module: ModuleLike,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
     ) -> None:
         self.enter("callbacks")
@@ -295,30 +336,31 @@ class ThroughputMonitor(SectionTimes):
         peak_flops: float | None = None,
         synchronize: bool = False,
     ) -> None:
-        if any(
-            value is not None and value <= 0 for value in (flops_per_batch, peak_flops)
-        ):
-            raise ConfigurationError(
-                "FLOPs are positive",
-                found=f"flops_per_batch={flops_per_batch}, peak_flops={peak_flops}",
-            )
+        for flops in (flops_per_batch, peak_flops):
+            if flops is not None and flops <= 0:
+                raise ConfigurationError(
+                    "FLOPs are positive",
+                    found=f"flops_per_batch={flops_per_batch}, peak_flops={peak_flops}",
+                )
         super().__init__(synchronize)
-        self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
-        self.flops_per_batch, self.peak_flops = flops_per_batch, peak_flops
+        self.batch_size_fn = batch_size_fn
+        self.length_fn = length_fn
+        self.flops_per_batch = flops_per_batch
+        self.peak_flops = peak_flops
         self._next: float = math.inf
         self._first_step = 0
-        self._own = [
-            0.0,
-            0.0,
-        ]  # samples and items of this rank, by the user's functions
-        self._before: dict[str, float] = {}
+        # Of this rank, by the user's functions.
+        self._rank_samples = 0.0
+        self._rank_items = 0.0
+        # Counts and times at the last logging step.
+        self._counts_before: dict[str, float] = {}
         self._split_before = self.time_split()
-        self._named: set[tuple[int, int, str]] = (
-            set()
-        )  # epoch, rank and part of stragglers that were printed
+        # Epoch, rank and part of the stragglers that were printed.
+        self._reported: set[tuple[int, int, str]] = set()
         self._flops = flops_per_batch
-        self._counter: AbstractContextManager[Any] | None = None
-        self._counted = 0  # micro-batches: those of a pipeline begin together
+        self._counter: FlopCounterMode | None = None
+        # All micro-batches of a pipeline begin before its first backward.
+        self._counted_batches = 0
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"seconds": self.time_split()}
@@ -329,147 +371,184 @@ class ThroughputMonitor(SectionTimes):
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._flops, self._named = self.flops_per_batch, set()
+            self._flops = self.flops_per_batch
+            self._reported = set()
 
     def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
-        self._end_count()
+        self._stop_counter()
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         super().on_train_start(trainer, pl_module)
-        every, self._first_step = trainer.log_every_n_steps, trainer.progress.step
-        self._next = following(self._first_step, every) if every else math.inf
-        self._before, self._split_before = self._counts(trainer), self.time_split()
+        self._first_step = trainer.progress.step
+        self._next = _next_logging_step(trainer)
+        self._counts_before = self._count_progress(trainer)
+        self._split_before = self.time_split()
 
     def on_train_batch_start(
-        self, trainer: TrainerLike, pl_module: ModuleLike, batch: Any, batch_idx: int
+        self,
+        trainer: TrainerLike,
+        pl_module: ModuleLike,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         if self.batch_size_fn is not None:
-            self._own[0] += self.batch_size_fn(batch)
+            self._rank_samples += self.batch_size_fn(batch)
         if self.length_fn is not None:
-            self._own[1] += self.length_fn(batch)
-        if (
-            self._flops is None
-            and trainer.progress.step == self._first_step + 1
-            and self._counter is None
-        ):
-            from torch.utils.flop_counter import FlopCounterMode
-
-            counter: AbstractContextManager[Any] = FlopCounterMode(display=False)
-            counter.__enter__()
-            self._counter, self._counted = counter, 0
-        self._counted += 1
+            self._rank_items += self.length_fn(batch)
+        is_second_step = trainer.progress.step == self._first_step + 1
+        if self._flops is None and is_second_step and self._counter is None:
+            self._start_counter()
+        self._counted_batches += 1
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def _start_counter(self) -> None:
+        # Imported here: a run whose FLOPs are given does not need it.
+        from torch.utils.flop_counter import FlopCounterMode
+
+        counter = FlopCounterMode(display=False)
+        counter.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._counter = counter
+        self._counted_batches = 0
 
     def on_after_backward(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         super().on_after_backward(trainer, pl_module)
-        if self._counter is not None:  # a step may have several backward passes
-            total = self._counter.get_total_flops()  # type: ignore[attr-defined]  # 0: compiled
-            self._flops = total / self._counted
+        # A step may have several backward passes; the last one leaves the total.
+        if self._counter is not None:
+            total = self._counter.get_total_flops()  # 0 if the module is compiled
+            self._flops = total / self._counted_batches
 
     def on_train_batch_end(
         self,
         trainer: TrainerLike,
         pl_module: ModuleLike,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        self._end_count()
+        self._stop_counter()
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         step = trainer.progress.step
         if step >= self._next:
             self._next = following(step, trainer.log_every_n_steps)
-            self._log(trainer)
+            self._log_rates(trainer)
         super().on_train_step_end(trainer, pl_module)
 
-    def _end_count(self) -> None:
-        counter, self._counter = self._counter, None
+    def _stop_counter(self) -> None:
+        counter = self._counter
+        self._counter = None
         if counter is not None:
-            counter.__exit__(None, None, None)
+            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            # 0 instead of None: a step without a backward is not counted again.
             self._flops = self._flops or 0.0
 
-    def _counts(self, trainer: TrainerLike) -> dict[str, float]:
-        """What is counted, up to this step; over all ranks, but for ``own``."""
-        progress, seconds = trainer.progress, self._seconds
-        samples, items = self._own
+    def _count_progress(self, trainer: TrainerLike) -> dict[str, float]:
+        """Count up to this step, over all ranks; what the user's functions count is of this rank."""
+        progress = trainer.progress
+        samples: float = progress.samples
+        if self.batch_size_fn is not None:
+            samples = self._rank_samples
         return {
-            "seconds": sum(seconds.values()) - seconds["validation"],
+            "seconds": sum(self._seconds.values()) - self._seconds["validation"],
             "batches": progress.batch,
-            "samples": samples if self.batch_size_fn is not None else progress.samples,
+            "samples": samples,
             "tokens": progress.tokens,
-            "items": items,
+            "items": self._rank_items,
         }
 
-    def _log(self, trainer: TrainerLike) -> None:
+    def _log_rates(self, trainer: TrainerLike) -> None:
         self.enter(self._section)
-        strategy, now, split = (
-            trainer.strategy,
-            self._counts(trainer),
-            self.time_split(),
-        )
-        made = {name: value - self._before[name] for name, value in now.items()}
-        spent = [split[name] - self._split_before[name] for name in SECTIONS]
-        self._before, self._split_before = now, split
-        rows = strategy.world.agree(
-            [strategy.data.rank, made["samples"], made["items"], *spent]
-        )
-        counts = {
-            row[0]: row for row in rows
-        }.values()  # ranks that compute parts of one batch count it once
+        strategy = trainer.strategy
+        counts = self._take_counts(trainer)
+        section_seconds = self._take_section_seconds()
+        identity = [strategy.data.rank, counts["samples"], counts["items"]]
+        rows = strategy.world.agree(identity + section_seconds)
+        # Ranks that compute parts of one batch have one data rank, and count it once.
+        rows_by_data_rank = {row[0]: row for row in rows}
+        data_rows = rows_by_data_rank.values()
         if self.batch_size_fn is not None:
-            made["samples"] = sum(row[1] for row in counts)
-        made["items"] = sum(row[2] for row in counts)
+            counts["samples"] = sum(row[1] for row in data_rows)
+        counts["items"] = sum(row[2] for row in data_rows)
         self._report_straggler(trainer, [row[3:] for row in rows])
-        seconds, values = max(made.pop("seconds"), 1e-9), dict[str, float]()
-        batches = made["batches"]
-        made["batches"] = batches * strategy.data.size
-        for name, count in made.items():
-            if count or name in ("batches", "samples"):
-                values[f"train/global/{name}_per_sec"] = count / seconds
-                values[f"train/device/{name}_per_sec"] = (
-                    count / seconds / trainer.world_size
-                )
-        if self._flops:
-            rate = values["train/device/flops_per_sec"] = (
-                self._flops * batches / seconds
-            )
-            peak = self.peak_flops or _peak_of(trainer)
-            if peak is not None:
-                values["train/device/mfu"] = rate / peak
-        whole = max(sum(self._seconds.values()), 1e-9)
-        values.update(
-            {
-                f"train/time/{name}": spent / whole
-                for name, spent in self._seconds.items()
-            }
-        )
-        values["train/goodput"] = sum(self._seconds[name] for name in _TRAINING) / whole
+        seconds = max(counts.pop("seconds"), 1e-9)
+        device_batches = counts["batches"]
+        counts["batches"] = device_batches * strategy.data.size
+        values = _rates_of_counts(counts, seconds, trainer.world_size)
+        values.update(self._flop_rates(trainer, device_batches / seconds))
+        values.update(self._time_shares())
         trainer.log_metrics(values, trainer.progress.step)
+
+    def _take_counts(self, trainer: TrainerLike) -> dict[str, float]:
+        """Count the steps since the last call."""
+        totals = self._count_progress(trainer)
+        before = self._counts_before
+        self._counts_before = totals
+        return {name: total - before[name] for name, total in totals.items()}
+
+    def _take_section_seconds(self) -> list[float]:
+        """The seconds of each part of `SECTIONS` since the last call."""
+        split = self.time_split()
+        before = self._split_before
+        self._split_before = split
+        return [split[name] - before[name] for name in SECTIONS]
+
+    def _flop_rates(
+        self, trainer: TrainerLike, batches_per_second: float
+    ) -> dict[str, float]:
+        if not self._flops:
+            return {}
+        rate = self._flops * batches_per_second
+        values = {"train/device/flops_per_sec": rate}
+        peak = self.peak_flops or _peak_flops(trainer)
+        if peak is not None:
+            values["train/device/mfu"] = rate / peak
+        return values
+
+    def _time_shares(self) -> dict[str, float]:
+        total = max(sum(self._seconds.values()), 1e-9)
+        shares = {}
+        for name, seconds in self._seconds.items():
+            shares[f"train/time/{name}"] = seconds / total
+        training_seconds = sum(self._seconds[name] for name in _TRAINING)
+        shares["train/goodput"] = training_seconds / total
+        return shares
 
     def _report_straggler(
         self, trainer: TrainerLike, rows: Sequence[Sequence[float]]
     ) -> None:
-        found = find_straggler(rows)
-        if found is None:
+        straggler = find_straggler(rows)
+        if straggler is None:
             return
-        rank, section, ratio = found
+        rank, section, ratio = straggler
         seconds = rows[rank][SECTIONS.index(section)]
-        if (trainer.current_epoch, rank, section) not in self._named:
-            self._named.add((trainer.current_epoch, rank, section))
+        report = trainer.current_epoch, rank, section
+        if report not in self._reported:
+            self._reported.add(report)
             trainer.print(
                 f"straggler: rank {rank}, {section}: {seconds:.3g} s, {ratio:.1f} times the median of the ranks"
             )
 
 
-def _peak_of(trainer: TrainerLike) -> float | None:
+def _rates_of_counts(
+    counts: Mapping[str, float], seconds: float, world_size: int
+) -> dict[str, float]:
+    rates = {}
+    for name, count in counts.items():
+        # Tokens and items that nothing counts are not logged.
+        if count or name in ("batches", "samples"):
+            rate = count / seconds
+            rates[f"train/global/{name}_per_sec"] = rate
+            rates[f"train/device/{name}_per_sec"] = rate / world_size
+    return rates
+
+
+def _peak_flops(trainer: TrainerLike) -> float | None:
     device = trainer.strategy.device
     if device.type != "cuda":
         return None
-    return device_peak(
-        torch.cuda.get_device_name(device), trainer.precision_plugin.name
-    )
+    device_name = torch.cuda.get_device_name(device)
+    return device_peak(device_name, trainer.precision_plugin.name)
 
 
 @final
@@ -523,7 +602,8 @@ class LearningRateMonitor(Callback):
                 fix="use 'step', 'epoch' or None",
             )
         self.logging_interval = logging_interval
-        self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
         self.lrs: dict[str, list[float]] = {}
         self._next: int | float = math.inf
         if logging_interval == "epoch":
@@ -531,98 +611,107 @@ class LearningRateMonitor(Callback):
             leave_out(self, "on_train_step_end", LearningRateMonitor)
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        self.lrs = {name: [] for _, name, _ in self._groups(trainer, None)}
-        every = trainer.log_every_n_steps
-        if self.logging_interval != "epoch" and every:
-            step = trainer.progress.step
-            self._next = following(step, every)
-            if step == 0:
-                self._log(trainer, "step")
-        else:
-            self._next = math.inf
+        self.lrs = {name: [] for _, name in self._name_groups(trainer, None)}
+        self._next = math.inf
+        if self.logging_interval == "epoch" or not trainer.log_every_n_steps:
+            return
+        self._next = _next_logging_step(trainer)
+        if trainer.progress.step == 0:
+            self._log_rates(trainer, "step")
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         step = trainer.progress.step
         if step >= self._next:
             self._next = following(step, trainer.log_every_n_steps)
-            self._log(trainer, "step")
+            self._log_rates(trainer, "step")
 
     def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         # A run that resumes inside an epoch has logged the rate of the epoch already.
         if self.logging_interval != "step" and not trainer.progress.epoch_batch:
-            self._log(trainer, "epoch")
+            self._log_rates(trainer, "epoch")
 
-    def _log(self, trainer: TrainerLike, interval: str) -> None:
+    def _log_rates(self, trainer: TrainerLike, interval: str) -> None:
         values: dict[str, float] = {}
-        for group, name, uses_betas in self._groups(
-            trainer, interval if self.logging_interval is None else None
-        ):
+        # With an interval of its own, this callback logs all schedulers at it.
+        scheduler_interval = None
+        if self.logging_interval is None:
+            scheduler_interval = interval
+        for group, name in self._name_groups(trainer, scheduler_interval):
             rate = float(group["lr"])  # sync point where it is a tensor
             self.lrs.setdefault(name, []).append(rate)
             values[name] = rate
             if self.log_momentum:
-                momentum = (
-                    group["betas"][0] if uses_betas else group.get("momentum", 0.0)
-                )
-                values[f"{name}-momentum"] = float(momentum)
+                values[f"{name}-momentum"] = _momentum(group)
             if self.log_weight_decay:
                 values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
-        if values:
-            trainer.log_metrics(values, step=trainer.global_step)
-            # On every rank: a callback that monitors a rate needs it on all ranks.
-            trainer.callback_metrics.update(
-                (name, torch.tensor(value)) for name, value in values.items()
-            )
+        if not values:
+            return
+        trainer.log_metrics(values, step=trainer.global_step)
+        # On every rank: a callback that monitors a rate needs it on all ranks.
+        for name, value in values.items():
+            trainer.callback_metrics[name] = torch.tensor(value)
 
-    @staticmethod
-    def _groups(
-        trainer: TrainerLike, interval: str | None
-    ) -> Iterator[tuple[dict[str, Any], str, bool]]:
-        """Each parameter group with its name; with ``interval``, without those of other intervals."""
-        seen: Counter[str] = Counter()
-        scheduled: list[Optimizer] = []
-        chosen: list[tuple[Optimizer, str, bool]] = []
-        for config in trainer.lr_scheduler_configs:
-            optimizer = getattr(config.scheduler, "optimizer", None)
-            if (
-                optimizer is None
-            ):  # a scheduler needs only `step`; `optimizer` is optional
+    def _name_groups(
+        self, trainer: TrainerLike, interval: str | None
+    ) -> Iterator[tuple[dict[str, Any], str]]:
+        """Yield each parameter group with its name; with ``interval``, without those of other intervals."""
+        uses: Counter[str] = Counter()
+        for optimizer, base, optimizer_interval in _name_optimizers(trainer):
+            name = base
+            if uses[base]:
+                name = f"{base}-{uses[base]}"
+            # Optimizers of other intervals count too, so that a name does not depend on the interval.
+            uses[base] += 1
+            if interval is not None and optimizer_interval not in (None, interval):
                 continue
-            scheduled.append(optimizer)
-            base = (
-                config.name
-                if config.name is not None
-                else f"lr-{type(optimizer).__name__}"
-            )
-            chosen.append((optimizer, base, interval in (None, config.interval)))
-        rest = (
-            each
-            for each in trainer.optimizers
-            if not any(each is other for other in scheduled)
-        )
-        chosen += [
-            (optimizer, f"lr-{type(optimizer).__name__}", True) for optimizer in rest
-        ]
-        for optimizer, base, wanted in chosen:
-            name = base if seen[base] == 0 else f"{base}-{seen[base]}"
-            seen[base] += 1
-            if wanted:
-                for group, suffix in zip(
-                    optimizer.param_groups, _suffixes(optimizer, name), strict=True
-                ):
-                    yield group, name + suffix, "betas" in group
+            suffixes = _group_suffixes(optimizer, name)
+            for group, suffix in zip(optimizer.param_groups, suffixes, strict=True):
+                yield group, name + suffix
 
 
-def _suffixes(optimizer: Optimizer, name: str) -> list[str]:
+def _momentum(group: Mapping[str, Any]) -> float:
+    if "betas" in group:
+        return float(group["betas"][0])
+    return float(group.get("momentum", 0.0))
+
+
+def _name_optimizers(
+    trainer: TrainerLike,
+) -> Iterator[tuple[Optimizer, str, str | None]]:
+    """Yield each optimizer, its name, and the interval of its scheduler (None without one)."""
+    scheduled: list[Optimizer] = []
+    for config in trainer.lr_scheduler_configs:
+        # A scheduler needs only `step`; `optimizer` is optional.
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        if optimizer is None:
+            continue
+        scheduled.append(optimizer)
+        name = config.name
+        if name is None:
+            name = _default_name(optimizer)
+        yield optimizer, name, config.interval
+    for optimizer in trainer.optimizers:
+        # By identity: an optimizer of a user may define equality.
+        if not any(optimizer is other for other in scheduled):
+            yield optimizer, _default_name(optimizer), None
+
+
+def _default_name(optimizer: Optimizer) -> str:
+    return f"lr-{type(optimizer).__name__}"
+
+
+def _group_suffixes(optimizer: Optimizer, name: str) -> list[str]:
     groups = optimizer.param_groups
-    names = [
-        group.get("name", f"pg{index}" if len(groups) > 1 else "")
-        for index, group in enumerate(groups, start=1)
-    ]
+    names = []
+    for index, group in enumerate(groups, start=1):
+        default = ""
+        if len(groups) > 1:
+            default = f"pg{index}"
+        names.append(group.get("name", default))
     if len(set(names)) < len(names):
         raise ConfigurationError(
             f"two parameter groups of {name} have the same name",
             found=", ".join(names),
             fix='give them different names: "name"',
         )
-    return [f"/{each}" if each else "" for each in names]
+    return [f"/{group_name}" if group_name else "" for group_name in names]
