@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainer_kit.callbacks.checkpoint_files import CheckpointName
+from trainer_kit.callbacks.checkpoint_name import CheckpointName
 from trainer_kit.core.errors import ConfigurationError
 
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from trainer_kit.callbacks.checkpoint_files import Retention
+from trainer_kit.callbacks.retention import Retention
 
 
 def lower(a, b):

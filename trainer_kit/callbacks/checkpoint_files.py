@@ -1,384 +1,24 @@
-"""The checkpoints of one callback in one directory: their names, which of them are kept, and deleting the rest."""
+"""The checkpoints of one callback in one directory: their names, requests, and deleting those that are replaced."""
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from string import Formatter
-from threading import Lock
-from typing import Any, Final, final
+from typing import Any, final
 
+from trainer_kit.callbacks.checkpoint_name import CheckpointName
 from trainer_kit.callbacks.lightning_files import (
     remove_lightning_file,
     write_lightning_file,
 )
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, did_you_mean
+from trainer_kit.callbacks.retention import Retention
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import TrainerLike
 
-__all__ = ["CheckpointFiles", "CheckpointName", "Retention"]
-
-_DEFAULT: Final = "step-{step:08d}"
-
-
-@final
-class CheckpointName:
-    """A template of ``{value}`` and ``{value:format}`` fields, read once.
-
-    Args:
-        template: None for ``step-00001200``.
-        insert_names: write ``{epoch}`` as ``epoch=3``.
-
-    Raises:
-        ConfigurationError: for a template that cannot be read, or that is more than one directory.
-
-    Example:
-        >>> CheckpointName("{epoch}-{val/loss:.2f}")({"epoch": 3, "val/loss": 0.1234})
-        'epoch=3-val_loss=0.12'
-        >>> CheckpointName(None)({"step": 1200})
-        'step-00001200'
-    """
-
-    def __init__(self, template: str | None, insert_names: bool = True) -> None:
-        self._insert = insert_names and template is not None
-        self.template = _DEFAULT if template is None else template
-        self._warned: set[str] = set()
-        try:
-            self._parts = list(self._read(self.template))
-        except ValueError as error:
-            raise ConfigurationError(
-                "this checkpoint filename is not a valid template",
-                found=f"{self.template!r}: {error}",
-                fix="{name} or {name:.2f}",
-            ) from error
-        literal = "".join(text for text, _, _ in self._parts)
-        if (
-            "/" in literal
-            or "\\" in literal
-            or literal.startswith(".")
-            or not self.template
-        ):
-            raise ConfigurationError(
-                "a checkpoint filename must name a single directory",
-                found=repr(self.template),
-                fix="pass the parent folder as dirpath=, and start the filename with a letter or a field",
-            )
-
-    @staticmethod
-    def _read(template: str) -> Iterator[tuple[str, str | None, str]]:
-        for text, field, spec, conversion in Formatter().parse(template):
-            if field == "" or conversion:
-                raise ValueError("a field is a name and perhaps a format")
-            if field is not None:
-                format(
-                    1
-                    if field in ("epoch", "step") or (spec or "").endswith("d")
-                    else 1.0,
-                    spec or "",
-                )
-            yield text, field, spec or ""
-
-    def __call__(self, values: Mapping[str, Any], equals: str = "=") -> str:
-        """Fill in ``values`` (numbers or scalar tensors: a sync point). A missing value is 0, with a warning."""
-        written = []
-        for text, field, spec in self._parts:
-            written.append(text)
-            if field is not None:
-                written.append(self._field(field, spec, values, equals))
-        return "".join(written)
-
-    def _field(
-        self, name: str, spec: str, values: Mapping[str, Any], equals: str
-    ) -> str:
-        if name not in values and name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(
-                f"the checkpoint filename {self.template!r} uses {name!r}, which was not logged, so it is 0; "
-                + did_you_mean(name, values),
-                stacklevel=2,
-            )
-        value = values.get(name, 0)
-        number = value if isinstance(value, int) else float(value)
-        if spec.endswith("d"):
-            number, spec = (
-                (round(number), spec) if math.isfinite(number) else (number, "")
-            )
-        shown = format(number, spec)
-        return f"{name.replace('/', '_')}{equals}{shown}" if self._insert else shown
-
-
-_LOCK: Final = Lock()
-"""One lock for all, held for microseconds: a lock per object could not be copied with its callback."""
-
-
-@final
-class Retention:
-    """Which checkpoints to keep: the best ``keep`` by score, the newest, and a fallback in case one is damaged.
-
-    The kept set follows from the *requests*, so it does not depend on when a save finished. Deletion follows from
-    durability: a checkpoint is deleted only once its replacement is durable. A failed save is undone: the state
-    becomes that of the remaining requests. `confirm` and `taint` may be called from another thread.
-
-    If the best checkpoint is also the newest, the last replaced one is kept as a fallback, so that at least two exist
-    once there were two. The last replaced one with finite weights is kept until another one with finite weights is
-    durable. Neither counts towards ``keep``.
-
-    Args:
-        keep: how many of the best; -1 for all, 0 for the newest only.
-        better: whether its first score is strictly better than its second.
-
-    Attributes:
-        better: the argument.
-        kept: path → score of the best.
-        newest: the last requested one, or "".
-        displaced: path → (its replacement, its score or None), until it is deleted.
-        yielding: those that the newest replaces once it is durable, whether deleted or not.
-        late: those whose deletion failed after the last durable one.
-        spare: the fallback checkpoint, or "".
-        tainted: existing checkpoints whose weights are not finite.
-
-    Example:
-        >>> best = Retention(1, better=lambda a, b: a < b)
-        >>> best.ask("a", 0.5); best.confirm("a")
-        []
-        >>> best.admits(0.4)
-        True
-        >>> best.ask("b", 0.4); best.confirm("b"), best.spare
-        ([], 'a')
-        >>> best.ask("c", 0.3); best.confirm("c"), best.spare
-        (['a'], 'b')
-    """
-
-    def __init__(self, keep: int, better: Callable[[float, float], bool]) -> None:
-        self.keep, self.better = keep, better
-        self.kept: dict[str, float] = {}
-        self.newest = ""
-        self.displaced: dict[str, tuple[str, float | None]] = {}
-        self.yielding: list[str] = []
-        self.late: list[str] = []
-        self.spare = ""
-        self.tainted: set[str] = set()
-        self._asked: dict[
-            str, float | None
-        ] = {}  # scores of the requests that are not durable yet, in order
-        self._base = self._snapshot()  # the state before the first of these requests
-
-    @property
-    def pending(self) -> list[str]:
-        """Requested and not yet durable, in order."""
-        return list(self._asked)
-
-    @property
-    def best(self) -> str:
-        """The kept checkpoint with the best score (the older of equals), or ""."""
-        return self._best(self.kept)
-
-    @property
-    def worst(self) -> str:
-        """The kept checkpoint that is replaced next (the older of equals), or "" while there is room."""
-        if self.keep == -1 or len(self.kept) < self.keep:
-            return ""
-        found = ""
-        for path, score in self.kept.items():
-            if not found or self.better(self.kept[found], score):
-                found = path
-        return found
-
-    def admits(self, score: float) -> bool:
-        """Whether a checkpoint with this score would be among the best."""
-        if self.keep == -1 or len(self.kept) < self.keep:
-            return True
-        return self.keep > 0 and self.better(score, self.kept[self.worst])
-
-    @property
-    def durable_best(self) -> str:
-        """The best durable checkpoint, kept or not yet deleted, or ""."""
-        with _LOCK:
-            scores = {
-                path: score
-                for path, (_, score) in self.displaced.items()
-                if score is not None
-            } | self.kept
-        return self._best(
-            {path: score for path, score in scores.items() if path not in self._asked}
-        )
-
-    def holds(self, path: str) -> bool:
-        """Whether this callback keeps ``path``, has requested it, or will delete it."""
-        return (
-            path in self.kept
-            or path in self._asked
-            or path in self.displaced
-            or path == self.newest
-        )
-
-    @property
-    def live(self) -> set[str]:
-        """Paths in use: kept, newest, fallback, and those that the newest replaces."""
-        return {*self.kept, *self.yielding, *filter(None, [self.newest, self.spare])}
-
-    def age(self) -> None:
-        """Restart the scores from 0 upwards: rank everything kept as older than all later requests."""
-        if (
-            self._asked
-        ):  # of an interrupted fit: whether these saves succeeded is unknown
-            self._asked = {}
-            self._replay()
-        highest = max(self.kept.values(), default=0.0)
-        self.kept = {path: score - highest - 1.0 for path, score in self.kept.items()}
-
-    def ask(self, path: str, score: float | None) -> None:
-        """Record the request of a checkpoint; a score of None keeps it only as the newest."""
-        with _LOCK:
-            if not self._asked:
-                self._base = self._snapshot()
-            self._asked.pop(path, None)
-            self._asked[path] = score
-            self.tainted.discard(path)
-            self._apply(path, score)
-
-    def rate(self, path: str, score: float) -> None:
-        """Give the newest, which was requested without a score, the score that its step logged later."""
-        with _LOCK:
-            if path in self._asked:
-                self._asked[path] = score
-                self._replay()
-            else:
-                self._apply(path, score)
-                self.late = [
-                    *self.late,
-                    *self.yielding,
-                ]  # delete them once the next checkpoint is durable
-
-    def _apply(self, path: str, score: float | None) -> None:
-        previous, self.newest = self.newest, path
-        self.kept.pop(path, None)
-        self.displaced.pop(path, None)
-        self.yielding = [
-            old for old in (self._last_finite(), self.spare) if old in self.displaced
-        ]
-        self.yielding = list(dict.fromkeys(self.yielding))
-        for old in self.yielding:
-            self.displaced[old] = (path, self.displaced[old][1])
-        if score is not None:
-            if worst := self.worst:
-                self.yielding.append(worst)
-                self.displaced[worst] = (path, self.kept.pop(worst))
-            self.kept[path] = score
-        if previous and previous not in (path, *self.kept, *self.yielding):
-            self.yielding.append(previous)
-            self.displaced[previous] = (path, None)
-        self.spare = (
-            self.yielding.pop()
-            if self.yielding and not self.kept.keys() - {path}
-            else ""
-        )
-
-    def confirm(self, path: str) -> list[str]:
-        """Record ``path`` as durable; returns the paths to delete now, and removes them from the state."""
-        with _LOCK:
-            if path in self._asked:
-                # Saves finish in order: earlier requests that are not durable have failed.
-                while (first := next(iter(self._asked))) != path:
-                    del self._asked[first]
-                later = dict(self._asked)
-                self._asked = {path: later.pop(path)}
-                self._replay()
-                self._asked, self._base = later, self._snapshot()
-                self._replay()
-            stays = (path, self.spare, self._last_finite())
-            ready = [
-                other
-                for other, (by, _) in self.displaced.items()
-                if by not in self._asked and other not in stays
-            ]
-            for other in ready:
-                del self.displaced[other]
-                self._base[2].pop(other, None)
-            self.late = []
-            self.tainted.difference_update(ready)
-            return ready
-
-    def taint(self, path: str) -> None:
-        """Record that the weights of ``path`` are not finite; call it before `confirm`."""
-        with _LOCK:
-            self.tainted.add(path)
-
-    def _last_finite(self) -> str:
-        """The last replaced checkpoint with finite weights, if all kept ones are tainted; or ""."""
-        there = {*self.kept, self.newest, self.spare} - {"", *self._asked}
-        if not there <= self.tainted:
-            return ""
-        return next(
-            (path for path in reversed(self.displaced) if path not in self.tainted), ""
-        )
-
-    def fail(self, path: str) -> None:
-        """Undo the request of ``path``, whose save failed: it replaces nothing."""
-        with _LOCK:
-            if path in self._asked:
-                del self._asked[path]
-                self._replay()
-
-    def _snapshot(
-        self,
-    ) -> tuple[
-        dict[str, float], str, dict[str, tuple[str, float | None]], list[str], str
-    ]:
-        return (
-            dict(self.kept),
-            self.newest,
-            dict(self.displaced),
-            list(self.yielding),
-            self.spare,
-        )
-
-    def _replay(self) -> None:
-        """Recompute the state from the requests that did not fail."""
-        kept, self.newest, displaced, yielding, self.spare = self._base
-        self.kept, self.displaced, self.yielding = (
-            dict(kept),
-            dict(displaced),
-            list(yielding),
-        )
-        for path, score in self._asked.items():
-            self._apply(path, score)
-
-    def put_off(self, path: str, left: list[str]) -> None:
-        """Retry the deletion of ``left``, which failed after ``path`` became durable, after the next save."""
-        with _LOCK:
-            for displaced in (self.displaced, self._base[2]):
-                displaced.update(dict.fromkeys(left, (path, None)))
-            self.late = left
-
-    def restore(
-        self,
-        kept: Mapping[str, float],
-        newest: str,
-        yielding: list[str],
-        spare: str,
-        tainted: Iterable[str],
-    ) -> None:
-        """Restore the state from a checkpoint; no save is in progress then."""
-        self.kept, self.newest, self.yielding, self.spare = (
-            dict(kept),
-            newest,
-            list(yielding),
-            spare,
-        )
-        self.displaced = dict.fromkeys([*yielding, *filter(None, [spare])], ("", None))
-        self.tainted = set(tainted)
-        self._asked = {}
-
-    def _best(self, scores: Mapping[str, float]) -> str:
-        found = ""
-        for path, score in scores.items():
-            if not found or self.better(score, scores[found]):
-                found = path
-        return found
+__all__ = ["CheckpointFiles"]
 
 
 @final
@@ -390,21 +30,24 @@ class _Request:
     path: Location
     weights_only: bool
     files: CheckpointFiles
+    # Whether the writer thread has finished it (`committed`), so that the loop need not (`saved`).
     done: bool = False
 
     @property
     def next_try(self) -> str:
-        return self.files.next_try()
+        return self.files.describe_next_try()
 
     def not_finite(self) -> None:
         self.files.retention.taint(str(self.path))
 
     def committed(self, path: Location) -> str | None:
         self.done = True
-        return self.files._saved(str(self.path))
+        return self.files.finish_save(str(self.path))
 
     def saved(self, path: Location) -> None:
-        problem = None if self.done else self.files._saved(str(self.path))
+        if self.done:
+            return
+        problem = self.files.finish_save(str(self.path))
         if problem is not None:
             warnings.warn(problem, stacklevel=2)
 
@@ -423,13 +66,10 @@ class CheckpointFiles:
         weights_only: request checkpoints of the weights only.
         versions: append ``-v1``, … to a name in use, instead of overwriting.
         ranked: scores are a monitored value, so the index names the best one ``best``.
+        also_lightning: write a file that Lightning reads beside each checkpoint.
 
     Attributes:
-        next_try: describes when the next checkpoint is due; set by the callback.
-        name_of: makes a path from values and a version; set by the callback.
-        first_version: the first number of the version counter.
-        alias: makes another name of the newest checkpoint in the index, or None.
-        also_lightning: whether a file that Lightning reads is written beside each checkpoint.
+        asked_step: the step of the last request.
     """
 
     def __init__(
@@ -441,47 +81,78 @@ class CheckpointFiles:
         weights_only: bool,
         versions: bool,
         ranked: bool,
+        also_lightning: bool,
     ) -> None:
-        self.dirpath, self.name, self.retention = dirpath, name, retention
-        self.weights_only, self.versions, self.ranked = weights_only, versions, ranked
-        self.next_try: Callable[[], str] = str
-        self.name_of: Callable[..., str] = name
-        self.first_version = 1
-        self.also_lightning = False
-        self.alias: CheckpointName | None = None
-        self._aliases: dict[str, str] = {}  # by path, until it is durable
-        self._marked = ""
+        self.dirpath = dirpath
+        self.name = name
+        self.retention = retention
+        self.weights_only = weights_only
+        self.versions = versions
+        self.ranked = ranked
+        self.also_lightning = also_lightning
+        # The callback sets these four in `open`: a subclass may override them after this.
+        self.describe_next_try: Callable[[], str] = str
+        self._make_path: Callable[..., str] = name
+        self._first_version = 1
+        self._alias: CheckpointName | None = None
+        # Path → its other name in the index, until the checkpoint is durable.
+        self._aliases: dict[str, str] = {}
+        # The other name that the index has now, or "".
+        self._marked_alias = ""
         self.asked_step = 0
-        self._unrated = ""  # the checkpoint requested at `asked_step` without a score
-        self._default = dirpath is None
-        self._before: tuple[str, float | None] = (
-            "",
-            None,
-        )  # the best in the directory that the run used before the resume
-        self._taken: list[
-            str
-        ] = []  # names that existed before this run, which it must not overwrite
-        self._others: list[CheckpointFiles] = []
+        # The checkpoint requested at `asked_step` without a score.
+        self._unrated = ""
+        self._in_run_directory = dirpath is None
+        # The best in the directory that the run used before the resume, and its score.
+        self._best_before: tuple[str, float | None] = ("", None)
+        # Names that existed before this run, which it must not overwrite.
+        self._taken: list[str] = []
+        # Those of the other callbacks, which may write to the same directory.
+        self._siblings: list[CheckpointFiles] = []
         self._is_zero = False
 
     @property
     def best(self) -> tuple[str, float | None]:
         """The best requested checkpoint and its score, here or in the directory before the resume; ``("", None)``."""
-        path, (before, value) = self.retention.best, self._before
+        path = self.retention.best
         score = self.retention.kept.get(path)
-        if before and (
-            score is None
-            or (value is not None and not self.retention.better(score, value))
-        ):
-            return self._before
-        return path, score
+        path_before, score_before = self._best_before
+        if not path_before:
+            return path, score
+        if score is None:
+            return self._best_before
+        if score_before is None or self.retention.better(score, score_before):
+            return path, score
+        return self._best_before
 
-    def open(self, trainer: TrainerLike, others: Iterable[CheckpointFiles]) -> None:
-        """Prepare for an entry point, in ``setup``, before state is restored."""
-        if self._default:
+    def open(
+        self,
+        trainer: TrainerLike,
+        siblings: Iterable[CheckpointFiles],
+        *,
+        describe_next_try: Callable[[], str],
+        make_path: Callable[..., str],
+        first_version: int,
+        alias: CheckpointName | None,
+    ) -> None:
+        """Prepare for an entry point, in ``setup``, before state is restored.
+
+        Args:
+            trainer: the Trainer of the entry point.
+            siblings: the files of the other callbacks of this Trainer.
+            describe_next_try: describes when the next checkpoint is due.
+            make_path: makes a path from values and a version.
+            first_version: the first number of the version counter.
+            alias: makes another name of the newest checkpoint in the index, or None.
+        """
+        if self._in_run_directory:
             self.dirpath = str(absolute(trainer.checkpoint_dir))
-        self._others = list(others)
+        self._siblings = list(siblings)
         self._is_zero = trainer.is_global_zero
+        self.describe_next_try = describe_next_try
+        self._make_path = make_path
+        self._first_version = first_version
+        self._alias = alias
 
     def start(self, trainer: TrainerLike, restored: bool) -> None:
         """Begin a fit, after state is restored; rank 0 reads the disk for all ranks.
@@ -491,53 +162,49 @@ class CheckpointFiles:
             restored: the state of this directory was restored.
         """
         self.asked_step = trainer.global_step  # no step has run since
-        assert self.dirpath is not None
         from trainer_kit.core.collective_errors import on_rank_zero
 
-        kept, newest, before = (
-            self.retention.kept,
-            self.retention.newest,
-            self._before[0],
-        )
-        gone, there, cut_short = on_rank_zero(
+        newest = self.retention.newest
+        missing, names, was_interrupted = on_rank_zero(
             trainer.strategy.world, lambda: self._read_directory(restored)
         )
         # Deleted by the user, or by a later part of the run before it was resumed from here.
-        for path in gone:
-            kept.pop(path, None)
-            if path == self.retention.spare:
-                self.retention.spare = ""
-        if before in gone:
-            self._before = ("", None)
+        for path in missing:
+            self.retention.forget(path)
+        if self._best_before[0] in missing:
+            self._best_before = ("", None)
         if not restored:
-            self._unrated = ""
-        if not restored and not self.ranked:
-            self.retention.age()  # the steps of this fit restart at 0
-            kept = self.retention.kept
-        if not restored:
-            mine = {os.path.basename(path) for path in self.retention.live}
-            self._taken = [name for name in there if name not in mine]
-        if cut_short:
+            self._begin_without_state(names)
+        if was_interrupted:
             # The process that saved it may have died before it deleted the replaced ones, and no save may follow.
-            problem = self._delete_replaced(newest, self.retention.confirm(newest), {})
+            replaced = self.retention.confirm(newest)
+            problem = self._delete_replaced(newest, replaced, {})
             if problem is not None:
                 warnings.warn(problem, stacklevel=2)
+
+    def _begin_without_state(self, names: list[str]) -> None:
+        """Begin a fit that resumes nothing, in a directory that has ``names``."""
+        self._unrated = ""
+        if not self.ranked:
+            self.retention.age()  # the steps of this fit restart at 0
+        live_names = {os.path.basename(path) for path in self.retention.live}
+        self._taken = [name for name in names if name not in live_names]
 
     def _read_directory(self, restored: bool) -> tuple[list[str], list[str], bool]:
         """Missing checkpoints; names in the directory; whether replaced checkpoints may still exist."""
         from trainer_kit.checkpoint.store import entries, lookup
 
         assert self.dirpath is not None
-        held, before = self.retention, self._before[0]
-        own = (*held.kept, held.spare) if restored else ()
-        gone = [path for path in (*own, before) if path and not locate(path).is_dir()]
+        paths = [self._best_before[0]]
         if restored:
-            return gone, [], lookup(self.dirpath, "last") == locate(held.newest)
-        return (
-            gone,
-            sorted(entry.name for entry in entries(locate(self.dirpath))),
-            False,
-        )
+            paths += [*self.retention.kept, self.retention.spare]
+        missing = [path for path in paths if path and not locate(path).is_dir()]
+        if restored:
+            newest = locate(self.retention.newest)
+            # `last` names the newest once its save has finished, and deletions follow.
+            return missing, [], lookup(self.dirpath, "last") == newest
+        names = sorted(entry.name for entry in entries(locate(self.dirpath)))
+        return missing, names, False
 
     def ask(
         self,
@@ -559,24 +226,28 @@ class CheckpointFiles:
         """
         path = ""
         if trainer.is_global_zero or not together:
-            metrics = trainer.callback_metrics
-            epoch, step = (
-                metrics.get("epoch", trainer.current_epoch),
-                metrics.get("step", trainer.global_step),
-            )
-            values = {**metrics, "epoch": int(epoch), "step": int(step)}
-            path = self._free(values, trainer.global_step)
-            self._aliases[path] = self.alias(values) if self.alias is not None else ""
+            path = self._choose_path(trainer)
         if together and trainer.world_size > 1:
             path = trainer.strategy.world.broadcast(path)
-        self.asked_step, self._unrated = (
-            trainer.global_step,
-            "" if score is not None else path,
-        )
+        self.asked_step = trainer.global_step
+        self._unrated = ""
+        if score is None:
+            self._unrated = path
         self.retention.ask(path, score)
-        trainer.request_checkpoint(
-            reason, _Request(reason, locate(path), self.weights_only, self)
-        )
+        request = _Request(reason, locate(path), self.weights_only, self)
+        trainer.request_checkpoint(reason, request)
+        return path
+
+    def _choose_path(self, trainer: TrainerLike) -> str:
+        metrics = trainer.callback_metrics
+        # A module may log values of these names; they take precedence.
+        epoch = metrics.get("epoch", trainer.current_epoch)
+        step = metrics.get("step", trainer.global_step)
+        values = {**metrics, "epoch": int(epoch), "step": int(step)}
+        path = self._find_unused_path(values, trainer.global_step)
+        self._aliases[path] = ""
+        if self._alias is not None:
+            self._aliases[path] = self._alias(values)
         return path
 
     def rate(self, score: float) -> None:
@@ -585,21 +256,20 @@ class CheckpointFiles:
             self.retention.rate(self._unrated, score)
             self._unrated = ""
 
-    def _free(self, values: Mapping[str, Any], step: int) -> str:
-        path, version = self._named(values), self.first_version
-        while self.versions and self._used(path, step):
-            path, version = self._named(values, ver=version), version + 1
+    def _find_unused_path(self, values: Mapping[str, Any], step: int) -> str:
+        path = self._path_of_values(values)
+        version = self._first_version
+        while self.versions and self._is_used(path, step):
+            path = self._path_of_values(values, ver=version)
+            version += 1
         return path
 
-    def _named(self, values: Mapping[str, Any], **version: int) -> str:
+    def _path_of_values(self, values: Mapping[str, Any], **version: int) -> str:
         assert self.dirpath is not None
-        path = self.name_of(dict(values), **version)
-        name = os.path.basename(path)
-        if (
-            os.path.dirname(path) not in ("", self.dirpath)
-            or not name
-            or name.startswith(".")
-        ):
+        path = self._make_path(dict(values), **version)
+        directory, name = os.path.split(path)
+        is_inside = directory in ("", self.dirpath)
+        if not is_inside or not name or name.startswith("."):
             raise ConfigurationError(
                 "format_checkpoint_name must return a directory directly in dirpath",
                 found=path,
@@ -607,39 +277,48 @@ class CheckpointFiles:
             )
         return str(locate(self.dirpath) / name)
 
-    def _used(self, path: str, step: int) -> bool:
+    def _is_used(self, path: str, step: int) -> bool:
         if os.path.basename(path) in self._taken or path in self.retention.live:
             return True
-        for other in self._others:
-            shared = (
-                other.asked_step == step and other.weights_only == self.weights_only
-            )
-            if path in other.retention.live and not (
-                shared and path == other.retention.newest
-            ):
-                return True
-        return False
-
-    def _saved(self, path: str) -> str | None:
-        ready = self.retention.confirm(path)
-        best = self.retention.durable_best if self.ranked else ""
-        alias, before = self._aliases.pop(path, ""), self._marked
-        self._marked = alias
-        names: dict[str, str | None] = {before: None} if before else {}
-        names |= {
-            name: value
-            for name, value in ((alias, path), ("last", path), ("best", best))
-            if name and value
-        }
-        problem = (
-            write_lightning_file(path)
-            if self.also_lightning and self._is_zero
-            else None
+        return any(
+            path in sibling.retention.live and not self._shares(sibling, path, step)
+            for sibling in self._siblings
         )
-        return self._delete_replaced(path, ready, names) or problem
+
+    def _shares(self, sibling: CheckpointFiles, path: str, step: int) -> bool:
+        """Whether ``sibling`` requested the same content at ``path``: one checkpoint serves both callbacks."""
+        if sibling.asked_step != step or sibling.weights_only != self.weights_only:
+            return False
+        return path == sibling.retention.newest
+
+    def finish_save(self, path: str) -> str | None:
+        """Update the index, and delete what the durable ``path`` replaced; may run in the writer thread.
+
+        Returns:
+            The problem, if any.
+        """
+        replaced = self.retention.confirm(path)
+        alias = self._aliases.pop(path, "")
+        names: dict[str, str | None] = {}
+        if self._marked_alias:
+            names[self._marked_alias] = None  # removes it from the index
+        self._marked_alias = alias
+        if alias and path:
+            names[alias] = path
+        if path:
+            names["last"] = path
+        if self.ranked:
+            best = self.retention.durable_best
+            if best:
+                names["best"] = best
+        lightning_problem = None
+        if self.also_lightning and self._is_zero:
+            lightning_problem = write_lightning_file(path)
+        problem = self._delete_replaced(path, replaced, names)
+        return problem or lightning_problem
 
     def _delete_replaced(
-        self, path: str, ready: list[str], names: Mapping[str, str | None]
+        self, path: str, replaced: list[str], names: Mapping[str, str | None]
     ) -> str | None:
         """Point ``names`` of the index at checkpoints, then delete those that the durable ``path`` replaced.
 
@@ -648,122 +327,136 @@ class CheckpointFiles:
         """
         if not self._is_zero:
             return None
-        from trainer_kit.checkpoint.commit import remove_checkpoint
         from trainer_kit.checkpoint.store import mark
 
         assert self.dirpath is not None
         try:
             if names:
                 mark(self.dirpath, **names)
-            for old in ready:
-                if locate(old).exists() and not any(
-                    other.retention.holds(old) for other in self._others
-                ):
-                    remove_checkpoint(old)
-                    if any(files.also_lightning for files in (self, *self._others)):
-                        remove_lightning_file(old)
+            for checkpoint in replaced:
+                self._delete_unless_shared(checkpoint)
         except (CheckpointError, OSError) as error:
-            self.retention.put_off(path, [old for old in ready if _may_exist(old)])
+            remaining = [
+                checkpoint for checkpoint in replaced if _may_exist(checkpoint)
+            ]
+            self.retention.put_off(path, remaining)
             return f"after saving {path}: {error}"
         return None
 
+    def _delete_unless_shared(self, checkpoint: str) -> None:
+        from trainer_kit.checkpoint.commit import remove_checkpoint
+
+        if not locate(checkpoint).exists():
+            return
+        if any(sibling.retention.holds(checkpoint) for sibling in self._siblings):
+            return
+        remove_checkpoint(checkpoint)
+        # The callback that wrote Lightning's file may have shared this checkpoint.
+        if any(files.also_lightning for files in (self, *self._siblings)):
+            remove_lightning_file(checkpoint)
+
     def state_dict(self) -> dict[str, Any]:
         """The state; it depends only on the requests, never on when a save finished."""
-        held, (best, score) = self.retention, self.best
+        retention = self.retention
+        best, score = self.best
+        # Those replaced earlier are deleted before this is durable, unless the deletion failed.
+        yielding = dict.fromkeys([*retention.yielding, *retention.late])
         return {
             "dirpath": self.dirpath,
             "best": best,
             "best_score": score,
-            "kept": dict(held.kept),
-            "newest": held.newest,
-            # Those replaced earlier are deleted before this is durable, unless the deletion failed.
-            "yielding": list(dict.fromkeys([*held.yielding, *held.late])),
-            "spare": held.spare,
-            "not_finite": sorted(held.tainted & held.live),
+            "kept": dict(retention.kept),
+            "newest": retention.newest,
+            "yielding": list(yielding),
+            "spare": retention.spare,
+            "not_finite": sorted(retention.tainted & retention.live),
             "taken": list(self._taken),
             "unrated": self._unrated,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Restore ``state``; False, with only the best restored, if it describes another directory."""
-        place = state["dirpath"]
-        if (
-            self.dirpath is not None
-            and place != self.dirpath
-            and _has_moved(place, self.dirpath, state["newest"])
-        ):
-            state, place = _moved(state, self.dirpath), self.dirpath
-        best, kept = state["best"], state["kept"]
-        here = self.dirpath is None or place == self.dirpath
-        self._before = (
-            ("", None)
-            if here and best in kept
-            else (best, state.get("best_score", kept.get(best)))
-        )
-        if not here:
-            if self._is_zero and not self._default:
-                warnings.warn(
-                    f"ModelCheckpoint now writes to {self.dirpath}, no longer to {place}: "
-                    "it restores only the best checkpoint",
-                    stacklevel=2,
-                )
+        directory = state["dirpath"]
+        if self.dirpath is not None and directory != self.dirpath:
+            if _has_moved(directory, self.dirpath, state["newest"]):
+                state = _move_paths(state, self.dirpath)
+                directory = self.dirpath
+        is_same_directory = self.dirpath is None or directory == self.dirpath
+        best = state["best"]
+        scores = state["kept"]
+        self._best_before = ("", None)
+        if not is_same_directory or best not in scores:
+            self._best_before = best, state.get("best_score", scores.get(best))
+        if not is_same_directory:
+            self._warn_of_new_directory(directory)
             return False
-        held = self.retention
-        # A checkpoint may be untrusted: ignore its paths outside the directory, so that they are never deleted.
-        newest, spare = state["newest"], state.get("spare", "")
-        held.restore(
-            kept={
-                path: score
-                for path, score in kept.items()
-                if os.path.dirname(path) == place
-            },
-            newest=newest if os.path.dirname(newest) == place else "",
-            yielding=[
-                path for path in state["yielding"] if os.path.dirname(path) == place
-            ],
-            spare=spare if os.path.dirname(spare) == place else "",
-            tainted=state.get("not_finite", ()),
-        )
-        self._unrated = state.get("unrated", "") if held.newest else ""
+        self._restore_retention(state, directory)
+        # Without a newest checkpoint there is none to rate.
+        self._unrated = ""
+        if self.retention.newest:
+            self._unrated = state.get("unrated", "")
         self._taken = list(state["taken"])
         return True
 
+    def _warn_of_new_directory(self, directory: str) -> None:
+        # A new run without `dirpath` always has a directory of its own: no reason for a warning.
+        if self._is_zero and not self._in_run_directory:
+            warnings.warn(
+                f"ModelCheckpoint now writes to {self.dirpath}, no longer to {directory}: "
+                "it restores only the best checkpoint",
+                stacklevel=3,
+            )
 
-def _has_moved(old: str, new: str, newest: str) -> bool:
-    """Whether ``new`` is the directory ``old`` under another path, or moved with its content."""
-    if is_url(old) or is_url(new):
-        return False
-    if os.path.realpath(old) == os.path.realpath(new):
-        return True
-    return not os.path.exists(old) and os.path.isdir(
-        os.path.join(new, os.path.basename(newest) or os.curdir)
-    )
+    def _restore_retention(self, state: Mapping[str, Any], directory: str) -> None:
+        # A checkpoint may be untrusted: ignore its paths outside the directory, so that they are never deleted.
+        def is_inside(path: str) -> bool:
+            return os.path.dirname(path) == directory
 
-
-def _moved(state: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The state with its paths in ``place``."""
-    old = state["dirpath"]
-
-    def there(path: str) -> str:
-        return (
-            os.path.join(place, os.path.basename(path))
-            if os.path.dirname(path) == old
-            else path
+        newest = state["newest"]
+        if not is_inside(newest):
+            newest = ""
+        spare = state.get("spare", "")
+        if not is_inside(spare):
+            spare = ""
+        scores = state["kept"].items()
+        self.retention.restore(
+            kept={path: score for path, score in scores if is_inside(path)},
+            newest=newest,
+            yielding=[path for path in state["yielding"] if is_inside(path)],
+            spare=spare,
+            tainted=state.get("not_finite", ()),
         )
 
-    return {
-        **state,
-        "dirpath": place,
-        "kept": {there(path): score for path, score in state["kept"].items()},
-        **{
-            name: there(state.get(name, ""))
-            for name in ("best", "newest", "spare", "unrated")
-        },
-        **{
-            name: [there(path) for path in state.get(name, ())]
-            for name in ("yielding", "not_finite")
-        },
-    }
+
+def _has_moved(old_directory: str, new_directory: str, newest: str) -> bool:
+    """Whether the new directory is the old one under another path, or moved with its content."""
+    if is_url(old_directory) or is_url(new_directory):
+        return False
+    if os.path.realpath(old_directory) == os.path.realpath(new_directory):
+        return True
+    if os.path.exists(old_directory):
+        return False
+    name = os.path.basename(newest) or os.curdir
+    return os.path.isdir(os.path.join(new_directory, name))
+
+
+def _move_paths(state: Mapping[str, Any], new_directory: str) -> dict[str, Any]:
+    """Return the state with its paths in ``new_directory``."""
+    old_directory = state["dirpath"]
+
+    def move(path: str) -> str:
+        directory, name = os.path.split(path)
+        if directory != old_directory:
+            return path
+        return os.path.join(new_directory, name)
+
+    moved = {**state, "dirpath": new_directory}
+    moved["kept"] = {move(path): score for path, score in state["kept"].items()}
+    for key in ("best", "newest", "spare", "unrated"):
+        moved[key] = move(state.get(key, ""))
+    for key in ("yielding", "not_finite"):
+        moved[key] = [move(path) for path in state.get(key, ())]
+    return moved
 
 
 def _may_exist(path: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from time import monotonic
 from typing import Any, ClassVar, Final, Literal
@@ -12,11 +12,8 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from trainer_kit.callbacks.checkpoint_files import (
-    CheckpointFiles,
-    CheckpointName,
-    Retention,
-)
+from trainer_kit.callbacks.checkpoint_files import CheckpointFiles
+from trainer_kit.callbacks.checkpoint_name import CheckpointName
 from trainer_kit.callbacks.conditions import (
     Monitor,
     check_validation,
@@ -26,10 +23,11 @@ from trainer_kit.callbacks.conditions import (
     in_run,
     the_only,
 )
+from trainer_kit.callbacks.retention import Retention
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import absolute, is_url, locate
-from trainer_kit.core.progress import DurationLike
+from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import leave_out
 from trainer_kit.core.tensors import are_finite
@@ -169,64 +167,62 @@ class ModelCheckpoint(Callback):
         *,
         also: Literal["lightning"] | None = None,
     ) -> None:
+        # Made even without a name: it checks `mode`.
         watched = Monitor(monitor or "", mode, "ModelCheckpoint")
-        if save_top_k < -1 or (monitor is None and save_top_k > 1):
-            raise ConfigurationError(
-                "save_top_k must be -1 (all), 0 (none) or the number of best checkpoints to keep",
-                found=f"save_top_k={save_top_k}, monitor={monitor!r}",
-                fix="pass the name of the logged value to compare as monitor="
-                if save_top_k > 1
-                else None,
-            )
+        _check_save_top_k(save_top_k, monitor)
         _check_also(also)
-        self.filename, self.monitor, self.mode, self.verbose = (
-            filename,
-            monitor,
-            mode,
-            verbose,
-        )
+        self.filename = filename
+        self.monitor = monitor
+        self.mode = mode
+        self.verbose = verbose
         self.auto_insert_metric_name = auto_insert_metric_name
-        self.save_last, self.save_top_k, self.save_on_exception = (
-            save_last,
-            save_top_k,
-            save_on_exception,
-        )
-        self.save_weights_only, self.save_on_train_epoch_end = (
-            save_weights_only,
-            save_on_train_epoch_end,
-        )
-        self._monitor = watched if monitor is not None else None
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.save_on_train_epoch_end = save_on_train_epoch_end
+        self.also = also
+        self._monitor: Monitor | None = None
+        is_better: Callable[[float, float], bool] = _is_later
+        if monitor is not None:
+            self._monitor = watched
+            is_better = watched.better
+        intervals = (every_n_train_steps, train_time_interval, every_n_epochs)
+        # Unlike an interval of 0, which means never.
+        self._has_no_interval = all(interval is None for interval in intervals)
         self._every = the_only(
             every_n_train_steps=(every_n_train_steps, "st"),
             train_time_interval=(train_time_interval, "s"),
             every_n_epochs=(every_n_epochs, "ep"),
         )
-        self._default = (
-            every_n_train_steps is None
-            and train_time_interval is None
-            and every_n_epochs is None
-        )
-        unit = None if self._every is None else self._every.unit
-        self._timed, self._by_epoch = unit == "s", unit == "ep"
+        self._timed = self._every is not None and self._every.unit == "s"
+        self._by_epoch = self._every is not None and self._every.unit == "ep"
         if self._every is None or self._by_epoch:
             # The bus skips hooks of the base class, so a step costs nothing without an interval in steps.
             leave_out(self, "on_train_step_end", ModelCheckpoint)
         self._files = CheckpointFiles(
             None if dirpath is None else str(absolute(dirpath)),
             CheckpointName(filename, auto_insert_metric_name),
-            Retention(save_top_k, watched.better if monitor is not None else _later),
+            Retention(save_top_k, is_better),
             weights_only=save_weights_only,
             versions=enable_version_counter,
             ranked=monitor is not None,
+            also_lightning=also == "lightning",
         )
-        self.also = also
-        self._files.also_lightning = also == "lightning"
         self._score: float | None = None
         # The next count of steps (batches, …) and of epochs at which a checkpoint is due.
-        self._counter, self._next, self._next_epoch = "step", math.inf, math.inf
-        self._clock, self._poll, self._validated_step = 0.0, 1, 0
-        self._waiting = False  # due, but `monitor` has no value of that step yet
-        self._active = self._restored = self._same_place = False
+        self._counter = "step"
+        self._next = math.inf
+        self._next_epoch = math.inf
+        # The time of the last checkpoint that an interval of time requested, and the steps between two looks.
+        self._clock = 0.0
+        self._poll = 1
+        self._validated_step = 0
+        # Due, but `monitor` has no value of that step yet.
+        self._waiting = False
+        self._active = False
+        self._restored = False
+        self._restored_files = False
 
     def format_checkpoint_name(
         self,
@@ -247,17 +243,18 @@ class ModelCheckpoint(Callback):
             >>> ModelCheckpoint(filename="{epoch}-{acc:.2f}").format_checkpoint_name({"epoch": 3, "acc": 0.5}, ver=1)
             'epoch=3-acc=0.50-v1'
         """
-        template = (
-            self._files.name
-            if filename is None
-            else CheckpointName(filename, self.auto_insert_metric_name)
-        )
-        name = template(metrics, self.CHECKPOINT_EQUALS_CHAR)
-        join = self.CHECKPOINT_JOIN_CHAR
-        name = join.join(
-            [*filter(None, [prefix]), name, *([] if ver is None else [f"v{ver}"])]
-        )
-        return name if self.dirpath is None else str(locate(self.dirpath) / name)
+        template = self._files.name
+        if filename is not None:
+            template = CheckpointName(filename, self.auto_insert_metric_name)
+        words = [template(metrics, self.CHECKPOINT_EQUALS_CHAR)]
+        if prefix:
+            words.insert(0, prefix)
+        if ver is not None:
+            words.append(f"v{ver}")
+        name = self.CHECKPOINT_JOIN_CHAR.join(words)
+        if self.dirpath is None:
+            return name
+        return str(locate(self.dirpath) / name)
 
     @property
     def dirpath(self) -> str | None:
@@ -272,19 +269,25 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_score(self) -> Tensor | None:
         """The value of ``monitor`` for the best checkpoint, a scalar on the CPU."""
-        score = self._files.best[1]
-        return None if self._monitor is None or score is None else _scalar(score)
+        _, score = self._files.best
+        if self._monitor is None or score is None:
+            return None
+        return _scalar(score)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
         """Path → value of ``monitor``, for the kept checkpoints; empty without ``monitor``."""
-        kept = self._files.retention.kept if self._monitor is not None else {}
-        return {path: _scalar(score) for path, score in kept.items()}
+        if self._monitor is None:
+            return {}
+        scores = self._files.retention.kept
+        return {path: _scalar(score) for path, score in scores.items()}
 
     @property
     def kth_best_model_path(self) -> str:
         """The kept checkpoint that is replaced next, or "" while there is room."""
-        return self._files.retention.worst if self._monitor is not None else ""
+        if self._monitor is None:
+            return ""
+        return self._files.retention.worst
 
     @property
     def kth_value(self) -> Tensor:
@@ -295,7 +298,9 @@ class ModelCheckpoint(Callback):
     @property
     def current_score(self) -> Tensor | None:
         """The value of ``monitor`` when a checkpoint was last due."""
-        return None if self._score is None else _scalar(self._score)
+        if self._score is None:
+            return None
+        return _scalar(self._score)
 
     @property
     def last_model_path(self) -> str:
@@ -308,51 +313,52 @@ class ModelCheckpoint(Callback):
         return f"ModelCheckpoint({identity})"
 
     def state_dict(self) -> dict[str, Any]:
+        # The next look of an interval of time is no state: each process has a clock of its own.
+        next_count = None
+        if not self._timed:
+            next_count = _none_for_infinity(self._next)
         return {
             **self._files.state_dict(),
             "current_score": self._score,
             "waiting": self._waiting,
             "validated_step": self._validated_step,
-            "next": None if self._timed or math.isinf(self._next) else self._next,
-            "next_epoch": None if math.isinf(self._next_epoch) else self._next_epoch,
+            "next": next_count,
+            "next_epoch": _none_for_infinity(self._next_epoch),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._same_place = self._files.load_state_dict(state_dict)
-        if self._same_place:
+        self._restored_files = self._files.load_state_dict(state_dict)
+        if self._restored_files:
             self._score = state_dict["current_score"]
-        self._waiting, self._validated_step = (
-            state_dict["waiting"],
-            state_dict["validated_step"],
-        )
-        self._next = math.inf if state_dict["next"] is None else state_dict["next"]
-        self._next_epoch = (
-            math.inf if state_dict["next_epoch"] is None else state_dict["next_epoch"]
-        )
+        self._waiting = state_dict["waiting"]
+        self._validated_step = state_dict["validated_step"]
+        self._next = _infinity_for_none(state_dict["next"])
+        self._next_epoch = _infinity_for_none(state_dict["next_epoch"])
         self._restored = True
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not trainer.fast_dev_run
-        others = (
-            other._files
-            for other in trainer.callbacks
-            if isinstance(other, ModelCheckpoint)
-        )
-        self._files.next_try, self._files.name_of = (
-            self._next_try,
-            self.format_checkpoint_name,
-        )
-        self._files.first_version = self.STARTING_VERSION
-        last = self.CHECKPOINT_NAME_LAST
-        self._files.alias = (
-            None
-            if last == "last"
-            else CheckpointName(last, self.auto_insert_metric_name)
-        )
+        siblings = []
+        for callback in trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback is not self:
+                siblings.append(callback._files)
+        # Read here, not in the constructor: a subclass or a user may set them until now.
+        alias = None
+        if self.CHECKPOINT_NAME_LAST != "last":
+            alias = CheckpointName(
+                self.CHECKPOINT_NAME_LAST, self.auto_insert_metric_name
+            )
         self._files.open(
-            trainer, (files for files in others if files is not self._files)
+            trainer,
+            siblings,
+            describe_next_try=self._describe_next_try,
+            make_path=self.format_checkpoint_name,
+            first_version=self.STARTING_VERSION,
+            alias=alias,
         )
-        if self.also is not None and self.dirpath is not None and is_url(self.dirpath):
+        if self.also is None or self.dirpath is None:
+            return
+        if is_url(self.dirpath):
             raise ConfigurationError(
                 'ModelCheckpoint(also="lightning") writes to local directories only',
                 found=self.dirpath,
@@ -363,55 +369,59 @@ class ModelCheckpoint(Callback):
         if not self._active:
             self._next = math.inf
             return
-        never = (
-            self.save_on_train_epoch_end is False
-            and (self._default or self._by_epoch)
-            and not self.save_last
-        )
-        only = "save_on_train_epoch_end=False" if never else None
-        check_validation(trainer, "ModelCheckpoint", self.monitor, only)
-        restored, self._restored = self._restored, False
-        if restored and self._same_place and not _is_finite(trainer, pl_module):
-            self._files.retention.taint(
-                self.last_model_path
-            )  # its own state was saved before its weights were checked
-        self._files.start(trainer, restored and self._same_place)
+        only_after = None
+        acts_after_epochs = self._has_no_interval or self._by_epoch
+        if self.save_on_train_epoch_end is False and acts_after_epochs:
+            if not self.save_last:
+                only_after = "save_on_train_epoch_end=False"
+        check_validation(trainer, "ModelCheckpoint", self.monitor, only_after)
+        restored = self._restored
+        restored_files = restored and self._restored_files
+        self._restored = False
+        if restored_files and not _is_finite(trainer, pl_module):
+            # Its own state was saved before its weights were checked.
+            self._files.retention.taint(self.last_model_path)
+        self._files.start(trainer, restored_files)
         if not restored:
-            self._next = self._next_epoch = math.inf
-            self._waiting, self._validated_step = False, 0
-        if self._every is None:
-            return
-        check_tokens("interval", self._every, pl_module)
-        progress, every = trainer.progress, in_run(self._every, trainer)
+            self._next = math.inf
+            self._next_epoch = math.inf
+            self._waiting = False
+            self._validated_step = 0
+        if self._every is not None:
+            check_tokens("interval", self._every, pl_module)
+            self._schedule_first(trainer, in_run(self._every, trainer))
+
+    def _schedule_first(self, trainer: TrainerLike, every: Duration) -> None:
+        """Set the count at which the first checkpoint of this fit is due, unless a restored state has it."""
+        progress = trainer.progress
         if self._timed:
             # Clocks differ: ranks compare them only at steps that all ranks know.
-            self._poll = (
-                1 if trainer.world_size == 1 else trainer.log_every_n_steps or 50
-            )
+            self._poll = 1
+            if trainer.world_size > 1:
+                self._poll = trainer.log_every_n_steps or 50
             self._next = following(progress.step, self._poll)
-        elif self._by_epoch and math.isinf(self._next_epoch):
-            self._next_epoch = following(progress.epoch, every.value)
-        elif not self._by_epoch:
-            self._counter = every.counter
-            if math.isinf(self._next):
-                self._next = following(getattr(progress, self._counter), every.value)
+            return
+        if self._by_epoch:
+            if math.isinf(self._next_epoch):
+                self._next_epoch = following(progress.epoch, every.value)
+            return
+        self._counter = every.counter
+        if math.isinf(self._next):
+            self._next = following(getattr(progress, self._counter), every.value)
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._clock = monotonic()
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if getattr(trainer.progress, self._counter) >= self._next:
-            self._interval_ended(trainer)
+            self._end_interval(trainer)
 
-    def _interval_ended(self, trainer: TrainerLike) -> None:
+    def _end_interval(self, trainer: TrainerLike) -> None:
         assert self._every is not None
         progress = trainer.progress
         if self._timed:
             self._next = following(progress.step, self._poll)
-            due = monotonic() - self._clock >= self._every.value
-            if trainer.world_size > 1:
-                due = any(row[0] for row in trainer.strategy.world.agree([float(due)]))
-            if not due:
+            if not self._is_time_over(trainer, self._every.value):
                 return
             self._clock = monotonic()
         else:
@@ -419,134 +429,188 @@ class ModelCheckpoint(Callback):
             self._next = following(getattr(progress, self._counter), every.value)
         self._waiting = True
         # If a validation or the end of the epoch follows at this step, it logs the value to compare by.
-        if self._monitor is None or not (
-            trainer.validation_due or epoch_ends_here(trainer)
-        ):
-            self._ask(trainer, f"every {self._every}")
+        if self._monitor is not None:
+            if trainer.validation_due or epoch_ends_here(trainer):
+                return
+        self._request_if_rated(trainer, f"every {self._every}")
+
+    def _is_time_over(self, trainer: TrainerLike, seconds: float) -> bool:
+        is_over = monotonic() - self._clock >= seconds
+        if trainer.world_size == 1:
+            return is_over
+        # The first rank decides for all: a request is collective.
+        rows = trainer.strategy.world.agree([float(is_over)])
+        return any(row[0] for row in rows)
 
     def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active or trainer.sanity_checking:
             return
         self._validated_step = trainer.global_step
-        where = self.save_on_train_epoch_end
-        if where is not True and (
-            self._default or (where is False and self._epoch_due(trainer))
-        ):
+        if self._is_due_after_validation(trainer):
             self._waiting = True
+        if not self._waiting:
+            return
         # At the last step of an epoch, on_train_epoch_end follows at the same step and has all values.
-        if self._waiting and (where is False or not epoch_ends_here(trainer)):
-            self._ask(trainer, "validation ended", final=where is False)
+        is_final = self.save_on_train_epoch_end is False
+        if is_final or not epoch_ends_here(trainer):
+            self._request_if_rated(trainer, "validation ended", is_final=is_final)
+
+    def _is_due_after_validation(self, trainer: TrainerLike) -> bool:
+        if self._has_no_interval:
+            return self.save_on_train_epoch_end is not True
+        return self.save_on_train_epoch_end is False and self._is_epoch_due(trainer)
 
     def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active:
             return
-        where, validates = self.save_on_train_epoch_end, has_validation(trainer)
-        if self._default and (where or (where is None and not validates)):
+        validates = has_validation(trainer)
+        acts_here = self.save_on_train_epoch_end
+        if acts_here is None:
+            acts_here = not validates
+        if self._has_no_interval and acts_here:
             self._waiting = True
-        if where is not False and self._epoch_due(trainer):
+        if self.save_on_train_epoch_end is not False and self._is_epoch_due(trainer):
             self._waiting = True
         if self._waiting:
-            self._ask(
-                trainer,
-                f"epoch {trainer.current_epoch} ended",
-                final=not validates or self._validated_step > 0,
-            )
+            # With a validation still to come, `monitor` may be logged there.
+            is_final = not validates or self._validated_step > 0
+            reason = f"epoch {trainer.current_epoch} ended"
+            self._request_if_rated(trainer, reason, is_final=is_final)
 
-    def _epoch_due(self, trainer: TrainerLike) -> bool:
-        finished = trainer.current_epoch + 1
-        if finished < self._next_epoch:
+    def _is_epoch_due(self, trainer: TrainerLike) -> bool:
+        """Whether a checkpoint is due after this epoch; if so, schedule the next one."""
+        finished_epochs = trainer.current_epoch + 1
+        if finished_epochs < self._next_epoch:
             return False
         assert self._every is not None
-        self._next_epoch = following(finished, self._every.value)
+        self._next_epoch = following(finished_epochs, self._every.value)
         return True
 
     def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if (
-            self._active
-            and (self._waiting or self.save_last)
-            and trainer.global_step != self._files.asked_step
-        ):
-            # The last value of `monitor` is older than this step.
-            score = float(trainer.global_step) if self._monitor is None else None
-            self._files.ask(trainer, "training ended", score)
+        is_wanted = self._active and (self._waiting or self.save_last)
+        if is_wanted and trainer.global_step != self._files.asked_step:
+            self._files.ask(trainer, "training ended", self._score_of_step(trainer))
         self._waiting = False
+
+    def _score_of_step(self, trainer: TrainerLike) -> float | None:
+        """The score of a request outside of the interval: a value of ``monitor`` would be older than this step."""
+        if self._monitor is not None:
+            return None
+        return float(trainer.global_step)
 
     def on_exception(
         self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException
     ) -> None:
-        wanted = self.save_on_exception and self._active and not trainer.sanity_checking
-        if (
-            not wanted
-            or isinstance(exception, NonFiniteError)
-            or trainer.global_step == self._files.asked_step
-        ):
+        if not self.save_on_exception or not self._active or trainer.sanity_checking:
             return
+        # Weights with NaN are worth no checkpoint.
+        if isinstance(exception, NonFiniteError):
+            return
+        if trainer.global_step == self._files.asked_step:
+            return
+        reason = f"{type(exception).__name__}: {exception}"
+        score = self._score_of_step(trainer)
         # Other ranks may have exited: no collective.
-        score = float(trainer.global_step) if self._monitor is None else None
-        self._files.ask(
-            trainer, f"{type(exception).__name__}: {exception}", score, together=False
-        )
+        self._files.ask(trainer, reason, score, together=False)
 
-    def _next_try(self) -> str:
+    def _describe_next_try(self) -> str:
         if self._timed:
             return f"the first step after {self._every}"
         if not math.isinf(self._next):
             return f"{self._counter} {int(self._next)}"
-        return (
-            "the next validation"
-            if math.isinf(self._next_epoch)
-            else f"epoch {int(self._next_epoch)}"
-        )
+        if not math.isinf(self._next_epoch):
+            return f"epoch {int(self._next_epoch)}"
+        return "the next validation"
 
-    def _ask(self, trainer: TrainerLike, reason: str, final: bool = False) -> None:
+    def _request_if_rated(
+        self, trainer: TrainerLike, reason: str, is_final: bool = False
+    ) -> None:
         """Request a checkpoint if ``monitor`` has a value of this step; otherwise it stays due.
 
         Args:
             trainer: the Trainer of the fit.
             reason: why it is due.
-            final: ``monitor`` must have been logged by now: raise if it was not.
+            is_final: ``monitor`` must have been logged by now: raise if it was not.
         """
-        step, files = trainer.global_step, self._files
-        score: float | None = float(step)
-        if self._monitor is not None:
-            counts = {"epoch": trainer.current_epoch, "step": step}
-            value, logged_at = self._monitor.read(trainer, counts)
-            if value is None and final:
-                raise self._monitor.missing(trainer)
-            score = None
-            if value is not None and logged_at == step:
-                self._score = score = (
-                    self._monitor.worst if math.isnan(value) else value
-                )
+        step = trainer.global_step
+        files = self._files
+        score = self._read_score(trainer, is_final)
         self._waiting = score is None
+        is_admitted = score is not None and files.retention.admits(score)
         if step == files.asked_step:
-            if score is not None and files.retention.admits(score):
+            # One checkpoint a step; the value may have been logged after its request.
+            if score is not None and is_admitted:
                 files.rate(score)
             return
-        admitted = score is not None and files.retention.admits(score)
-        shown = (
-            ""
-            if self._monitor is None or score is None
-            else f", {self.monitor} = {score:.6g}"
-        )
-        if admitted or self.save_last:
-            path = files.ask(trainer, reason, score if admitted else None)
-            message = f"checkpoint {path} ({reason}{shown})"
+        details = reason
+        if self._monitor is not None and score is not None:
+            details = f"{reason}, {self.monitor} = {score:.6g}"
+        if is_admitted or self.save_last:
+            # `last` does not compete with the best.
+            request_score = score if is_admitted else None
+            path = files.ask(trainer, reason, request_score)
+            message = f"checkpoint {path} ({details})"
         elif score is None:
             return
         else:
-            message = f"no checkpoint of step {step}: not among the best {self.save_top_k} ({reason}{shown})"
+            message = f"no checkpoint of step {step}: not among the best {self.save_top_k} ({details})"
         if self.verbose and trainer.is_global_zero:
             trainer.print(message)
+
+    def _read_score(self, trainer: TrainerLike, is_final: bool) -> float | None:
+        """The score of this step, or None if ``monitor`` has no value of it yet."""
+        step = trainer.global_step
+        if self._monitor is None:
+            return float(step)
+        counts = {"epoch": trainer.current_epoch, "step": step}
+        value, logged_at = self._monitor.read(trainer, counts)
+        if value is None and is_final:
+            raise self._monitor.missing(trainer)
+        if value is None or logged_at != step:
+            return None
+        if math.isnan(value):
+            value = self._monitor.worst
+        self._score = value
+        return value
 
 
 def _is_finite(trainer: TrainerLike, module: ModuleLike) -> bool:
     """Whether all parameters are finite, on all ranks; the answer is the same on every rank."""
-    finite, world = are_finite(module.parameters()), trainer.strategy.world
-    return finite if world.size == 1 else all(row[0] for row in world.agree([finite]))
+    is_finite = are_finite(module.parameters())
+    world = trainer.strategy.world
+    if world.size == 1:
+        return is_finite
+    return all(row[0] for row in world.agree([is_finite]))
 
 
-def _check_also(also: Any) -> None:
+def _none_for_infinity(count: float) -> float | None:
+    # JSON has no infinity.
+    if math.isinf(count):
+        return None
+    return count
+
+
+def _infinity_for_none(count: float | None) -> float:
+    if count is None:
+        return math.inf
+    return count
+
+
+def _check_save_top_k(save_top_k: int, monitor: str | None) -> None:
+    needs_monitor = save_top_k > 1
+    if save_top_k >= -1 and (monitor is not None or not needs_monitor):
+        return
+    fix = None
+    if needs_monitor:
+        fix = "pass the name of the logged value to compare as monitor="
+    raise ConfigurationError(
+        "save_top_k must be -1 (all), 0 (none) or the number of best checkpoints to keep",
+        found=f"save_top_k={save_top_k}, monitor={monitor!r}",
+        fix=fix,
+    )
+
+
+def _check_also(also: object) -> None:
     if also not in (None, "lightning"):
         raise ConfigurationError(
             'also= is "lightning" or None',
@@ -555,7 +619,8 @@ def _check_also(also: Any) -> None:
         )
 
 
-def _later(score: float, than: float) -> bool:
+def _is_later(score: float, than: float) -> bool:
+    """Compare steps: without ``monitor`` the newest is the best."""
     return score > than
 
 
