@@ -93,7 +93,7 @@ def averaged(strategy: Any, make: Any, devices: int, steps: int, **options: Any)
         strategy, make, 72, 12, devices, num_sanity_val_steps=0, **settings, **options
     )
     assert ema._averages is not None
-    live = dict(ema._averages.own_weights())
+    live = dict(ema._averages.lent_weights())
     return trainer, found, live, ema
 
 
@@ -129,7 +129,7 @@ def test_as_in_one_process_and_from_any_into_any_other() -> None:
                 loss, rel=1e-7
             )
             assert_same(whole(mine), {key: live[key] for key in mine}, 1e-9)
-            kept, weights = ema._averages._kept, ema._averages._live
+            kept, weights = ema._averages._tensors, ema._averages._live
             for key, average in kept.items():
                 assert getattr(average, "placements", None) == getattr(
                     weights[key], "placements", None
@@ -192,7 +192,7 @@ class LooksAt(tk.Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         averages = self.ema._averages
         self.kept = (
-            {name: value.clone() for name, value in averages._kept.items()}
+            {name: value.clone() for name, value in averages._tensors.items()}
             if averages
             else {}
         )
@@ -220,7 +220,7 @@ def check_tied_weights_of_sixteen_bits(directory: Path) -> None:
         if not more:
             trainer.save_checkpoint(path)
             assert ema._averages is not None
-            kept.append(dict(ema._averages._kept))
+            kept.append(dict(ema._averages._tensors))
         kept.append(looks.kept)
     named = {
         name.replace("head.weight", "embedding.weight"): value
