@@ -22,8 +22,7 @@ from torch import nn
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.devices import device_memory, memory_peak, ran_out_of_memory
-from trainer_kit.core.display import in_units
+from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import (
     ConfigurationError,
     DataError,
@@ -78,6 +77,7 @@ from trainer_kit.training.compose_evaluation import compose_evaluation, load_eva
 from trainer_kit.training.dry_run import check_saveable
 from trainer_kit.training.loaders import NAMES, find_loaders
 from trainer_kit.training.mistakes import note_mistakes
+from trainer_kit.training.out_of_memory import describe_memory
 from trainer_kit.training.reload import LoaderReload
 from trainer_kit.training.repeated_steps import compose_guard
 from trainer_kit.training.session import Session, TunesFit
@@ -187,7 +187,7 @@ class EntryPoint:
             note_mistakes(error, self.module)
             self.trainer.running.interrupt()
             if ran_out_of_memory(error):
-                add_note(error, _describe_memory(self.trainer, self.stage))
+                add_note(error, describe_memory(self.trainer, self.stage))
         try:
             self.teardown.__exit__(kind, error, traceback)
         except BaseException:  # of a teardown
@@ -687,23 +687,3 @@ def _sync_batchnorm(module: nn.Module, strategy: Strategy) -> Any:
             fix="leave it out on the CPU",
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-
-
-def _describe_memory(trainer: Session, stage: str) -> str:
-    """The note for an out-of-memory error: what was used, and what needs less."""
-    device = trainer.strategy.device
-    ranks_here = max(1, trainer.environment.local_world_size)
-    peak, memory = (
-        in_units(memory_peak(device)),
-        in_units(device_memory(device, ranks_here)),
-    )
-    usage = f"peak {peak} of {memory} on {device}"
-    if stage != "fit":
-        return (
-            f"out of memory in {stage}: {usage}\n  fix:   a smaller batch in the loader"
-        )
-    return (
-        f"out of memory at step {trainer.progress.step + 1}: {usage}\n"
-        "  fix:   callbacks=[AutoMicroBatch()] repeats such a step with smaller micro-batches (one device and DDP); or"
-        " half the batch size with accumulate_grad_batches=2, precision='bf16-mixed', strategy='fsdp'"
-    )
