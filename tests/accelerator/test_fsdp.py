@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from tests.parity.plain import case, doubled, make_batches, make_net, merged
-from trainer_kit.accelerator import checkpoints
+from trainer_kit.accelerator import checkpoints, state_directories
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, RankError
 from trainer_kit.testing.conformance import assert_same, whole
@@ -254,14 +254,14 @@ def what_fails_on_one_process_ends_all(path: Path) -> None:
         accelerator.prepare(make_net())
         rank, world = accelerator.process_index, accelerator.world
         kept = accelerator.save_state()
-        for name, act, failing in (
-            (kind, accelerator.load_state, 1),
-            ("newest_verified", accelerator.load_state, 0),
-            ("_entries", accelerator.save_state, 0),
+        for module, name, act, failing in (
+            (checkpoints, kind, accelerator.load_state, 1),
+            (state_directories, "newest_verified", accelerator.load_state, 0),
+            (state_directories, "_entries", accelerator.save_state, 0),
         ):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == failing:
-                    patch.setattr(checkpoints, name, raises)
+                    patch.setattr(module, name, raises)
                 with (
                     case(name=name),
                     pytest.raises(

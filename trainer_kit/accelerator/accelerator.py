@@ -33,6 +33,7 @@ from trainer_kit.accelerator.composition import (
     started_watchdog,
 )
 from trainer_kit.accelerator.loader import PreparedLoader, skip_first_batches
+from trainer_kit.accelerator.model_weights import ModelWeights, write_object
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainer_kit.accelerator.prepared import Prepared
 from trainer_kit.accelerator.processes import (
@@ -295,6 +296,7 @@ class Accelerator:
             self.prepared,
             project,
         )
+        self._model_weights = ModelWeights(self.processes, self.strategy)
         self.tracking = Trackers(log_with, self.processes, project)
         self._watchdog = started_watchdog(
             hang_timeout,
@@ -1112,7 +1114,7 @@ class Accelerator:
         For sharded weights (FSDP, DeepSpeed, a mesh) this is a collective call: the main process gets the weights on
         the CPU, and the others get an empty dict, so a device never holds more than one full weight at a time.
         """
-        return self.checkpoints.get_state_dict(model, unwrap)
+        return self._model_weights.collect(model, unwrap)
 
     def save_model(
         self,
@@ -1131,7 +1133,7 @@ class Accelerator:
             max_shard_size: the largest file size, in bytes or as ``"5GB"``.
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
-        self.checkpoints.save_model(
+        self._model_weights.write(
             model, save_directory, max_shard_size, safe_serialization
         )
 
@@ -1145,7 +1147,8 @@ class Accelerator:
         Raises:
             ConfigurationError: ``safe_serialization`` with a value that is not a tensor.
         """
-        self.checkpoints.save(obj, f, safe_serialization)
+        if self.is_main_process:
+            write_object(obj, f, safe_serialization)
 
     # -- trackers --------------------------------------------------------------------------------------------------
 

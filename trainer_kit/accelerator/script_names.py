@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 from trainer_kit.accelerator.accelerator import Accelerator, forget_newest, newest
 from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.accumulation import GradientState as GradientView
-from trainer_kit.accelerator.checkpoints import write_object
 from trainer_kit.accelerator.generators import each_epoch
 from trainer_kit.accelerator.loader import LaterLoader, PreparedLoader, prepare_loader
+from trainer_kit.accelerator.model_weights import write_object
 from trainer_kit.accelerator.processes import PartialState, synchronize_rng_states
 from trainer_kit.accelerator.trackers import LoggerTracker, Trackers
 from trainer_kit.accelerator.wrapping import compiled, uncompiled, unwrap
