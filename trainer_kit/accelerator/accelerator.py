@@ -80,20 +80,20 @@ __all__ = ["Accelerator", "forget_newest", "newest"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _NEWEST: list[ReferenceType[Accelerator]] = []
-_ACCELERATES_WORDS = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
+_ACCELERATE_PRECISIONS = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
-def _list_of(part: str, name: str) -> Any:
-    """A property for the list ``name`` of a part; assigning to the property replaces the list's content."""
+def _list_property(owner: str, name: str) -> Any:
+    """A property for the list ``name`` of the attribute ``owner``; assigning to it replaces the list's content."""
 
-    def get(accelerator: Accelerator) -> list[Any]:
-        found: list[Any] = getattr(getattr(accelerator, part), name)
-        return found
+    def get_list(accelerator: Accelerator) -> list[Any]:
+        values: list[Any] = getattr(getattr(accelerator, owner), name)
+        return values
 
-    def put(accelerator: Accelerator, values: Sequence[Any]) -> None:
-        get(accelerator)[:] = values
+    def replace_content(accelerator: Accelerator, values: Sequence[Any]) -> None:
+        get_list(accelerator)[:] = values
 
-    return property(get, put)
+    return property(get_list, replace_content)
 
 
 def newest() -> Accelerator | None:
@@ -179,20 +179,19 @@ class Accelerator:
     fork_launched = False
     has_lomo_optimizer = False
     should_save_model = True
-    use_seedable_sampler = True  # the data order is always a function of seed and epoch
-    use_stateful_dataloader = (
-        True  # positions of loaders are always part of a saved state
-    )
-    _reset_state = staticmethod(
-        forget_newest
-    )  # Accelerate scripts call it between two Accelerators
-    # Lists of the parts, which Accelerate scripts read and may replace.
-    log_with = _list_of("tracking", "log_with")
-    trackers = _list_of("tracking", "started")
-    _models = _list_of("prepared", "models")
-    _optimizers = _list_of("prepared", "optimizers")
-    _schedulers = _list_of("prepared", "schedulers")
-    _dataloaders = _list_of("prepared", "loaders")
+    # The data order is always a function of seed and epoch.
+    use_seedable_sampler = True
+    # Positions of loaders are always part of a saved state.
+    use_stateful_dataloader = True
+    # Accelerate scripts call it between two Accelerators.
+    _reset_state = staticmethod(forget_newest)
+    # Accelerate scripts read these lists, and may replace them.
+    log_with = _list_property("tracking", "log_with")
+    trackers = _list_property("tracking", "started")
+    _models = _list_property("prepared", "models")
+    _optimizers = _list_property("prepared", "optimizers")
+    _schedulers = _list_property("prepared", "schedulers")
+    _dataloaders = _list_property("prepared", "loaders")
 
     @takes_accelerate_records
     def __init__(
@@ -234,30 +233,33 @@ class Accelerator:
             **plugins(engines, self.deepspeed_plugins),
             **by_kind(kwargs_handlers),
         }
-        plugin, steps = gradient_accumulation_plugin, gradient_accumulation_steps
+        plugin = gradient_accumulation_plugin
+        steps = gradient_accumulation_steps
         self.origins = named_options(
             options, cpu, mixed_precision, steps, plugin, debug
         )
-        on_cpu, word, chosen_steps, debugging = (
-            chosen.value for chosen in self.origins.values()
-        )
+        on_cpu = bool(self.origins["use_cpu"].value)
+        precision_name = self.origins["mixed_precision"].value
+        default_steps = self.origins["gradient_accumulation_steps"].value
+        debugging = self.origins["debug"].value
         self.origins |= chosen_sizes(options)
-        self.strategy = started_strategy(options, bool(on_cpu), self.environment)
-        self.precision = made_precision(word, self.strategy, options)
+        self.strategy = started_strategy(options, on_cpu, self.environment)
+        self.precision = made_precision(precision_name, self.strategy, options)
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
-        self._project, self.rng_types = (
-            named_project(project_config, project_dir),
-            rng_types,
-        )
+        self._project = named_project(project_config, project_dir)
+        self.rng_types = rng_types
         self.accumulation = made_accumulation(
-            plugin, steps, chosen_steps, self.strategy, self.precision.name
+            plugin, steps, default_steps, self.strategy, self.precision.name
         )
         self.processes = AcceleratorProcesses(
             self.environment, self.strategy, debugging
         )
         self.prepared = Prepared(
-            *(self.processes, self.strategy, self.precision, self.accumulation),
+            self.processes,
+            self.strategy,
+            self.precision,
+            self.accumulation,
             loaders=self.dataloader_config,
             dynamo=self.dynamo_plugin,
             deepspeed_plugins=self.deepspeed_plugins,
@@ -272,7 +274,7 @@ class Accelerator:
     def _compose(
         self, options: Mapping[type, Any], log_with: list[Any], hang_timeout: Any
     ) -> None:
-        """Create the parts that depend on other parts."""
+        """Create the objects that depend on those of the constructor."""
         self.profile_handler: ProfileKwargs = (
             options.get(ProfileKwargs) or ProfileKwargs()
         )
@@ -329,10 +331,10 @@ class Accelerator:
         Raises:
             ConfigurationError: the model of an optimizer is not prepared.
         """
-        found = self.prepared.prepare(objects, device_placement)
+        prepared = self.prepared.prepare(objects, device_placement)
         if self.debug:
             self.processes.print_everywhere(self.explain())
-        return found[0] if len(found) == 1 else found
+        return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_model(
         self,
@@ -453,7 +455,8 @@ class Accelerator:
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        replace(self.dataloader_config, even_batches=even)  # checks the value
+        # A copy, which checks the value.
+        replace(self.dataloader_config, even_batches=even)
         self.dataloader_config.even_batches = even
 
     @property
@@ -539,21 +542,20 @@ class Accelerator:
             clip_value: the largest absolute value of an element.
         """
         if self.accumulation.sync:
-            self.strategy.clip_gradients(
-                self.prepared.complete_gradients(parameters), clip_value, "value"
-            )
+            complete = self.prepared.complete_gradients(parameters)
+            self.strategy.clip_gradients(complete, clip_value, "value")
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """Apply the precision to computations in this context that are outside a prepared model."""
-        chosen = autocast_handler or self.autocast_handler
+        handler = autocast_handler or self.autocast_handler
         context: Any = self.precision.forward_context()
-        if chosen is not None and isinstance(context, torch.autocast):
+        if handler is not None and isinstance(context, torch.autocast):
             context = torch.autocast(
                 self.device.type,
                 context.fast_dtype,
-                enabled=chosen.enabled,
-                cache_enabled=chosen.cache_enabled,
+                enabled=handler.enabled,
+                cache_enabled=handler.cache_enabled,
             )
         with context or nullcontext():
             yield
@@ -890,20 +892,21 @@ class Accelerator:
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """The options of FSDP, from the argument or the launcher, if it runs; None for ``strategy=`` objects too."""
-        found: FullyShardedDataParallelPlugin | None = self._engine_options.get(
+        runs_fsdp = self.distributed_type == DistributedType.FSDP
+        if not runs_fsdp and self.strategy.mesh is None:
+            return None
+        plugin: FullyShardedDataParallelPlugin | None = self._engine_options.get(
             FullyShardedDataParallelPlugin
         )
-        runs = (
-            self.distributed_type == DistributedType.FSDP
-            or self.strategy.mesh is not None
-        )
-        return found if runs else None
+        return plugin
 
     @property
     def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
         """The options of Megatron, from the argument or the launcher, if it runs."""
-        found: MegatronLMPlugin | None = self._engine_options.get(MegatronLMPlugin)
-        return found if self.distributed_type == DistributedType.MEGATRON_LM else None
+        if self.distributed_type != DistributedType.MEGATRON_LM:
+            return None
+        plugin: MegatronLMPlugin | None = self._engine_options.get(MegatronLMPlugin)
+        return plugin
 
     @property
     def data_parallel_rank(self) -> int:
@@ -938,23 +941,24 @@ class Accelerator:
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return a plugin of ``Accelerator(deepspeed_plugins={name: plugin})``."""
         if name not in self.deepspeed_plugins:
-            known = ", ".join(self.deepspeed_plugins) or "none"
-            raise ConfigurationError(f"unknown DeepSpeed plugin {name!r}", found=known)
+            names = ", ".join(self.deepspeed_plugins) or "none"
+            raise ConfigurationError(f"unknown DeepSpeed plugin {name!r}", found=names)
         return self.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Make another plugin active; call this before a model is prepared."""
-        chosen = self.get_deepspeed_plugin(name)
-        self.strategy.use(chosen.deepspeed_config)  # type: ignore[attr-defined]
+        selected = self.get_deepspeed_plugin(name)
+        # DeepSpeed plugins exist only under its strategy, which has this method.
+        self.strategy.use(selected.deepspeed_config)  # type: ignore[attr-defined]
         for plugin in self.deepspeed_plugins.values():
-            plugin.selected = plugin is chosen
+            plugin.selected = plugin is selected
 
     # -- the precision ---------------------------------------------------------------------------------------------
 
     @property
     def mixed_precision(self) -> str:
         """The precision, by Accelerate's name if it has one."""
-        return _ACCELERATES_WORDS.get(self.precision.name, self.precision.name)
+        return _ACCELERATE_PRECISIONS.get(self.precision.name, self.precision.name)
 
     @property
     def scaler(self) -> Any:
@@ -968,14 +972,16 @@ class Accelerator:
 
     @native_amp.setter
     def native_amp(self, on: bool) -> None:
-        if on != self.native_amp:
-            raise ConfigurationError(
-                "the precision of an Accelerator cannot change",
-                found=f"native_amp={on} with mixed_precision={self.mixed_precision!r}",
-                fix='Accelerator(mixed_precision="fp16" or "bf16")'
-                if on
-                else 'Accelerator(mixed_precision="no")',
-            )
+        if on == self.native_amp:
+            return
+        fix = 'Accelerator(mixed_precision="no")'
+        if on:
+            fix = 'Accelerator(mixed_precision="fp16" or "bf16")'
+        raise ConfigurationError(
+            "the precision of an Accelerator cannot change",
+            found=f"native_amp={on} with mixed_precision={self.mixed_precision!r}",
+            fix=fix,
+        )
 
     @property
     def fp8_enabled(self) -> bool:
@@ -1171,8 +1177,8 @@ class Accelerator:
 
     def _report_facts(self) -> dict[str, Any]:
         rows = [
-            ["Accelerator", name, str(one.value), one.origin]
-            for name, one in self.origins.items()
+            ["Accelerator", name, str(option.value), option.origin]
+            for name, option in self.origins.items()
         ]
         return {"explain": str(self.explain()), "configuration": rows}
 
@@ -1210,24 +1216,25 @@ class Accelerator:
         """Run a ``torch.profiler.profile``; with ``output_trace_dir`` each process writes its trace there."""
         from torch import profiler
 
-        chosen = profile_handler or self.profile_handler
+        handler = profile_handler or self.profile_handler
         with profiler.profile(
-            activities=chosen.torch_activities(),
-            schedule=chosen.torch_schedule(),
-            on_trace_ready=chosen.on_trace_ready,
-            record_shapes=chosen.record_shapes,
-            profile_memory=chosen.profile_memory,
-            with_stack=chosen.with_stack,
-            with_flops=chosen.with_flops,
-            with_modules=chosen.with_modules,
-        ) as found:
-            yield found
-        if chosen.output_trace_dir is not None:
-            directory = Path(os.path.expanduser(chosen.output_trace_dir))
-            directory.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(
-                str(directory / f"profile_{self.process_index}.json")
-            )
+            activities=handler.torch_activities(),
+            schedule=handler.torch_schedule(),
+            on_trace_ready=handler.on_trace_ready,
+            record_shapes=handler.record_shapes,
+            profile_memory=handler.profile_memory,
+            with_stack=handler.with_stack,
+            with_flops=handler.with_flops,
+            with_modules=handler.with_modules,
+        ) as profile:
+            yield profile
+        if handler.output_trace_dir is None:
+            return
+        directory = Path(os.path.expanduser(handler.output_trace_dir))
+        directory.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(
+            str(directory / f"profile_{self.process_index}.json")
+        )
 
     def explain(self) -> Text:
         """Describe this process, one line per part: group, device, wrapping, loaders; and the origins of options."""
@@ -1237,14 +1244,12 @@ class Accelerator:
             f"group: {self.backend or 'none'}, device {self.device}",
             f"precision: {self.precision.name}",
             f"accumulation: {self.accumulation.steps} micro-batches a step",
-            *(f"model: {_wrapping(model)}" for model in self.prepared.models),
-            *(f"loader: {loader.describe()}" for loader in self.prepared.loaders),
-            *(
-                f"scheduler: {scheduler.describe()}"
-                for scheduler in self.prepared.schedulers
-            ),
-            *describe_origins(self.origins.items()),
         ]
+        prepared = self.prepared
+        lines += [f"model: {_describe_wrapping(model)}" for model in prepared.models]
+        lines += [f"loader: {loader.describe()}" for loader in prepared.loaders]
+        lines += [f"scheduler: {each.describe()}" for each in prepared.schedulers]
+        lines += describe_origins(self.origins.items())
         return Text("\n".join(lines))
 
     def __repr__(self) -> str:
@@ -1254,8 +1259,9 @@ class Accelerator:
         return f"{self.processes!r}\nMixed precision type: {self.mixed_precision}\n{config}"
 
 
-def _wrapping(model: nn.Module) -> str:
-    inner = unwrap(model)
-    return type(model).__name__ + (
-        f" of {type(inner).__name__}" if inner is not model else ""
-    )
+def _describe_wrapping(model: nn.Module) -> str:
+    kind = type(model).__name__
+    user_model = unwrap(model)
+    if user_model is model:
+        return kind
+    return f"{kind} of {type(user_model).__name__}"

@@ -68,7 +68,7 @@ class Accumulation:
         batches: the loader of the current batch, or None.
         reading: loaders that are being read, the latest last.
         turn: the number of this micro-batch.
-        taken: the number of optimizer steps.
+        optimizer_steps: the number of calls that stepped an optimizer.
         step: the number of micro-batches since the last end of a loader, as Accelerate counts them; 0 at that end.
         ahead: whether this micro-batch has not run its backward yet.
         joining: whether processes may have no batches left, so that weights are not exchanged.
@@ -97,39 +97,53 @@ class Accumulation:
         self.batches: Batches | None = None
         self.reading: list[Batches] = []
         self.turn = 0
-        self.taken = 0
+        self.optimizer_steps = 0
         self.step = 0
         self.joining = False
         self.models: tuple[nn.Module, ...] = ()
         self.ahead = False
         self.corrected: set[Optimizer] = set()
-        self._reached = 0  # the last micro-batch with a backward
-        self._reached_before = 0  # the same, without this micro-batch
         self._quiet = quiet
         self._complete = complete
-        self._count = 0  # micro-batches since the window began
-        self._position = 0  # micro-batches that count toward `steps`; differs from `_count` after `place`
-        self._depth = 0  # open contexts
-        self._silences: list[
-            AbstractContextManager[None] | None
-        ] = []  # one for each open context
-        self._asked: set[tuple[int, ...]] = (
-            set()
-        )  # ids of models, one entry per context of this micro-batch
-        self._batch: tuple[Batches | None, int] = (
-            None,
-            0,
-        )  # the loader and its batch of this micro-batch
-        self._reference: float | None = None  # the divisor of losses
-        self._expected = 0.0  # the total weight at which gradients need no correction
-        self._known = 0.0  # weight of the earlier micro-batches, over all processes
-        self._mine = 0.0  # the same, where each process knows only its own weight
-        self._weight = 0.0  # of this micro-batch
-        self._shared = True  # whether `_weight` covers all processes
-        self._counts = False  # whether weights are those of batches, so that gradients can be corrected
-        self._explicit = False  # whether the user passes weights
-        self._asks = False  # whether the weights of other processes are unknown
-        self._done = False  # whether an optimizer has stepped with this window
+
+        # Micro-batches since the window began.
+        self._count = 0
+        # Micro-batches that count toward `steps`; differs from `_count` after `place`.
+        self._position = 0
+        # The last micro-batch with a backward.
+        self._last_backward = 0
+        # The same, without this micro-batch.
+        self._last_backward_before = 0
+
+        # Open contexts of this micro-batch.
+        self._depth = 0
+        # One for each open context.
+        self._quiet_contexts: list[AbstractContextManager[None] | None] = []
+        # Ids of models, one entry per context of this micro-batch.
+        self._entered: set[tuple[int, ...]] = set()
+        # The loader and its batch of this micro-batch.
+        self._batch: tuple[Batches | None, int] = (None, 0)
+
+        # The divisor of losses.
+        self._reference: float | None = None
+        # The total weight at which gradients need no correction.
+        self._expected = 0.0
+        # The weight of the earlier micro-batches, over all processes.
+        self._earlier_total = 0.0
+        # The same, where each process knows only the weight of its data.
+        self._earlier_local = 0.0
+        # The weight of this micro-batch.
+        self._weight = 0.0
+        # Whether `_weight` covers all processes.
+        self._weight_is_total = True
+        # Whether weights are those of batches, so that gradients can be corrected.
+        self._corrects = False
+        # Whether the user passes weights.
+        self._explicit = False
+        # Whether the weights of other processes are unknown.
+        self._exchanges_weights = False
+        # Whether an optimizer has stepped with this window.
+        self._stepped = False
 
     def __enter__(self) -> None:
         """Begin a micro-batch, or continue it with other models.
@@ -138,34 +152,34 @@ class Accumulation:
         that follow on the same batch, belong to it. A context of the same models begins the next micro-batch, for a
         loop that divides a batch itself.
         """
-        # Without further methods: this runs for every micro-batch, and calls cost more than the rest.
-        asking = tuple(map(id, self.models))
+        # Without further methods: this runs for every micro-batch, and calls cost more than anything else here.
+        models = tuple(map(id, self.models))
         batches = self.batches
         batch = (batches, 0 if batches is None else batches.batches_read)
         if not self._depth:
             self.ahead = True
-            asked = self._asked
+            entered = self._entered
             if (
-                not asking
+                not models
                 or batch != self._batch
-                or asking in asked
-                or () in asked
-                or not asked
+                or models in entered
+                or () in entered
+                or not entered
             ):
                 self._batch = batch
-                asked.clear()
+                entered.clear()
                 if self.sync:
                     self._begin()
                     self._count = 0
                     self.corrected.clear()
-                elif self._shared:
-                    self._known += self._weight
+                elif self._weight_is_total:
+                    self._earlier_total += self._weight
                 else:
-                    self._mine += self._weight
+                    self._earlier_local += self._weight
                 self._weight = 0.0
                 self._count += 1
                 self.turn += 1
-                self._reached_before = self._reached
+                self._last_backward_before = self._last_backward
                 if (
                     batches is not None
                     and self.sync_with_dataloader
@@ -179,24 +193,25 @@ class Accumulation:
                 self.sync = self._position >= self.steps
                 if self.sync:
                     self._position = 0
-        self._asked.add(asking)
+        self._entered.add(models)
         self._depth += 1
-        silence = None
+        quiet_context = None
         if self._quiet is not None and not self.sync:
-            silence = self._quiet(*self.models)
-            silence.__enter__()
-        self._silences.append(silence)
+            quiet_context = self._quiet(*self.models)
+            quiet_context.__enter__()
+        self._quiet_contexts.append(quiet_context)
 
     def __exit__(self, *error: Any) -> None:
         """End the context; the micro-batch may go on with other models."""
-        silence = self._silences.pop()
+        quiet_context = self._quiet_contexts.pop()
         self._depth -= 1
         if not self._depth:
             self.ahead = False
-            batches = self.batches  # a loop may read its batch inside the context
+            # Again, because a loop may read its batch inside the context.
+            batches = self.batches
             self._batch = (batches, 0 if batches is None else batches.batches_read)
-        if silence is not None:
-            silence.__exit__(*error)
+        if quiet_context is not None:
+            quiet_context.__exit__(*error)
 
     def set_sync(self, sync: bool) -> None:
         """Set whether this micro-batch ends its window."""
@@ -209,14 +224,22 @@ class Accumulation:
         self.step = step
         self._position = step % self.steps
 
+    def set_joining(self, joining: bool) -> None:
+        """Set whether processes may have no batches left."""
+        self.joining = joining
+
     def _begin(self) -> None:
-        self._known = self._mine = self._weight = 0.0
+        self._earlier_total = 0.0
+        self._earlier_local = 0.0
+        self._weight = 0.0
         self._reference = None
-        self._explicit = self._asks = self._done = self._counts = False
-        if self.corrected:  # after an abandoned step, its gradients may be cleared
-            self.corrected = {
-                optimizer for optimizer in self.corrected if has_gradients(optimizer)
-            }
+        self._explicit = False
+        self._exchanges_weights = False
+        self._stepped = False
+        self._corrects = False
+        if self.corrected:
+            # After an abandoned step, its gradients may be cleared.
+            self.corrected = set(filter(has_gradients, self.corrected))
 
     def scale(self, loss: Tensor, weight: float | None) -> Tensor:
         """Scale a loss for its backward, and record its weight.
@@ -233,39 +256,44 @@ class Accumulation:
                 With ``fixed_divisor``: a loss has a weight.
         """
         inside = self._depth > 0
-        self._reached = self.turn
+        self._last_backward = self.turn
         self.ahead = False
         if weight is not None:
             return self._scale_sum(loss, float(weight))
         if self.fixed_divisor:
             self._reference = float(self.steps)
             return loss if self.steps == 1 else loss / self.steps
-        if self._explicit and (inside or not self._done):
+        if self._explicit and (inside or not self._stepped):
             raise ConfigurationError(
                 "this loss has no weight, but others of this step have one",
                 found="backward(loss) after backward(loss, weight=...)",
                 fix="give every loss of the step its weight, or none",
             )
-        batches, size = self.batches, self.data.size
+        batches = self.batches
+        size = self.data.size
         if not inside:
             # The loop counts micro-batches itself: all have equal weight, so each backward adds a complete gradient.
             self._begin()
             if batches is not None and batches.total is None:
                 batches.total = sum(row[0] for row in self.data.agree([batches.weight]))
-        if batches is None:
-            mine, total = 1.0, float(size)
-        elif batches.total is None:
-            mine, total, self._asks = batches.weight, batches.nominal * size, True
-        else:
-            mine, total = batches.weight, batches.total
-        if batches is not None and not batches.asked and (size > 1 or self.steps > 1):
-            batches.ask_for_sizes()
+        local_weight = 1.0
+        total = float(size)
+        if batches is not None:
+            local_weight = batches.weight
+            if batches.total is None:
+                total = batches.nominal * size
+                self._exchanges_weights = True
+            else:
+                total = batches.total
+            if not batches.asked and (size > 1 or self.steps > 1):
+                batches.ask_for_sizes()
         if self._reference is None:
-            self._reference = self._expected = self.steps * total
-            self._counts = inside
-        self._shared = batches is None or batches.total is not None
-        self._weight = total if self._shared else mine
-        factor = mine * size / self._reference
+            self._expected = self.steps * total
+            self._reference = self._expected
+            self._corrects = inside
+        self._weight_is_total = batches is None or batches.total is not None
+        self._weight = total if self._weight_is_total else local_weight
+        factor = local_weight * size / self._reference
         return loss if factor == 1.0 else loss * factor
 
     def _scale_sum(self, loss: Tensor, weight: float) -> Tensor:
@@ -275,7 +303,7 @@ class Accumulation:
                 found="backward(loss, weight=...) and GradientAccumulationPlugin(fixed_divisor=True)",
                 fix="leave one of them out; weight= gives the mean over all tokens, in short windows too",
             )
-        if not self._depth and self._done:
+        if not self._depth and self._stepped:
             self._begin()
         if self._reference is not None and not self._explicit:
             raise ConfigurationError(
@@ -284,38 +312,46 @@ class Accumulation:
                 fix="give every loss of the step its weight, or none",
             )
         if self._weight not in (0.0, weight):
-            raise ConfigurationError(
-                "two losses of one batch have different weights",
-                found=f"weight={self._weight:g} and weight={weight:g}",
-                fix="use one weight per batch, and multiply the losses by their factors"
-                if self._depth
-                else "read each micro-batch of the step inside `with accelerator.accumulate(model):`",
-            )
+            raise self._different_weights(weight)
         if self.joining:
             raise ConfigurationError(
                 "weights are summed over the processes, and some may have no batch left",
                 found="backward(loss, weight=...) inside join_uneven_inputs",
                 fix="leave join_uneven_inputs out: prepared loaders give every process the same number of batches",
             )
-        self._explicit = self._asks = self._counts = True
+        self._explicit = True
+        self._exchanges_weights = True
+        self._corrects = True
         self._reference = 1.0
         self._expected = float(self.losses.size)
         self._weight = weight
-        self._shared = False
+        self._weight_is_total = False
         return loss
 
-    def empties(self, before: int) -> bool:
+    def _different_weights(self, weight: float) -> ConfigurationError:
+        fix = "read each micro-batch of the step inside `with accelerator.accumulate(model):`"
+        if self._depth:
+            fix = "use one weight per batch, and multiply the losses by their factors"
+        return ConfigurationError(
+            "two losses of one batch have different weights",
+            found=f"weight={self._weight:g} and weight={weight:g}",
+            fix=fix,
+        )
+
+    def clears_gradients(self, cleared_at: int) -> bool:
         """Whether ``zero_grad`` before a backward clears gradients: once per window, however often a loop calls it.
 
         Args:
-            before: the micro-batch in which ``zero_grad`` was last called before a backward.
+            cleared_at: the micro-batch in which ``zero_grad`` was last called before a backward.
         """
-        earlier = self.turn - self._count  # the last micro-batch of the previous window
-        reached = self._reached_before
-        if 0 < reached <= earlier:
+        # The last micro-batch of the previous window.
+        window_start = self.turn - self._count
+        last_backward = self._last_backward_before
+        if 0 < last_backward <= window_start:
             return True
         # A loop that does not call `zero_grad` before every backward abandons the window by this call.
-        return self.sync and not earlier < before == reached
+        abandons = cleared_at != last_backward or cleared_at <= window_start
+        return self.sync and abandons
 
     @property
     def exchanges_each_batch(self) -> bool:
@@ -342,41 +378,40 @@ class Accumulation:
 
         If each process knows only its own weights, this takes a small exchange on the CPU.
         """
-        self._done = True
+        self._stepped = True
         if optimizer in self.corrected:
             return
         gradients: list[Tensor] | None = None
         if self._complete is not None:
             gradients = self._complete(optimizer)
             self.corrected.add(optimizer)
-        if not self._counts:
+        if not self._corrects:
             return
-        found = self._known
-        mine = self._mine
-        if self._shared:
-            found += self._weight
+        total = self._earlier_total
+        local = self._earlier_local
+        if self._weight_is_total:
+            total += self._weight
         else:
-            mine += self._weight
-        if self._asks:
-            among = (
-                self.losses if self._explicit else self.data
-            )  # all parts of a batch have its full weight
-            found += sum(row[0] for row in among.agree([mine]))
+            local += self._weight
+        if self._exchanges_weights:
+            # Processes that compute parts of one batch all have its full weight.
+            group = self.losses if self._explicit else self.data
+            total += sum(row[0] for row in group.agree([local]))
             self.corrected.add(optimizer)
-        if found == self._expected:
+        if total == self._expected:
             return
-        if not found > 0:
+        if not total > 0:
             raise ConfigurationError(
                 "the weights of a step sum to zero or less",
-                found=f"sum of weights {found:g}",
+                found=f"sum of weights {total:g}",
             )
         self.corrected.add(optimizer)
         if gradients is None:
             gradients = local_gradients(optimizer)
         if gradients:
-            torch._foreach_mul_(gradients, self._expected / found)
+            torch._foreach_mul_(gradients, self._expected / total)
 
-    def left(self, batches: Batches) -> None:
+    def end_reading(self, batches: Batches) -> None:
         """Remove a loader whose iteration has ended; of two loaders that are read together either may end first."""
         if batches in self.reading:
             self.reading.remove(batches)
@@ -386,11 +421,13 @@ class Accumulation:
         """Abandon the current step."""
         self._begin()
         self.reading.clear()
-        self._count = self._position = self.step = 0
+        self._count = 0
+        self._position = 0
+        self.step = 0
         self.sync = True
         self.batches = None
         self.models = ()
-        self._asked.clear()
+        self._entered.clear()
         self.corrected.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -401,7 +438,7 @@ class Accumulation:
         """Continue at a saved position, after ``step`` micro-batches."""
         self._begin()
         self.corrected.clear()
-        self._asked.clear()
+        self._entered.clear()
         self.step = step
         self.sync = bool(state["sync"])
         self._count = int(state["count"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -79,7 +80,8 @@ _PLUGINS: Final[dict[str, type]] = {
     "strategy": Strategy,
 }
 
-_EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # the trackers of log_with="all"
+# The trackers of log_with="all".
+_ALWAYS_INSTALLED: Final = ("tensorboard", "csv", "jsonl")
 _IF_INSTALLED: Final = (
     "wandb",
     "mlflow",
@@ -98,108 +100,111 @@ _LAUNCHED: Final[dict[str, type]] = {
 }
 
 
-def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Check an Accelerator's arguments, and return those for engines, by name.
 
     Args:
-        given: all arguments; ``unknown`` has those that no Accelerator takes.
+        arguments: all arguments; ``unknown`` has those that no Accelerator takes.
 
     Raises:
         ConfigurationError: a value has the wrong type.
         TypeError: an argument is unknown.
     """
-    check_arguments(given)
-    for name in given["unknown"]:
-        fix = did_you_mean(
-            name, [known for known in given if known not in ("self", "unknown")]
-        )
+    check_arguments(arguments)
+    names = [name for name in arguments if name not in ("self", "unknown")]
+    for name in arguments["unknown"]:
+        fix = did_you_mean(name, names)
         raise TypeError(f"Accelerator got an unexpected argument {name!r}: {fix}")
-    return {name: given[name] for name in (*_PLUGINS, "deepspeed_plugins")}
+    return {name: arguments[name] for name in (*_PLUGINS, "deepspeed_plugins")}
 
 
-def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type, Any]:
+def plugins(
+    arguments: Mapping[str, Any], deepspeed: Mapping[str, Any]
+) -> dict[type, Any]:
     """Return the engine plugins by class: from an Accelerator's arguments, else from its launcher.
 
     Args:
-        given: arguments by name.
+        arguments: by name.
         deepspeed: DeepSpeed plugins by name, with the launcher's; the first one is used.
 
     Raises:
         ConfigurationError: an option is given twice, or is none of its kind.
     """
-    found: dict[type, Any] = {}
-    given = {
-        **given,
+    arguments = {
+        **arguments,
         "deepspeed_plugin": next(iter(deepspeed.values()), None),
         "deepspeed_plugins": None,
     }
-    for name, value in given.items():
+    by_class: dict[type, Any] = {}
+    for name, value in arguments.items():
         if value is not None:
             check_kind(name, value, _PLUGINS[name])
-            found[_PLUGINS[name]] = value
-    if TorchTensorParallelPlugin in found:
-        if ParallelismConfig in found:
+            by_class[_PLUGINS[name]] = value
+    if TorchTensorParallelPlugin in by_class:
+        if ParallelismConfig in by_class:
             raise ConfigurationError(
                 "tensor parallelism is given twice",
                 found="torch_tp_plugin, parallelism_config",
             )
-        found[ParallelismConfig] = found.pop(TorchTensorParallelPlugin).as_config()
+        tensor_parallel = by_class.pop(TorchTensorParallelPlugin)
+        by_class[ParallelismConfig] = tensor_parallel.as_config()
     launched = variable("distributed_type")
     kind = None if launched is None else _LAUNCHED.get(str(launched.value))
-    if kind is not None and _asked_engine(found) is None:
-        found[kind] = kind()
-    if (
-        ParallelismConfig not in found
-        and (mesh := ParallelismConfig()).active_mesh_dims
-    ):
-        found[ParallelismConfig] = mesh
-    return found
+    if kind is not None and _selected_engine(by_class) is None:
+        by_class[kind] = kind()
+    if ParallelismConfig not in by_class:
+        # Without arguments it has the launcher's sizes.
+        mesh = ParallelismConfig()
+        if mesh.active_mesh_dims:
+            by_class[ParallelismConfig] = mesh
+    return by_class
 
 
-def _asked_engine(options: Mapping[type, Any]) -> Any:
+def _selected_engine(options: Mapping[type, Any]) -> Any:
     """Return the plugin of the engine that the options select, or None."""
-    engines = (
-        options[kind]
-        for kind in _PLUGINS.values()
-        if kind in options and kind is not ParallelismConfig
-    )
-    return next(engines, None)
+    for kind in _PLUGINS.values():
+        if kind in options and kind is not ParallelismConfig:
+            return options[kind]
+    return None
 
 
 def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> Any:
     """Return the strategy that the user's options select; ``"auto"`` without options."""
-    made = options.get(Strategy)
-    others = [
-        kind.__name__
-        for kind in _PLUGINS.values()
-        if kind in options and kind is not Strategy
-    ]
-    if made is not None and others:
-        raise ConfigurationError(
-            "the engine is given twice", found=f"strategy= and {', '.join(others)}"
-        )
-    if made is not None:
-        return made
-    engine = _asked_engine(options)
+    strategy = options.get(Strategy)
+    if strategy is not None:
+        _refuse_plugins(options)
+        return strategy
+    engine = _selected_engine(options)
     mesh = _mesh(options.get(ParallelismConfig), engine, environment)
     wrapper = options.get(DistributedDataParallelKwargs)
     group = options.get(InitProcessGroupKwargs)
-    given = any(one is not None for one in (wrapper, group, engine))
-    serves_alone = engine is not None and engine.serves_alone
-    if mesh is None and not (given and (environment.launched or serves_alone)):
-        return "auto"
-    chosen: dict[str, Any] = {}
+    if mesh is None:
+        if wrapper is None and group is None and engine is None:
+            return "auto"
+        serves_alone = engine is not None and engine.serves_alone
+        if not environment.launched and not serves_alone:
+            return "auto"
+    arguments: dict[str, Any] = {}
     if wrapper is not None and engine is None and mesh is None:
-        chosen.update(wrapper.arguments())
+        arguments.update(wrapper.arguments())
     if group is not None:
-        chosen["process_group_backend"] = group.backend
+        arguments["process_group_backend"] = group.backend
         if group.timeout is not None:
-            chosen["timeout"] = group.timeout
+            arguments["timeout"] = group.timeout
     if mesh is not None:
-        return mesh.make_strategy(engine, **chosen)
+        return mesh.make_strategy(engine, **arguments)
     if engine is not None:
-        return engine.make_strategy(**chosen)
-    return STRATEGIES.get("ddp")(**chosen)
+        return engine.make_strategy(**arguments)
+    return STRATEGIES.get("ddp")(**arguments)
+
+
+def _refuse_plugins(options: Mapping[type, Any]) -> None:
+    engines = [kind for kind in _PLUGINS.values() if kind is not Strategy]
+    names = [kind.__name__ for kind in engines if kind in options]
+    if names:
+        raise ConfigurationError(
+            "the engine is given twice", found=f"strategy= and {', '.join(names)}"
+        )
 
 
 def _mesh(
@@ -222,15 +227,21 @@ def _mesh(
 def chosen_sizes(options: Mapping[type, Any]) -> dict[str, Chosen]:
     """Return the mesh sizes that are not 1, with their origins."""
     config = options.get(ParallelismConfig)
-    found: dict[str, Chosen] = {}
+    sizes: dict[str, Chosen] = {}
     for key in (*MESH_KEYS, "parallelism_config_pp_size"):
-        chosen = variable(key)
+        launched = variable(key)
         size = getattr(config, key.removeprefix("parallelism_config_"), None)
-        if size is not None and (chosen is None or str(chosen.value) != str(size)):
-            chosen = Chosen(size, "argument")
-        if chosen is not None and str(chosen.value) != "1":
-            found[key] = chosen
-    return found
+        option = launched
+        if size is not None and not _has_value(launched, size):
+            option = Chosen(size, "argument")
+        if option is not None and not _has_value(option, 1):
+            sizes[key] = option
+    return sizes
+
+
+def _has_value(option: Chosen | None, value: object) -> bool:
+    # As text: variables of the environment are not numbers yet.
+    return option is not None and str(option.value) == str(value)
 
 
 def named_options(
@@ -251,24 +262,26 @@ def named_options(
         plugin: ``gradient_accumulation_plugin``.
         debug: ``debug``.
     """
-    engine = _asked_engine(options)
-    written = (
-        engine.accelerator_arguments() if isinstance(engine, DeepSpeedPlugin) else {}
-    )
-    precision = written.get("mixed_precision") if precision is None else precision
-    steps = written.get("gradient_accumulation_steps") if steps is None else steps
+    engine = _selected_engine(options)
+    configured: Mapping[str, Any] = {}
+    if isinstance(engine, DeepSpeedPlugin):
+        configured = engine.accelerator_arguments()
+    if precision is None:
+        precision = configured.get("mixed_precision")
+    if plugin is not None:
+        steps = plugin.num_steps
+    elif steps is None:
+        steps = configured.get("gradient_accumulation_steps")
     on_cpu = choose("use_cpu", cpu or None, False)
     debugging = choose("debug", debug, False)
-    accumulation = choose(
-        "gradient_accumulation_steps", steps if plugin is None else plugin.num_steps, 1
-    )
+    accumulation = choose("gradient_accumulation_steps", steps, 1)
     return {
-        "use_cpu": Chosen(is_true(on_cpu.value), on_cpu.origin),
+        "use_cpu": replace(on_cpu, value=is_true(on_cpu.value)),
         "mixed_precision": choose("mixed_precision", precision, "no"),
-        "gradient_accumulation_steps": Chosen(
-            steps_of(accumulation), accumulation.origin
+        "gradient_accumulation_steps": replace(
+            accumulation, value=steps_of(accumulation)
         ),
-        "debug": Chosen(is_true(debugging.value), debugging.origin),
+        "debug": replace(debugging, value=is_true(debugging.value)),
     }
 
 
@@ -276,37 +289,43 @@ def started_strategy(
     options: Mapping[type, Any], on_cpu: bool, environment: Environment
 ) -> Strategy:
     """Start the strategy that the user's options select, and return it."""
-    asked = chosen_strategy(options, environment)
-    made = choose_strategy(asked, "cpu" if on_cpu else "auto", "auto", 1, environment)[
-        0
-    ]
-    made.start()
-    return made
+    selected = chosen_strategy(options, environment)
+    device = "cpu" if on_cpu else "auto"
+    strategy, *_ = choose_strategy(selected, device, "auto", 1, environment)
+    strategy.start()
+    return strategy
 
 
 def made_precision(
-    word: Any, strategy: Strategy, options: Mapping[type, Any]
+    precision: Any, strategy: Strategy, options: Mapping[type, Any]
 ) -> Precision:
     """Return the precision for a name or an object, with the gradient scaler of the user's options."""
-    if not isinstance(word, Precision):
-        word = word_of(word)
-    if isinstance(word, str) and word.lower() == "fp8":
-        recipes = [one for kind, one in options.items() if issubclass(kind, FP8Recipe)]
-        word = (
-            recipes[0] if recipes else launched_recipe() or AORecipeKwargs()
-        ).make_precision()
-    made = choose_precision(word, None, strategy)
-    scaler = options.get(GradScalerKwargs)
-    if scaler is not None and made.scales:
-        native: Any = made.base if isinstance(made, ConvertedPrecision) else made
-        native.scaler = make_scaler(strategy.device.type, **scaler.to_kwargs())
-    return made
+    if not isinstance(precision, Precision):
+        precision = word_of(precision)
+    if isinstance(precision, str) and precision.lower() == "fp8":
+        precision = _fp8_recipe(options).make_precision()
+    composed = choose_precision(precision, None, strategy)
+    scaler_options = options.get(GradScalerKwargs)
+    if scaler_options is not None and composed.scales:
+        native: Any = composed
+        if isinstance(composed, ConvertedPrecision):
+            native = composed.base
+        native.scaler = make_scaler(strategy.device.type, **scaler_options.to_kwargs())
+    return composed
+
+
+def _fp8_recipe(options: Mapping[type, Any]) -> FP8Recipe:
+    for kind, option in options.items():
+        if issubclass(kind, FP8Recipe):
+            recipe: FP8Recipe = option
+            return recipe
+    return launched_recipe() or AORecipeKwargs()
 
 
 def made_accumulation(
     plugin: GradientAccumulationPlugin | None,
     steps: int | None,
-    chosen: int,
+    default_steps: int,
     strategy: Strategy,
     precision: str,
 ) -> Accumulation:
@@ -315,7 +334,7 @@ def made_accumulation(
     Args:
         plugin: ``gradient_accumulation_plugin`` of the Accelerator.
         steps: ``gradient_accumulation_steps`` of the Accelerator.
-        chosen: the number of micro-batches if no plugin sets one.
+        default_steps: the number of micro-batches if no plugin sets one.
         strategy: exchanges the gradients.
         precision: the name of the precision.
 
@@ -329,11 +348,13 @@ def made_accumulation(
         )
     if plugin is None:
         plugin = GradientAccumulationPlugin(
-            num_steps=micro_batches(chosen, "gradient_accumulation_steps")
+            num_steps=micro_batches(default_steps, "gradient_accumulation_steps")
         )
-    strategy.configure(
-        precision=precision, accumulation=plugin.num_steps
-    )  # raises an error for contradictions now
+    # A contradiction with the engine's own configuration is an error here.
+    strategy.configure(precision=precision, accumulation=plugin.num_steps)
+    quiet = None
+    if strategy.world.size > 1 and not plugin.sync_each_batch:
+        quiet = without_exchange
     return Accumulation(
         plugin.num_steps,
         strategy.data,
@@ -341,9 +362,7 @@ def made_accumulation(
         sync_with_dataloader=plugin.sync_with_dataloader,
         adjust_scheduler=plugin.adjust_scheduler,
         fixed_divisor=plugin.fixed_divisor,
-        quiet=without_exchange
-        if strategy.world.size > 1 and not plugin.sync_each_batch
-        else None,
+        quiet=quiet,
         complete=strategy.complete_gradients if strategy.completes_gradients else None,
     )
 
@@ -352,25 +371,20 @@ def named_dynamo(backend: str | None) -> TorchDynamoPlugin:
     """Return the options of ``torch.compile`` for a backend; without a backend those of the launcher."""
     if backend is not None:
         return TorchDynamoPlugin(backend=backend)
-    names = (
-        "backend",
-        "mode",
-        "use_fullgraph",
-        "use_dynamic",
-        "use_regional_compilation",
-    )
-    found = {
-        name: chosen.value
-        for name in names
-        if (chosen := variable(f"dynamo_{name}")) is not None
-    }
+    backend = _dynamo_variable("backend")
+    dynamic = _dynamo_variable("use_dynamic")
     return TorchDynamoPlugin(
-        backend=str(found.get("backend", "no")).lower(),
-        mode=found.get("mode"),
-        fullgraph=is_true(found.get("use_fullgraph")),
-        dynamic=is_true(found["use_dynamic"]) if "use_dynamic" in found else None,
-        use_regional_compilation=is_true(found.get("use_regional_compilation")),
+        backend="no" if backend is None else str(backend).lower(),
+        mode=_dynamo_variable("mode"),
+        fullgraph=is_true(_dynamo_variable("use_fullgraph")),
+        dynamic=None if dynamic is None else is_true(dynamic),
+        use_regional_compilation=is_true(_dynamo_variable("use_regional_compilation")),
     )
+
+
+def _dynamo_variable(name: str) -> Any:
+    option = variable(f"dynamo_{name}")
+    return None if option is None else option.value
 
 
 def named_loaders(
@@ -390,19 +404,19 @@ def named_loaders(
     return config or DataLoaderConfiguration(split_batches=split_batches)
 
 
-def named_trackers(given: Any) -> list[Any]:
+def named_trackers(log_with: Any) -> list[Any]:
     """Return the trackers of ``log_with``, as names and objects; ``"all"`` becomes the names of installed trackers."""
-    words = [
-        word_of(one) if isinstance(one, (str, Enum)) else one for one in as_list(given)
-    ]
-    if "all" not in words:
-        return words
-    objects = [one for one in words if not isinstance(one, str)]
-    installed = [
-        name for name in _IF_INSTALLED if importlib.util.find_spec(name) is not None
-    ]
-    named = (word for word in words if isinstance(word, str) and word != "all")
-    return [*objects, *dict.fromkeys([*named, *_EVERYWHERE, *installed])]
+    trackers = []
+    for tracker in as_list(log_with):
+        is_name = isinstance(tracker, (str, Enum))
+        trackers.append(word_of(tracker) if is_name else tracker)
+    if "all" not in trackers:
+        return trackers
+    objects = [tracker for tracker in trackers if not isinstance(tracker, str)]
+    names = [name for name in trackers if isinstance(name, str) and name != "all"]
+    names += _ALWAYS_INSTALLED
+    names += [name for name in _IF_INSTALLED if importlib.util.find_spec(name)]
+    return [*objects, *dict.fromkeys(names)]
 
 
 def named_project(
@@ -423,22 +437,26 @@ def started_watchdog(
     note: Callable[[str, str], Any],
 ) -> HangWatchdog | None:
     """Start the hang watchdog; return None for a single process, without a store, or if processes have other tasks."""
-    seconds, calls = chosen_timeout(timeout), processes.calls
+    seconds = chosen_timeout(timeout)
     if not processes.use_distributed or not dist.is_initialized():
         return None
     if TorchCollective.manages_default_group or not processes.spans_world:
         return None
+    calls = processes.calls
 
     def progress() -> tuple[int, Any]:
-        return accumulation.taken, (accumulation.turn, calls.count)
+        return accumulation.optimizer_steps, (accumulation.turn, calls.count)
 
-    rank, size, say = (
+    def directory() -> Path:
+        return Path(project.project_dir or ".")
+
+    watchdog = HangWatchdog(
         processes.process_index,
         processes.num_processes,
+        seconds,
+        progress,
+        directory,
         processes.print_everywhere,
-    )
-    watchdog = HangWatchdog(
-        *(rank, size, seconds, progress, lambda: Path(project.project_dir or "."), say),
         advice=f"; {ADVICE}",
         note=note,
     )

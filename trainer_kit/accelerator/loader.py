@@ -507,7 +507,7 @@ class PreparedLoader:
                     self._end()
         finally:
             self._position = None
-            window.left(self)
+            window.end_reading(self)
 
     def _first(self, epoch: int) -> Any:
         return next(iter(self.feed.sized_epoch(epoch, 0)), MISSING)

@@ -43,18 +43,20 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._window = window
         self._precision = precision
         self._before_first_step = before_first_step
-        self._own_step = step
+        self._strategy_step = step
         self._after_step = after_step
         self._skipped = False
-        self._emptied = 0  # the micro-batch of the last `zero_grad` before a backward
+        # The micro-batch of the last `zero_grad` before a backward.
+        self._cleared_at = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # The strategy's step is bound to this optimizer: a copy steps its own.
-        return {**super().__getstate__(), "_own_step": None, "_before_first_step": None}
+        state = super().__getstate__()
+        return {**state, "_strategy_step": None, "_before_first_step": None}
 
     def rebind(self, step: Callable[..., Any] | None) -> None:
         """Replace the strategy's step."""
-        self._own_step = step
+        self._strategy_step = step
 
     @property
     def step_was_skipped(self) -> bool:
@@ -67,55 +69,59 @@ class AcceleratedOptimizer(OptimizerProxy):
         Raises:
             ConfigurationError: the optimizer may call the closure more than once, and gradients are scaled.
         """
-        window, optimizer = self._window, self.optimizer
+        window = self._window
+        optimizer = self.optimizer
         if not window.sync:
             return None
         if self._before_first_step is not None:
             self._before_first_step(optimizer)
             self._before_first_step = None
-        window.taken += 1
-        found = None
+        window.optimizer_steps += 1
+        loss = None
         if closure is not None:
             if not self._precision.scales:
                 return self._step_with(closure)
             if not calls_once(optimizer):
                 raise refusal_of_scaling(optimizer)
-            found = closure()  # gradients are unscaled and checked before the step
+            # Gradients are unscaled and checked before the step.
+            loss = closure()
             window.corrected.discard(optimizer)
         window.correct(optimizer)
-        self._skipped = not self._precision.optimizer_step(
-            optimizer, self._own_step or optimizer.step
-        )
+        step = self._strategy_step or optimizer.step
+        self._skipped = not self._precision.optimizer_step(optimizer, step)
         window.corrected.discard(optimizer)
         if self._after_step is not None:
             self._after_step()
-        return found
+        return loss
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """Step with a closure, which may run several times; correct gradients after each run."""
-        window, optimizer, found = self._window, self.optimizer, None
+        window = self._window
+        optimizer = self.optimizer
+        strategy_step = self._strategy_step or optimizer.step
+        losses: list[Any] = []
 
-        def corrected() -> Any:
+        def correcting_closure() -> Any:
             loss = closure()
             window.corrected.discard(optimizer)
             window.correct(optimizer)
             return loss
 
         def step() -> None:
-            nonlocal found
-            found = (self._own_step or optimizer.step)(corrected)
+            losses.append(strategy_step(correcting_closure))
 
         self._skipped = not self._precision.optimizer_step(optimizer, step)
         window.corrected.discard(optimizer)
-        return found
+        return losses[-1] if losses else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, except inside a window."""
         window = self._window
-        drops = window.sync
+        clears = window.sync
         if window.ahead:
-            drops, self._emptied = window.empties(self._emptied), window.turn
-        if drops:
+            clears = window.clears_gradients(self._cleared_at)
+            self._cleared_at = window.turn
+        if clears:
             window.corrected.discard(self.optimizer)
             self.optimizer.zero_grad(set_to_none)
 
@@ -134,10 +140,10 @@ class AcceleratedScheduler:
         with_optimizer: False: each call of ``step`` advances the scheduler once.
         times: the number of scheduler steps per optimizer step.
         adjust: count the calls inside a window, for schedulers that warn about a wrong order of calls.
+        before_first_step: called once, before the scheduler first advances.
 
     Attributes:
         times: see above.
-        before_first_step: called once, before the scheduler first advances.
     """
 
     def __init__(
@@ -149,16 +155,20 @@ class AcceleratedScheduler:
         with_optimizer: bool = True,
         times: int = 1,
         adjust: bool = False,
+        before_first_step: Callable[[], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
         self.times = times
         self._window = window
         self._with_optimizer = with_optimizer
-        self._adjust = adjust and hasattr(
-            scheduler, "_step_count"
-        )  # chained schedulers count nothing themselves
-        self.before_first_step: Callable[[], None] | None = None
+        # Chained schedulers count nothing themselves.
+        self._adjust = adjust and hasattr(scheduler, "_step_count")
+        self._before_first_step = before_first_step
+
+    def follow(self, optimizers: Sequence[AcceleratedOptimizer]) -> None:
+        """Replace the optimizers whose skipped steps the scheduler skips."""
+        self.optimizers = list(optimizers)
 
     def describe(self) -> str:
         """Return one line for ``explain()``."""
@@ -180,14 +190,13 @@ class AcceleratedScheduler:
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
-        if self.before_first_step is not None:
-            self.before_first_step()
-            self.before_first_step = None
+        if self._before_first_step is not None:
+            self._before_first_step()
+            self._before_first_step = None
         for _ in range(self.times):
-            total = getattr(self.scheduler, "total_steps", None)
-            if (
-                total is None or self.scheduler.last_epoch < total
-            ):  # OneCycleLR raises an error after its last step
+            total_steps = getattr(self.scheduler, "total_steps", None)
+            # OneCycleLR raises an error after its last step.
+            if total_steps is None or self.scheduler.last_epoch < total_steps:
                 self.scheduler.step(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -197,8 +206,8 @@ class AcceleratedScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the user's scheduler."""
-        found: dict[str, Any] = self.scheduler.state_dict()
-        return found
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state into the user's scheduler."""

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, final
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.generators import each_epoch, generator_kinds
 from trainer_kit.accelerator.loader import PreparedLoader, prepare_loader
+from trainer_kit.accelerator.loop_checks import LoopChecks, parameter_ids
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainer_kit.accelerator.processes import Processes
 from trainer_kit.accelerator.wrapping import (
@@ -39,9 +35,8 @@ from trainer_kit.compat.deepspeed import (
     selected_plugin,
 )
 from trainer_kit.compat.options import DataLoaderConfiguration, TorchDynamoPlugin
-from trainer_kit.core.errors import ConfigurationError, RankError
+from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.seed import order_seed
-from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data.combined import CombinedLoader
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
@@ -105,7 +100,7 @@ class Prepared:
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self.backward: Callable[..., None] | None = None
-        self.checks = _LoopChecks(strategy, processes.print, self.models, accumulation)
+        self.checks = LoopChecks(strategy, processes.print, self.models, accumulation)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
@@ -131,42 +126,58 @@ class Prepared:
         Raises:
             ConfigurationError: ``device_placement`` does not have one value per object.
         """
-        places = list(device_placement or [None] * len(objects))
-        if len(places) != len(objects):
+        placements = list(device_placement or [None] * len(objects))
+        if len(placements) != len(objects):
             raise ConfigurationError(
                 "device_placement says for each object whether it is moved",
-                found=f"{len(places)} values for {len(objects)} objects",
+                found=f"{len(placements)} values for {len(objects)} objects",
             )
-        done: dict[int, Any] = {}
+        results = list(objects)
+        unprepared = set(range(len(objects)))
         # Models first: preparing one may replace its parameters, which optimizers hold. Schedulers need optimizers.
-        for kind in (0, 1, 2):
-            for index, (thing, place) in enumerate(zip(objects, places, strict=True)):
-                if (
-                    index not in done
-                    and (made := self._prepare_one(thing, place, kind)) is not None
-                ):
-                    done[index] = made
-        return tuple(done.get(index, thing) for index, thing in enumerate(objects))
+        for prepare in (
+            self._prepare_model_or_loader,
+            self._prepare_if_optimizer,
+            self._prepare_if_scheduler,
+        ):
+            for index in sorted(unprepared):
+                prepared = prepare(objects[index], placements[index])
+                if prepared is not None:
+                    results[index] = prepared
+                    unprepared.discard(index)
+        return tuple(results)
 
-    def _prepare_one(self, thing: Any, place: bool | None, kind: int) -> Any:
-        if isinstance(thing, type) and issubclass(
-            thing, (nn.Module, Optimizer, DataLoader)
+    def _prepare_model_or_loader(
+        self, obj: object, placement: bool | None
+    ) -> nn.Module | PreparedLoader | None:
+        if isinstance(obj, type) and issubclass(
+            obj, (nn.Module, Optimizer, DataLoader)
         ):
             raise ConfigurationError(
                 "prepare got a class, not an object",
-                found=thing.__name__,
-                fix=f"create one: {thing.__name__}(...)",
+                found=obj.__name__,
+                fix=f"create one: {obj.__name__}(...)",
             )
-        if kind == 0 and isinstance(thing, nn.Module):
-            return self.prepare_model(thing, place, False)
-        if kind == 0 and isinstance(thing, (DataLoader, PreparedLoader)):
-            return self.prepare_loader(thing, place)
-        if kind == 0 and isinstance(thing, CombinedLoader) and not _is_prepared(thing):
-            return self.prepare_loader(thing, place)
-        if kind == 1 and isinstance(thing, (Optimizer, DummyOptim)):
-            return self.prepare_optimizer(thing)
-        if kind == 2 and isinstance(thing, _SCHEDULERS):
-            return self.prepare_scheduler(thing)
+        if isinstance(obj, nn.Module):
+            return self.prepare_model(obj, placement, False)
+        if isinstance(obj, (DataLoader, PreparedLoader)):
+            return self.prepare_loader(obj, placement)
+        if isinstance(obj, CombinedLoader) and not _is_prepared(obj):
+            return self.prepare_loader(obj, placement)
+        return None
+
+    def _prepare_if_optimizer(
+        self, obj: object, placement: bool | None
+    ) -> AcceleratedOptimizer | None:
+        if isinstance(obj, (Optimizer, DummyOptim)):
+            return self.prepare_optimizer(obj)
+        return None
+
+    def _prepare_if_scheduler(
+        self, obj: object, placement: bool | None
+    ) -> AcceleratedScheduler | None:
+        if isinstance(obj, _SCHEDULERS):
+            return self.prepare_scheduler(obj)
         return None
 
     def prepare_model(
@@ -183,34 +194,40 @@ class Prepared:
             raise ConfigurationError(
                 "prepare_model takes a module", found=f"a {type(model).__name__}"
             )
-        for known in self.models:
-            if model is known or model is unwrap(
-                known
-            ):  # a second wrapper would exchange gradients twice
-                return known
+        for prepared in self.models:
+            # A second wrapper would exchange gradients twice.
+            if model is prepared or model is unwrap(prepared):
+                return prepared
         plugin = self._dynamo
         compiles = plugin.backend.lower() != "no"
-        places = self._places(device_placement)
-        if (
-            self.checks.active and not evaluation_mode and not compiles
-        ):  # a hook would break the compiled graph
+        # A hook would break the compiled graph.
+        if self.checks.active and not evaluation_mode and not compiles:
             self.checks.expect_call(model)
         self._precision.convert_module(model)
         apply_precision(model, self._precision)
-        if compiles and plugin.use_regional_compilation:  # before it is sharded
+        # Blocks are compiled before the model is sharded.
+        if compiles and plugin.use_regional_compilation:
             Compile(options=compile_options(plugin)).apply(model)
-        made = model
-        if evaluation_mode:
-            made = model.to(self._strategy.device) if places else model
-        elif places or self._processes.use_distributed:
-            made = self._strategy.wrap_module(model, self._precision)
-            self.backward = self._strategy.bind_backward(None)
-            self._rebind_optimizers()
+        wrapped = self._wrap(model, device_placement, evaluation_mode)
         if compiles and not plugin.use_regional_compilation:
-            made = compiled(made, plugin)
+            wrapped = compiled(wrapped, plugin)
         if not evaluation_mode:
-            self.models.append(made)
-        return made
+            self.models.append(wrapped)
+        return wrapped
+
+    def _wrap(
+        self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool
+    ) -> nn.Module:
+        """Move a model, and wrap it for training."""
+        moves = self._moves(device_placement)
+        if evaluation_mode:
+            return model.to(self._strategy.device) if moves else model
+        if not moves and not self._processes.use_distributed:
+            return model
+        wrapped = self._strategy.wrap_module(model, self._precision)
+        self.backward = self._strategy.bind_backward(None)
+        self._rebind_optimizers()
+        return wrapped
 
     def prepare_optimizer(
         self, optimizer: Optimizer | DummyOptim
@@ -220,33 +237,31 @@ class Prepared:
             return optimizer
         optimizer = made_optimizer(self._strategy, optimizer)
         owns_step = self._strategy.owns_step
-        if owns_step:  # before the engine replaces the parameters with its own
-            self.checks.know(optimizer)
+        if owns_step:
+            # Before the engine replaces the parameters with its own.
+            self.checks.add_optimizer(optimizer)
             self._configure_engine()
         self._strategy.prepare_optimizer(optimizer)
-        note_configured(
-            optimizer, again=False
-        )  # a loaded state is compared with these options
-        first = None if owns_step else self._before_first_step
-        after = self._adapt_scale if self._precision.scales else None
-        step = self._bound_step(optimizer)
-        made = AcceleratedOptimizer(
-            optimizer, self._accumulation, self._precision, first, step, after
+        # A loaded state is compared with these options.
+        note_configured(optimizer, again=False)
+        wrapper = AcceleratedOptimizer(
+            optimizer,
+            self._accumulation,
+            self._precision,
+            before_first_step=None if owns_step else self._before_first_step,
+            step=self._bound_step(optimizer),
+            after_step=self._adapt_scale if self._precision.scales else None,
         )
-        self.optimizers.append(made)
-        for (
-            scheduler
-        ) in self.schedulers:  # a scheduler may be prepared before its optimizer
+        self.optimizers.append(wrapper)
+        # A scheduler may be prepared before its optimizer.
+        for scheduler in self.schedulers:
             if getattr(scheduler.scheduler, "optimizer", None) is optimizer:
-                scheduler.optimizers = [made]
-        return made
+                scheduler.follow([wrapper])
+        return wrapper
 
     def _before_first_step(self, optimizer: Optimizer) -> None:
-        if (
-            self._precision.scales
-            and not self._accumulation.began
-            and has_gradients(optimizer)
-        ):
+        scales = self._precision.scales
+        if scales and not self._accumulation.began and has_gradients(optimizer):
             raise ConfigurationError(
                 "the optimizer steps with gradients that were not scaled for float16",
                 found="loss.backward()",
@@ -255,7 +270,7 @@ class Prepared:
         self.checks.step(optimizer)
 
     def _adapt_scale(self) -> None:
-        self._precision.adapt_scale([one.optimizer for one in self.optimizers])
+        self._precision.adapt_scale([wrapper.optimizer for wrapper in self.optimizers])
 
     def _bound_step(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         bound = self._strategy.bind_step(optimizer)
@@ -264,16 +279,22 @@ class Prepared:
 
     def _rebind_optimizers(self) -> None:
         """Update optimizers that were prepared before their model to its new parameters."""
-        for one in self.optimizers if not self._strategy.owns_step else ():
-            self._strategy.prepare_optimizer(one.optimizer)
-            one.rebind(self._bound_step(one.optimizer))
+        if self._strategy.owns_step:
+            return
+        for wrapper in self.optimizers:
+            self._strategy.prepare_optimizer(wrapper.optimizer)
+            wrapper.rebind(self._bound_step(wrapper.optimizer))
 
     def _configure_engine(self) -> None:
-        known = (loader.feed.per_rank_batch_size for loader in self.loaders)
-        sizes = {size for size in known if size is not None}
+        sizes = {loader.feed.per_rank_batch_size for loader in self.loaders}
+        known_sizes = sorted(size for size in sizes if size is not None)
+        batch_size = None
         plugin = selected_plugin(self._deepspeed_plugins)
-        size = plugin.batch_size(sorted(sizes)) if plugin is not None else None
-        self._strategy.configure(accumulation=self._accumulation.steps, batch_size=size)
+        if plugin is not None:
+            batch_size = plugin.batch_size(known_sizes)
+        self._strategy.configure(
+            accumulation=self._accumulation.steps, batch_size=batch_size
+        )
 
     def prepare_loader(
         self, loader: Any, device_placement: bool | None, shard: bool = True
@@ -294,23 +315,21 @@ class Prepared:
                 order_seed() if self.data_seed is None else self.data_seed
             )
         strategy = self._strategy
-        made = prepare_loader(
+        prepared = prepare_loader(
             loader,
             strategy.data if shard else Alone(),
             strategy.world if shard else Alone(),
-            strategy.device if self._places(device_placement) else None,
+            strategy.device if self._moves(device_placement) else None,
             self._accumulation,
             self._loader_options,
-            seed
-            + len(
-                self.loaders
-            ),  # one seed per loader: two loaders over one data set need different orders
+            # One seed per loader: two loaders over one data set need different orders.
+            seed + len(self.loaders),
             strategy.shard_batch,
             strategy.end_batch,
             each_epoch(strategy.world, self._rng_types, strategy.device),
         )
-        self.loaders.append(made)
-        return made
+        self.loaders.append(prepared)
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Wrap a scheduler, so that an optimizer step advances it, by default once for each process."""
@@ -318,50 +337,56 @@ class Prepared:
             return scheduler
         latest = self.optimizers[-1].optimizer if self.optimizers else None
         times = self._scheduler_steps
-        by_engine = isinstance(scheduler, DummyScheduler)
+        is_dummy = isinstance(scheduler, DummyScheduler)
         scheduler = made_scheduler(self._strategy, scheduler, latest, times)
-        plateau = isinstance(scheduler, ReduceLROnPlateau)
-        once = (
-            plateau or by_engine or type(scheduler).__module__.startswith("deepspeed.")
-        )
-        mine = [
-            one
-            for one in self.optimizers
-            if getattr(scheduler, "optimizer", None) in (one, one.optimizer)
+        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        is_deepspeed = type(scheduler).__module__.startswith("deepspeed.")
+        if is_plateau or is_dummy or is_deepspeed:
+            times = 1
+        optimizer = getattr(scheduler, "optimizer", None)
+        followed = [
+            wrapper
+            for wrapper in self.optimizers
+            if optimizer in (wrapper, wrapper.optimizer)
         ]
-        made = AcceleratedScheduler(
+        # One line for all schedulers.
+        prints = times > 1 and not self._repeated_schedulers
+        wrapper = AcceleratedScheduler(
             scheduler,
-            mine or self.optimizers,
+            followed or self.optimizers,
             self._accumulation,
             with_optimizer=self.step_scheduler_with_optimizer,
-            times=1 if once else times,
-            adjust=self._accumulation.adjust_scheduler
-            and not plateau,  # ReduceLROnPlateau does not count its calls
+            times=times,
+            # ReduceLROnPlateau does not count its calls.
+            adjust=self._accumulation.adjust_scheduler and not is_plateau,
+            before_first_step=self._print_scheduler_steps if prints else None,
         )
-        if made.times > 1 and not any(one.times > 1 for one in self.schedulers):
-            made.before_first_step = self._print_scheduler_steps
-        self.schedulers.append(made)
-        return made
+        self.schedulers.append(wrapper)
+        return wrapper
 
     def _print_scheduler_steps(self) -> None:
-        first = next(one for one in self.schedulers if one.times > 1)
+        scheduler = self._repeated_schedulers[0]
         self._processes.print(
-            f"{first.describe()}, as under Accelerate; once with Accelerator(scheduler_steps_per_process=False)"
+            f"{scheduler.describe()}, as under Accelerate; once with Accelerator(scheduler_steps_per_process=False)"
         )
+
+    @property
+    def _repeated_schedulers(self) -> list[AcceleratedScheduler]:
+        """The schedulers that advance several times per optimizer step."""
+        return [scheduler for scheduler in self.schedulers if scheduler.times > 1]
 
     @property
     def _scheduler_steps(self) -> int:
         """The number of scheduler steps per optimizer step."""
-        if not (
-            self.scheduler_steps_per_process and self.step_scheduler_with_optimizer
-        ):
+        if not self.scheduler_steps_per_process:
             return 1
-        return (
-            1 if self._loader_options.split_batches else self._processes.num_processes
-        )
+        if not self.step_scheduler_with_optimizer or self._loader_options.split_batches:
+            return 1
+        return self._processes.num_processes
 
-    def _places(self, given: bool | None) -> bool:
-        return self.device_placement if given is None else given
+    def _moves(self, device_placement: bool | None) -> bool:
+        """Whether an object is moved to the device; None: as for the Accelerator."""
+        return self.device_placement if device_placement is None else device_placement
 
     def unwrap_model(
         self,
@@ -376,10 +401,12 @@ class Prepared:
             keep_fp32_wrapper: keep the precision of the model's forward.
             keep_torch_compile: keep a compiled model compiled.
         """
-        own = unwrap(model, keep_fp32_wrapper)
-        if keep_torch_compile and (inner := uncompiled(model)) is not model:
-            return model if inner is own else compiled(own, self._dynamo)
-        return own
+        user_model = unwrap(model, keep_fp32_wrapper)
+        inner = uncompiled(model)
+        is_compiled = inner is not model
+        if not keep_torch_compile or not is_compiled:
+            return user_model
+        return model if inner is user_model else compiled(user_model, self._dynamo)
 
     def check_backward(self, loss: Tensor) -> None:
         """Check the first backwards for common mistakes."""
@@ -405,36 +432,28 @@ class Prepared:
         """
         if not self._accumulation.sync:
             return
-        given = self.optimizers if optimizer is None else optimizer
-        for one in given if isinstance(given, (list, tuple)) else [given]:
-            raw = OptimizerProxy.unwrapped(one)
-            self._accumulation.correct(raw)
-            self._precision.unscale_gradients(raw)
+        optimizers = self.optimizers if optimizer is None else optimizer
+        if not isinstance(optimizers, (list, tuple)):
+            optimizers = [optimizers]
+        for wrapper in optimizers:
+            user_optimizer = OptimizerProxy.unwrapped(wrapper)
+            self._accumulation.correct(user_optimizer)
+            self._precision.unscale_gradients(user_optimizer)
 
     def complete_gradients(self, parameters: Any) -> list[Any]:
         """Unscale and correct the gradients of the optimizers that hold ``parameters``; return these as a list."""
-        try:
-            several = (
-                [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            )
-        except TypeError:
-            if isinstance(parameters, Iterable):
-                raise  # by the user's own iterator
-            raise _no_parameters(parameters) from None
-        if several and not isinstance(several[0], Tensor):
+        clipped = _as_list(parameters)
+        if clipped and not isinstance(clipped[0], Tensor):
             raise _no_parameters(parameters)
-        if self._strategy.owns_step:  # its optimizer holds the engine's own parameters
+        # An engine's optimizer holds the engine's own parameters.
+        if self._strategy.owns_step:
             self.unscale_gradients()
-            return several
-        wanted = {id(parameter) for parameter in several}
-        for one in self.optimizers:
-            if any(
-                id(parameter) in wanted
-                for group in one.param_groups
-                for parameter in group["params"]
-            ):
-                self.unscale_gradients(one)
-        return several
+            return clipped
+        clipped_ids = set(map(id, clipped))
+        for wrapper in self.optimizers:
+            if not clipped_ids.isdisjoint(parameter_ids(wrapper)):
+                self.unscale_gradients(wrapper)
+        return clipped
 
     @contextmanager
     def join_uneven_inputs(
@@ -450,42 +469,41 @@ class Prepared:
             ConfigurationError: the strategy needs every process in each step.
         """
         strategy = self._strategy
-        several = strategy.data.size > 1
-        if several and (strategy.lockstep or strategy.completes_gradients):
+        is_distributed = strategy.data.size > 1
+        if is_distributed and (strategy.lockstep or strategy.completes_gradients):
             raise ConfigurationError(
                 "every step needs all processes, so all of them need the same number of batches",
                 found=f"join_uneven_inputs under {strategy.name!r}",
                 fix="leave it out and prepare() the loader: every process gets the same number of batches; or use DDP",
             )
-        before = [(loader, loader.even) for loader in self.loaders]
+        evenness = [(loader, loader.even) for loader in self.loaders]
         streams = [
             loader
             for loader in self.loaders
             if isinstance(loader.dataset, IterableDataset)
         ]
-        if (
-            several
-            and even_batches is not None
-            and any(loader.even != even_batches for loader in streams)
-        ):
+        changes_streams = even_batches is not None and any(
+            loader.even != even_batches for loader in streams
+        )
+        if is_distributed and changes_streams:
             warnings.warn(
                 f"join_uneven_inputs(even_batches={even_batches}) also changes {len(streams)} prepared loader(s) over "
                 "an IterableDataset. In Accelerate this is only supported for map-style datasets; these stay unchanged",
                 stacklevel=3,  # the line of the user's `with`
             )
-        self._accumulation.joining = several
+        self._accumulation.set_joining(is_distributed)
         if even_batches is not None:
             for loader in self.loaders:
                 loader.set_even(even_batches)
         with ExitStack() as stack:
-            models = [one for one in joinables if isinstance(one, Joinable)]
+            models = [model for model in joinables if isinstance(model, Joinable)]
             if models and self._processes.use_distributed:
                 stack.enter_context(Join(models))
             try:
                 yield
             finally:
-                self._accumulation.joining = False
-                for loader, even in before:
+                self._accumulation.set_joining(False)
+                for loader, even in evenness:
                     loader.set_even(even)
 
     def clear(self) -> None:
@@ -495,9 +513,10 @@ class Prepared:
         self.schedulers.clear()
         self.loaders.clear()
         self._strategy.stop()
-        self._precision.abandon_step()  # the gradient scaler keeps state per optimizer
+        # The gradient scaler keeps state per optimizer.
+        self._precision.abandon_step()
         self.checks.end_calls()
-        self.checks = _LoopChecks(
+        self.checks = LoopChecks(
             self._strategy, self._processes.print, self.models, self._accumulation
         )
         self._accumulation.reset()
@@ -515,265 +534,21 @@ def _is_prepared(combined: CombinedLoader) -> bool:
     return any(prepared)
 
 
-def _no_parameters(given: Any) -> ConfigurationError:
+def _as_list(parameters: Any) -> list[Any]:
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    try:
+        return list(parameters)
+    except TypeError:
+        # An error of the user's own iterator is not ours to explain.
+        if isinstance(parameters, Iterable):
+            raise
+        raise _no_parameters(parameters) from None
+
+
+def _no_parameters(parameters: object) -> ConfigurationError:
     return ConfigurationError(
         "clip_grad_norm_ needs the parameters whose gradients it clips",
-        found=f"a {type(given).__name__}",
+        found=f"a {type(parameters).__name__}",
         fix="call accelerator.clip_grad_norm_(model.parameters(), max_norm), with parentheses",
     )
-
-
-_LOOKS: Final = 3  # steps that are checked
-_CALLS: Final = 10_000  # calls of any modules for which the first call of a prepared model is awaited
-_OPTIMIZER: Final = Optimizer.__init__.__code__.co_filename
-_LATE: Final[list[RemovableHandle]] = []
-"""Hooks of deleted objects, still to be removed."""
-
-
-@final
-class _LoopChecks:
-    """Checks the first forward of each model, the first backwards, and the first steps of optimizers.
-
-    Args:
-        strategy: the strategy, with the groups of its processes.
-        say: prints one line, once on each machine.
-        models: the prepared models.
-        window: knows the models that are trained, and when a window ends.
-
-    Attributes:
-        active: whether the loop must still call `backward`; False in a copy, whose parameters are copies too.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        say: Callable[[str], None],
-        models: Sequence[nn.Module],
-        window: Accumulation,
-    ) -> None:
-        self.active = True
-        self._world = strategy.world
-        self._data = strategy.data
-        self._say = say
-        self._models = models
-        self._window = window
-        self._prepared: set[int] = (
-            set()
-        )  # ids of parameters in prepared optimizers that have stepped
-        self._steps: weakref.finalize[..., _LoopChecks] | None = (
-            None  # removes the global hook on optimizer steps
-        )
-        self._looks = 0
-        self._uncalled: weakref.WeakSet[nn.Module] = (
-            weakref.WeakSet()
-        )  # prepared models before their first call
-        self._calls: weakref.finalize[..., _LoopChecks] | None = (
-            None  # removes the global hook on calls of modules
-        )
-        self._calls_left = _CALLS
-
-    def expect_call(self, model: nn.Module) -> None:
-        """Check the arguments of the model's first call.
-
-        The hook is torch's global one, and not the model's: a model can be copied, saved and exported at any time.
-        """
-        self._uncalled.add(model)
-        if self._calls is not None:
-            return
-        checks = weakref.ref(self)
-
-        def look(called: nn.Module, arguments: Any) -> None:
-            expecting = checks()
-            if expecting is not None and expecting._uncalled:
-                expecting.check_call(called, arguments)
-
-        self._calls = weakref.finalize(
-            self, _remove, register_module_forward_pre_hook(look)
-        )
-
-    def check_call(self, called: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Check the first call of a prepared model; stop if all of them were called, or one is not for long."""
-        self._calls_left -= 1
-        if called in self._uncalled:
-            self._uncalled.discard(called)
-            self._compare_devices(called, arguments)
-        if not self._uncalled or self._calls_left == 0:
-            self.end_calls()
-
-    def end_calls(self) -> None:
-        """Check no further first calls."""
-        self._uncalled.clear()
-        registered = None if self._calls is None else self._calls.detach()
-        self._calls = None
-        self._calls_left = _CALLS
-        if registered is not None:
-            registered[2][0].remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The hooks belong to this process.
-        return {
-            **vars(self),
-            "_steps": None,
-            "_calls": None,
-            "_uncalled": None,
-            "active": False,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._uncalled = weakref.WeakSet()
-
-    @staticmethod
-    def _compare_devices(model: nn.Module, given: Any) -> None:
-        # FSDP moves offloaded shards to the computing device, so their current device does not count.
-        places = {
-            parameter.device
-            for parameter in model.parameters()
-            if not hasattr(parameter, "device_mesh")
-        }
-        found = {tensor.device for tensor in tensors_of(given) if tensor.ndim}
-        # Some inputs, such as sequence lengths, belong on the CPU: only a call with no tensor on the device is wrong.
-        if len(places) == 1 and found and not places & found:
-            raise ConfigurationError(
-                "the batch is on another device than the model",
-                found=f"a batch on {', '.join(map(str, found))}, {type(model).__name__} on {places.pop()}",
-                fix="prepare the loader, or move the batch: batch.to(accelerator.device)",
-            )
-
-    def backward(
-        self, loss: Tensor, harm: str | None, any_loader: bool, steps: int
-    ) -> None:
-        """Check the loop at the start of a backward.
-
-        Args:
-            loss: the loss; equal losses on all processes come from equal batches.
-            harm: the reason why an unprepared optimizer must not step, or None.
-            any_loader: whether a loader was prepared.
-            steps: the number of micro-batches in a window.
-        """
-        if harm is not None and self._steps is None:
-            self._look_at_steps(harm)
-        if self._looks == 0 and self._data.size > 1 and not any_loader:
-            rows = self._data.agree(
-                [float(loss.detach().double().sum())]
-            )  # sync point: before the first step, once
-            if all(row == rows[0] for row in rows):
-                self._say(
-                    "every process trains on the same batch: prepare the loader too, "
-                    "accelerator.prepare(model, optimizer, loader)"
-                )
-        self._looks += 1
-        if self._looks >= _LOOKS * steps:
-            self.active = False
-            self._end_look()
-            self.end_calls()
-
-    def _look_at_steps(self, harm: str) -> None:
-        """Raise an error before an unprepared optimizer steps a prepared model.
-
-        torch calls the hook for every optimizer of the process, so it is removed after the first steps, and when this
-        object is deleted.
-        """
-        checks = weakref.ref(self)
-
-        def look(optimizer: Optimizer, arguments: Any, options: Any) -> None:
-            mine = checks()
-            if mine is not None:
-                mine._compare(optimizer, harm)
-
-        while _LATE:
-            _LATE.pop().remove()
-        self._steps = weakref.finalize(
-            self, _remove, register_optimizer_step_pre_hook(look)
-        )
-
-    def _end_look(self) -> None:
-        found = None if self._steps is None else self._steps.detach()
-        if found is not None:
-            found[2][0].remove()
-
-    def _compare(self, optimizer: Optimizer, harm: str) -> None:
-        stepped = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        stepped -= self._prepared
-        window = self._window
-        # A loop may count on its own for models that are not prepared, as long as it does not step inside the window.
-        unprepared = () if window.sync else window.models
-        for model in (*self._models, *unprepared):
-            for name, parameter in model.named_parameters():
-                if id(parameter) in stepped:
-                    self._end_look()
-                    known = any(model is one for one in self._models)
-                    both = "optimizer" if known else "model, optimizer"
-                    raise ConfigurationError(
-                        f"an unprepared optimizer updates {'a prepared model' if known else 'a model inside a window'}",
-                        found=f"{type(optimizer).__name__} steps {type(model).__name__}.{name}, and {harm}",
-                        fix=f"{both} = accelerator.prepare({both}), and step what that returns",
-                    )
-
-    def know(self, optimizer: Optimizer) -> None:
-        """Record the parameters of a prepared optimizer whose steps the engine takes and checks itself."""
-        self._prepared |= {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-
-    def step(self, optimizer: Optimizer) -> None:
-        """Check a prepared optimizer at its first step.
-
-        Args:
-            optimizer: the user's own.
-
-        Raises:
-            RankError: none of its parameters belongs to a prepared model, so each process would train its own weights.
-        """
-        mine = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        self._prepared |= mine
-        self._check_average(optimizer)
-        if self._world.size == 1:
-            return
-        if not any(
-            id(parameter) in mine
-            for model in self._models
-            for parameter in model.parameters()
-        ):
-            raise RankError(
-                "an optimizer was prepared without its model: every process would train a separate copy",
-                found=f"{type(optimizer).__name__} on {self._world.size} processes",
-                fix="model, optimizer = accelerator.prepare(model, optimizer)",
-            )
-
-    def _check_average(self, optimizer: Optimizer) -> None:
-        """Print a line if the gradients of the first step are not the mean of its micro-batches."""
-        window = self._window
-        if window.turn:
-            if not window.began and window.count > 1 and has_gradients(optimizer):
-                self._say(
-                    f"the gradients of {window.count} micro-batches are summed, not averaged: loss.backward() was "
-                    "called in place of accelerator.backward(loss)"
-                )
-        elif window.divides and 0 < self._looks < window.steps:
-            self._say(
-                f"gradient_accumulation_steps={window.steps} divides each loss, and an optimizer steps after "
-                f"{self._looks}: wrap the loop's body in `with accelerator.accumulate(model):`, or step after "
-                f"{window.steps} micro-batches"
-            )
-
-
-def _remove(handle: RemovableHandle) -> None:
-    """Remove a hook, unless torch is iterating over the hooks: the garbage collector may call this at any time."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_filename == _OPTIMIZER:
-            _LATE.append(handle)
-            return
-    handle.remove()

@@ -92,7 +92,8 @@ class Processes(ABC):
         use_distributed: whether there are several processes.
     """
 
-    _engine: str | None = None  # the strategy's engine
+    _engine: str | None = None
+    """The strategy's engine."""
 
     def __init__(
         self, environment: Environment, rank: int, size: int, local_rank: int
@@ -126,11 +127,9 @@ class Processes(ABC):
         """The engine, if Accelerate has a name for it; else the kind of distributed run."""
         if self._engine in _BY_ENGINE:
             return _BY_ENGINE[self._engine]
-        return (
-            DistributedType(several_on(self.device.type))
-            if self.use_distributed
-            else DistributedType.NO
-        )
+        if not self.use_distributed:
+            return DistributedType.NO
+        return DistributedType(several_on(self.device.type))
 
     def __repr__(self) -> str:
         """Return the text that Accelerate prints for its state."""
@@ -179,42 +178,43 @@ class Processes(ABC):
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Run the block on the main process first, then on all others."""
-        with self._first(self.is_main_process):
+        with self._in_turns(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Run the block on the first process of each machine first, then on the others."""
-        with self._first(self.is_local_main_process):
+        with self._in_turns(self.is_local_main_process):
             yield
 
     @contextmanager
-    def _first(self, mine: bool) -> Iterator[None]:
-        if not mine:
+    def _in_turns(self, goes_first: bool) -> Iterator[None]:
+        if not goes_first:
             self.world.barrier()
         try:
             yield
         finally:
-            if mine:  # also after an exception, because the others wait
+            # Also after an exception, because the others wait.
+            if goes_first:
                 self.world.barrier()
 
     def on_main_process(self, function: _F) -> _F:
         """Decorator: only the main process calls ``function``; the others get None."""
-        return _only(self.is_main_process, function)
+        return _call_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: _F) -> _F:
         """Decorator: only the first process of each machine calls ``function``."""
-        return _only(self.is_local_main_process, function)
+        return _call_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: _F) -> _F:
         """Decorator: only the last process calls ``function``."""
-        return _only(self.is_last_process, function)
+        return _call_if(self.is_last_process, function)
 
     def on_process(
         self, function: _F | None = None, process_index: int | None = None
     ) -> Any:
         """Decorator: only process ``process_index`` calls ``function``."""
-        decorate = functools.partial(_only, self.process_index == process_index)
+        decorate = functools.partial(_call_if, self.process_index == process_index)
         return decorate if function is None else decorate(function)
 
     def on_local_process(
@@ -222,7 +222,7 @@ class Processes(ABC):
     ) -> Any:
         """Decorator: only process ``local_process_index`` of each machine calls ``function``."""
         decorate = functools.partial(
-            _only, self.local_process_index == local_process_index
+            _call_if, self.local_process_index == local_process_index
         )
         return decorate if function is None else decorate(function)
 
@@ -248,35 +248,39 @@ class Processes(ABC):
                     found=f"lengths {lengths}",
                 )
             length = next(iter(lengths.values()), 0)
-        each, more = divmod(length, self.num_processes)
-        start = self.process_index * each + min(self.process_index, more)
-        stop = start + each + (self.process_index < more)
-        missing = each + (more > 0) - (stop - start)
+        shorter_length, longer_shares = divmod(length, self.num_processes)
+        rank = self.process_index
+        start = rank * shorter_length + min(rank, longer_shares)
+        stop = start + shorter_length + (rank < longer_shares)
+        # The first processes get one more.
+        padding = int(longer_shares > 0 and rank >= longer_shares)
+        if not apply_padding or not length:
+            padding = 0
 
-        def part(values: Any) -> Any:
-            mine = values[start:stop]
-            if not apply_padding or not missing or not length:
-                return mine
+        def share_of(values: Any) -> Any:
+            share = values[start:stop]
+            if not padding:
+                return share
             if isinstance(values, Tensor):
-                return torch.cat([mine, *[values[-1:]] * missing])
-            return type(mine)([*mine, *[values[-1]] * missing])
+                return torch.cat([share, values[-1:]])
+            return type(share)([*share, values[-1]])
 
-        yield (
-            {key: part(value) for key, value in inputs.items()}
-            if isinstance(inputs, dict)
-            else part(inputs)
-        )
+        if isinstance(inputs, dict):
+            yield {key: share_of(value) for key, value in inputs.items()}
+        else:
+            yield share_of(inputs)
 
 
-def _only(here: bool, function: _F) -> _F:
+def _call_if(condition: bool, function: _F) -> _F:
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        return function(*arguments, **options) if here else None
+        return function(*arguments, **options) if condition else None
 
+    # `wraps` keeps the signature, which the type of the closure does not show.
     return call  # type: ignore[return-value]
 
 
-_OF_ACCELERATORS: Final[WeakSet[Collectives]] = WeakSet()
+_ACCELERATOR_COLLECTIVES: Final[WeakSet[Collectives]] = WeakSet()
 """Collectives of Accelerators; if one of these is in debug mode, the functions of this module are too."""
 
 
@@ -299,9 +303,8 @@ class AcceleratorProcesses(Processes):
         rank = strategy.world.rank
         size = strategy.world.size
         launched = environment.launched and size > 1
-        super().__init__(
-            environment, rank, size, environment.local_rank if launched else rank
-        )
+        local_rank = environment.local_rank if launched else rank
+        super().__init__(environment, rank, size, local_rank)
         self._strategy = strategy
         self._engine = strategy.engine
         self.spans_world = strategy.spans_world
@@ -309,7 +312,7 @@ class AcceleratorProcesses(Processes):
         self._collectives = Collectives(
             strategy.world, strategy.data, debug, self.calls
         )
-        _OF_ACCELERATORS.add(self._collectives)
+        _ACCELERATOR_COLLECTIVES.add(self._collectives)
 
     @property
     def world(self) -> Group:
@@ -348,13 +351,10 @@ class PartialState(Processes):
         """Accepted, without effect: a `PartialState` shares no state with later ones."""
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:
-        here = Environment.detect()
-        super().__init__(
-            here,
-            here.rank,
-            here.world_size,
-            here.local_rank if here.world_size > 1 else 0,
-        )
+        environment = Environment.detect()
+        size = environment.world_size
+        local_rank = environment.local_rank if size > 1 else 0
+        super().__init__(environment, environment.rank, size, local_rank)
         self._accelerator = "cpu" if cpu else "auto"
         self._strategy: Strategy | None = None
 
@@ -363,9 +363,9 @@ class PartialState(Processes):
         """Whether processes compare collectives before the exchange; the setter applies to every `PartialState`."""
         if PartialState._debug is not None:
             return PartialState._debug
-        return any(one.debug for one in _OF_ACCELERATORS) or is_true(
-            choose("debug", None, False).value
-        )
+        if any(collectives.debug for collectives in _ACCELERATOR_COLLECTIVES):
+            return True
+        return is_true(choose("debug", None, False).value)
 
     @debug.setter
     def debug(self, debug: bool) -> None:
@@ -373,24 +373,27 @@ class PartialState(Processes):
 
     @property
     def world(self) -> Group:
-        return self._joined().world
+        return self._join().world
 
     @property
     def device(self) -> torch.device:
+        # Only the strategy knows XLA's device; torch does not.
         if self._accelerator == "auto" and launched_on_xla():
-            return self._joined().device  # torch does not know it
+            return self._join().device
         return pick_device(self._accelerator, self.environment.local_rank)
 
     @property
     def collectives(self) -> Collectives:
         return Collectives(self.world, debug=self.debug)
 
-    def _joined(self) -> Strategy:
+    def _join(self) -> Strategy:
+        """Start the strategy at the first call, and return it."""
         if self._strategy is None:
-            self._strategy = choose_strategy(
+            strategy, *_ = choose_strategy(
                 "auto", self._accelerator, "auto", 1, self.environment
-            )[0]
-            self._strategy.start()
+            )
+            strategy.start()
+            self._strategy = strategy
         return self._strategy
 
 
@@ -556,9 +559,8 @@ class ParallelRanks:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._checked = (
-            False  # whether attention was checked in a step with sharded sequences
-        )
+        # Whether attention was checked in a step with sharded sequences.
+        self._checked = False
 
     @property
     def config(self) -> ParallelismConfig | None:
@@ -575,20 +577,16 @@ class ParallelRanks:
     @property
     def data_rank(self) -> int:
         """The data shard that this process reads; on a mesh the index of its model replica."""
-        return (
-            self.rank("dp_replicate")
-            if self._divides_more_than_data
-            else self._strategy.data.rank
-        )
+        if self._divides_more_than_data:
+            return self.rank("dp_replicate")
+        return self._strategy.data.rank
 
     def rank(self, axis: str) -> int:
         """Return the rank of this process on an axis; 0 if the mesh lacks this axis."""
         mesh = self._strategy.mesh
-        return (
-            0
-            if mesh is None or axis not in (mesh.mesh_dim_names or ())
-            else mesh.get_local_rank(axis)
-        )
+        if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+            return 0
+        return mesh.get_local_rank(axis)
 
     @property
     def _divides_more_than_data(self) -> bool:
@@ -608,7 +606,9 @@ class ParallelRanks:
         if mesh is None or not self._divides_more_than_data or mesh["cp"].size() == 1:
             yield
             return
-        first = not self._checked
+        checks_attention = not self._checked
         self._checked = True
-        with dividing(mesh["cp"], buffers, dims, not_restored, checked=first):
+        with dividing(
+            mesh["cp"], buffers, dims, not_restored, checked=checks_attention
+        ):
             yield

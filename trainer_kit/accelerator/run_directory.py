@@ -59,7 +59,8 @@ def claim_version(root: Path) -> str:
         (root / JOURNAL).touch(exist_ok=False)
     except FileExistsError:
         return f"version_{make_version(root, 1)}"
-    except OSError:  # reported by the first write
+    except OSError:
+        # The first write reports it.
         pass
     return ""
 
@@ -72,24 +73,23 @@ def newest_version(root: Path) -> str:
 
 def is_version(version: object) -> bool:
     """Whether this is a directory of `free_version`: it may come from a file that was edited."""
-    return isinstance(version, str) and (
-        version == "" or _VERSION.fullmatch(version) is not None
-    )
+    if not isinstance(version, str):
+        return False
+    return version == "" or _VERSION.fullmatch(version) is not None
 
 
-def remove_unused(new: Path, continued: Path) -> None:
+def remove_unused(unused: Path, continued: Path) -> None:
     """Remove the directory of a run that continues an earlier one instead; its configuration replaces that one's."""
     with suppress(OSError):
-        os.replace(new / _CONFIGURATION, continued / _CONFIGURATION)
+        os.replace(unused / _CONFIGURATION, continued / _CONFIGURATION)
     with suppress(OSError):
-        (new / JOURNAL).unlink(missing_ok=True)
-        new.rmdir()
+        (unused / JOURNAL).unlink(missing_ok=True)
+        unused.rmdir()
 
 
 def _numbers(root: Path) -> list[int]:
-    names = (
-        [entry.name for entry in root.iterdir() if entry.is_dir()]
-        if root.is_dir()
-        else []
-    )
-    return [int(match[1]) for match in map(_VERSION.fullmatch, names) if match]
+    if not root.is_dir():
+        return []
+    names = [entry.name for entry in root.iterdir() if entry.is_dir()]
+    matches = map(_VERSION.fullmatch, names)
+    return [int(match[1]) for match in matches if match is not None]

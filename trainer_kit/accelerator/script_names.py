@@ -551,7 +551,7 @@ class _TrackerType(_Recognised):
         **options: Any,
     ) -> Any:
         project = ProjectConfiguration(logging_dir=logging_dir)
-        return Trackers([cls.name], PartialState(), project).make(
+        return Trackers([cls.name], PartialState(), project).make_tracker(
             cls.name, run_name, options
         )
 

@@ -111,6 +111,7 @@ def on_main_process(function: _F) -> _F:
             return None
         return function(self, *arguments, **options)
 
+    # `wraps` keeps the signature, which the type of the closure does not show.
     return call  # type: ignore[return-value]
 
 
@@ -204,21 +205,26 @@ class LoggerTracker(GeneralTracker):
     ) -> None:
         """Log the values of a step as `log` does; a journal records ``at``, the time of the step, instead of now."""
         self._step = self._step + 1 if step is None else step
-        numbers, others = _divided(values)
+        numbers, other_values = _split_numbers(values)
         if self.name == "wandb":
-            self.logger.log_metrics({**numbers, **others}, self._step)
+            self.logger.log_metrics({**numbers, **other_values}, self._step)
             return
         if numbers and isinstance(self.logger, JSONLLogger):
             self.logger.log_metrics(numbers, self._step, at=at)
         elif numbers:
             self.logger.log_metrics(numbers, self._step)
+        self._log_texts(other_values)
+
+    def _log_texts(self, values: Mapping[str, Any]) -> None:
         if isinstance(self.logger, RunLogger):
-            for name, value in others.items():
+            for name, value in values.items():
                 self.logger.log_text(name, str(value), self._step)
-        elif hasattr(self.tracker, "add_text"):
-            for name, value in others.items():
-                if isinstance(value, str):
-                    self.tracker.add_text(name, mask_secrets(value, name), self._step)
+            return
+        if not hasattr(self.tracker, "add_text"):
+            return
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.tracker.add_text(name, mask_secrets(value, name), self._step)
 
     def log_images(
         self, values: Mapping[str, Any], step: int | None = None, **options: Any
@@ -231,11 +237,13 @@ class LoggerTracker(GeneralTracker):
             options: of ``SummaryWriter.add_images``: ``dataformats="NHWC"`` for arrays ``(n, height, width, 3)``.
         """
         if self.name == "wandb" or isinstance(self.logger, RunLogger):
-            for name, pictures in values.items():
-                self.logger.log_image(name, list(pictures), step)
-        elif hasattr(self.tracker, "add_images"):
-            for name, pictures in values.items():
-                self.tracker.add_images(name, pictures, step, **options)
+            for name, images in values.items():
+                self.logger.log_image(name, list(images), step)
+            return
+        if not hasattr(self.tracker, "add_images"):
+            return
+        for name, images in values.items():
+            self.tracker.add_images(name, images, step, **options)
 
     def finish(self) -> None:
         """Close the tracker at the end of the run."""
@@ -296,41 +304,43 @@ class _Queued:
         self.tracker.finish()
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     """Copy a value: the caller may change tensors, arrays and containers before a tracker reads them."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {name: _copied(item) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return value.copy() if type(value).__module__ == "numpy" else value
+        return {name: _copy(item) for name, item in value.items()}
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind(map(_copy, value))
+    if kind.__module__ == "numpy":
+        return value.copy()
+    return value
 
 
-def _divided(
-    values: Mapping[str, Any], outer: str = ""
+def _split_numbers(
+    values: Mapping[str, Any], prefix: str = ""
 ) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the numbers among nested values, and all other values, by full name."""
     numbers: dict[str, float] = {}
-    others: dict[str, Any] = {}
+    other_values: dict[str, Any] = {}
     for key, value in values.items():
-        name = f"{outer}{key}"
-        if isinstance(value, (int, float)) or (
-            isinstance(value, Tensor) and value.numel() == 1
-        ):
-            numbers[name] = float(
-                value.detach() if isinstance(value, Tensor) else value
-            )  # sync point: the user logs
+        name = f"{prefix}{key}"
+        if isinstance(value, (int, float)):
+            numbers[name] = float(value)
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            # Sync point: the user logs.
+            numbers[name] = float(value.detach())
         elif isinstance(value, Mapping):
-            inner, rest = _divided(value, f"{name}/")
-            numbers.update(inner)
-            others.update(rest)
+            inner_numbers, inner_values = _split_numbers(value, f"{name}/")
+            numbers.update(inner_numbers)
+            other_values.update(inner_values)
         elif getattr(value, "size", None) == 1 and hasattr(value, "item"):
-            numbers[name] = float(
-                value.item()
-            )  # sync point: a NumPy scalar, on the host
+            # Sync point: a NumPy scalar, on the host.
+            numbers[name] = float(value.item())
         else:
-            others[name] = value
-    return numbers, others
+            other_values[name] = value
+    return numbers, other_values
 
 
 @final
@@ -352,33 +362,30 @@ class Trackers:
     def __init__(
         self, log_with: list[Any], processes: Processes, project: ProjectConfiguration
     ) -> None:
-        for one in log_with:
-            if not isinstance(one, (str, GeneralTracker, Logger)):
+        for tracker in log_with:
+            if not isinstance(tracker, (str, GeneralTracker, Logger)):
                 raise ConfigurationError(
                     "log_with= takes names of trackers, trackers and loggers",
-                    found=repr(one),
+                    found=repr(tracker),
                     fix='pass log_with="tensorboard", or an object with log_metrics(metrics, step)',
                 )
         self.log_with = log_with
         self.started: list[Any] = []
         self.continues = False
         self.version = ""
-        self._continued: str | None = (
-            None  # the directory of the run whose state was loaded
-        )
-        self._runs: Path | None = (
-            None  # the directory of the project, with those of its runs
-        )
+        # The directory of the run whose state was loaded.
+        self._continued: str | None = None
+        # The directory of the project, with those of its runs.
+        self._runs: Path | None = None
         self._report: RunReport | None = None
-        self._facts: Callable[[], dict[str, Any]] | None = (
-            None  # None once the report has begun
-        )
-        self._step, self._warned = -1, False
+        # None once the report has begun.
+        self._facts: Callable[[], dict[str, Any]] | None = None
+        self._step = -1
+        self._warned = False
         self._processes = processes
         self._project = project
-        self._versioned: list[
-            Any
-        ] = []  # loggers that write into the directory of this run
+        # Loggers that write into the directory of this run.
+        self._versioned: list[Any] = []
         self._journal: JSONLLogger | None = None
         self._deliveries = Deliveries(self._processes.print, _label)
 
@@ -405,38 +412,37 @@ class Trackers:
             facts: returns the report's facts about the process; called at the first log.
         """
         self._end_report("finished")
-        options = {
-            word_of(name): dict(given) for name, given in (init_kwargs or {}).items()
-        }
+        options = {}
+        for name, arguments in (init_kwargs or {}).items():
+            options[word_of(name)] = dict(arguments)
         rank_zero_only.rank = self._processes.process_index  # type: ignore[attr-defined]
         self.started.clear()
         self._deliveries.open([], None)
         self._choose_directory(project_name)
-        for one in self.log_with:
-            tracker = self.make(
-                one, project_name, options.get(str(getattr(one, "name", one)), {})
+        for tracker in self.log_with:
+            name = str(getattr(tracker, "name", tracker))
+            self.started.append(
+                self.make_tracker(tracker, project_name, options.get(name, {}))
             )
-            self.started.append(tracker)
         journal = self._open_report(project_name, config, facts)
-        writing = [
-            tracker for tracker in [*journal, *self.started] if self._writes(tracker)
-        ]
+        writing = filter(self._writes, [*journal, *self.started])
         self._deliveries.open([_Queued(tracker) for tracker in writing], None)
         self._deliveries.start("start", config)
-        atexit.register(self._leave)  # for a script that does not call end_training
+        # For a script that does not call end_training.
+        atexit.register(self._leave)
 
     def _choose_directory(self, project: str) -> None:
         path = self._project.logging_path
-        self._runs = None if path is None else Path(path).expanduser() / project
-        if self._runs is not None:
-            continued = (
-                self._continued is not None and (self._runs / self._continued).is_dir()
-            )
-            writes = self._processes.is_main_process and bool(self.log_with)
-            new_version = claim_version if writes else free_version
-            self.version = (
-                str(self._continued) if continued else new_version(self._runs)
-            )
+        self._runs = None
+        if path is None:
+            return
+        self._runs = Path(path).expanduser() / project
+        if self._continued is not None and (self._runs / self._continued).is_dir():
+            self.version = self._continued
+        elif self._processes.is_main_process and self.log_with:
+            self.version = claim_version(self._runs)
+        else:
+            self.version = free_version(self._runs)
 
     def continue_run(self, version: object) -> None:
         """Write into the directory of the run whose state was loaded, unless this run has logged already.
@@ -446,22 +452,26 @@ class Trackers:
         """
         self.continues = True
         self._continued = str(version) if is_version(version) else ""
-        begun = self._report is None or self._facts is None
-        if (
-            begun
-            or self._runs is None
-            or self._continued == self.version
-            or not self._processes.is_main_process
-        ):
+        if not self._can_change_directory():
             return
-        if not (self._runs / self._continued).is_dir():
+        assert self._runs is not None
+        unused = self._runs / self.version
+        continued = self._runs / self._continued
+        if self._continued == self.version or not continued.is_dir():
             return
         self._deliveries.wait()
-        before, self.version = self._runs / self.version, self._continued
+        self.version = self._continued
         for logger in self._versioned:
             logger.load_state_dict({"name": logger.name, "version": self.version})
-        remove_unused(before, self._runs / self.version)
+        remove_unused(unused, continued)
         self._report = self._new_report()
+
+    def _can_change_directory(self) -> bool:
+        """Whether this process writes into the directory of a run, and has logged nothing yet."""
+        has_logged = self._report is None or self._facts is None
+        if has_logged or self._runs is None:
+            return False
+        return self._processes.is_main_process
 
     def _open_report(
         self,
@@ -475,38 +485,41 @@ class Trackers:
             for tracker in self.started
             if isinstance(tracker, LoggerTracker)
         ]
-        own = next(
-            (logger for logger in loggers if isinstance(logger, JSONLLogger)), None
-        )
-        path = self._project.logging_path
         self._versioned = [logger for logger in loggers if self._is_versioned(logger)]
-        if not self.started or (own is None and path is None):
+        user_journals = [log for log in loggers if isinstance(log, JSONLLogger)]
+        path = self._project.logging_path
+        if not self.started or (not user_journals and path is None):
             return []
-        journal = own or self._in_run_directory(JSONLLogger(str(path), project))
-        if own is None:
-            self._versioned.append(journal)
-        self._journal = journal
+        trackers: list[GeneralTracker] = []
+        if user_journals:
+            self._journal = user_journals[0]
+        else:
+            self._journal = JSONLLogger(str(path), project)
+            self._write_into_run_directory(self._journal)
+            self._versioned.append(self._journal)
+            trackers.append(LoggerTracker("journal", self._journal))
 
-        def described() -> dict[str, Any]:
-            found = facts()
+        def describe_run() -> dict[str, Any]:
+            process_facts = facts()
+            hyperparameters = flatten(plain(params_dict(config or {})))
             rows = [
-                ["config", *item, "init_trackers"]
-                for item in flatten(plain(params_dict(config or {}))).items()
+                ["config", name, value, "init_trackers"]
+                for name, value in hyperparameters.items()
             ]
             return {
-                **found,
+                **process_facts,
                 "title": project,
-                "configuration": rows + found["configuration"],
+                "configuration": rows + process_facts["configuration"],
             }
 
-        self._facts, self._step = described, -1
+        self._facts = describe_run
+        self._step = -1
         self._report = self._new_report()
-        return [] if own else [LoggerTracker("journal", journal)]
+        return trackers
 
-    def _in_run_directory(self, logger: Any) -> Any:
+    def _write_into_run_directory(self, logger: Any) -> None:
         """Let a new logger write into the directory of this run, unless the caller chose a version."""
         logger.load_state_dict({"name": logger.name, "version": self.version})
-        return logger
 
     def _is_versioned(self, logger: Any) -> bool:
         """Whether a logger writes into the directory of this run."""
@@ -516,46 +529,54 @@ class Trackers:
 
     def _new_report(self) -> RunReport:
         assert self._journal is not None
-        directory = Path(self._journal.log_dir)
+        return self._report_in(Path(self._journal.log_dir))
+
+    def _report_in(self, directory: Path) -> RunReport:
         return RunReport(directory, lambda: max(self._step, 0), self._processes.print)
 
     def _begin_report(self, step: int) -> None:
         """Begin the report at the first log, when everything is prepared and a state to resume has been loaded."""
         if self._report is None or self._facts is None:
             return
-        facts, self._facts = self._facts, None
+        describe_run = self._facts
+        self._facts = None
         if not self._processes.is_main_process:
             return
-        earlier = [
+        earlier_runs = [
             event.get("run")
             for event in read_events(self._report.directory)
             if event["event"] == "start"
         ]
-        continues = self.continues and bool(earlier)
-        run = earlier[-1] if continues else secrets.token_hex(8)
+        run_id: Any = secrets.token_hex(8)
+        completed_steps = 0
+        if self.continues and earlier_runs:
+            run_id = earlier_runs[-1]
+            completed_steps = step - 1
+        # Describing the user's objects may fail, which does not end the run.
         try:
-            found = {**facts(), "run": run}
-        except Exception as error:  # describing the user's objects may fail
-            found = {
-                "run": run,
-                "explain": f"not available: {type(error).__name__}: {error}",
-            }
+            facts = describe_run()
+        except Exception as error:
+            facts = {"explain": f"not available: {type(error).__name__}: {error}"}
         self._report.begin(
-            "fit", found, self._processes.num_processes, step - 1 if continues else 0
+            "fit",
+            {**facts, "run": run_id},
+            self._processes.num_processes,
+            completed_steps,
         )
 
     def _end_report(self, status: str, error: BaseException | None = None) -> None:
         self._begin_report(0)
-        report, self._report = self._report, None
+        report = self._report
+        self._report = None
         if report is not None and self._processes.is_main_process:
             report.end(status, error)
 
     def _leave(self) -> None:
-        self._deliveries.call("save")  # some loggers write many rows together
+        # Some loggers write many rows together.
+        self._deliveries.call("save")
         self._deliveries.close(None)
-        error = getattr(
-            sys, "last_value", None
-        )  # the exception that ended the script; a SystemExit is not kept there
+        # The exception that ended the script; a SystemExit is not stored there.
+        error = getattr(sys, "last_value", None)
         if error is None:
             self._end_report("exited")
         elif isinstance(error, KeyboardInterrupt):
@@ -566,79 +587,84 @@ class Trackers:
     def end_by_hang(self, text: str, stacks: str) -> None:
         """Record that the watchdog ends the run; its thread calls this, on any process."""
         report = self._report
-        if (
-            report is not None
-            and self._runs is not None
-            and not self._processes.is_main_process
-        ):
-            directory = self._runs / newest_version(
-                self._runs
-            )  # the main process has chosen it
-            report = RunReport(
-                directory, lambda: max(self._step, 0), self._processes.print
-            )
-        if report is not None:
-            report.end_by_hang(text, stacks)
+        if report is None:
+            return
+        if self._runs is not None and not self._processes.is_main_process:
+            # The main process has chosen the directory.
+            directory = self._runs / newest_version(self._runs)
+            report = self._report_in(directory)
+        report.end_by_hang(text, stacks)
 
     def _writes(self, tracker: GeneralTracker) -> bool:
         return self._processes.is_main_process or not tracker.main_process_only
 
-    def make(self, one: Any, project: str, options: dict[str, Any]) -> GeneralTracker:
-        if not isinstance(one, str):
-            name = getattr(one, "name", None)
-            made = (
-                one
-                if isinstance(one, GeneralTracker)
-                else LoggerTracker(str(name or type(one).__name__), one)
-            )
-            complete = isinstance(name, str) and (
-                hasattr(type(one), "tracker") or "tracker" in vars(one)
-            )
-            if made is one and self._writes(made) and not complete:
-                raise ConfigurationError(
-                    "a tracker has a name and a tracker",
-                    found=f"{type(one).__name__} without one of them",
-                )
-            return made if self._writes(made) else _NoTracker(made.name)
-        kind = LOGGERS.get(one)
-        custom = isinstance(kind, type) and issubclass(kind, GeneralTracker)
-        if not self._processes.is_main_process and (
-            not custom or kind.main_process_only
-        ):
-            return _NoTracker(one)
-        if custom:
-            directory = (
-                (self._directory(one),) if kind.requires_logging_directory else ()
-            )
-            made = kind(project, *directory, **options)
-            assert isinstance(made, GeneralTracker)
-            return made
-        if one in _PROJECT:
-            save_dir = self._project.logging_path or "."
-            return LoggerTracker(
-                one, kind(**{_PROJECT[one]: project, "save_dir": save_dir, **options})
-            )
-        if one in _ONE_RUN and "version" not in options:
-            return LoggerTracker(
-                one,
-                self._in_run_directory(
-                    kind(self._directory(one), **{"name": project, **options})
-                ),
-            )
-        if one in _IN_DIRECTORY:
-            return LoggerTracker(
-                one,
-                kind(
-                    self._directory(one), **{"name": project, "version": "", **options}
-                ),
-            )
-        return LoggerTracker(one, kind(**options))
+    def make_tracker(
+        self, tracker: Any, project: str, options: dict[str, Any]
+    ) -> GeneralTracker:
+        """Return the tracker for an entry of ``log_with``; one that does nothing if this process does not log.
 
-    def _directory(self, word: str) -> str:
+        Args:
+            tracker: a name or an object.
+            project: the name of the project.
+            options: constructor arguments.
+        """
+        if not isinstance(tracker, str):
+            return self._tracker_of_object(tracker)
+        kind = LOGGERS.get(tracker)
+        is_custom = isinstance(kind, type) and issubclass(kind, GeneralTracker)
+        everywhere = is_custom and not kind.main_process_only
+        if not self._processes.is_main_process and not everywhere:
+            return _NoTracker(tracker)
+        if not is_custom:
+            logger = self._make_logger(tracker, kind, project, options)
+            return LoggerTracker(tracker, logger)
+        directory = []
+        if kind.requires_logging_directory:
+            directory.append(self._directory(tracker))
+        custom = kind(project, *directory, **options)
+        assert isinstance(custom, GeneralTracker)
+        return custom
+
+    def _tracker_of_object(self, obj: Any) -> GeneralTracker:
+        name = getattr(obj, "name", None)
+        if not isinstance(obj, GeneralTracker):
+            wrapper = LoggerTracker(str(name or type(obj).__name__), obj)
+            return wrapper if self._writes(wrapper) else _NoTracker(wrapper.name)
+        if not self._writes(obj):
+            return _NoTracker(obj.name)
+        # On the class: reading a property could start the tracker.
+        has_tracker = hasattr(type(obj), "tracker") or "tracker" in vars(obj)
+        if not isinstance(name, str) or not has_tracker:
+            raise ConfigurationError(
+                "a tracker has a name and a tracker",
+                found=f"{type(obj).__name__} without one of them",
+            )
+        return obj
+
+    def _make_logger(
+        self,
+        name: str,
+        kind: Callable[..., Any],
+        project: str,
+        options: dict[str, Any],
+    ) -> Any:
+        if name in _PROJECT:
+            save_dir = self._project.logging_path or "."
+            return kind(**{_PROJECT[name]: project, "save_dir": save_dir, **options})
+        if name in _ONE_RUN and "version" not in options:
+            logger = kind(self._directory(name), **{"name": project, **options})
+            self._write_into_run_directory(logger)
+            return logger
+        if name in _IN_DIRECTORY:
+            arguments = {"name": project, "version": "", **options}
+            return kind(self._directory(name), **arguments)
+        return kind(**options)
+
+    def _directory(self, tracker: str) -> str:
         directory = self._project.logging_path
         if directory is None:
             raise ConfigurationError(
-                f"{word} needs a directory",
+                f"{tracker} needs a directory",
                 fix="Accelerator(project_dir=...), or ProjectConfiguration(logging_dir=...)",
             )
         return directory
@@ -664,10 +690,11 @@ class Trackers:
         self._step = self._step + 1 if step is None else step
         if self._facts is not None:
             self._begin_report(self._step)
-        given, now = _copied(values), time.time()
-        for one in self._deliveries.each():
-            options = (log_kwargs or {}).get(one.logger.tracker.name, {})
-            one.put("log_metrics", given, step, options, now, number=0)
+        values = _copy(values)
+        logged_at = time.time()
+        for delivery in self._deliveries.each():
+            options = (log_kwargs or {}).get(delivery.logger.tracker.name, {})
+            delivery.put("log_metrics", values, step, options, logged_at, number=0)
 
     def get(self, name: Any, unwrap: bool) -> Any:
         """Return a tracker by name, after it has received all logged values; ``unwrap``: the object that it wraps.
@@ -677,16 +704,15 @@ class Trackers:
         """
         self._deliveries.wait()
         for tracker in self.started:
-            if tracker.name == word_of(name):
-                return (
-                    tracker.tracker
-                    if unwrap and not isinstance(tracker, _NoTracker)
-                    else tracker
-                )
+            if tracker.name != word_of(name):
+                continue
+            if unwrap and not isinstance(tracker, _NoTracker):
+                return tracker.tracker
+            return tracker
+        names = ", ".join(tracker.name for tracker in self.started)
         raise ConfigurationError(
             f"unknown tracker {name!r}",
-            found=", ".join(tracker.name for tracker in self.started)
-            or "none is started",
+            found=names or "none is started",
             fix=f"Accelerator(log_with={name!r}), and init_trackers(...) first",
         )
 
