@@ -104,7 +104,7 @@ def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
         "cpu_offload": False, "activation_checkpointing_policy": True, "auto_wrap_policy": 10
     }  # fmt: skip
     mesh = strategy(parallelism_config=tk.ParallelismConfig(dp_shard_size=4))
-    assert (mesh.name, mesh._fsdp, mesh._recomputes) == (
+    assert (mesh.name, mesh._fsdp, mesh._checkpointing_policy) == (
         "mesh",
         {"cpu_offload": True},
         True,
