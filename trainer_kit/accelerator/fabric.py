@@ -385,7 +385,11 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
     ) -> Any:
-        """Prepare loaders: each process gets its shard of the batches, on its device.
+        """Prepare loaders: each process gets its shard of the samples, on its device.
+
+        Samples are divided as by torch's ``DistributedSampler``: process r of n gets the samples r, r + n, ..., and
+        only where their number is no multiple of n, the first samples are repeated. A stream is not repeated on each
+        process: the main process reads it, and its batches are divided.
 
         Args:
             dataloaders: the loaders.
@@ -395,7 +399,10 @@ class Fabric:
         prepared = self.accelerator.prepared
         loaders = [
             prepared.prepare_loader(
-                loader, move_to_device, shard=use_distributed_sampler
+                loader,
+                move_to_device,
+                shard=use_distributed_sampler,
+                interleave=True,
             )
             for loader in dataloaders
         ]

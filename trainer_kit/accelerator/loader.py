@@ -28,7 +28,7 @@ from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, MISSING, Feed
 from trainer_kit.data.combined import CombinedLoader, read_together
 from trainer_kit.data.division import check_division, divide_by_itself, fingerprint
-from trainer_kit.data.order import SampleBlocks, derive_seed, drawn
+from trainer_kit.data.order import BatchTurns, SampleBlocks, derive_seed, drawn
 from trainer_kit.state.data_changes import describe_changes
 
 __all__ = [
@@ -275,6 +275,7 @@ class PreparedLoader:
         seed: of the data order, the same on every process.
         even: fill up the last batch from the start of the data, so that every process gets equally many samples.
         dispatch: a group whose first process reads all data and sends the others theirs; None: each process reads.
+        interleave: samples are divided as by torch's ``DistributedSampler``: see `Feed`.
         non_blocking: copies to an accelerator are asynchronous.
         shard: selects the part of a batch that this process computes; None: all of it.
         end: called when the loop has finished a batch outside a window.
@@ -303,6 +304,7 @@ class PreparedLoader:
         seed: int,
         even: bool,
         dispatch: Group | None = None,
+        interleave: bool = False,
         non_blocking: bool = False,
         shard: Callable[[Any], Any] | None = None,
         end: Callable[[], None] | None = None,
@@ -315,6 +317,7 @@ class PreparedLoader:
         self.seed = seed
         self.even = even
         self.dispatch = dispatch
+        self.interleave = interleave
         self.non_blocking = non_blocking
         self.feed = make_feed(even, seed)
         self._shard = shard
@@ -527,14 +530,22 @@ class PreparedLoader:
         if total is None or each is None:
             self._ask(missing, last, total)
         elif total < each * size:
-            if self.even:  # samples that are not repeated come first, in rank order
-                self.counts = [
-                    min(each, max(0, total - rank * each)) for rank in range(size)
-                ]
-                self.total = each * size
-            else:
-                share, more = divmod(total, size)
-                self.counts = [share + (rank < more) for rank in range(size)]
+            self._count_last(total, each)
+
+    def _count_last(self, total: int, each: int) -> None:
+        """Record which of the ``total`` samples of an incomplete last batch each process has."""
+        size = self.group.size
+        if self.even and not self.interleave:
+            # Samples that are not repeated come first, in rank order.
+            self.counts = [
+                min(each, max(0, total - rank * each)) for rank in range(size)
+            ]
+            self.total = each * size
+            return
+        share, more = divmod(total, size)
+        self.counts = [share + (rank < more) for rank in range(size)]
+        if self.even:
+            self.total = max(self.counts) * size
 
     def ask_for_sizes(self) -> None:
         """Warn if the sample counts that determine batch weights are uncertain."""
@@ -883,13 +894,30 @@ class _OwnBatches(BatchSamplerShard):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        each = self._loader.feed.per_rank_batch_size
+        loader = self._loader
+        each = loader.feed.per_rank_batch_size
+        drops, rank, size = self.drop_last, self.process_index, self.num_processes
+        pads = self.even_batches
+        if each is None and loader.interleave:
+            turns = BatchTurns(
+                self.batch_sampler, rank=rank, size=size, sized=True, pad=pads
+            )
+            turns.begin(seed=0, start=0)
+            return iter(turns)
         if each is None:
             return super().__iter__()
-        order = [index for batch in self.batch_sampler for index in batch]
-        drops, rank, size = self.drop_last, self.process_index, self.num_processes
+        order: Any = [index for batch in self.batch_sampler for index in batch]
+        if loader.interleave and type(self.batch_sampler) is BatchSampler:
+            # Its last batch may be dropped on all processes, and complete on each with a repeated sample.
+            order = self.batch_sampler.sampler
         blocks = SampleBlocks(
-            order, each, drop_last=drops, rank=rank, size=size, pad=self.even_batches
+            order,
+            each,
+            drop_last=drops,
+            rank=rank,
+            size=size,
+            pad=pads,
+            interleave=loader.interleave,
         )
         blocks.begin(seed=0, start=0)
         return iter(blocks)
@@ -937,6 +965,7 @@ def prepare_loader(
     shard: Callable[[Any], Any] | None = None,
     end: Callable[[], None] | None = None,
     before_epoch: Callable[[], None] | None = None,
+    interleave: bool = False,
 ) -> PreparedLoader:
     """Shard a loader over processes.
 
@@ -951,6 +980,7 @@ def prepare_loader(
         shard: selects the part of a batch that a process computes; None: all of it.
         end: called when the loop has finished a batch outside a window.
         before_epoch: called before the first batch of an epoch.
+        interleave: divide samples as torch's ``DistributedSampler``, with as few repeated samples.
 
     Raises:
         ConfigurationError: ``split_batches`` with a batch size that is not divisible by the number of processes.
@@ -981,13 +1011,23 @@ def prepare_loader(
     prepared = PreparedLoader(
         loader,
         # It can be pickled, unlike a closure.
-        partial(_make_feed, source, rank, size, batch_size, turn, agree=agree),
+        partial(
+            _make_feed,
+            source,
+            rank,
+            size,
+            batch_size,
+            turn,
+            agree=agree,
+            interleave=interleave,
+        ),
         group,
         device,
         window,
         seed=seed,
         even=config.even_batches,
         dispatch=world if dispatch else None,
+        interleave=interleave,
         non_blocking=config.non_blocking,
         shard=shard,
         end=end,
@@ -1007,6 +1047,7 @@ def _make_feed(
     even: bool,
     seed: int,
     agree: Callable[[list[float]], list[list[float]]] | None = None,
+    interleave: bool = False,
 ) -> Feed:
     return Feed(
         loader,
@@ -1015,6 +1056,7 @@ def _make_feed(
         seed=seed,
         batch_size=batch_size,
         pad=even and size > 1,
+        interleave=interleave,
         agree=agree,
         turn=turn,
     )

@@ -297,7 +297,11 @@ class Prepared:
         )
 
     def prepare_loader(
-        self, loader: Any, device_placement: bool | None, shard: bool = True
+        self,
+        loader: Any,
+        device_placement: bool | None,
+        shard: bool = True,
+        interleave: bool = False,
     ) -> PreparedLoader:
         """Shard a loader over the processes; collective call.
 
@@ -307,6 +311,7 @@ class Prepared:
             loader: a loader, or a prepared one, which is returned unchanged.
             device_placement: whether batches are moved; None: as for the Accelerator.
             shard: False: each process reads its own loader, which is sharded already.
+            interleave: divide samples as torch's ``DistributedSampler``; see `prepare_loader`.
         """
         if isinstance(loader, PreparedLoader):
             return loader
@@ -327,6 +332,7 @@ class Prepared:
             strategy.shard_batch,
             strategy.end_batch,
             each_epoch(strategy.world, self._rng_types, strategy.device),
+            interleave=interleave,
         )
         self.loaders.append(prepared)
         return prepared

@@ -323,6 +323,9 @@ class Feed:
             every sample exactly once.
         pad: fill the last global micro-batch from the start of the epoch's order, so that all ranks have the same
             number of samples; only for samples that are found by index.
+        interleave: divide samples that are found by index as torch's ``DistributedSampler``: rank r takes the samples
+            r, r + size, ..., and ``pad`` fills the last micro-batch only up to a multiple of ``size``. The batches of
+            a custom batch sampler are not filled; a rank without one gets a batch from the start of the order.
         agree: ``agree(numbers)`` gathers a few numbers of every rank. With it, the first batches of a stream whose
             attributes do not tell are compared: if they differ, it divides the data by itself, and is left alone.
         turn: batches that the caller reads at once, as one batch of each rank; the last turn may be incomplete.
@@ -365,6 +368,7 @@ class Feed:
         reproducible: bool = False,
         ordered: bool = False,
         pad: bool = False,
+        interleave: bool = False,
         agree: Callable[[list[float]], list[list[float]]] | None = None,
         turn: int = 1,
     ) -> None:
@@ -382,6 +386,7 @@ class Feed:
             reproducible=reproducible,
             ordered=ordered,
             pad=pad,
+            interleave=interleave,
             agree=agree,
             turn=turn,
         )

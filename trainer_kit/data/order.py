@@ -109,21 +109,31 @@ class SeededIndices(list[Any]):
     """A batch of indices; iteration, by a loader's worker, seeds the global generators before each index.
 
     So the random numbers of a sample depend on ``seed`` and the sample's position in the epoch, not on the worker.
+
+    Args:
+        indices: of the samples.
+        seed: of the epoch.
+        first: the position of the first sample in the epoch.
+        step: the distance between the positions of two samples.
     """
 
-    def __init__(self, indices: list[Any], seed: int, first: int) -> None:
+    def __init__(
+        self, indices: list[Any], seed: int, first: int, step: int = 1
+    ) -> None:
         super().__init__(indices)
         self.seed = seed
         self.first = first
+        self.step = step
 
     def __iter__(self) -> Iterator[Any]:
-        for place, index in enumerate(self[:], self.first):
-            seed_globals(derive_seed(self.seed, place))
+        for number, index in enumerate(self[:]):
+            position = self.first + number * self.step
+            seed_globals(derive_seed(self.seed, position))
             yield index
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default pickling of a list iterates over it, which would seed this process.
-        return SeededIndices, (self[:], self.seed, self.first)
+        return SeededIndices, (self[:], self.seed, self.first, self.step)
 
 
 class Split(ABC):
@@ -187,6 +197,16 @@ class SampleBlocks(Split):
     A short last one is divided as evenly as possible, with one sample more on the first ranks; with ``pad`` it is
     filled from the start of the order.
 
+    Args:
+        order: what the user's sampler yields.
+        batch_size: samples of a micro-batch on each rank.
+        drop_last: leave out an incomplete last micro-batch.
+        rank: this rank, from 0.
+        size: the number of ranks that share the data.
+        pad: a short last global micro-batch is filled from the start of the order.
+        interleave: divide as torch's ``DistributedSampler``: rank r takes the samples r, r + size, ..., and ``pad``
+            fills only up to a multiple of ``size``.
+
     Example:
         >>> for rank in range(2):
         ...     blocks = SampleBlocks(range(7), 2, drop_last=False, rank=rank, size=2)
@@ -205,14 +225,27 @@ class SampleBlocks(Split):
         rank: int,
         size: int,
         pad: bool = False,
+        interleave: bool = False,
     ) -> None:
         self.batch_size = batch_size
         self.drop_last = drop_last
+        self.interleave = interleave
         super().__init__(order, rank, size, pad, _CHUNK)
 
     def __len__(self) -> int:
         count, whole = len(self.order), self.batch_size * self.size  # type: ignore[arg-type]
-        return count // whole if self.drop_last else -(-count // whole)
+        if not self.drop_last:
+            return -(-count // whole)
+        return (count + self._padding_of(count % whole)) // whole
+
+    def _padding_of(self, count: int) -> int:
+        """Return the number of repeated samples in a last global micro-batch of ``count`` samples."""
+        if not self.pad or not count:
+            return 0
+        if self.interleave:
+            return -count % self.size
+        # A batch that is to be dropped is not filled up.
+        return 0 if self.drop_last else self.batch_size * self.size - count
 
     def __iter__(self) -> Iterator[list[Any]]:
         whole, first = (
@@ -225,21 +258,30 @@ class SampleBlocks(Split):
         while len(block := list(islice(order, whole))) == whole:
             self.handed += 1
             sizes.append(self.batch_size)
-            yield self._marked(
-                block if self.size == 1 else block[low:high], first + low
-            )
+            if self.interleave:
+                yield self._marked(block[self.rank :: self.size], first + self.rank)
+            else:
+                yield self._marked(
+                    block if self.size == 1 else block[low:high], first + low
+                )
             first += whole
-        if not block or self.drop_last:
+        padding = self._padding_of(len(block))
+        if not block or (self.drop_last and len(block) + padding < whole):
             return
         self._known[first // whole] = len(block)
-        if self.pad:
-            block += islice(cycle(head or block), whole - len(block))
+        block += islice(cycle(head or block), padding)
+        yield from self._last_share(block, first)
+
+    def _last_share(self, block: list[Any], first: int) -> Iterator[list[Any]]:
+        """Yield this rank's samples of an incomplete global micro-batch, unless it has none."""
         each, more = divmod(len(block), self.size)
         low = self.rank * each + min(self.rank, more)
         share = block[low : low + each + (self.rank < more)]
+        if self.interleave:
+            low, share = self.rank, block[self.rank :: self.size]
         if share:
             self.handed += 1
-            sizes.append(len(share))
+            self.sizes.append(len(share))
             yield self._marked(share, first + low)
         else:
             self.empty = True
@@ -247,11 +289,10 @@ class SampleBlocks(Split):
     def _marked(self, share: list[Any], first: int) -> list[Any]:
         if self.shares is not None:
             self.shares.append(list(share))
-        return (
-            share
-            if self._sample_seed is None
-            else SeededIndices(share, self._sample_seed, first)
-        )
+        if self._sample_seed is None:
+            return share
+        step = self.size if self.interleave else 1
+        return SeededIndices(share, self._sample_seed, first, step)
 
     def _from(self, first: int, head: list[Any]) -> Iterator[Any]:
         """Return the order from sample ``first``; with ``pad`` fill ``head`` with the start of the order."""
@@ -274,7 +315,8 @@ class SampleBlocks(Split):
         left = 0 if count is None else count - index * whole
         if left >= whole:
             return whole
-        return left if left > 0 and not self.drop_last else None
+        complete = left + self._padding_of(left) >= whole
+        return left if left > 0 and (complete or not self.drop_last) else None
 
 
 @final

@@ -97,6 +97,7 @@ class Place:
     ordered: bool = False
     reproducible: bool = False
     pad: bool = False
+    interleave: bool = False
     agree: Callable[[list[float]], list[list[float]]] | None = None
     turn: int | None = 1
     """Batches that the caller reads at once; None: a position may lie beyond the end of this loader."""

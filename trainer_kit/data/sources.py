@@ -141,7 +141,9 @@ class IndexedSource(Source):
         self.given = loader
         self.place = place
         self.loader, self.generator = copied(loader, place.rank == 0)
-        self.own_batches = _own_batches(loader)
+        regular = _regular_batches(loader) if place.interleave else None
+        self._regular = regular
+        self.own_batches = _own_batches(loader) and regular is None
         self.order, self.split_by_user = self._find_order()
         self.generators = own_generators(
             loader, self.order, getattr(self.order, "sampler", None)
@@ -155,7 +157,8 @@ class IndexedSource(Source):
                 loader.sampler, BatchSampler
             )
             given = getattr(loader.batch_sampler, "batch_size", None)
-            whole = self.per_rank_batch_size = given if isinstance(given, int) else None
+            fills = isinstance(given, int) and not place.interleave
+            whole = self.per_rank_batch_size = given if fills else None
             self.split = BatchTurns(
                 self.order,
                 rank=rank,
@@ -169,13 +172,17 @@ class IndexedSource(Source):
             ] = self.split
         else:
             per_rank = place.batch_size or loader.batch_size or 1
+            drop_last = loader.drop_last
+            if regular is not None:
+                per_rank, drop_last = regular.batch_size, regular.drop_last
             self.split = SampleBlocks(
                 self.order,
                 per_rank,
-                drop_last=loader.drop_last,
+                drop_last=drop_last,
                 rank=rank,
                 size=size,
                 pad=place.pad,
+                interleave=place.interleave,
             )
             self.loader.__dict__.update(batch_size=per_rank, batch_sampler=self.split)
             self.per_rank_batch_size = per_rank
@@ -194,6 +201,8 @@ class IndexedSource(Source):
             if not self.own_batches or loader.batch_sampler is None
             else loader.batch_sampler
         )
+        if self._regular is not None:
+            order = self._regular.sampler
         if not place.shard:
             return _reseeded(order, loader), False
         division = divide_by_itself(order, _SAMPLERS) or _divided_by_one(order)
@@ -250,6 +259,8 @@ class IndexedSource(Source):
             split = ""
         elif self.own_batches:
             split = f", {size} consecutive batches to {size} ranks"
+        elif self.place.interleave:
+            split = f", each {size}th sample to one of {size} ranks, in batches of {self.per_rank_batch_size}"
         else:
             split = f", {size} consecutive blocks of {self.per_rank_batch_size} samples to {size} ranks"
         return f"{kind_of(self.given)} over {kind_of(self.given.dataset)}, {how}{split}"
@@ -403,6 +414,14 @@ def _own_batches(loader: DataLoader[Any]) -> bool:
     return loader.batch_size is None or not (
         isinstance(made, BatchSampler) and made.sampler is loader.sampler
     )
+
+
+def _regular_batches(loader: DataLoader[Any]) -> BatchSampler | None:
+    """Return a batch sampler that the user gave and that makes batches as ``batch_size`` would."""
+    batches = loader.batch_sampler
+    if not isinstance(batches, BatchSampler) or type(batches) is not BatchSampler:
+        return None
+    return batches if _own_batches(loader) else None
 
 
 def _undivided(sampler: DistributedSampler[Any]) -> Any:
