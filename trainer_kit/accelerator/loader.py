@@ -275,7 +275,6 @@ class PreparedLoader:
         seed: of the data order, the same on every process.
         even: fill up the last batch from the start of the data, so that every process gets equally many samples.
         dispatch: a group whose first process reads all data and sends the others theirs; None: each process reads.
-        interleave: samples are divided as by torch's ``DistributedSampler``: see `Feed`.
         non_blocking: copies to an accelerator are asynchronous.
         shard: selects the part of a batch that this process computes; None: all of it.
         end: called when the loop has finished a batch outside a window.
@@ -304,7 +303,6 @@ class PreparedLoader:
         seed: int,
         even: bool,
         dispatch: Group | None = None,
-        interleave: bool = False,
         non_blocking: bool = False,
         shard: Callable[[Any], Any] | None = None,
         end: Callable[[], None] | None = None,
@@ -317,7 +315,6 @@ class PreparedLoader:
         self.seed = seed
         self.even = even
         self.dispatch = dispatch
-        self.interleave = interleave
         self.non_blocking = non_blocking
         self.feed = make_feed(even, seed)
         self._shard = shard
@@ -535,7 +532,7 @@ class PreparedLoader:
     def _count_last(self, total: int, each: int) -> None:
         """Record which of the ``total`` samples of an incomplete last batch each process has."""
         size = self.group.size
-        if self.even and not self.interleave:
+        if self.even and not self.feed.interleave:
             # Samples that are not repeated come first, in rank order.
             self.counts = [
                 min(each, max(0, total - rank * each)) for rank in range(size)
@@ -898,7 +895,7 @@ class _OwnBatches(BatchSamplerShard):
         each = loader.feed.per_rank_batch_size
         drops, rank, size = self.drop_last, self.process_index, self.num_processes
         pads = self.even_batches
-        if each is None and loader.interleave:
+        if each is None and loader.feed.interleave:
             turns = BatchTurns(
                 self.batch_sampler, rank=rank, size=size, sized=True, pad=pads
             )
@@ -907,7 +904,7 @@ class _OwnBatches(BatchSamplerShard):
         if each is None:
             return super().__iter__()
         order: Any = [index for batch in self.batch_sampler for index in batch]
-        if loader.interleave and type(self.batch_sampler) is BatchSampler:
+        if loader.feed.interleave and type(self.batch_sampler) is BatchSampler:
             # Its last batch may be dropped on all processes, and complete on each with a repeated sample.
             order = self.batch_sampler.sampler
         blocks = SampleBlocks(
@@ -917,7 +914,7 @@ class _OwnBatches(BatchSamplerShard):
             rank=rank,
             size=size,
             pad=pads,
-            interleave=loader.interleave,
+            interleave=loader.feed.interleave,
         )
         blocks.begin(seed=0, start=0)
         return iter(blocks)
@@ -1027,7 +1024,6 @@ def prepare_loader(
         seed=seed,
         even=config.even_batches,
         dispatch=world if dispatch else None,
-        interleave=interleave,
         non_blocking=config.non_blocking,
         shard=shard,
         end=end,

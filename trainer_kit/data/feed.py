@@ -393,6 +393,7 @@ class Feed:
         self.loader = loader
         self.size = size
         self.reproducible = reproducible
+        self.interleave = interleave
         self._asks = rank == 0
         self._source = _open(loader, place)
         warn_of_end = partial(warn_of_early_end, loader) if rank == 0 else None
