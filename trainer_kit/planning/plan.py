@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Final, final
 
 from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.display import in_units
-from trainer_kit.planning.estimate import inner_ranks, step_samples
-from trainer_kit.planning.records import CATEGORIES, Candidate
+from trainer_kit.planning.estimate import Estimate, inner_ranks, step_samples
+from trainer_kit.planning.records import CATEGORIES, Candidate, Measured
 from trainer_kit.planning.search import Question, Row
 from trainer_kit.report.page import page_part
 
@@ -44,6 +44,8 @@ _HEADS: Final = (
     "MFU",
     "samples/s",
 )
+_TEXT_COLUMNS: Final = 6
+"""The first columns have text, which stands on the left; numbers stand on the right."""
 _STYLE: Final = """
 .bars { display: grid; grid-template-columns: minmax(150px, max-content) 1fr max-content; gap: 7px 14px; }
 .bars > * { align-self: center; }
@@ -87,22 +89,23 @@ class Plan:
 
     def best(self, world: int | None = None) -> Row | None:
         """The fastest configuration that fits on this number of ranks; None: on the first number with one."""
-        worlds = self.question.worlds if world is None else (world,)
-        fitting = [
-            row
-            for size in worlds
-            for row in self.rows
-            if row.candidate.world == size and row.estimate
-        ]
-        return fitting[0] if fitting else None
+        worlds = self.question.worlds
+        if world is not None:
+            worlds = (world,)
+        for size in worlds:
+            for row in self._rows_of_world(size):
+                if row.estimate is not None:
+                    return row
+        return None
+
+    def _rows_of_world(self, world: int) -> list[Row]:
+        return [row for row in self.rows if row.candidate.world == world]
 
     def trainer_line(self, row: Row) -> str:
         """The ``Trainer(...)`` of a row; other arguments stay as they are."""
-        arguments = ", ".join(
-            f"{name}={value}"
-            for name, value in _arguments(row.candidate, self.question).items()
-        )
-        return f"Trainer({arguments})"
+        arguments = _arguments(row.candidate, self.question)
+        pairs = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        return f"Trainer({pairs})"
 
     def command(self, row: Row) -> str:
         """The command that starts a row, on each machine."""
@@ -117,38 +120,29 @@ class Plan:
 
     def to_json(self) -> str:
         """Everything as JSON: bytes, seconds, the lines, and the notes."""
-        rows = [
-            {
-                **asdict(row.candidate),
-                "fits": row.estimate is not None,
-                "reason": row.reason,
-                "memory": None
-                if row.measured is None
-                else [dict(role) for role in row.measured.memory],
-                "peak": None if row.measured is None else row.measured.peak,
-                "host": None if row.measured is None else row.measured.host,
-                "flops": None if row.measured is None else row.measured.flops,
-                "exact": None if row.measured is None else row.measured.exact,
-                "notes": [] if row.measured is None else list(row.measured.notes),
-                "traffic": []
-                if row.measured is None
-                else [asdict(one) for one in row.measured.traffic],
-                "estimate": None if row.estimate is None else asdict(row.estimate),
-                "trainer": None if row.estimate is None else self.trainer_line(row),
-                "command": None if row.estimate is None else self.command(row),
-            }
-            for row in self.rows
-        ]
-        found = {
+        content = {
             "device": self.device,
             "limit": self.question.limit,
             "global_batch": self.question.global_batch,
             "assumptions": asdict(self.question.assumptions),
             "notes": [*self.notes, *LIMITS],
             "seconds": self.seconds,
-            "rows": rows,
+            "rows": [self._json_row(row) for row in self.rows],
         }
-        return json.dumps(found, indent=1)
+        return json.dumps(content, indent=1)
+
+    def _json_row(self, row: Row) -> dict[str, object]:
+        """The values of one row by their keys in JSON; the keys are a file format."""
+        entry: dict[str, object] = asdict(row.candidate)
+        entry["fits"] = row.estimate is not None
+        entry["reason"] = row.reason
+        entry |= _json_measured(row.measured)
+        if row.estimate is None:
+            return entry | {"estimate": None, "trainer": None, "command": None}
+        entry["estimate"] = asdict(row.estimate)
+        entry["trainer"] = self.trainer_line(row)
+        entry["command"] = self.command(row)
+        return entry
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """One page with a bar for each rank and category; it needs no other file.
@@ -167,89 +161,118 @@ class Plan:
     __repr__ = __str__
 
 
+def _json_measured(measured: Measured | None) -> dict[str, object]:
+    if measured is None:
+        unknown = dict.fromkeys(("memory", "peak", "host", "flops", "exact"))
+        return {**unknown, "notes": [], "traffic": []}
+    return {
+        "memory": [dict(role) for role in measured.memory],
+        "peak": measured.peak,
+        "host": measured.host,
+        "flops": measured.flops,
+        "exact": measured.exact,
+        "notes": list(measured.notes),
+        "traffic": [asdict(traffic) for traffic in measured.traffic],
+    }
+
+
 def _machines(candidate: Candidate, question: Question) -> int:
     return -(-candidate.world // question.device.group)
+
+
+def _strategy_source(candidate: Candidate) -> str:
+    """The value of ``Trainer(strategy=...)``, as source."""
+    strategy = candidate.strategy
+    if strategy.startswith("hsdp"):  # the Trainer shards within a machine
+        return '"hsdp"'
+    if inner_ranks(candidate) > 1:
+        axis = strategy[:2]
+        size = strategy[2:]
+        return f"MeshStrategy(dp_shard=-1, {axis}={size})"
+    if candidate.offload and strategy == "fsdp":
+        strategy = "fsdp_cpu_offload"
+    return f'"{strategy}"'
 
 
 def _arguments(candidate: Candidate, question: Question) -> dict[str, str]:
     """The Trainer's arguments, as source."""
     machines = _machines(candidate, question)
-    word = repr(
-        "fsdp_cpu_offload"
-        if candidate.offload and candidate.strategy == "fsdp"
-        else candidate.strategy
-    )
-    axis, size = candidate.strategy[:2], candidate.strategy[2:]
-    if candidate.strategy.startswith("hsdp"):  # which shards within a machine
-        word = repr("hsdp")
-    elif inner_ranks(candidate) > 1:
-        word = f"MeshStrategy(dp_shard=-1, {axis}={size})"
-    found = {
-        "strategy": word.replace("'", '"'),
+    arguments = {
+        "strategy": _strategy_source(candidate),
         "devices": str(candidate.world // machines),
     }
     if machines > 1:
-        found["num_nodes"] = str(machines)
-    found["precision"] = f'"{candidate.precision}"'
+        arguments["num_nodes"] = str(machines)
+    arguments["precision"] = f'"{candidate.precision}"'
     if candidate.accumulate > 1:
-        found["accumulate_grad_batches"] = str(candidate.accumulate)
-    found["global_batch_size"] = str(step_samples(candidate))
+        arguments["accumulate_grad_batches"] = str(candidate.accumulate)
+    arguments["global_batch_size"] = str(step_samples(candidate))
     if candidate.activation_checkpointing:
-        found["activation_checkpointing"] = "True"
-    return found
+        arguments["activation_checkpointing"] = "True"
+    return arguments
 
 
 def _text(plan: Plan) -> str:
     """The tables, the best lines and the notes."""
     question = plan.question
+    limit = in_units(question.limit)
     lines = [
-        f"{plan.device}: {question.global_batch} samples a step, at most {in_units(question.limit)} for a rank"
+        f"{plan.device}: {question.global_batch} samples a step, at most {limit} for a rank"
     ]
     for world in question.worlds:
-        rows = [row for row in plan.rows if row.candidate.world == world]
-        lines += ["", f"{world} rank{'s' * (world > 1)}"]
-        fitting = [row for row in rows if row.estimate is not None]
-        if fitting:
-            lines += _aligned(
-                [
-                    _heads(plan),
-                    *(_cells(place, row, plan) for place, row in enumerate(fitting, 1)),
-                ]
-            )
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for row in rows:
-            if row.estimate is None:
-                reasons.setdefault((_without_precision(row), row.reason), []).append(
-                    row.candidate.precision
-                )
-        for (words, reason), precisions in reasons.items():
-            lines += _wrapped(
-                f"{words}, {' and '.join(precisions)}: {reason}", "  -  ", "     "
-            )
-        best = plan.best(world)
-        if best is None:
-            lines.append("  no configuration is known to fit")
-        else:
-            lines += [
-                "",
-                *_wrapped(plan.trainer_line(best), "  ", "          "),
-                *textwrap.indent(plan.command(best), "  ").splitlines(),
-            ]
+        lines += _text_of_world(plan, world)
     lines.append("")
     for note in [*plan.notes, *LIMITS]:
         lines += _wrapped(note, "- ", "  ")
-    lines.append(
-        f"{sum(row.measured is not None for row in plan.rows)} configurations in {plan.seconds:.1f} s"
-    )
+    count = sum(row.measured is not None for row in plan.rows)
+    lines.append(f"{count} configurations in {plan.seconds:.1f} s")
     return "\n".join(lines)
 
 
-def _wrapped(text: str, first: str, rest: str) -> list[str]:
+def _text_of_world(plan: Plan, world: int) -> list[str]:
+    """The table of one number of ranks, what does not fit, and the lines that start the best configuration."""
+    lines = ["", _ranks(world)]
+    rows = plan._rows_of_world(world)
+    fitting = [row for row in rows if row.estimate is not None]
+    if fitting:
+        cells = [_cells(number, row, plan) for number, row in enumerate(fitting, 1)]
+        lines += _aligned([_heads(plan), *cells])
+    lines += _unfitting_lines(rows)
+    best = plan.best(world)
+    if best is None:
+        lines.append("  no configuration is known to fit")
+        return lines
+    lines.append("")
+    lines += _wrapped(plan.trainer_line(best), "  ", "          ")
+    lines += textwrap.indent(plan.command(best), "  ").splitlines()
+    return lines
+
+
+def _unfitting_lines(rows: Sequence[Row]) -> list[str]:
+    """One line for each configuration that does not fit, with all the precisions that fail for the same reason."""
+    precisions: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.estimate is None:
+            key = _without_precision(row), row.reason
+            precisions.setdefault(key, []).append(row.candidate.precision)
+    lines: list[str] = []
+    for (configuration, reason), names in precisions.items():
+        text = f"{configuration}, {' and '.join(names)}: {reason}"
+        lines += _wrapped(text, "  -  ", "     ")
+    return lines
+
+
+def _ranks(count: int) -> str:
+    plural = "s" if count > 1 else ""
+    return f"{count} rank{plural}"
+
+
+def _wrapped(text: str, first_indent: str, indent: str) -> list[str]:
     return textwrap.wrap(
         text,
         _WIDTH,
-        initial_indent=first,
-        subsequent_indent=rest,
+        initial_indent=first_indent,
+        subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
@@ -257,71 +280,90 @@ def _wrapped(text: str, first: str, rest: str) -> list[str]:
 
 def _without_precision(row: Row) -> str:
     candidate = row.candidate
-    words = ["checkpointing"] * candidate.activation_checkpointing + [
-        "offload"
-    ] * candidate.offload
-    return " with ".join(
-        [candidate.strategy, *([" and ".join(words)] if words else [])]
-    )
+    options: list[str] = []
+    if candidate.activation_checkpointing:
+        options.append("checkpointing")
+    if candidate.offload:
+        options.append("offload")
+    if not options:
+        return candidate.strategy
+    return f"{candidate.strategy} with {' and '.join(options)}"
 
 
 def _short(row: Row) -> str:
     return f"{_without_precision(row)}, {row.candidate.precision}"
 
 
-def _rate(plan: Plan) -> str:
+def _speed_head(plan: Plan) -> str:
     """The name of the column of speed."""
-    return "samples/s" if plan.question.assumptions.tokens is None else "tokens/s"
+    if plan.question.assumptions.tokens is None:
+        return "samples/s"
+    return "tokens/s"
 
 
 def _heads(plan: Plan) -> list[str]:
-    heads = [*_HEADS[:-1], _rate(plan)]
+    heads = [*_HEADS[:-1], _speed_head(plan)]
     if plan.question.assumptions.price is not None:
         heads.append("cost/1M")
     return heads
 
 
-def _cells(place: int, row: Row, plan: Plan) -> list[str]:
-    candidate, measured, estimate = row.candidate, row.measured, row.estimate
-    assert measured is not None
+def _cells(number: int, row: Row, plan: Plan) -> list[str]:
+    """The cells of a ranked row, which is the ``number``-th of its table."""
+    candidate = row.candidate
+    assert row.measured is not None
+    estimate = row.estimate
     assert estimate is not None
-    speed = (
-        estimate.samples_per_second
-        if estimate.tokens_per_second is None
-        else estimate.tokens_per_second
-    )
     cells = [
-        f"{place}.",
+        f"{number}.",
         candidate.strategy,
         candidate.precision,
         f"{candidate.micro_batch} x {candidate.accumulate}",
-        "yes" if candidate.activation_checkpointing else "no",
-        "yes" if candidate.offload else "no",
-        in_units(measured.peak),
+        _yes_or_no(candidate.activation_checkpointing),
+        _yes_or_no(candidate.offload),
+        in_units(row.measured.peak),
         _time(estimate.seconds),
         f"{estimate.mfu:.0%}",
-        f"{speed:,.4g}" if speed < 1000 else f"{speed:,.0f}",
+        _speed(estimate),
     ]
     if estimate.cost is not None:
         cells.append(f"{estimate.cost:.3g}")
     return cells
 
 
+def _yes_or_no(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _speed(estimate: Estimate) -> str:
+    speed = estimate.tokens_per_second
+    if speed is None:
+        speed = estimate.samples_per_second
+    if speed < 1000:
+        return f"{speed:,.4g}"
+    return f"{speed:,.0f}"
+
+
 def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = 6  # words; numbers stand on the right
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(width) if at < left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    """Lines in which the cells of a column have the same width."""
+    columns = zip(*rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for row in rows:
+        cells = []
+        for column, width in enumerate(widths):
+            if column < _TEXT_COLUMNS:
+                cells.append(row[column].ljust(width))
+            else:
+                cells.append(row[column].rjust(width))
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
 
 
 def _page(plan: Plan) -> str:
@@ -346,59 +388,82 @@ def _page(plan: Plan) -> str:
 
 
 def _section(plan: Plan, world: int) -> str:
-    rows = [row for row in plan.rows if row.candidate.world == world]
+    """The best lines, the bars and the table of one number of ranks."""
+    rows = plan._rows_of_world(world)
     best = plan.best(world)
-    lines = (
-        "No configuration is known to fit."
-        if best is None
-        else f"{plan.trainer_line(best)}\n{plan.command(best)}"
-    )
-    peaks = [row.measured.peak for row in rows if row.measured is not None]
-    scale = max([plan.question.limit * 1.05, *peaks]) if peaks else 1.0
-    # One row far beyond the limit would leave no room for the others.
-    scale = min(scale, plan.question.limit * 3)
-    bars = "".join(
-        bar for row in rows for bar in _bars(row, plan.question.limit, scale)
-    )
+    lines = "No configuration is known to fit."
+    if best is not None:
+        lines = f"{plan.trainer_line(best)}\n{plan.command(best)}"
+    limit = plan.question.limit
+    scale = _scale(rows, limit)
+    bars = "".join("".join(_bars(row, limit, scale)) for row in rows)
     heads = "".join(f"<th>{escape(head)}</th>" for head in _heads(plan))
     fitting = [row for row in rows if row.estimate is not None]
-    cells = "".join(
-        "<tr>"
-        + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(place, row, plan))
-        + "</tr>"
-        for place, row in enumerate(fitting, 1)
+    ranked = "".join(
+        _table_row(_cells(number, row, plan)) for number, row in enumerate(fitting, 1)
     )
-    others = "".join(
-        f"<tr><td>–</td><td>{escape(_without_precision(row))}</td><td>{escape(row.candidate.precision)}</td>"
-        f'<td class="reason" colspan="{len(_heads(plan)) - 3}">{escape(row.reason)}</td></tr>'
-        for row in rows
-        if row.estimate is None
+    unfitting = "".join(
+        _unfitting_row(row, plan) for row in rows if row.estimate is None
     )
     return (
-        f"<h2>{world} rank{'s' * (world > 1)}</h2><pre>{escape(lines)}</pre>"
+        f"<h2>{_ranks(world)}</h2><pre>{escape(lines)}</pre>"
         f'<div class="panel"><div class="bars">{bars}</div></div>'
-        f'<div class="panel scroll"><table><tr>{heads}</tr>{cells}{others}</table></div>'
+        f'<div class="panel scroll"><table><tr>{heads}</tr>{ranked}{unfitting}</table></div>'
+    )
+
+
+def _scale(rows: Sequence[Row], limit: int) -> float:
+    """The bytes of a bar over the full width."""
+    peaks = [row.measured.peak for row in rows if row.measured is not None]
+    if not peaks:
+        return 1.0
+    scale = max([limit * 1.05, *peaks])
+    # One row far beyond the limit would leave no room for the others.
+    return min(scale, limit * 3)
+
+
+def _table_row(cells: Sequence[str]) -> str:
+    columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f"<tr>{columns}</tr>"
+
+
+def _unfitting_row(row: Row, plan: Plan) -> str:
+    columns = len(_heads(plan)) - 3
+    return (
+        f"<tr><td>–</td><td>{escape(_without_precision(row))}</td><td>{escape(row.candidate.precision)}</td>"
+        f'<td class="reason" colspan="{columns}">{escape(row.reason)}</td></tr>'
     )
 
 
 def _bars(row: Row, limit: int, scale: float) -> Iterator[str]:
+    """A bar for each role of a rank, with the limit as a line."""
     if row.measured is None:
         return
+    candidate = row.candidate
     for number, role in enumerate(row.measured.memory, 1):
-        several = f", rank role {number}" if len(row.measured.memory) > 1 else ""
-        at, parts = 0.0, []
-        for kind, name in enumerate(CATEGORIES):
-            width = min(100 * role.get(name, 0) / scale, 100 - at)
-            if width > 0:
-                text = escape(f"{name}: {in_units(role.get(name, 0))}")
-                parts.append(
-                    f'<i class="k{kind}" style="left:{at:.2f}%;width:{width:.2f}%" title="{text}"></i>'
-                )
-                at += width
+        batch = f"{candidate.micro_batch} x {candidate.accumulate}"
+        if len(row.measured.memory) > 1:
+            batch += f", rank role {number}"
         peak = sum(role.values())
-        batch = f"{row.candidate.micro_batch} x {row.candidate.accumulate}"
+        over = " over" if peak > limit else ""
         yield (
-            f'<div class="name">{escape(_short(row))}<small>{batch}{several}</small></div>'
-            f'<div class="bar">{"".join(parts)}<u style="left:{100 * limit / scale:.2f}%"></u></div>'
-            f'<div class="size{" over" if peak > limit else ""}">{in_units(peak)}</div>'
+            f'<div class="name">{escape(_short(row))}<small>{batch}</small></div>'
+            f'<div class="bar">{_segments(role, scale)}<u style="left:{100 * limit / scale:.2f}%"></u></div>'
+            f'<div class="size{over}">{in_units(peak)}</div>'
         )
+
+
+def _segments(role: Mapping[str, int], scale: float) -> str:
+    """The colored segments of a bar, one for each category."""
+    offset = 0.0
+    segments = []
+    for number, name in enumerate(CATEGORIES):
+        size = role.get(name, 0)
+        width = min(100 * size / scale, 100 - offset)
+        if width > 0:
+            title = escape(f"{name}: {in_units(size)}")
+            segments.append(
+                f'<i class="k{number}" style="left:{offset:.2f}%;width:{width:.2f}%" title="{title}"></i>'
+            )
+            offset += width
+    return "".join(segments)

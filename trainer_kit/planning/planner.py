@@ -30,7 +30,7 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.state_names import uncompiled
 from trainer_kit.data import CombinedLoader, Feed, is_tree
 from trainer_kit.data.place import generator_states, own_generators, restore_generators
-from trainer_kit.planning.candidates import check_word
+from trainer_kit.planning.candidates import check_strategy_name
 from trainer_kit.planning.estimate import Assumptions, step_samples
 from trainer_kit.planning.fake_mode import FastFakeMode
 from trainer_kit.planning.fake_world import adapted, fake_module
@@ -55,6 +55,14 @@ _RESERVE: Final = 0.1
 """The share of a device's memory that is left free."""
 _LARGE: Final = 100_000_000
 """Parameters above which the precisions are searched at the same time; for smaller modules that saves no second."""
+_PRECISION_NAMES: Final = {
+    "32": "32-true",
+    "no": "32-true",
+    "bf16": "bf16-mixed",
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+}
+"""Short names of precisions, and those of Hugging Face Accelerate."""
 _QUIET: Final = 2.0
 """Seconds without a line about progress."""
 
@@ -62,7 +70,7 @@ _QUIET: Final = 2.0
 def plan_fit(
     trainer: Session,
     module: TrainModule,
-    loaders: Any = None,
+    loaders: object = None,
     datamodule: DataModule | None = None,
     *,
     world: int | Sequence[int],
@@ -72,7 +80,7 @@ def plan_fit(
     precisions: Sequence[str] = (),
     global_batch: int | None = None,
     assumptions: Assumptions | None = None,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
     script: str = "",
     say: Callable[[str], None] = nothing,
 ) -> Plan:
@@ -84,10 +92,10 @@ def plan_fit(
         loaders: its training loaders.
         datamodule: has the loaders.
         world: the numbers of ranks.
-        device: a word of the device table; ``"cpu"``: this machine; None: this machine's accelerator, else its CPU.
+        device: a name in the device table; ``"cpu"``: this machine; None: this machine's accelerator, else its CPU.
         max_memory: bytes that a rank may use; None: the device's memory without a reserve.
-        strategies: words; empty: those that make sense.
-        precisions: words; empty: the Trainer's, and mixed precision.
+        strategies: their names; empty: those that make sense.
+        precisions: their names; empty: the Trainer's, and mixed precision.
         global_batch: samples of a step; None: as in the Trainer and the loaders.
         assumptions: of the estimates.
         arguments: what a captured script passed to its Trainer, which is made on one process.
@@ -96,71 +104,98 @@ def plan_fit(
     """
     began = time.monotonic()
     worlds = _worlds(world, device, global_batch)
-    module = _check_place(trainer, module)
-    strategies = _words("strategies", strategies, check_word)
-    precisions = _words("precisions", precisions, make_precision)
+    module = _check_planned_module(trainer, module)
+    strategies = _unique_names("strategies", strategies, check_strategy_name)
+    precisions = _unique_names("precisions", precisions, make_precision)
     if device not in (None, "cpu"):
-        find_device(device)  # a wrong word is an error before data is prepared
-    given: Mapping[str, Any] = trainer.arguments if arguments is None else arguments
-    batch, size = _prepared(trainer, module, loaders, datamodule)
-    built = _built(module, trainer)
+        find_device(device)  # a wrong name is an error before data is prepared
+    if arguments is None:
+        arguments = trainer.arguments
+    batch, size = _prepare_batch(trainer, module, loaders, datamodule)
+    built = _build_copy(module, trainer)
     notes: list[str] = []
-    samples = (
-        _global_batch(trainer, given, size, notes)
-        if global_batch is None
-        else global_batch
-    )
-    row, name = _device(device, worlds, notes)
-    limit = int(row.memory * 1e9 * (1 - _RESERVE)) if max_memory is None else max_memory
-    kept = (
-        f"{1 - _RESERVE:.0%} of {row.memory:.4g} GB" if max_memory is None else "given"
-    )
-    notes.insert(0, f"memory limit of a rank: {in_units(limit)} ({kept})")
-    chosen = precisions or _precisions(given, row, notes)
+    if global_batch is None:
+        global_batch = _global_batch(trainer, arguments, size, notes)
+    row, device_name = _device(device, worlds, notes)
+    limit = _memory_limit(row, max_memory, notes)
+    if not precisions:
+        precisions = _precisions(arguments, row, notes)
     with _named("loss_weight counted the tokens of the first batch"):
-        taken = _with_tokens(assumptions or Assumptions(), module, batch, size)
-    notes += _estimate_notes(row, taken, chosen)
+        assumptions = _with_tokens(assumptions or Assumptions(), module, batch, size)
+    notes += _estimate_notes(row, assumptions, precisions)
     question = Question(
         device=row,
         worlds=worlds,
-        global_batch=samples,
+        global_batch=global_batch,
         limit=limit,
         strategies=strategies,
-        precisions=chosen,
-        assumptions=taken,
+        precisions=precisions,
+        assumptions=assumptions,
     )
 
-    def tell(text: str) -> None:
+    def say_later(text: str) -> None:
         if time.monotonic() - began > _QUIET:
             say(text)
 
-    kind = "cpu" if name == "cpu" else "cuda"
-    real = RealSteps(size)
-
-    def measured(candidate: Candidate) -> Measured:
-        found = measure(
-            module,
-            batch,
-            candidate,
-            trainer=trainer,
-            accelerator=kind,
-            size=size,
-            real=real,
-        )
-        return _noted(found, trainer, given)
-
-    rows = search(question, module, measured, tell, several=_is_large(built))
+    measure_candidate = _measure_with(
+        trainer, module, batch, size, device_name, arguments
+    )
+    rows = search(
+        question, module, measure_candidate, say_later, several=_is_large(built)
+    )
     if worlds[-1] > 1:
-        notes.append(_auto(built, chosen[0], row, rows))
-    notes += _notes(rows, samples, _own_strategy(trainer, given))
+        notes.append(_describe_auto(built, precisions[0], row, rows))
+    notes += _notes(rows, global_batch, _users_strategy(trainer, arguments))
     return Plan(
         question=question,
         rows=rows,
-        device=name,
+        device=device_name,
         script=script,
         notes=notes,
         seconds=time.monotonic() - began,
     )
+
+
+def _measure_with(
+    trainer: Session,
+    module: TrainModule,
+    batch: object,
+    size: int,
+    device_name: str,
+    arguments: Mapping[str, object],
+) -> Callable[[Candidate], Measured]:
+    """A function that measures a candidate with this trainer, module and batch of ``size`` samples."""
+    accelerator = "cpu" if device_name == "cpu" else "cuda"
+    real_steps = RealSteps(size)
+    strategy = _users_strategy(trainer, arguments)
+
+    def measure_candidate(candidate: Candidate) -> Measured:
+        measured = measure(
+            module,
+            batch,
+            candidate,
+            trainer=trainer,
+            accelerator=accelerator,
+            size=size,
+            real=real_steps,
+        )
+        if candidate.strategy != "ddp":
+            return measured
+        return replace(measured, notes=measured.notes + _uncounted(strategy))
+
+    return measure_candidate
+
+
+def _memory_limit(device: Device, max_memory: int | None, notes: list[str]) -> int:
+    """The bytes that a rank may use."""
+    if max_memory is None:
+        limit = int(device.memory * 1e9 * (1 - _RESERVE))
+        origin = f"{1 - _RESERVE:.0%} of {device.memory:.4g} GB"
+    else:
+        limit = max_memory
+        origin = "given"
+    notes.insert(0, f"memory limit of a rank: {in_units(limit)} ({origin})")
+    return limit
 
 
 def _is_large(module: nn.Module) -> bool:
@@ -174,7 +209,8 @@ def _worlds(
     check_type("Trainer.plan", "world", world, int | Sequence[int])
     check_type("Trainer.plan", "device", device, str | None)
     check_type("Trainer.plan", "global_batch_size", global_batch, int | None)
-    worlds = tuple(sorted({world} if isinstance(world, int) else set(world)))
+    sizes = {world} if isinstance(world, int) else set(world)
+    worlds = tuple(sorted(sizes))
     if not worlds or worlds[0] < 1:
         raise ConfigurationError(
             "a plan needs at least 1 rank",
@@ -189,11 +225,13 @@ def _worlds(
     return worlds
 
 
-def _check_place(trainer: Session, module: Any) -> Any:
+def _check_planned_module(trainer: Session, module: Any) -> Any:
     """Refuse what cannot be planned here, before data is prepared; returns the module without ``torch.compile``."""
     module = uncompiled(module)
     check_module(module, "fit")
-    running = f"a running {trainer.state_verb}" if trainer.state_verb else ""
+    running = ""
+    if trainer.state_verb:
+        running = f"a running {trainer.state_verb}"
     if dist.is_initialized():
         running = f"a process group of {dist.get_world_size()} ranks"
     if running:
@@ -217,53 +255,62 @@ def _named(doing: str) -> Iterator[None]:
         raise
 
 
-def _built(module: nn.Module, trainer: Session) -> nn.Module:
+def _build_copy(module: nn.Module, trainer: Session) -> nn.Module:
     """A copy without values, with the layers of ``configure_model``; without them where that needs values."""
     mode = FastFakeMode()
     copied: nn.Module = fake_module(module, mode)
-    copied.trainer = trainer  # type: ignore[assignment]
-    with suppress(Exception), adapted(), mode:  # user code, which the search runs again
+    copied.trainer = trainer  # type: ignore[assignment]  # nn.Module declares tensors and modules
+    # User code may raise anything; the search runs it again and reports it.
+    with suppress(Exception), adapted(), mode:
         build_once(copied)
     return copied
 
 
-def _words(
-    name: str, words: Sequence[str], check: Callable[[str], object]
+def _unique_names(
+    argument: str, names: Sequence[str], check: Callable[[str], object]
 ) -> tuple[str, ...]:
-    """Each word once; ``check`` refuses unknown ones."""
-    check_type("Trainer.plan", name, words, Sequence[str])
-    for word in words:
-        check(word)
-    return tuple(dict.fromkeys(words))
+    """Each name once; ``check`` refuses unknown ones."""
+    check_type("Trainer.plan", argument, names, Sequence[str])
+    for name in names:
+        check(name)
+    return tuple(dict.fromkeys(names))
 
 
-def _own_strategy(trainer: Session, given: Mapping[str, Any]) -> Strategy | None:
-    """The strategy that the user made; None where it is a word."""
-    own = given.get("strategy")
-    if isinstance(own, Strategy):
-        return own
-    return trainer.strategy if own == type(trainer.strategy).__name__ else None
+def _users_strategy(
+    trainer: Session, arguments: Mapping[str, object]
+) -> Strategy | None:
+    """The strategy that the user made; None where it is a name."""
+    strategy = arguments.get("strategy")
+    if isinstance(strategy, Strategy):
+        return strategy
+    # A captured script records the class of what it passed.
+    if strategy == type(trainer.strategy).__name__:
+        return trainer.strategy
+    return None
 
 
-def _noted(found: Measured, trainer: Session, given: Mapping[str, Any]) -> Measured:
-    own = _own_strategy(trainer, given) if found.candidate.strategy == "ddp" else None
-    return replace(found, notes=found.notes + _uncounted(own))
-
-
-def _uncounted(own: Strategy | None) -> tuple[str, ...]:
-    """A text about what the user's DDP does in a step and a measurement leaves out."""
-    if not isinstance(own, DDPStrategy):
+def _uncounted(strategy: Strategy | None) -> tuple[str, ...]:
+    """Notes on what the user's DDP does in a step and a measurement leaves out."""
+    if not isinstance(strategy, DDPStrategy):
         return ()
-    hook = "the communication hook of DDPStrategy is not in it: its buffers and state, and the bytes that it saves"
-    local = "local SGD is not in it: the step that is measured exchanges gradients"
-    return (hook,) * (own.comm_hook is not None) + (local,) * (
-        own.local_sgd is not None
-    )
+    notes: list[str] = []
+    if strategy.comm_hook is not None:
+        notes.append(
+            "the communication hook of DDPStrategy is not in it: its buffers and state, and the bytes that it saves"
+        )
+    if strategy.local_sgd is not None:
+        notes.append(
+            "local SGD is not in it: the step that is measured exchanges gradients"
+        )
+    return tuple(notes)
 
 
-def _prepared(
-    trainer: Session, module: TrainModule, loaders: Any, datamodule: DataModule | None
-) -> tuple[Any, int]:
+def _prepare_batch(
+    trainer: Session,
+    module: TrainModule,
+    loaders: object,
+    datamodule: DataModule | None,
+) -> tuple[object, int]:
     """Prepare the data as a fit does; returns the first batch, and the size of the loader's batches."""
     with preserved_rng(torch.device("cpu")):
         with _named("the plan called prepare_data() and setup(), as a fit does"):
@@ -272,7 +319,7 @@ def _prepared(
             return _first_batch(find_loaders("fit", loaders, module, datamodule))
 
 
-def _first_batch(loaders: Any) -> tuple[Any, int]:
+def _first_batch(loaders: object) -> tuple[object, int]:
     """The first batch, and the size of the loader's batches."""
     if loaders is None:
         raise ConfigurationError(
@@ -280,13 +327,12 @@ def _first_batch(loaders: Any) -> tuple[Any, int]:
             fix="pass a loader, or define train_dataloader()",
         )
     if isinstance(loaders, Dataset) and not isinstance(loaders, IterableDataset):
-        fix = "pass a DataLoader: DataLoader(dataset, batch_size=32)"
         raise ConfigurationError(
-            "this is not a loader", found=type(loaders).__name__, fix=fix
+            "this is not a loader",
+            found=type(loaders).__name__,
+            fix="pass a DataLoader: DataLoader(dataset, batch_size=32)",
         )
-    whole = CombinedLoader(loaders, "max_size_cycle") if is_tree(loaders) else loaders
-    parts = whole.flattened if isinstance(whole, CombinedLoader) else [whole]
-    generators = own_generators(*(owner for part in parts for owner in _owners(part)))
+    generators = _generators_of_loaders(loaders)
     states = generator_states(generators)
     feed = Feed(loaders, shard=False)  # it counts samples as in a fit
     batch, size = next(feed.sized_epoch(0), (None, 0))
@@ -299,116 +345,137 @@ def _first_batch(loaders: Any) -> tuple[Any, int]:
     return batch, size
 
 
-def _owners(loader: Any) -> list[Any]:
-    """What has generators that reading a batch draws from."""
-    order = getattr(loader, "batch_sampler", None)
-    parts = [getattr(loader, name, None) for name in ("sampler", "dataset")]
-    return [loader, order, getattr(order, "sampler", None), *parts]
+def _generators_of_loaders(loaders: Any) -> list[torch.Generator]:
+    """The random generators that reading a batch draws from."""
+    if is_tree(loaders):
+        loaders = CombinedLoader(loaders, "max_size_cycle")
+    single_loaders = [loaders]
+    if isinstance(loaders, CombinedLoader):
+        single_loaders = loaders.flattened
+    owners: list[object] = []
+    for loader in single_loaders:
+        owners += _generator_owners(loader)
+    return own_generators(*owners)
+
+
+def _generator_owners(loader: object) -> list[object]:
+    """The objects of a loader that may have generators."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [
+        loader,
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "sampler", None),
+        getattr(loader, "dataset", None),
+    ]
 
 
 def _global_batch(
-    trainer: Session, given: Mapping[str, Any], size: int, notes: list[str]
+    trainer: Session, arguments: Mapping[str, Any], size: int, notes: list[str]
 ) -> int:
     """Samples of a step in the script's own configuration."""
-    whole = trainer.settings.global_batch_size
-    if whole is not None:
+    samples = trainer.settings.global_batch_size
+    if samples is not None:
         notes.append(
-            f"{whole} samples a step, as global_batch_size says; accumulation follows"
+            f"{samples} samples a step, as global_batch_size says; accumulation follows"
         )
-        return whole
-    devices, nodes = given.get("devices", "auto"), given.get("num_nodes", 1)
-    devices = len(devices) if isinstance(devices, (list, tuple)) else devices
-    ranks = int(devices) * int(nodes) if str(devices).isdigit() else 1
-    window = (
-        trainer.accumulate_grad_batches
-        if isinstance(trainer.accumulate_grad_batches, int)
-        else 1
-    )
-    unknown = (
-        "" if str(devices).isdigit() else f", as devices={devices!r} gives no number"
-    )
+        return samples
+    devices = arguments.get("devices", "auto")
+    if isinstance(devices, (list, tuple)):
+        devices = len(devices)
+    ranks = 1
+    unknown = f", as devices={devices!r} gives no number"
+    if str(devices).isdigit():
+        ranks = int(devices) * int(arguments.get("num_nodes", 1))
+        unknown = ""
+    window = trainer.accumulate_grad_batches
+    if not isinstance(window, int):  # numbers by epoch
+        window = 1
+    samples = size * ranks * window
+    plural = "s" if ranks > 1 else ""
     notes.append(
-        f"{size * ranks * window} samples a step, as in the script: {size} of the loader x {ranks} rank"
-        f"{'s' * (ranks > 1)}{unknown} x {window} accumulated; accumulation follows"
+        f"{samples} samples a step, as in the script: {size} of the loader x {ranks} rank"
+        f"{plural}{unknown} x {window} accumulated; accumulation follows"
     )
-    return size * ranks * window
+    return samples
 
 
-def _notes(rows: Sequence[Row], samples: int, own: Strategy | None) -> list[str]:
+def _notes(rows: Sequence[Row], samples: int, strategy: Strategy | None) -> list[str]:
     """What the plan leaves out of the user's strategy, copies of weights, ranks that cannot divide the samples."""
-    options = f"strategies are planned with their defaults, without the options of this {type(own).__name__}"
-    unknown = "a step that cannot run without data may also have a mistake: try it with Trainer(fast_dev_run=True)"
-    calculated = any(row.measured is not None and not row.measured.ran for row in rows)
-    reasons = dict.fromkeys(
-        reason
-        for row in rows
-        if row.measured is not None
-        for reason in row.measured.inexact
-    )
-    copies = any(
-        row.measured is not None and AUTOCAST_COPIES in row.measured.notes
-        for row in rows
-    )
-    found = {
+    notes: list[str] = []
+    if strategy is not None:
+        notes.append(
+            "strategies are planned with their defaults, without the options of this "
+            f"{type(strategy).__name__}"
+        )
+    notes += _uncounted(strategy)
+    measured = [row.measured for row in rows if row.measured is not None]
+    if not all(needs.ran for needs in measured):
+        notes.append(
+            "a step that cannot run without data may also have a mistake: try it with Trainer(fast_dev_run=True)"
+        )
+    reasons: dict[str, None] = {}
+    for needs in measured:
+        reasons |= dict.fromkeys(needs.inexact)
+    notes += [f"not exact: {reason}" for reason in reasons]
+    if any(AUTOCAST_COPIES in needs.notes for needs in measured):
+        notes.append(AUTOCAST_COPIES)
+    samples_by_world = {
         row.candidate.world: step_samples(row.candidate)
         for row in rows
         if row.measured is not None
     }
-    return [
-        *([] if own is None else [options]),
-        *_uncounted(own),
-        *([unknown] if calculated else []),
-        *(f"not exact: {reason}" for reason in reasons),
-        *([AUTOCAST_COPIES] if copies else []),
-        *(
-            f"{world} ranks have {count} samples a step, and not {samples}: each has one or more, all equally many"
-            for world, count in found.items()
-            if count != samples
-        ),
-    ]
+    for world, count in samples_by_world.items():
+        if count != samples:
+            notes.append(
+                f"{world} ranks have {count} samples a step, and not {samples}: each has one or more, all equally many"
+            )
+    return notes
 
 
 def _device(
-    word: str | None, worlds: Sequence[int], notes: list[str]
+    name: str | None, worlds: Sequence[int], notes: list[str]
 ) -> tuple[Device, str]:
-    if word is None and torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        rates = [
-            row
-            for row in known_devices().values()
-            if device_peak(name, "16-true") == row.flops("16-true")
-        ]
-        if not rates:
-            raise ConfigurationError(
-                "this device has no known data sheet",
-                found=name,
-                fix='name a device that has one, such as device="h100"',
-            )
-        word = rates[0].name
-    if word is None or word.lower() == "cpu":
+    """The row of the device table, and the name of the device."""
+    if name is None and torch.cuda.is_available():
+        name = _row_of_gpu(torch.cuda.get_device_name())
+    if name is None or name.lower() == "cpu":
         notes.append(
             "cpu: rates were measured here, and links are assumed to have 5 GB/s"
         )
         return _this_machine(max(worlds)), "cpu"
-    row = find_device(word)
+    row = find_device(name)
     notes.append(f"{row.name}: {row.source}; {row.system}")
     return row, row.name
 
 
+def _row_of_gpu(gpu: str) -> str:
+    """The name of the row in the device table with the rate of this GPU."""
+    for row in known_devices().values():
+        if device_peak(gpu, "16-true") == row.flops("16-true"):
+            return row.name
+    raise ConfigurationError(
+        "this device has no known data sheet",
+        found=gpu,
+        fix='name a device that has one, such as device="h100"',
+    )
+
+
 def _this_machine(ranks: int) -> Device:
     """The CPU as a device: its share of the host's memory, and rates from a short measurement."""
-    side = torch.ones(768, 768)
-    big = torch.ones(1 << 22)
-    products, copies = _fastest(lambda: side @ side), _fastest(big.clone)
-    memory = (device_memory(torch.device("cpu"), ranks) or 8 << 30) / 1e9
-    rate = 2 * 768**3 / products / 1e12 / ranks
-    bandwidth = 2 * big.nbytes / copies / 1e9 / ranks
+    matrix = torch.ones(768, 768)
+    vector = torch.ones(1 << 22)
+    matmul_seconds = _fastest(lambda: matrix @ matrix)
+    copy_seconds = _fastest(vector.clone)
+    memory = device_memory(torch.device("cpu"), ranks) or 8 << 30
+    rate = 2 * 768**3 / matmul_seconds / 1e12 / ranks
+    bandwidth = 2 * vector.nbytes / copy_seconds / 1e9 / ranks
     return Device(
         name="CPU",
         half=rate,
         tf32=rate,
         single=rate,
-        memory=memory,
+        memory=memory / 1e9,
         bandwidth=bandwidth,
         link=5,
         host=bandwidth,
@@ -429,92 +496,88 @@ def _fastest(call: Callable[[], object]) -> float:
 
 
 def _precisions(
-    given: Mapping[str, Any], device: Device, notes: list[str]
+    arguments: Mapping[str, object], device: Device, notes: list[str]
 ) -> tuple[str, ...]:
-    own = given.get("precision")
-    own = str(own) if isinstance(own, (str, int)) else "32-true"
-    own = {
-        "32": "32-true",
-        "no": "32-true",
-        "bf16": "bf16-mixed",
-        "16": "16-mixed",
-        "fp16": "16-mixed",
-    }.get(own, own)
+    """The script's precision; with full precision also the mixed one of the device."""
+    precision = arguments.get("precision")
+    name = "32-true"
+    if isinstance(precision, (str, int)):
+        name = _PRECISION_NAMES.get(str(precision), str(precision))
+    if not name.startswith("32"):
+        notes.append(f"precision: the script's {name}")
+        return (name,)
     mixed = "bf16-mixed" if device.bf16 else "16-mixed"
-    if own.startswith("32"):
-        notes.append(
-            f"precision: the script's {own}, and {mixed}, whose results differ by its rounding: check with verify"
-        )
-        return own, mixed
-    notes.append(f"precision: the script's {own}")
-    return (own,)
+    notes.append(
+        f"precision: the script's {name}, and {mixed}, whose results differ by its rounding: check with verify"
+    )
+    return name, mixed
 
 
 def _with_tokens(
-    assumptions: Assumptions, module: nn.Module, batch: Any, size: int
+    assumptions: Assumptions, module: TrainModule, batch: Any, size: int
 ) -> Assumptions:
     """Tokens of a sample, where the module's ``loss_weight`` counts them."""
-    if assumptions.tokens is not None or not is_overridden(
-        "loss_weight", module, TrainModule
-    ):
+    if assumptions.tokens is not None:
         return assumptions
-    weight = module.loss_weight(batch)  # type: ignore[operator]
+    if not is_overridden("loss_weight", module, TrainModule):
+        return assumptions
+    weight = module.loss_weight(batch)
     return replace(assumptions, tokens=float(weight) / size)
 
 
-def _auto(
+def _describe_auto(
     module: nn.Module, precision: str, device: Device, rows: Sequence[Row]
 ) -> str:
     """What ``strategy="auto"`` chooses on this device, and why the table shows another choice, where it does."""
-    needed, memory = training_bytes(module, precision, True), int(device.memory * 1e9)
-    word = "ddp" if whole_copies_fit(needed, memory) else "fsdp"
-    text = f'strategy="auto" takes {word}: {in_units(needed)} of training state (as with Adam) in {in_units(memory)}'
-    tried = [
-        row
-        for row in rows
-        if row.candidate.precision == precision and row.candidate.world > 1
-    ]
-    fits = {
-        (row.candidate.strategy, row.candidate.world)
-        for row in tried
-        if row.estimate is not None
-    }
-    for world in dict.fromkeys(row.candidate.world for row in tried):
-        own = [
-            row
-            for row in tried
-            if row.candidate.strategy == word and row.candidate.world == world
-        ]
-        others = [name for name, size in fits if size == world]
-        if own and others and word not in others:
+    needed = training_bytes(module, precision, True)
+    memory = int(device.memory * 1e9)
+    automatic = "ddp" if whole_copies_fit(needed, memory) else "fsdp"
+    text = (
+        f'strategy="auto" takes {automatic}: '
+        f"{in_units(needed)} of training state (as with Adam) in {in_units(memory)}"
+    )
+    tried: dict[int, set[str]] = {}
+    fitting: dict[int, set[str]] = {}
+    for row in rows:
+        candidate = row.candidate
+        if candidate.precision != precision or candidate.world == 1:
+            continue
+        tried.setdefault(candidate.world, set()).add(candidate.strategy)
+        if row.estimate is not None:
+            fitting.setdefault(candidate.world, set()).add(candidate.strategy)
+    for world, strategies in tried.items():
+        fits = fitting.get(world, set())
+        if fits and automatic in strategies - fits:
             return f"{text}. On {world} ranks that does not fit: auto does not count activations; name a strategy"
-        if word == "fsdp" and "ddp" in others:
+        if automatic == "fsdp" and "ddp" in fits:
             return f"{text}. On {world} ranks ddp fits too: auto assumes Adam, and leaves a fifth for activations"
     return text
 
 
 def _estimate_notes(
-    device: Device, taken: Assumptions, precisions: Sequence[str]
+    device: Device, assumptions: Assumptions, precisions: Sequence[str]
 ) -> list[str]:
+    peaks = ", ".join(_describe_peak(device, precision) for precision in precisions)
     notes = [
-        f"step: products at {taken.efficiency:.0%} of the peak, memory and links at {taken.bandwidth:.0%} of theirs, "
-        f"{1e6 * taken.latency:g} us for each collective; launches take at least {1e6 * taken.launch:g} us an operator",
-        f"peaks: {', '.join(_peak(device, precision) for precision in precisions)}",
+        f"step: products at {assumptions.efficiency:.0%} of the peak, "
+        f"memory and links at {assumptions.bandwidth:.0%} of theirs, "
+        f"{1e6 * assumptions.latency:g} us for each collective; "
+        f"launches take at least {1e6 * assumptions.launch:g} us an operator",
+        f"peaks: {peaks}",
         "collectives of data ranks overlap with computation, those of other axes do not",
         f"links: {device.link:g} GB/s inside a machine, {device.network:g} GB/s for each device between machines",
     ]
-    if taken.tokens is not None:
+    if assumptions.tokens is not None:
         notes.append(
-            f"{taken.tokens:g} tokens a sample, as loss_weight counts them in the first batch"
+            f"{assumptions.tokens:g} tokens a sample, as loss_weight counts them in the first batch"
         )
     return notes
 
 
-def _peak(device: Device, precision: str) -> str:
+def _describe_peak(device: Device, precision: str) -> str:
     peak = device.flops(precision)
-    tf32 = (
-        ""
-        if "32" not in precision
-        else f" (float32 products are {torch.get_float32_matmul_precision()!r})"
-    )
-    return f"{precision} {'unknown' if peak is None else f'{peak / 1e12:.3g} TFLOP/s'}{tf32}"
+    rate = "unknown" if peak is None else f"{peak / 1e12:.3g} TFLOP/s"
+    if "32" not in precision:
+        return f"{precision} {rate}"
+    matmul = torch.get_float32_matmul_precision()
+    return f"{precision} {rate} (float32 products are {matmul!r})"

@@ -83,9 +83,9 @@ class Measured:
         inexact: why a step that ran is not exact, one line for each reason.
 
     Example:
-        >>> one = Candidate(strategy="single_device", precision="32-true", world=1, micro_batch=8)
-        >>> held = {"parameters": 40, "gradients": 40}
-        >>> Measured(candidate=one, memory=(held,), host=0, traffic=(), flops=0, exact=False, ran=False,
+        >>> candidate = Candidate(strategy="single_device", precision="32-true", world=1, micro_batch=8)
+        >>> memory = {"parameters": 40, "gradients": 40}
+        >>> Measured(candidate=candidate, memory=(memory,), host=0, traffic=(), flops=0, exact=False, ran=False,
         ...          notes=()).peak
         80
     """

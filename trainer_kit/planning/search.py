@@ -100,38 +100,40 @@ def search(
         say: is called with a line for each measured configuration.
         several: search each precision in a process of its own.
     """
-    words = {
+    strategies_by_world = {
         world: question.strategies or tuple(_strategies(module, world, question.device))
         for world in question.worlds
     }
 
-    def table(precision: str) -> dict[tuple[int, str], list[Row]]:
-        found = _Search(
-            question, measure, say
-        )  # no precision uses what another one has measured
-        return {
-            (world, strategy): list(found.rows(strategy, precision, world))
-            for world, strategies in words.items()
-            for strategy in strategies
-        }
+    def search_precision(precision: str) -> dict[tuple[int, str], list[Row]]:
+        # A new search: no precision uses what another one has measured.
+        precision_search = _Search(question, measure, say)
+        rows: dict[tuple[int, str], list[Row]] = {}
+        for world, strategies in strategies_by_world.items():
+            for strategy in strategies:
+                rows[world, strategy] = list(
+                    precision_search.rows(strategy, precision, world)
+                )
+        return rows
 
-    searches = [partial(table, precision) for precision in question.precisions]
+    searches = [
+        partial(search_precision, precision) for precision in question.precisions
+    ]
     if several:
-        with no_garbage_in_forks():  # a pipeline collects garbage at each stage, and would look at all of the imports
+        # A pipeline collects garbage at each stage, and would look at all of the imports.
+        with no_garbage_in_forks():
             tables = run_beside(searches)
     else:
-        tables = [one() for one in searches]
-    rows: list[Row] = []
-    for world, strategies in words.items():
-        own = [
-            row
-            for strategy in strategies
-            for each in tables
-            for row in each[world, strategy]
-        ]
-        own.sort(key=partial(_rank, question.precisions))
-        rows += own
-    return rows
+        tables = [run_search() for run_search in searches]
+    ranked: list[Row] = []
+    for world, strategies in strategies_by_world.items():
+        rows: list[Row] = []
+        for strategy in strategies:
+            for table in tables:
+                rows += table[world, strategy]
+        rows.sort(key=partial(_rank, question.precisions))
+        ranked += rows
+    return ranked
 
 
 def _rank(precisions: Sequence[str], row: Row) -> tuple[bool, float, int, int]:
@@ -143,19 +145,19 @@ def _rank(precisions: Sequence[str], row: Row) -> tuple[bool, float, int, int]:
 
 
 def _strategies(module: nn.Module, world: int, device: Device) -> Iterator[str]:
+    """The strategies that make sense for a module on these ranks."""
     if world == 1:
         yield "single_device"
         return
     yield from ("ddp", "fsdp")
     if world > device.group and world % device.group == 0:
         yield f"hsdp{device.group}"
-    if is_overridden("configure_parallel", module, TrainModule):
-        for axis in ("tp", "pp"):
-            yield from (
-                f"{axis}{size}"
-                for size in (2, 4, 8)
-                if size <= device.group and world % size == 0
-            )
+    if not is_overridden("configure_parallel", module, TrainModule):
+        return
+    sizes = [size for size in (2, 4, 8) if size <= device.group and world % size == 0]
+    for axis in ("tp", "pp"):
+        for size in sizes:
+            yield f"{axis}{size}"
 
 
 @final
@@ -163,104 +165,85 @@ class _Search:
     def __init__(
         self, question: Question, measure: _Measure, say: Callable[[str], None]
     ) -> None:
-        self.question, self._measure, self._say = question, measure, say
-        self._known: dict[Candidate, Measured] = {}
+        self.question = question
+        self._measure = measure
+        self._say = say
+        self._results: dict[Candidate, Measured] = {}
+        # FLOPs of a sample, by strategy, precision and world
         self._flops: dict[tuple[str, str, int], float] = {}
+        # bytes that one more sample needs, by precision, checkpointing and ranks with the same samples
         self._slopes: dict[tuple[str, bool, int], float] = {}
 
     def rows(self, strategy: str, precision: str, world: int) -> Iterator[Row]:
         """The configurations of a strategy and a precision on these ranks."""
-        offload = strategy in _OFFLOADS.values()
-        strategy = next(
-            (word for word, other in _OFFLOADS.items() if other == strategy), strategy
-        )
-        first = Candidate(
+        offload = False
+        for plain_name, offload_name in _OFFLOADS.items():
+            if strategy == offload_name:
+                strategy = plain_name
+                offload = True
+        candidate = Candidate(
             strategy=strategy,
             precision=precision,
             world=world,
             micro_batch=1,
             offload=offload,
         )
-        if self._peak(first) is None:
+        if self._peak(candidate) is None:
             reason = f"no rate of {precision} products is known for this device"
-            yield Row(candidate=first, measured=None, estimate=None, reason=reason)
+            yield _unranked_row(candidate, None, reason)
             return
-        plain = self._row(first)
-        yield plain
-        if plain.measured is None or not plain.measured.ran:
+        row = self._row(candidate)
+        yield row
+        if row.measured is None or not row.measured.ran:
             return
-        whole = plain.estimate is not None and plain.candidate.accumulate == 1
-        saving = plain
-        if not whole and self._state(plain.measured) <= self.question.limit:
-            saving = self._row(replace(first, activation_checkpointing=True))
-            yield saving
-        if (
-            strategy in _OFFLOADS
-            and not offload
-            and plain.estimate is None
-            and saving.estimate is None
-        ):
-            yield self._row(replace(first, activation_checkpointing=True, offload=True))
+        fits = row.estimate is not None
+        fits_whole = fits and row.candidate.accumulate == 1
+        if not fits_whole and self._state(row.measured) <= self.question.limit:
+            checkpointing_row = self._row(
+                replace(candidate, activation_checkpointing=True)
+            )
+            yield checkpointing_row
+            fits = fits or checkpointing_row.estimate is not None
+        if strategy in _OFFLOADS and not offload and not fits:
+            yield self._row(
+                replace(candidate, activation_checkpointing=True, offload=True)
+            )
 
-    def _row(self, first: Candidate) -> Row:
+    def _row(self, single_sample: Candidate) -> Row:
+        """The row of the largest micro-batch that fits."""
         try:
-            found = self._largest(first, self._sizes(first))
-            measured = (
-                self._scaled(found) if found.peak <= self.question.limit else found
-            )
+            measured = self._largest(single_sample, self._sizes(single_sample))
+            if measured.peak <= self.question.limit:
+                measured = self._scaled(measured)
         except Exception as error:  # of the user's module too, which may raise anything
-            return Row(
-                candidate=first,
-                measured=None,
-                estimate=None,
-                reason=f"cannot be built: {_text(error)}",
-            )
+            reason = f"cannot be built: {_text(error)}"
+            return _unranked_row(single_sample, None, reason)
         candidate = measured.candidate
         if measured.peak > self.question.limit:
-            return Row(
-                candidate=candidate,
-                measured=measured,
-                estimate=None,
-                reason=self._why_not(measured),
-            )
+            return _unranked_row(candidate, measured, self._why_not(measured))
         if not measured.ran:
-            state, notes = (
-                in_units(measured.peak),
-                "; ".join(measured.notes).removeprefix(CALCULATED),
-            )
+            state = in_units(measured.peak)
+            notes = "; ".join(measured.notes).removeprefix(CALCULATED)
             reason = f"weights, gradients and optimizer state need {state}; the rest is unknown: {notes}"
-            return Row(
-                candidate=candidate, measured=measured, estimate=None, reason=reason
-            )
+            return _unranked_row(candidate, measured, reason)
         if not candidate.activation_checkpointing:
-            key = (candidate.strategy, candidate.precision, candidate.world)
-            self._flops[key] = measured.flops / (
-                candidate.micro_batch * candidate.accumulate
-            )
-        return Row(
-            candidate=candidate,
-            measured=measured,
-            estimate=self._estimate(candidate, measured),
-        )
+            samples = candidate.micro_batch * candidate.accumulate
+            self._flops[_flops_key(candidate)] = measured.flops / samples
+        estimate = self._estimate(candidate, measured)
+        return Row(candidate=candidate, measured=measured, estimate=estimate)
 
     def _estimate(self, candidate: Candidate, measured: Measured) -> Estimate:
         peak = self._peak(candidate)
         assert peak is not None  # or `rows` has left it out
-        per_sample = self._flops.get(
-            (candidate.strategy, candidate.precision, candidate.world)
-        )
-        model = (
-            None
-            if per_sample is None
-            else per_sample * candidate.micro_batch * candidate.accumulate
-        )
-        question = self.question
+        model_flops = self._flops.get(_flops_key(candidate))
+        if model_flops is not None:
+            model_flops *= candidate.micro_batch * candidate.accumulate
         return estimate_step(
             measured,
-            question.device,
-            question.assumptions,
+            self.question.device,
+            self.question.assumptions,
             peak=peak,
-            model_flops=model,
+            model_flops=model_flops,
         )
 
     def _peak(self, candidate: Candidate) -> float | None:
@@ -269,164 +252,198 @@ class _Search:
     def _sizes(self, candidate: Candidate) -> list[int]:
         """The micro-batches that divide a rank's batch, from small to large: single samples, and halves of halves."""
         inner = inner_ranks(candidate)
-        whole = max(1, self.question.global_batch // max(1, candidate.world // inner))
-        stages = inner if candidate.strategy.startswith("pp") else 1
-        sizes, rest = {1, whole}, whole
-        while rest % 2 == 0:
-            rest //= 2
-            sizes.add(rest)
-        return sorted(size for size in sizes if size == 1 or whole // size >= stages)
+        data_ranks = max(1, candidate.world // inner)
+        batch = max(1, self.question.global_batch // data_ranks)
+        sizes = {1, batch}
+        half = batch
+        while half % 2 == 0:
+            half //= 2
+            sizes.add(half)
+        stages = 1
+        if candidate.strategy.startswith("pp"):
+            stages = inner
+        return sorted(size for size in sizes if size == 1 or batch // size >= stages)
 
-    def _largest(self, first: Candidate, sizes: Sequence[int]) -> Measured:
+    def _largest(self, single_sample: Candidate, sizes: Sequence[int]) -> Measured:
         """Measure the largest micro-batch that fits, or the smallest; each sample adds the same memory."""
-        limit, whole = self.question.limit, self._run(first, sizes[-1], sizes)
-        if whole.peak <= limit or len(sizes) == 1 or not whole.ran:
-            return whole
-        guessed = self._guessed(first, sizes, whole)
-        if guessed is not None:
-            return guessed
-        at, least = 0, self._run(first, sizes[0], sizes)
-        while not least.ran:  # a batch norm refuses a single sample
-            at += 1
-            least = (
-                whole if sizes[at] == sizes[-1] else self._run(first, sizes[at], sizes)
-            )
-        slope = (whole.peak - least.peak) / max(1, sizes[-1] - sizes[at])
-        self._slopes.setdefault(_like(first), slope)
-        if least.peak > limit:
-            return least
-        for size in reversed(sizes[at + 1 : -1]):
-            if least.peak + slope * (size - sizes[at]) <= limit:
-                found = self._run(first, size, sizes)
-                if found.peak <= limit:
-                    return found
-        return least
+        limit = self.question.limit
+        largest = self._run(single_sample, sizes[-1], sizes)
+        if largest.peak <= limit or len(sizes) == 1 or not largest.ran:
+            return largest
+        guess = self._guess(single_sample, sizes, largest)
+        if guess is not None:
+            return guess
+        index, smallest = self._smallest(single_sample, sizes, largest)
+        samples = sizes[-1] - sizes[index]
+        slope = (largest.peak - smallest.peak) / max(1, samples)
+        self._slopes.setdefault(_slope_key(single_sample), slope)
+        if smallest.peak > limit:
+            return smallest
+        for size in reversed(sizes[index + 1 : -1]):
+            if smallest.peak + slope * (size - sizes[index]) <= limit:
+                measured = self._run(single_sample, size, sizes)
+                if measured.peak <= limit:
+                    return measured
+        return smallest
 
-    def _guessed(
-        self, first: Candidate, sizes: Sequence[int], whole: Measured
+    def _smallest(
+        self, single_sample: Candidate, sizes: Sequence[int], largest: Measured
+    ) -> tuple[int, Measured]:
+        """The smallest micro-batch that runs, with its index in ``sizes``; the last one has been measured."""
+        for index, size in enumerate(sizes[:-1]):
+            smallest = self._run(single_sample, size, sizes)
+            if smallest.ran:  # a batch norm refuses a single sample
+                return index, smallest
+        return len(sizes) - 1, largest
+
+    def _guess(
+        self, single_sample: Candidate, sizes: Sequence[int], largest: Measured
     ) -> Measured | None:
         """The largest size that fits by what a sample needs under another strategy, if that is true of this one."""
-        limit, slope = self.question.limit, self._slopes.get(_like(first))
+        limit = self.question.limit
+        slope = self._slopes.get(_slope_key(single_sample))
         if slope is None:
             return None
         fitting = [
             size
             for size in sizes[1:-1]
-            if whole.peak - slope * (sizes[-1] - size) <= limit
+            if largest.peak - slope * (sizes[-1] - size) <= limit
         ]
         if not fitting:
             return None
-        found = self._run(first, fitting[-1], sizes)
-        own = (whole.peak - found.peak) / (sizes[-1] - fitting[-1])
-        larger = sizes[sizes.index(fitting[-1]) + 1]
-        fits = found.ran and found.peak <= limit
-        return (
-            found
-            if fits and found.peak + own * (larger - fitting[-1]) > limit
-            else None
-        )
+        size = fitting[-1]
+        measured = self._run(single_sample, size, sizes)
+        if not measured.ran or measured.peak > limit:
+            return None
+        measured_slope = (largest.peak - measured.peak) / (sizes[-1] - size)
+        next_size = sizes[sizes.index(size) + 1]
+        if measured.peak + measured_slope * (next_size - size) <= limit:
+            return None  # a larger one may fit
+        return measured
 
-    def _run(self, first: Candidate, size: int, sizes: Sequence[int]) -> Measured:
+    def _run(
+        self, single_sample: Candidate, size: int, sizes: Sequence[int]
+    ) -> Measured:
         """Measure a micro-batch, with at most two of its window."""
         window = sizes[-1] // size
         candidate = replace(
-            first, micro_batch=size, accumulate=min(window, _MEASURED_WINDOW)
+            single_sample, micro_batch=size, accumulate=min(window, _MEASURED_WINDOW)
         )
-        found = self._once(candidate)
-        return replace(found, candidate=replace(candidate, accumulate=window))
+        measured = self._measure_once(candidate)
+        return replace(measured, candidate=replace(candidate, accumulate=window))
 
     @staticmethod
     def _key(candidate: Candidate) -> Candidate:
         """Whole copies are the same in every world of more than one rank, and so is what they exchange."""
         return replace(candidate, world=2) if candidate.strategy == "ddp" else candidate
 
-    def _once(self, candidate: Candidate) -> Measured:
-        like = self._key(candidate)
-        if like not in self._known:
+    def _measure_once(self, candidate: Candidate) -> Measured:
+        key = self._key(candidate)
+        if key not in self._results:
             began = time.monotonic()
-            self._known[like] = self._measure(candidate)
-            peak, seconds = in_units(self._known[like].peak), time.monotonic() - began
-            self._say(f"{describe(candidate)}: {peak} ({seconds:.1f} s)")
-        return replace(self._known[like], candidate=candidate)
+            measured = self._measure(candidate)
+            self._results[key] = measured
+            seconds = time.monotonic() - began
+            self._say(
+                f"{describe(candidate)}: {in_units(measured.peak)} ({seconds:.1f} s)"
+            )
+        return replace(self._results[key], candidate=candidate)
 
     def _scaled(self, measured: Measured) -> Measured:
         """Scale a window from two measured micro-batches: each further one adds as much as the second."""
-        candidate = measured.candidate
-        more = candidate.accumulate - _MEASURED_WINDOW
-        if more <= 0:
+        further = measured.candidate.accumulate - _MEASURED_WINDOW
+        if further <= 0:
             return measured
-        one = self._one_of(measured)
-        before = {(each.kind, each.axis): each for each in one.traffic}
+        single = self._single_micro_batch(measured)
+        single_traffic = _traffic_by_key(single)
 
-        def longer(two: Traffic) -> Traffic:
-            first = before.get((two.kind, two.axis))
-            count, size = (0, 0) if first is None else (first.count, first.bytes)
+        def extrapolate(traffic: Traffic) -> Traffic:
+            added_count = traffic.count
+            added_bytes = traffic.bytes
+            before = single_traffic.get((traffic.kind, traffic.axis))
+            if before is not None:
+                added_count -= before.count
+                added_bytes -= before.bytes
             return replace(
-                two,
-                count=two.count + more * (two.count - count),
-                bytes=two.bytes + more * (two.bytes - size),
+                traffic,
+                count=traffic.count + further * added_count,
+                bytes=traffic.bytes + further * added_bytes,
             )
 
-        flops = measured.flops + more * (measured.flops - one.flops)
-        operators = measured.operators + more * (measured.operators - one.operators)
+        added_flops = measured.flops - single.flops
+        added_operators = measured.operators - single.operators
         return replace(
             measured,
-            flops=flops,
-            operators=operators,
-            traffic=tuple(map(longer, measured.traffic)),
+            flops=measured.flops + further * added_flops,
+            operators=measured.operators + further * added_operators,
+            traffic=tuple(map(extrapolate, measured.traffic)),
         )
 
-    def _one_of(self, measured: Measured) -> Measured:
+    def _single_micro_batch(self, measured: Measured) -> Measured:
         """The step of a single micro-batch, of which two were run.
 
         It need not be run where the step of the whole batch, which was, shows that collectives do not depend on the
         size of a micro-batch, and products on nothing else.
         """
         candidate = measured.candidate
-        size = candidate.micro_batch * candidate.accumulate
-        whole = self._known.get(
-            self._key(replace(candidate, micro_batch=size, accumulate=1))
-        )
-        if (
-            whole is None
-            or not whole.ran
-            or whole.flops * 2 * candidate.micro_batch != measured.flops * size
-        ):
-            return self._once(replace(candidate, accumulate=1))
-        sent = {(one.kind, one.axis): one for one in whole.traffic}
-        alike = sent.keys() == {
-            (one.kind, one.axis) for one in measured.traffic
-        } and all(
-            two.bytes * sent[two.kind, two.axis].count
-            == sent[two.kind, two.axis].bytes * two.count
-            for two in measured.traffic
-        )
-        if not alike:
-            return self._once(replace(candidate, accumulate=1))
-        return replace(
-            whole, candidate=replace(candidate, accumulate=1), flops=measured.flops // 2
-        )
+        single = replace(candidate, accumulate=1)
+        samples = candidate.micro_batch * candidate.accumulate
+        whole = self._results.get(self._key(replace(single, micro_batch=samples)))
+        if whole is None or not whole.ran:
+            return self._measure_once(single)
+        if whole.flops * 2 * candidate.micro_batch != measured.flops * samples:
+            return self._measure_once(single)
+        if not _same_bytes_each(whole, measured):
+            return self._measure_once(single)
+        return replace(whole, candidate=single, flops=measured.flops // 2)
 
     @staticmethod
     def _state(measured: Measured) -> int:
         """Of the rank with the most: what checkpointing cannot save."""
-        return max(
-            sum(role.get(each, 0) for each in _STATE) for role in measured.memory
-        )
+        sizes = []
+        for role in measured.memory:
+            sizes.append(sum(role.get(category, 0) for category in _STATE))
+        return max(sizes)
 
     def _why_not(self, measured: Measured) -> str:
-        role = max(measured.memory, key=lambda one: sum(one.values()))
+        role = max(measured.memory, key=lambda memory: sum(memory.values()))
         name, size = max(role.items(), key=lambda item: item[1])
         state = self._state(measured)
-        least = "" if measured.candidate.micro_batch > 1 else " with one sample"
-        text = f"needs {in_units(measured.peak)}{least}"
+        text = f"needs {in_units(measured.peak)}"
+        if measured.candidate.micro_batch == 1:
+            text += " with one sample"
         if state > self.question.limit:
             return f"{text}, of which weights, gradients and optimizer state are {in_units(state)}"
         return f"{text}, most of it {name}: {in_units(size)}"
 
 
-def _like(candidate: Candidate) -> tuple[str, bool, int]:
-    """Candidates of which one sample needs about the same memory."""
+def _unranked_row(candidate: Candidate, measured: Measured | None, reason: str) -> Row:
+    return Row(candidate=candidate, measured=measured, estimate=None, reason=reason)
+
+
+def _traffic_by_key(measured: Measured) -> dict[tuple[str, str], Traffic]:
+    return {(traffic.kind, traffic.axis): traffic for traffic in measured.traffic}
+
+
+def _same_bytes_each(whole: Measured, measured: Measured) -> bool:
+    """Whether two steps have the same collectives, of which each sends as many bytes."""
+    whole_traffic = _traffic_by_key(whole)
+    traffic = _traffic_by_key(measured)
+    if whole_traffic.keys() != traffic.keys():
+        return False
+    for key, exchanged in traffic.items():
+        expected = whole_traffic[key]
+        if exchanged.bytes * expected.count != expected.bytes * exchanged.count:
+            return False
+    return True
+
+
+def _flops_key(candidate: Candidate) -> tuple[str, str, int]:
+    return candidate.strategy, candidate.precision, candidate.world
+
+
+def _slope_key(candidate: Candidate) -> tuple[str, bool, int]:
+    """Equal for candidates of which one sample needs about the same memory."""
     return (
         candidate.precision,
         candidate.activation_checkpointing,
@@ -435,14 +452,16 @@ def _like(candidate: Candidate) -> tuple[str, bool, int]:
 
 
 def _text(error: Exception) -> str:
-    if isinstance(error, TrainerKitError):
-        found, fix = (
-            ("" if error.found is None else f" ({error.found})"),
-            ("" if error.fix is None else f": {error.fix}"),
-        )
-        return f"{error.problem}{found}{fix}"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+    """What went wrong, in one line."""
+    if not isinstance(error, TrainerKitError):
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}: {lines[0]}"
+    text = error.problem
+    if error.found is not None:
+        text += f" ({error.found})"
+    if error.fix is not None:
+        text += f": {error.fix}"
+    return text
 
 
 def describe(candidate: Candidate) -> str:
@@ -452,13 +471,15 @@ def describe(candidate: Candidate) -> str:
         >>> describe(Candidate(strategy="fsdp", precision="bf16-mixed", world=8, micro_batch=4, offload=True))
         'fsdp, bf16-mixed, 8 ranks, micro-batch 4, offload'
     """
-    words = [
+    plural = "s" if candidate.world > 1 else ""
+    properties = [
         candidate.strategy,
         candidate.precision,
-        f"{candidate.world} rank{'s' * (candidate.world > 1)}",
+        f"{candidate.world} rank{plural}",
+        f"micro-batch {candidate.micro_batch}",
     ]
-    words.append(f"micro-batch {candidate.micro_batch}")
-    words += ["checkpointing"] * candidate.activation_checkpointing + [
-        "offload"
-    ] * candidate.offload
-    return ", ".join(words)
+    if candidate.activation_checkpointing:
+        properties.append("checkpointing")
+    if candidate.offload:
+        properties.append("offload")
+    return ", ".join(properties)
