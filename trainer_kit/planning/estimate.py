@@ -56,11 +56,9 @@ class Assumptions:
                 found=f"efficiency={self.efficiency}, bandwidth={self.bandwidth}",
                 fix="pass numbers above 0 and at most 1",
             )
-        if not (
-            self.latency >= 0
-            and self.launch >= 0
-            and (self.price is None or self.price >= 0)
-        ):
+        price = 0.0 if self.price is None else self.price
+        # A comparison with NaN is false: it is refused too.
+        if not (self.latency >= 0 and self.launch >= 0 and price >= 0):
             raise ConfigurationError(
                 "latency, launch and price must not be negative",
                 found=f"latency={self.latency}, launch={self.launch}, price={self.price}",
@@ -104,8 +102,10 @@ def inner_ranks(candidate: Candidate) -> int:
         >>> inner_ranks(Candidate(strategy="tp2", precision="32-true", world=8, micro_batch=1))
         2
     """
-    found = _INNER.fullmatch(candidate.strategy)
-    return 1 if found is None else int(found[1])
+    match = _INNER.fullmatch(candidate.strategy)
+    if match is None:
+        return 1
+    return int(match[1])
 
 
 def step_samples(candidate: Candidate) -> int:
@@ -137,37 +137,42 @@ def estimate_step(
 
     Example:
         >>> from trainer_kit.core.device_table import find_device
-        >>> one = Candidate(strategy="single_device", precision="bf16-mixed", world=1, micro_batch=8)
-        >>> needs = Measured(candidate=one, memory=({"parameters": 4},), host=0, traffic=(), flops=10**15, exact=True,
-        ...                  notes=())
-        >>> found = estimate_step(needs, find_device("h200"), Assumptions(), peak=1e15)
-        >>> round(found.seconds, 3), round(found.mfu, 2), round(found.samples_per_second, 1), found.cost
+        >>> candidate = Candidate(strategy="single_device", precision="bf16-mixed", world=1, micro_batch=8)
+        >>> needs = Measured(candidate=candidate, memory=({"parameters": 4},), host=0, traffic=(), flops=10**15,
+        ...                  exact=True, notes=())
+        >>> estimate = estimate_step(needs, find_device("h200"), Assumptions(), peak=1e15)
+        >>> round(estimate.seconds, 3), round(estimate.mfu, 2), round(estimate.samples_per_second, 1), estimate.cost
         (2.0, 0.5, 4.0, None)
     """
     candidate = measured.candidate
     compute = measured.flops / (peak * assumptions.efficiency) * _bubble(candidate)
     launching = measured.operators * assumptions.launch
-    hidden = exposed = 0.0
-    for one in measured.traffic:
-        seconds = (
-            _seconds(one, candidate, device) / assumptions.bandwidth
-            + one.count * assumptions.latency
-        )
-        if one.axis in _HIDDEN:
+    hidden = 0.0
+    exposed = 0.0
+    for traffic in measured.traffic:
+        transfer = _transfer_seconds(traffic, candidate, device)
+        latency = traffic.count * assumptions.latency
+        seconds = transfer / assumptions.bandwidth + latency
+        if traffic.axis in _HIDDEN:
             hidden += seconds
         else:
             exposed += seconds
-    update = _update(measured, device) / assumptions.bandwidth
+    update = _update_seconds(measured, device) / assumptions.bandwidth
     seconds = max(compute, hidden, launching) + exposed + update
-    samples = step_samples(candidate) / seconds if seconds else 0.0
-    tokens = None if assumptions.tokens is None else samples * assumptions.tokens
-    rate = samples if tokens is None else tokens
-    cost = (
-        None
-        if assumptions.price is None or not rate
-        else assumptions.price * candidate.world / 3600 / rate * 1e6
-    )
-    useful = measured.flops if model_flops is None else model_flops
+    if model_flops is None:
+        model_flops = measured.flops
+    samples_per_second = 0.0
+    mfu = 0.0
+    if seconds:
+        samples_per_second = step_samples(candidate) / seconds
+        mfu = model_flops / (seconds * peak)
+    tokens_per_second = None
+    rate = samples_per_second
+    if assumptions.tokens is not None:
+        rate = tokens_per_second = samples_per_second * assumptions.tokens
+    cost = None
+    if assumptions.price is not None and rate:
+        cost = assumptions.price * candidate.world / 3600 / rate * 1e6
     return Estimate(
         seconds=seconds,
         compute=compute,
@@ -175,9 +180,9 @@ def estimate_step(
         hidden=hidden,
         exposed=exposed,
         update=update,
-        samples_per_second=samples,
-        tokens_per_second=tokens,
-        mfu=useful / (seconds * peak) if seconds else 0.0,
+        samples_per_second=samples_per_second,
+        tokens_per_second=tokens_per_second,
+        mfu=mfu,
         cost=cost,
     )
 
@@ -188,38 +193,44 @@ def _data_ranks(candidate: Candidate) -> int:
 
 def _bubble(candidate: Candidate) -> float:
     """How much longer a pipeline computes: its first and last micro-batches leave stages idle."""
-    stages = inner_ranks(candidate) if candidate.strategy.startswith("pp") else 1
+    if not candidate.strategy.startswith("pp"):
+        return 1.0
+    stages = inner_ranks(candidate)
     return (candidate.accumulate + stages - 1) / candidate.accumulate
 
 
-def _seconds(traffic: Traffic, candidate: Candidate, device: Device) -> float:
-    """A ring over the slowest link between the ranks of the axis."""
+def _transfer_seconds(traffic: Traffic, candidate: Candidate, device: Device) -> float:
+    """The time of the bytes in a ring over the slowest link between the ranks of the axis."""
+    ranks, span = _ring(traffic, candidate)
+    bandwidth = device.link if span <= device.group else device.network
+    crossed: float = traffic.bytes
+    if traffic.kind in _PASSES:
+        crossed = traffic.bytes * _PASSES[traffic.kind] * (ranks - 1) / max(1, ranks)
+    return crossed / (bandwidth * 1e9)
+
+
+def _ring(traffic: Traffic, candidate: Candidate) -> tuple[int, int]:
+    """The number of ranks that exchange, and the number of neighboring ranks among which they lie."""
     inner = inner_ranks(candidate)
     if traffic.axis in _HIDDEN:
-        ranks, span = candidate.world // inner, candidate.world
+        ranks = candidate.world // inner
+        span = candidate.world
     else:
-        ranks, span = max(inner, 2), inner
+        ranks = max(inner, 2)
+        span = inner
     hybrid = _HYBRID.fullmatch(candidate.strategy)
-    if (
-        hybrid is not None and traffic.kind == "all_reduce"
-    ):  # of the shards' gradients, between machines
-        ranks = candidate.world // int(hybrid[1])
-    elif hybrid is not None:
-        ranks = span = int(hybrid[1])
-    bandwidth = (device.link if span <= device.group else device.network) * 1e9
-    passes = _PASSES.get(traffic.kind)
-    crossed = (
-        traffic.bytes
-        if passes is None
-        else traffic.bytes * passes * (ranks - 1) / max(1, ranks)
-    )
-    return crossed / bandwidth
+    if hybrid is None:
+        return ranks, span
+    shards = int(hybrid[1])
+    if traffic.kind == "all_reduce":  # of the shards' gradients, between machines
+        return candidate.world // shards, span
+    return shards, shards
 
 
-def _update(measured: Measured, device: Device) -> float:
+def _update_seconds(measured: Measured, device: Device) -> float:
     """Reads parameters, gradients and optimizer state, and writes all but the gradients."""
-    held = measured.memory[0]
-    read = sum(held.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
-    written = sum(held.get(name, 0) for name in ("parameters", "optimizer"))
-    moved = (read + written) / (device.bandwidth * 1e9)
-    return moved + 2 * measured.host / (device.host * 1e9)
+    memory = measured.memory[0]
+    written = memory.get("parameters", 0) + memory.get("optimizer", 0)
+    read = written + memory.get("gradients", 0)
+    seconds = (read + written) / (device.bandwidth * 1e9)
+    return seconds + 2 * measured.host / (device.host * 1e9)

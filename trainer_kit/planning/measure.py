@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,13 @@ from trainer_kit.planning.candidates import model_parallel, strategy_for
 from trainer_kit.planning.fake_mode import FastFakeMode
 from trainer_kit.planning.fake_world import adapted, fake_module
 from trainer_kit.planning.real_step import RealSteps
-from trainer_kit.planning.records import CALCULATED, CATEGORIES, Candidate, Measured
+from trainer_kit.planning.records import (
+    CALCULATED,
+    CATEGORIES,
+    Candidate,
+    Measured,
+    Traffic,
+)
 from trainer_kit.planning.trial import (
     FakeTensors,
     OptimizerFailed,
@@ -53,13 +59,15 @@ AUTOCAST_COPIES: Final = (
     "FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=...)) avoids them"
 )
 """A note on a cost that users can avoid (docs/decisions/0155)."""
+_ADAM_STATES: Final = 2
+"""The states of Adam, where the optimizer is not known."""
 _READ: Final = frozenset({"attention_mask", "position_ids"})
 """Parts of a batch from whose values models of transformers choose whether they make a mask."""
 
 
 def measure(
     module: nn.Module,
-    batch: Any,
+    batch: object,
     candidate: Candidate,
     *,
     trainer: Session | None = None,
@@ -97,9 +105,10 @@ def measure(
     Example:
         >>> import torch
         >>> from trainer_kit.testing import TinyModule
-        >>> tried = Candidate(strategy="fsdp", precision="32-true", world=4, micro_batch=8)
-        >>> found = measure(TinyModule(), torch.zeros(2, 32), tried, accelerator="cpu")
-        >>> found.exact, found.memory[0]["parameters"] < 4 * sum(p.numel() for p in TinyModule().parameters())
+        >>> candidate = Candidate(strategy="fsdp", precision="32-true", world=4, micro_batch=8)
+        >>> measured = measure(TinyModule(), torch.zeros(2, 32), candidate, accelerator="cpu")
+        >>> whole = 4 * sum(parameter.numel() for parameter in TinyModule().parameters())
+        >>> measured.exact, measured.memory[0]["parameters"] < whole
         (True, True)
     """
     module = uncompiled(module)
@@ -108,13 +117,8 @@ def measure(
     precision = choose_precision(candidate.precision, None, strategy)
     with preserved_rng(strategy.device):
         if strategy.engine not in _RUN:
-            return _calculated(
-                module,
-                candidate,
-                strategy,
-                precision,
-                f"{strategy.name} cannot run without data",
-            )
+            reason = f"{strategy.name} cannot run without data"
+            return _calculated(module, candidate, strategy, precision, reason)
         run = partial(
             _run, module, batch, trainer=trainer, accelerator=accelerator, size=size
         )
@@ -122,29 +126,47 @@ def measure(
             return run(candidate, FakeTensors())
         except TrainerKitError:
             raise
-        except (
-            Exception
-        ) as error:  # of any class: user code, and parts of torch that need data
-            failed = error
-        reason = f"the step cannot run without data ({_described(failed)})"
-        if RealSteps.can_hold(module):
-            steps = RealSteps(size or batch_size_of(batch)) if real is None else real
-            try:
-                found = steps.measure(candidate, run)
-            except Exception as error:  # of any class: user code
-                reason += f", nor with it ({_described(error)})"
-            else:
-                return _with_inexact(found, reason)
-        if isinstance(failed, OptimizerFailed):
-            with suppress(
-                Exception
-            ):  # what forward and backward need was measured once already
-                return _with_inexact(
-                    run(candidate, FakeTensors(), optimizes=False), reason
-                )
-        return _calculated(
-            module, candidate, strategy_for(candidate), precision, reason
+        except Exception as error:  # user code, and parts of torch that need data
+            failure = error
+        real_steps = real or RealSteps(size or batch_size_of(batch))
+        return _measure_otherwise(
+            module, candidate, precision, run, real_steps, failure
         )
+
+
+def _measure_otherwise(
+    module: nn.Module,
+    candidate: Candidate,
+    precision: Precision,
+    run: Callable[..., Measured],
+    real_steps: RealSteps,
+    failure: Exception,
+) -> Measured:
+    """Measure a step that failed on fake tensors: on real ones, without its optimizer, or calculate its state.
+
+    Args:
+        module: the module.
+        candidate: the configuration.
+        precision: its precision.
+        run: runs the steps of a candidate on tensors.
+        real_steps: measures on real tensors.
+        failure: why the step does not run on fake tensors.
+    """
+    reason = f"the step cannot run without data ({_described(failure)})"
+    if RealSteps.can_hold(module):
+        try:
+            measured = real_steps.measure(candidate, run)
+        except Exception as error:  # of any class: user code
+            reason += f", nor with it ({_described(error)})"
+        else:
+            return _with_inexact(measured, reason)
+    if isinstance(failure, OptimizerFailed):
+        # Forward and backward have run on these tensors once already.
+        with suppress(Exception):
+            measured = run(candidate, FakeTensors(), optimizes=False)
+            return _with_inexact(measured, reason)
+    strategy = strategy_for(candidate)
+    return _calculated(module, candidate, strategy, precision, reason)
 
 
 def _with_inexact(measured: Measured, reason: str) -> Measured:
@@ -157,15 +179,18 @@ def _with_inexact(measured: Measured, reason: str) -> Measured:
 
 def _described(error: Exception) -> str:
     """The class, the line and the first line of the text of an error."""
-    cause = error.__cause__ if isinstance(error, OptimizerFailed) else error
+    cause: BaseException | None = error
+    if isinstance(error, OptimizerFailed):
+        cause = error.__cause__
     assert isinstance(cause, Exception)
-    name, text = type(cause).__name__, str(cause).partition("\n")[0]
+    name = type(cause).__name__
+    text = str(cause).partition("\n")[0]
     return f"{name}{_line_of(cause)}: {text}"
 
 
 def _run(
     module: nn.Module,
-    batch: Any,
+    batch: object,
     candidate: Candidate,
     tensors: StepTensors,
     *,
@@ -183,110 +208,107 @@ def _run(
     notes = _notes(batch, candidate, accelerator, with_workspaces)
     inexact = _inexact(module, accelerator, roles)
     if len(roles) > 1:
-        notes += (
-            "of the stages, traffic and operations are those of the one that has most",
+        notes.append(
+            "of the stages, traffic and operations are those of the one that has most"
         )
     return Measured(
         candidate=candidate,
         memory=tuple(role.memory for role in roles),
         host=max(role.host for role in roles),
-        traffic=max(
-            (role.traffic for role in roles),
-            key=lambda sent: sum(one.bytes for one in sent),
-        ),
+        traffic=max((role.traffic for role in roles), key=_bytes_sent),
         flops=max(role.flops for role in roles),
         operators=max(role.operators for role in roles),
         exact=not inexact,
         notes=(*notes, *inexact),
-        inexact=inexact,
+        inexact=tuple(inexact),
     )
+
+
+def _bytes_sent(collectives: Sequence[Traffic]) -> int:
+    return sum(traffic.bytes for traffic in collectives)
 
 
 def _line_of(error: Exception) -> str:
     """The last line outside of installed packages, which is the user's."""
-    frames = [
-        one
-        for one in traceback.extract_tb(error.__traceback__)
-        if not one.filename.startswith(_PACKAGES)
-    ]
-    return (
-        f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}"
-        if frames
-        else ""
-    )
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_PACKAGES):
+            return f" in {Path(frame.filename).name}, line {frame.lineno}"
+    return ""
 
 
-def _inexact(
-    module: nn.Module, accelerator: str, roles: Sequence[Role]
-) -> tuple[str, ...]:
+def _inexact(module: nn.Module, accelerator: str, roles: Sequence[Role]) -> list[str]:
     """Why the memory of a step on fake tensors is not that of a real one: the operators, and what is not known."""
-    found = list(dict.fromkeys(line for role in roles for line in role.inexact))
-    unknown = sorted(frozenset().union(*(role.unknown for role in roles)))
+    lines: dict[str, None] = {}
+    unknown: set[str] = set()
+    for role in roles:
+        lines |= dict.fromkeys(role.inexact)
+        unknown |= role.unknown
+    reasons = list(lines)
     if unknown:
-        found.append(
-            f"what the CPU's kernels of {', '.join(unknown)} allocate could not be found"
-        )
+        names = ", ".join(sorted(unknown))
+        reasons.append(f"what the CPU's kernels of {names} allocate could not be found")
     if accelerator == "cpu":
-        return tuple(found)
+        return reasons
     recurrent = {
-        type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase)
+        type(layer).__name__
+        for layer in module.modules()
+        if isinstance(layer, nn.RNNBase)
     }
     if recurrent:
-        found.append(
+        reasons.append(
             f"{', '.join(sorted(recurrent))}: measured as plain operators; the fused kernel of {accelerator} "
             "saves other tensors for backward"
         )
-    return tuple(found)
+    return reasons
 
 
 def _notes(
-    batch: Any, candidate: Candidate, accelerator: str, with_workspaces: Collection[str]
-) -> tuple[str, ...]:
+    batch: object,
+    candidate: Candidate,
+    accelerator: str,
+    with_workspaces: Collection[str],
+) -> list[str]:
+    """What is not in the memory of a step, and what users can change."""
     if accelerator == "cpu":
         notes = ["fragmentation and the memory of libraries are not in it"]
     else:
-        notes = [
-            "fragmentation, the workspace of kernels and the memory of libraries are not in it"
-        ]
-        if with_workspaces:
-            names = ", ".join(sorted(with_workspaces))
-            notes.append(
-                f"{names}: {accelerator}'s library chooses its workspace when it runs"
-            )
-        notes.append(
-            f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward"
-        )
+        notes = _accelerator_notes(accelerator, with_workspaces)
     strategy = strategy_for(candidate)
     sizes = strategy.places(candidate.world)
-    gathers = (
-        strategy.engine == "fsdp" or sizes.get("dp_shard", 1) * sizes.get("cp", 1) > 1
-    )
-    if (
-        gathers
-        and choose_precision(candidate.precision, None, strategy).param_dtype
-        is not None
-    ):
-        notes.append(AUTOCAST_COPIES)
-    if (
-        "transformers" in sys.modules
-        and isinstance(batch, Mapping)
-        and not _READ.isdisjoint(batch)
-    ):
-        found = ", ".join(sorted(_READ & batch.keys()))
-        notes.append(
-            f"models of transformers read {found}: measured as padded or packed, even a mask of ones"
-        )
+    shards = sizes.get("dp_shard", 1) * sizes.get("cp", 1)
+    gathers = strategy.engine == "fsdp" or shards > 1
+    if gathers:
+        precision = choose_precision(candidate.precision, None, strategy)
+        if precision.param_dtype is not None:
+            notes.append(AUTOCAST_COPIES)
+    if "transformers" in sys.modules and isinstance(batch, Mapping):
+        names = ", ".join(sorted(_READ & batch.keys()))
+        if names:
+            notes.append(
+                f"models of transformers read {names}: measured as padded or packed, even a mask of ones"
+            )
     if candidate.offload and accelerator == "cpu":
         notes.append("host memory is the device's on a CPU: offload saves nothing")
     elif candidate.offload:
         notes.append(
             "copies between host and device memory, of one unit at a time, are not in it"
         )
-    return tuple(notes)
+    return notes
 
 
-_ADAM: Final = 2
-"""The states of Adam, where the optimizer is not known."""
+def _accelerator_notes(accelerator: str, with_workspaces: Collection[str]) -> list[str]:
+    notes = [
+        "fragmentation, the workspace of kernels and the memory of libraries are not in it"
+    ]
+    if with_workspaces:
+        names = ", ".join(sorted(with_workspaces))
+        notes.append(
+            f"{names}: {accelerator}'s library chooses its workspace when it runs"
+        )
+    notes.append(
+        f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward"
+    )
+    return notes
 
 
 def _calculated(
@@ -313,62 +335,60 @@ def _calculated(
         build_once(copied)
         precision.convert_module(copied)
     notes = [f"{CALCULATED}{reason}"]
-    trained = [
-        parameter for parameter in copied.parameters() if parameter.requires_grad
-    ]
-    parts = model_parallel(strategy, candidate.world)
     costs = strategy.costs(copied, precision, candidate.world)
-    weights, gradients = (
-        part_bytes(copied.parameters()) // parts,
-        part_bytes(trained) // parts,
-    )
     state: int | None = None
-    if costs is None:
-        notes.append(
-            f"{type(strategy).__name__} declares no costs: a rank is taken to hold everything"
-        )
-    elif costs.parameters is not None and costs.gradients is not None:
-        weights, gradients = costs.parameters, costs.gradients
+    if costs is None or costs.parameters is None or costs.gradients is None:
+        ranks = model_parallel(strategy, candidate.world)
+        trained = [
+            parameter for parameter in copied.parameters() if parameter.requires_grad
+        ]
+        weights = part_bytes(copied.parameters()) // ranks
+        gradients = part_bytes(trained) // ranks
+        if costs is None:
+            notes.append(
+                f"{type(strategy).__name__} declares no costs: a rank is taken to hold everything"
+            )
+        else:
+            notes.append(
+                f"each of {ranks} ranks is taken to hold an equal part of the model"
+            )
+    else:
+        weights = costs.parameters
+        gradients = costs.gradients
         optimizers: list[Any] = []
         with suppress(Exception), mode:  # user code; it may need a running fit
             optimizers = configure_optimizers(copied).optimizers
-        state = optimizer_bytes(optimizers, costs) if optimizers else None
-    else:
-        notes.append(
-            f"each of {parts} ranks is taken to hold an equal part of the model"
-        )
+        if optimizers:
+            state = optimizer_bytes(optimizers, costs)
     if state is None:
-        state = _ADAM * gradients
+        state = _ADAM_STATES * gradients
         notes.append("the optimizer is taken to be Adam")
-    masters = 0 if costs is None else costs.masters
-    buffers = part_bytes(copied.buffers())
-    held = {
-        "parameters": weights + buffers,
+    if costs is not None:
+        state += costs.masters
+    memory = {
+        "parameters": weights + part_bytes(copied.buffers()),
         "gradients": gradients,
-        "optimizer": state + masters,
+        "optimizer": state,
     }
-    on_host = (
-        {"optimizer", "parameters"}
-        if candidate.strategy.endswith("stage_3_offload")
-        else {"optimizer"}
-    )
-    away = (
-        on_host
-        if candidate.offload or candidate.strategy.endswith("offload")
-        else set()
-    )
+    host = 0
+    for category in _offloaded(candidate):
+        host += memory.pop(category)
     return Measured(
         candidate=candidate,
-        memory=(
-            {
-                category: 0 if category in away else held.get(category, 0)
-                for category in CATEGORIES
-            },
-        ),
-        host=sum(held[category] for category in away),
+        memory=({category: memory.get(category, 0) for category in CATEGORIES},),
+        host=host,
         traffic=(),
         flops=0,
         exact=False,
         ran=False,
         notes=tuple(notes),
     )
+
+
+def _offloaded(candidate: Candidate) -> tuple[str, ...]:
+    """The categories of memory that are on the host."""
+    if candidate.strategy.endswith("stage_3_offload"):
+        return "optimizer", "parameters"
+    if candidate.offload or candidate.strategy.endswith("offload"):
+        return ("optimizer",)
+    return ()

@@ -83,42 +83,46 @@ def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
         >>> shapes.parameters, shapes.trainable, shapes.fixed_bytes, dict(shapes.layers)
         (32, 24, 8, {'0': 16, '1': 16})
     """
+    blocks: dict[str, str] = {}
     if isinstance(module, nn.Module):
         trained = {id(tensor) for tensor in module.parameters() if tensor.requires_grad}
-        named = dict([*module.named_parameters(), *module.named_buffers()])
+        tensors = dict([*module.named_parameters(), *module.named_buffers()])
+        blocks = _blocks(module)
     else:
-        trained = {
-            id(tensor) for tensor in module.values() if tensor.is_floating_point()
-        }
-        named = dict(module)
-    blocks = _blocks(module) if isinstance(module, nn.Module) else {}
+        trained = set(map(id, module.values()))
+        tensors = dict(module)
+    parameters = 0
+    trainable = 0
+    fixed_bytes = 0
     layers: Counter[str] = Counter()
-    for name, tensor in named.items():
-        if tensor.is_floating_point():
-            home = name.rpartition(".")[0]
-            layers[blocks.get(home, home)] += tensor.numel()
-    floats = [tensor for tensor in named.values() if tensor.is_floating_point()]
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            fixed_bytes += tensor.nbytes
+            continue
+        elements = tensor.numel()
+        parameters += elements
+        if id(tensor) in trained:
+            trainable += elements
+        owner = name.rpartition(".")[0]
+        layers[blocks.get(owner, owner)] += elements
     return Shapes(
-        parameters=sum(tensor.numel() for tensor in floats),
-        trainable=sum(tensor.numel() for tensor in floats if id(tensor) in trained),
-        fixed_bytes=sum(
-            tensor.nbytes for tensor in named.values() if not tensor.is_floating_point()
-        ),
+        parameters=parameters,
+        trainable=trainable,
+        fixed_bytes=fixed_bytes,
         layers=layers,
     )
 
 
 def _blocks(module: nn.Module) -> dict[str, str]:
     """The outermost block that stays whole, by the name of each module inside it."""
-    whole = getattr(module, "_no_split_modules", None) or ()
-    found: dict[str, str] = {}
-    for name, part in module.named_modules():
-        if type(part).__name__ in whole and name not in found:
-            found |= {
-                f"{name}.{inner}" if inner and name else inner or name: name
-                for inner, _ in part.named_modules()
-            }
-    return found
+    undivided = getattr(module, "_no_split_modules", None) or ()
+    blocks: dict[str, str] = {}
+    for name, block in module.named_modules():
+        if type(block).__name__ not in undivided or name in blocks:
+            continue
+        for inner_name, _ in block.named_modules(prefix=name):
+            blocks[inner_name] = name
+    return blocks
 
 
 def estimate_memory(
@@ -135,24 +139,34 @@ def estimate_memory(
         float32 440 440 880 1760 440
         bfloat16 220 220 440 880 220
     """
-    largest = max(shapes.layers.values(), default=0)
-
-    def one(dtype: str) -> MemoryEstimate:
-        bits = _BITS[dtype]
-        trained = -(-shapes.trainable * bits // 8) if dtype in _TRAINABLE else None
-        return MemoryEstimate(
-            dtype=dtype,
-            weights=-(-shapes.parameters * bits // 8) + shapes.fixed_bytes,
-            gradients=trained,
-            optimizer=None if trained is None else _ADAM_STATES * trained,
-            largest_layer=-(-largest * bits // 8),
-        )
-
-    chosen = list(_BITS if dtypes is None else dtypes)
-    for dtype in chosen:
-        if dtype not in _BITS:
+    if dtypes is None:
+        dtypes = DTYPES
+    names = list(dtypes)
+    for name in names:
+        if name not in _BITS:
             raise ConfigurationError(
-                f"the memory of {dtype!r} cannot be estimated",
-                fix=did_you_mean(dtype, _BITS),
+                f"the memory of {name!r} cannot be estimated",
+                fix=did_you_mean(name, _BITS),
             )
-    return [one(dtype) for dtype in chosen]
+    return [_memory_in(name, shapes) for name in names]
+
+
+def _memory_in(dtype: str, shapes: Shapes) -> MemoryEstimate:
+    largest = max(shapes.layers.values(), default=0)
+    gradients = None
+    optimizer = None
+    if dtype in _TRAINABLE:
+        gradients = _size(shapes.trainable, dtype)
+        optimizer = _ADAM_STATES * gradients
+    return MemoryEstimate(
+        dtype=dtype,
+        weights=_size(shapes.parameters, dtype) + shapes.fixed_bytes,
+        gradients=gradients,
+        optimizer=optimizer,
+        largest_layer=_size(largest, dtype),
+    )
+
+
+def _size(elements: int, dtype: str) -> int:
+    """Bytes of so many elements, rounded up: those of 4 bits share a byte."""
+    return -(-elements * _BITS[dtype] // 8)
