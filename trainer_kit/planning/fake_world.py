@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, final
@@ -43,6 +43,8 @@ __all__ = [
     "FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_module", "fake_world", "forget_layouts",
     "resized_lists", "sample_dimension", "unpacked",
 ]  # fmt: skip
+
+_torch_swap_tensors: Any = torch.utils.swap_tensors
 
 
 @contextmanager
@@ -84,9 +86,8 @@ def forget_layouts() -> None:
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
-    clear = getattr(
-        torch._C, "_clear_DTensor_sharding_propagator_cache", None
-    )  # torch 2.9 has no cache in C++
+    # torch 2.9 has no cache in C++.
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:
         clear()
 
@@ -98,8 +99,6 @@ def fake_mail(box: dict[int, list[Any]]) -> Iterator[None]:
     Args:
         box: by the receiver's rank in its group; fake worlds that run one after the other share it.
     """
-    torchs: Any = dist
-    send, receive = torchs.send_object_list, torchs.recv_object_list
 
     def post(objects: list[Any], *, group_dst: int, **options: Any) -> None:
         box.setdefault(group_dst, []).append(list(objects))
@@ -107,77 +106,78 @@ def fake_mail(box: dict[int, list[Any]]) -> Iterator[None]:
     def fetch(objects: list[Any], *, group: Any, **options: Any) -> None:
         objects[:] = box[dist.get_rank(group)].pop(0)
 
-    torchs.send_object_list, torchs.recv_object_list = post, fetch
-    try:
+    with _replaced((dist, "send_object_list", post), (dist, "recv_object_list", fetch)):
         yield
-    finally:
-        torchs.send_object_list, torchs.recv_object_list = send, receive
 
 
 @final
-class _Parts:
-    """The parts of a tensor that ``torch.chunk`` returns, made when they are asked for.
+class _Chunks:
+    """The chunks of a tensor that ``torch.chunk`` returns, made when they are asked for.
 
     Args:
-        tensor: the whole.
-        count: how many ranks have one; the last may be empty.
+        tensor: the whole tensor.
+        count: how many ranks have a chunk; the last may be empty.
         dim: along which it is divided.
     """
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
-        self._tensor, self._dim = tensor, dim
+        self._tensor = tensor
+        self._dim = dim
         self._rows = -(-tensor.size(dim) // count)
 
     def __getitem__(self, index: int) -> Tensor:
-        left = self._tensor.size(self._dim) - index * self._rows
-        if left <= 0 and index:
+        start = index * self._rows
+        remaining = self._tensor.size(self._dim) - start
+        if remaining <= 0 and index:
             return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, index * self._rows, min(left, self._rows))
+        return self._tensor.narrow(self._dim, start, min(remaining, self._rows))
 
 
 def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Let DTensor find the layouts of an operator on lists, such as an optimizer's, once for each kind of entry.
 
-    An entry is what stands at one place of all lists; what an operator does with it depends on no other entry. Layers
+    An entry is what stands at one index of all lists; what an operator does with it depends on no other entry. Layers
     repeat, so hundreds of parameters are entries of a few kinds. torch's time grows with the square of their number.
 
     Args:
         propagate: torch's method, which takes a schema of operator and arguments.
     """
 
-    def propagated(schema: Any) -> Any:
-        numbers = all(
-            isinstance(value, (int, float)) for value in schema.kwargs_schema.values()
-        )
-        if not schema.op.name().startswith("aten::_foreach_") or not numbers:
+    def propagate_kinds(schema: Any) -> Any:
+        if not _is_list_operator(schema):
             return propagate(schema)
-        lists = [
-            at
-            for at, one in enumerate(schema.args_schema)
-            if isinstance(one, (list, tuple))
+        list_positions = [
+            position
+            for position, argument in enumerate(schema.args_schema)
+            if isinstance(argument, (list, tuple))
         ]
-        columns = list(zip(*(schema.args_schema[at] for at in lists), strict=True))
-        kinds = {column: number for number, column in enumerate(dict.fromkeys(columns))}
+        lists = [schema.args_schema[position] for position in list_positions]
+        entries = list(zip(*lists, strict=True))
+        kinds = {entry: number for number, entry in enumerate(dict.fromkeys(entries))}
         arguments = list(schema.args_schema)
-        for place, at in enumerate(lists):
-            arguments[at] = type(arguments[at])(kind[place] for kind in kinds)
-        found = propagate(
-            type(schema)(
-                schema.op, tuple(arguments), schema.kwargs_schema, schema.schema_info
-            )
+        for index, position in enumerate(list_positions):
+            list_type = type(arguments[position])
+            arguments[position] = list_type(kind[index] for kind in kinds)
+        short_schema = type(schema)(
+            schema.op, tuple(arguments), schema.kwargs_schema, schema.schema_info
         )
-        if found.needs_redistribute:
+        layouts = propagate(short_schema)
+        if layouts.needs_redistribute:
             return propagate(schema)
-        if found.output_spec is not None:
-            found = replace(
-                found,
-                output_spec=tuple(
-                    found.output_spec[kinds[column]] for column in columns
-                ),
-            )
-        return found
+        if layouts.output_spec is None:
+            return layouts
+        specs = tuple(layouts.output_spec[kinds[entry]] for entry in entries)
+        return replace(layouts, output_spec=specs)
 
-    return propagated
+    return propagate_kinds
+
+
+def _is_list_operator(schema: Any) -> bool:
+    """Whether an operator does the same with each entry of its lists, and takes numbers beside them."""
+    if not schema.op.name().startswith("aten::_foreach_"):
+        return False
+    options = schema.kwargs_schema.values()
+    return all(isinstance(value, (int, float)) for value in options)
 
 
 @final
@@ -195,6 +195,30 @@ class _Exchanged:
         """Return at once."""
 
 
+def _step_without_reading(
+    scaler: object, optimizer: Any, state: object, *args: Any, **kwargs: Any
+) -> Any:
+    """``GradScaler._maybe_opt_step`` for gradients that have no values."""
+    return optimizer.step(*args, **kwargs)
+
+
+def _swap_tensors(tensor: Any, converted: Any) -> None:
+    """``torch.utils.swap_tensors``, which converts fake tensors in place."""
+    if not (isinstance(tensor, FakeTensor) and isinstance(converted, FakeTensor)):
+        _torch_swap_tensors(tensor, converted)
+    elif tensor is not converted:
+        tensor.data = converted.data
+        tensor.fake_device = converted.fake_device
+
+
+def _know_shapes(schedule: object, stages: list[Any], *args: object) -> None:
+    """``_PipelineSchedule._warmup_p2p`` for stages that all know the shapes which they exchange."""
+    from torch.distributed.pipelining._utils import InferenceMode
+
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
+
+
 @contextmanager
 def adapted(*, fused: bool = False) -> Iterator[None]:
     """Inside, parts of torch work with fake tensors.
@@ -210,56 +234,34 @@ def adapted(*, fused: bool = False) -> Iterator[None]:
     Args:
         fused: whether oneDNN's LSTM is used, as on a CPU; a fake one does not report what it saves for backward.
     """
-    recurrent: Any = torch.backends.mkldnn.enabled
     from torch.distributed import pipelining
 
-    divides: Any = _fsdp_param
-    joins: Any = DeviceMesh
     schedules: Any = pipelining.schedules
-    stages: Any = schedules._PipelineSchedule
-    plain: Any = torch.utils.swap_tensors
-    exchange, concatenate = schedules._batch_p2p, vars(joins).get("_concatenate")
-    scalers: Any = torch.amp.GradScaler
-    log = logging.getLogger(FakeTensorMode.__module__)
+    exchange = schedules._batch_p2p
+    concatenate: Any = vars(DeviceMesh).get("_concatenate")
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    recurrent: Any = torch.backends.mkldnn.enabled
+    log = logging.getLogger(FakeTensorMode.__module__)
 
-    def swap(kept: Any, converted: Any) -> None:
-        if not (isinstance(kept, FakeTensor) and isinstance(converted, FakeTensor)):
-            plain(kept, converted)
-        elif kept is not converted:
-            kept.data = converted.data
-            kept.fake_device = converted.fake_device
-
-    def know_shapes(schedule: Any, own: list[Any], *facts: Any) -> None:
-        from torch.distributed.pipelining._utils import InferenceMode
-
-        for stage in own:
-            stage._inference_mode = InferenceMode.STATIC
-
-    def hold(exchanged: list[dist.P2POp], *facts: Any, **named: Any) -> list[Any]:
-        return [
-            *exchange(exchanged, *facts, **named),
-            _Exchanged([one.tensor for one in exchanged]),
-        ]
+    def exchange_and_hold(
+        operations: list[dist.P2POp], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        handles = exchange(operations, *args, **kwargs)
+        held = _Exchanged([operation.tensor for operation in operations])
+        return [*handles, held]
 
     def concatenate_outside(meshes: list[DeviceMesh]) -> DeviceMesh:
         with unset_fake_temporarily():
-            made: DeviceMesh = concatenate(meshes)
-            return made
+            mesh: DeviceMesh = concatenate(meshes)
+            return mesh
 
     replaced = _replaced(
-        (
-            scalers,
-            "_maybe_opt_step",
-            lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(
-                *args, **kwargs
-            ),
-        ),
-        (torch.utils, "swap_tensors", swap),
-        (divides, "_chunk_with_empty", _Parts),
-        (stages, "_warmup_p2p", know_shapes),
-        (schedules, "_batch_p2p", hold),
-        (joins, "_concatenate", staticmethod(concatenate_outside)),
+        (torch.amp.GradScaler, "_maybe_opt_step", _step_without_reading),
+        (torch.utils, "swap_tensors", _swap_tensors),
+        (_fsdp_param, "_chunk_with_empty", _Chunks),
+        (schedules._PipelineSchedule, "_warmup_p2p", _know_shapes),
+        (schedules, "_batch_p2p", exchange_and_hold),
+        (DeviceMesh, "_concatenate", staticmethod(concatenate_outside)),
     )
     log.disabled = True
     torch._C._set_mkldnn_enabled(fused and recurrent)
@@ -270,33 +272,29 @@ def adapted(*, fused: bool = False) -> Iterator[None]:
         with replaced:
             yield
     finally:
-        del (
-            propagator.propagate_op_sharding_non_cached
-        )  # the method of its class is found again
+        # The method of its class stands behind the attribute.
+        del propagator.propagate_op_sharding_non_cached
         log.disabled = False
         torch._C._set_mkldnn_enabled(recurrent)
 
 
 @contextmanager
-def _replaced(*parts: tuple[Any, str, Any]) -> Iterator[None]:
+def _replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
     """Inside, attributes have other values; those that this release of torch does not have are left out."""
-    before = [
-        (owner, name, vars(owner)[name])
-        for owner, name, _ in parts
-        if name in vars(owner)
-    ]
-    for owner, name, value in parts:
+    originals = []
+    for owner, name, replacement in replacements:
         if name in vars(owner):
-            setattr(owner, name, value)
+            originals.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, replacement)
     try:
         yield
     finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        for owner, name, original in originals:
+            setattr(owner, name, original)
 
 
 @contextmanager
-def unpacked(batch: Any) -> Iterator[None]:
+def unpacked(batch: object) -> Iterator[None]:
     """Inside, models of transformers take each sample for one sequence, unless the batch has ``position_ids``.
 
     They look for packed sequences in the values of positions. Where a tensor has no values they make a mask for them,
@@ -305,16 +303,12 @@ def unpacked(batch: Any) -> Iterator[None]:
     Args:
         batch: as the module gets it.
     """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    plain = getattr(masks, "find_packed_sequence_indices", None)
-    if plain is None or (isinstance(batch, Mapping) and "position_ids" in batch):
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None or (isinstance(batch, Mapping) and "position_ids" in batch):
         yield
         return
-    masks.find_packed_sequence_indices = lambda position_ids: None
-    try:
+    with _replaced((masks, "find_packed_sequence_indices", lambda position_ids: None)):
         yield
-    finally:
-        masks.find_packed_sequence_indices = plain
 
 
 def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
@@ -335,25 +329,10 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
                 found=f"{name} is a {type(tensor).__name__}",
                 fix="create a new module, and plan before the first fit",
             )
-        with mode, torch.no_grad():
-            empty = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
-            )
-            memo[id(tensor)] = (
-                nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else empty
-            )
-        vars(memo[id(tensor)]).update(
-            {
-                key: value
-                for key, value in vars(tensor).items()
-                if not key.startswith("_")
-            }
-        )
-    own = vars(module).get("trainer")
-    if own is not None:  # copying it would copy a whole run
-        memo[id(own)] = None
+        memo[id(tensor)] = _fake_copy(tensor, mode)
+    trainer = vars(module).get("trainer")
+    if trainer is not None:  # copying it would copy a whole run
+        memo[id(trainer)] = None
     try:
         with FakeCopyMode(mode):
             return copy.deepcopy(module, memo)
@@ -365,8 +344,22 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
         ) from error
 
 
+def _fake_copy(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A tensor or parameter without storage, with the public attributes of this one."""
+    with mode, torch.no_grad():
+        copied = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
+        )
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        if not name.startswith("_"):
+            vars(copied)[name] = value
+    return copied
+
+
 def fake_batch(
-    batch: Any, samples: int, mode: FakeTensorMode, size: int | None = None
+    batch: object, samples: int, mode: FakeTensorMode, size: int | None = None
 ) -> Any:
     """A batch of another size without storage: the dimension of its tensors that counts samples becomes ``samples``.
 
@@ -384,37 +377,43 @@ def fake_batch(
         TypeError: the batch has an object that can be moved to a device, and shows no tensors.
     """
     size = size or batch_size_of(batch)
-    lists = resized_lists(batch, size, samples)
-    samples_first = lists is not batch or any(
-        tensor.shape[:1] == (size,) for tensor in tensors_of(batch)
-    )
+    samples_first = _has_samples_first(batch, size)
     dimension_of = sample_dimension(batch, size)
 
-    def resized(value: Any) -> Any:
+    def resize_tensor(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        dimension = dimension_of(tensor)
+        if dimension is not None:
+            shape[dimension] = samples
+        elif shape and not samples_first:
+            shape[0] = -(-shape[0] * samples // size)
+        with mode:
+            return torch.empty(shape, dtype=tensor.dtype, device="cpu")
+
+    def resize(value: Any) -> Any:
         if isinstance(value, Tensor):
-            shape = list(value.shape)
-            dimension = dimension_of(value)
-            if dimension is not None:
-                shape[dimension] = samples
-            elif shape and not samples_first:
-                shape[0] = -(-shape[0] * samples // size)
-            with mode:
-                return torch.empty(shape, dtype=value.dtype, device="cpu")
+            return resize_tensor(value)
         if not isinstance(value, MutableMapping):
             raise TypeError(
                 f"a batch with a {type(value).__name__} cannot be made in another size"
             )
-        own: Any = copy.copy(
-            value
-        )  # a batch of transformers, which has its own method ``to``
-        for key, part in value.items():
-            own[key] = map_leaves(part, resized)
-        return own
+        # A batch of transformers, which has its own method ``to``.
+        copied: Any = copy.copy(value)
+        for key, entry in value.items():
+            copied[key] = map_leaves(entry, resize)
+        return copied
 
-    return map_leaves(lists, resized)
+    return map_leaves(resized_lists(batch, size, samples), resize)
 
 
-def sample_dimension(batch: Any, size: int) -> Callable[[Tensor], int | None]:
+def _has_samples_first(batch: object, size: int) -> bool:
+    """Whether lists, or the first dimension of tensors, have one entry for each of ``size`` samples."""
+    if resized_lists(batch, size, size + 1) is not batch:
+        return True
+    return any(tensor.shape[:1] == (size,) for tensor in tensors_of(batch))
+
+
+def sample_dimension(batch: object, size: int) -> Callable[[Tensor], int | None]:
     """Find the dimension of samples of a batch's tensors; see `fake_batch`.
 
     Args:
@@ -424,10 +423,7 @@ def sample_dimension(batch: Any, size: int) -> Callable[[Tensor], int | None]:
     Returns:
         A function that returns the dimension of a tensor that counts samples, or None.
     """
-    lists = resized_lists(batch, size, size + 1)
-    samples_first = lists is not batch or any(
-        tensor.shape[:1] == (size,) for tensor in tensors_of(batch)
-    )
+    samples_first = _has_samples_first(batch, size)
 
     def dimension(tensor: Tensor) -> int | None:
         shape = list(tensor.shape)
@@ -440,30 +436,80 @@ def sample_dimension(batch: Any, size: int) -> Callable[[Tensor], int | None]:
 
 def resized_lists(value: Any, size: int, samples: int) -> Any:
     """Lists of one entry a sample, such as texts or boxes, repeated to the new size; the inner ones of nested lists."""
-    if type(value) not in (dict, list, tuple):
+    if type(value) is dict:
+        entries = list(value.values())
+        resized = [resized_lists(entry, size, samples) for entry in entries]
+        if _are_same_objects(resized, entries):
+            return value
+        return dict(zip(value, resized, strict=True))
+    if type(value) not in (list, tuple):
         return value
-    old = list(value.values()) if type(value) is dict else value
-    new = [resized_lists(one, size, samples) for one in old]
-    if any(one is not other for one, other in zip(new, old, strict=True)):
-        return (
-            dict(zip(value, new, strict=True))
-            if type(value) is dict
-            else type(value)(new)
-        )
-    rows = [tensor.shape[:1] for tensor in tensors_of(value)]
-    if (
-        type(value) is dict
-        or len(value) != size
-        or (rows and all(one == (size,) for one in rows))
-    ):
+    resized = [resized_lists(entry, size, samples) for entry in value]
+    if not _are_same_objects(resized, value):
+        return type(value)(resized)
+    if len(value) != size:
         return value
+    tensors = list(tensors_of(value))
+    if tensors and all(tensor.shape[:1] == (size,) for tensor in tensors):
+        return value  # a tuple of as many tensors as each has samples
     return type(value)(value[index % size] for index in range(samples))
+
+
+def _are_same_objects(values: Sequence[object], others: Sequence[object]) -> bool:
+    return all(value is other for value, other in zip(values, others, strict=True))
 
 
 _MIB: Final = 2**20
 _CAP: Final = 25 * _MIB
 _FIRST: Final = 1 * _MIB
 """torch's size of a bucket, and of the one that is exchanged first."""
+
+
+@final
+class _Bucket:
+    """Gradients that are exchanged together.
+
+    Args:
+        flat: the elements of all of them.
+        count: the number of gradients.
+    """
+
+    def __init__(self, flat: Tensor, count: int) -> None:
+        self.flat = flat
+        self._count = count
+        self._missing = count
+
+    def complete_gradient(self) -> bool:
+        """Count a complete gradient; returns whether it is the last one of this backward."""
+        self._missing -= 1
+        if self._missing:
+            return False
+        self._missing = self._count
+        return True
+
+
+def _bucket_groups(
+    parameters: Sequence[nn.Parameter], first_size: int, size: int
+) -> list[list[nn.Parameter]]:
+    """The parameters of each bucket, each of one dtype; a bucket is full when it has ``size`` bytes."""
+    groups: list[list[nn.Parameter]] = []
+    for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+        limit = first_size
+        filled = 0
+        group: list[nn.Parameter] = []
+        for parameter in parameters:
+            if parameter.dtype != dtype:
+                continue
+            group.append(parameter)
+            filled += parameter.numel() * parameter.element_size()
+            if filled >= limit:
+                groups.append(group)
+                group = []
+                filled = 0
+                limit = size
+        if group:
+            groups.append(group)
+    return groups
 
 
 @final
@@ -485,13 +531,13 @@ class FakeReplicas(Strategy):
         super().__init__(real.device)
         self._real = real
         self._module: nn.Module
+        self._buckets: list[_Bucket] = []
+        # the part of a bucket that belongs to each parameter
         self._views: dict[nn.Parameter, Tensor] = {}
-        self._bucket_of: dict[nn.Parameter, int] = {}
-        self._buckets: list[Tensor] = []
-        self._waiting: list[int] = []
-        self._sizes: list[int] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        # parameters in the order in which the first backward completed their gradients
         self._order: list[nn.Parameter] = []
-        self._laid_out = False
+        self._has_new_layout = False
         self._exchanges = False
         self._hooks: list[Any] = []
 
@@ -525,54 +571,43 @@ class FakeReplicas(Strategy):
         trained = [
             parameter for parameter in module.parameters() if parameter.requires_grad
         ]
-        self._fill(list(reversed(trained)), sys.maxsize)
+        self._lay_out(list(reversed(trained)), sys.maxsize)
         for parameter in trained:
-            hook = parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
-    def _fill(self, parameters: list[nn.Parameter], first: int) -> None:
-        """Lay out buckets for these parameters, in their order."""
+    def _lay_out(self, parameters: list[nn.Parameter], first_size: int) -> None:
+        """Make buckets for these parameters, in their order; the first of each dtype has another size."""
         cap = self._real.wrapper_options["bucket_cap_mb"]
-        most = _CAP if cap is None else int(cap * _MIB)
-        self._views, self._bucket_of, self._buckets = {}, {}, []
-        groups: list[list[nn.Parameter]] = []
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            limit, held = min(first, most) if first != sys.maxsize else first, 0
-            group: list[nn.Parameter] = []
-            for parameter in (one for one in parameters if one.dtype == dtype):
-                group.append(parameter)
-                held += parameter.numel() * parameter.element_size()
-                if held >= limit:
-                    groups.append(group)
-                    group, held, limit = [], 0, most
-            groups += [group] if group else []
-        for index, group in enumerate(groups):
-            bucket = torch.empty(
-                sum(p.numel() for p in group), dtype=group[0].dtype, device=self.device
-            )
+        size = _CAP if cap is None else int(cap * _MIB)
+        if first_size != sys.maxsize:
+            first_size = min(first_size, size)
+        self._views = {}
+        self._bucket_of = {}
+        self._buckets = []
+        for group in _bucket_groups(parameters, first_size, size):
+            lengths = [parameter.numel() for parameter in group]
+            flat = torch.empty(sum(lengths), dtype=group[0].dtype, device=self.device)
+            bucket = _Bucket(flat, len(group))
             self._buckets.append(bucket)
-            for parameter, part in zip(
-                group, torch.split(bucket, [p.numel() for p in group]), strict=True
-            ):
-                self._views[parameter] = part.view_as(parameter)
-                self._bucket_of[parameter] = index
-        self._waiting = [len(group) for group in groups]
-        self._sizes = list(self._waiting)
+            for parameter, view in zip(group, torch.split(flat, lengths), strict=True):
+                self._views[parameter] = view.view_as(parameter)
+                self._bucket_of[parameter] = bucket
 
-    def _ready(self, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Copy a complete gradient into its bucket, and exchange a bucket whose gradients are all complete."""
         if not self._exchanges or parameter.grad is None:
             return
-        if not self._laid_out:
+        if not self._has_new_layout:
             self._order.append(parameter)
-        view, index = self._views[parameter], self._bucket_of[parameter]
+        view = self._views[parameter]
         with torch.no_grad():
             view.copy_(parameter.grad)
             if self._real.wrapper_options["gradient_as_bucket_view"]:
                 parameter.grad = view
-            self._waiting[index] -= 1
-            if self._waiting[index] == 0:
-                dist.all_reduce(self._buckets[index], group=self.world.group)
-                self._waiting[index] = self._sizes[index]
+            bucket = self._bucket_of[parameter]
+            if bucket.complete_gradient():
+                dist.all_reduce(bucket.flat, group=self.world.group)
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other; the last backward exchanges gradients."""
@@ -587,13 +622,15 @@ class FakeReplicas(Strategy):
                 micro.backward(index, loss)
             self._exchanges = False
             micro.end(index)
-        if (
-            self._order and not self._laid_out
-        ):  # buckets are laid out again, once, in the order of the first backward
-            self._laid_out = True
-            self._fill(self._order, _FIRST)
-            for parameter, view in self._views.items():
-                if parameter.grad is not None:
-                    with torch.no_grad():
-                        view.copy_(parameter.grad)
-                parameter.grad = view
+        if self._order and not self._has_new_layout:
+            self._lay_out_again()
+
+    def _lay_out_again(self) -> None:
+        """Lay out the buckets a second time, in the order of the first backward."""
+        self._has_new_layout = True
+        self._lay_out(self._order, _FIRST)
+        for parameter, view in self._views.items():
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    view.copy_(parameter.grad)
+            parameter.grad = view
