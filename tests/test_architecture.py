@@ -91,7 +91,7 @@ FOREIGN_MEMBERS = {
     "loggers and trackers of users, which need only log_metrics": """add_images add_text experiment finalize log_dir
         log_hyperparams main_process_only root_dir save tracker writes_alone""",
     "transformers and peft": """_no_split_modules _tie_weights _tp_plan auto_map base_model_prefix base_model_tp_plan
-        config config_class distributed_config find_packed_sequence_indices get_output_embeddings get_text_config
+        config config_class distributed_config get_output_embeddings get_text_config
         hf_device_map hidden_size hidden_sizes is_encoder_decoder module tie_encoder_decoder tie_word_embeddings
         tp_size use_cache""",
     "Transformer Engine, by its version": "amax_history autocast fp8_meta",
