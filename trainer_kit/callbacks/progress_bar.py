@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,13 @@ __all__ = [
 _TERMINAL_INTERVAL: Final = 0.1
 _PLAIN_INTERVAL: Final = 10.0
 # Layouts of the line; the first that fits is drawn. None is the default of tqdm, with the bar.
-_OF_TOTAL: Final = (
+_LAYOUTS_WITH_TOTAL: Final = (
     None,
     "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
     "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
     "{desc}: {n_fmt}/{total_fmt}{postfix}",
 )
-_OF_UNKNOWN: Final = (
+_LAYOUTS_WITHOUT_TOTAL: Final = (
     None,
     "{desc}: {n_fmt} [{elapsed}{postfix}]",
     "{desc}: {n_fmt}{postfix}",
@@ -63,7 +63,12 @@ class View:
     @property
     def rate(self) -> float:
         """Batches a second."""
-        return (self.done - self.first) / max(monotonic() - self.began, 1e-9)
+        seconds = max(monotonic() - self.began, 1e-9)
+        return (self.done - self.first) / seconds
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave ``seconds`` of validation out of the rate."""
+        self.began += seconds
 
 
 class Line(Protocol):
@@ -98,54 +103,59 @@ class _TerminalLine:
 
     def __init__(self, bar: Any) -> None:
         self.due = 0.0
-        self._bar, self._format = bar, bar.bar_format
-        self._bar.delay = 0.0  # its constructor would have drawn an empty line
-        if measure := self._bar.dynamic_ncols:
+        self._bar = bar
+        self._user_format = bar.bar_format
+        bar.delay = 0.0  # its constructor would have drawn an empty line
+        measure = bar.dynamic_ncols
+        if measure:
             # Terminals without a size (in containers, recorders) report 0 by 0, and tqdm would draw nothing.
-            self._bar.dynamic_ncols = lambda stream: _sized(*measure(stream))
+            bar.dynamic_ncols = lambda stream: _default_size(*measure(stream))
 
     def show(self, view: View) -> None:
         bar = self._bar
-        bar.total, bar.initial, bar.desc = view.total, view.first, view.title
+        bar.total = view.total
+        bar.initial = view.first
+        bar.desc = view.title
         self.draw(view, {})
 
     def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
-        now, bar = monotonic(), self._bar
-        self.due = now + _TERMINAL_INTERVAL
-        bar.n, bar.last_print_t = view.done, bar._time()
-        bar.start_t = bar.last_print_t - (now - view.began)
-        self._fit(metrics)
+        bar = self._bar
+        drawn_at = monotonic()
+        self.due = drawn_at + _TERMINAL_INTERVAL
+        bar.n = view.done
+        # tqdm has a clock of its own.
+        bar.last_print_t = bar._time()
+        bar.start_t = bar.last_print_t - (drawn_at - view.began)
+        if self._user_format is not None:
+            bar.postfix = shown_values(metrics)
+        else:
+            self._choose_layout(metrics)
         bar.refresh()
 
-    def _fit(self, metrics: Mapping[str, Any]) -> None:
+    def _choose_layout(self, metrics: Mapping[str, Any]) -> None:
         """Choose the longest form of the line that fits the terminal: first the decoration is dropped, then values."""
         bar = self._bar
-        if self._format is not None:
-            bar.postfix = shown_values(metrics)
-            return
         bar.bar_format = None
-        facts = bar.format_dict
-        columns = facts["ncols"] or math.inf
-        # Losses are the last values to be dropped.
-        names = sorted(metrics, key=lambda name: "loss" not in name)
-        texts = [shown_values(metrics)]
-        texts += [
-            f"{shown_values({name: metrics[name] for name in names[:count]})}, ..."
-            for count in range(len(names))[:0:-1]
-        ]
-        layouts = _OF_TOTAL if bar.total and bar.n <= bar.total else _OF_UNKNOWN
-        for layout, text in [
-            *((layout, texts[0]) for layout in layouts),
-            *((layouts[-1], text) for text in texts[1:]),
-        ]:
-            bar.bar_format, bar.postfix = layout, text
-            drawn = bar.format_meter(
-                **{**facts, "ncols": None, "bar_format": layout, "postfix": text}
-            )
-            if len(drawn) <= columns:
+        fields = bar.format_dict
+        columns = fields["ncols"] or math.inf
+        fields["ncols"] = (
+            None  # tqdm would cut the line instead of returning its length
+        )
+        # A run that goes on beyond its total shows none.
+        has_total = bar.total and bar.n <= bar.total
+        layouts = _LAYOUTS_WITH_TOTAL if has_total else _LAYOUTS_WITHOUT_TOTAL
+        for layout, text in _candidates(layouts, metrics):
+            bar.bar_format = layout
+            bar.postfix = text
+            fields["bar_format"] = layout
+            fields["postfix"] = text
+            if len(bar.format_meter(**fields)) <= columns:
                 return
-        shortest = shown_values({name: metrics[name] for name in names[:1]}) or bar.desc
-        bar.bar_format = shortest[: int(columns)].replace("{", "{{").replace("}", "}}")
+        # Not even the last layout fits: the beginning of the first value, or of the title.
+        first_metric = {name: metrics[name] for name in _sort_names(metrics)[:1]}
+        shortest = shown_values(first_metric) or bar.desc
+        text = shortest[: int(columns)]
+        bar.bar_format = text.replace("{", "{{").replace("}", "}}")
 
     def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
         self.draw(view, metrics)
@@ -156,6 +166,24 @@ class _TerminalLine:
     def close(self, leave: bool) -> None:
         self._bar.leave = leave
         self._bar.close()
+
+
+def _candidates(
+    layouts: Sequence[str | None], metrics: Mapping[str, Any]
+) -> Iterator[tuple[str | None, str]]:
+    """Yield layouts of the line and its values, the longest first."""
+    text = shown_values(metrics)
+    for layout in layouts:
+        yield layout, text
+    names = _sort_names(metrics)
+    for count in reversed(range(1, len(names))):
+        shown_metrics = {name: metrics[name] for name in names[:count]}
+        yield layouts[-1], f"{shown_values(shown_metrics)}, ..."
+
+
+def _sort_names(metrics: Mapping[str, Any]) -> list[str]:
+    """Sort names so that losses, which are the last values to be dropped, come first."""
+    return sorted(metrics, key=lambda name: "loss" not in name)
 
 
 @final
@@ -171,9 +199,13 @@ class PlainLine:
 
     def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
         self.due = monotonic() + _PLAIN_INTERVAL
-        total = "" if view.total is None else f"/{view.total}"
+        count = str(view.done)
+        if view.total is not None:
+            count += f"/{view.total}"
+        line = f"{view.title}: {count} batches, {view.rate:.4g}/s"
         values = shown_values(metrics)
-        line = f"{view.title}: {view.done}{total} batches, {view.rate:.4g}/s{', ' * bool(values)}{values}"
+        if values:
+            line += f", {values}"
         print(line, file=self._file, flush=True)
 
     def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
@@ -186,8 +218,15 @@ class PlainLine:
         """Nothing stays open."""
 
 
-def _sized(columns: int | None, rows: int | None) -> tuple[int | None, int | None]:
-    return 80 if columns == 0 else columns, 24 if rows == 0 else rows
+def _default_size(
+    columns: int | None, rows: int | None
+) -> tuple[int | None, int | None]:
+    """Replace zeros by the size of a usual terminal; None stays unknown."""
+    if columns == 0:
+        columns = 80
+    if rows == 0:
+        rows = 24
+    return columns, rows
 
 
 def shown_values(
@@ -199,17 +238,21 @@ def shown_values(
         >>> shown_values({"loss": 0.12345, "note": "warm", "tokens": 3e9})
         'loss=0.123, note=warm, tokens=3.000e+09'
     """
-    return delimiter.join(
-        f"{name}={_number(value, digits)}" for name, value in metrics.items()
-    )
+    texts = []
+    for name, value in metrics.items():
+        texts.append(f"{name}={_format_value(value, digits)}")
+    return delimiter.join(texts)
 
 
-def _number(value: Any, digits: str) -> str:
+def _format_value(value: Any, digits: str) -> str:
+    # A user's `get_metrics` may return tensors.
     if not isinstance(value, float) and hasattr(value, "item"):
-        value = value.item()  # of `get_metrics`: sync point
+        value = value.item()  # sync point
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
-    return f"{value:{digits}}" if abs(value) < 1e6 else f"{value:.3e}"
+    if abs(value) >= 1e6:
+        return f"{value:.3e}"
+    return f"{value:{digits}}"
 
 
 _DRAWS: Final = (
@@ -234,9 +277,8 @@ class ProgressBar(Callback):
         ...         print(f"{100 * (batch_idx + 1) / self.total_train_batches:.0f} %")
     """
 
-    order: ClassVar[Literal["early", "normal", "late"]] = (
-        "late"  # the last line of an epoch has the epoch's values
-    )
+    # The last line of an epoch has the epoch's values.
+    order: ClassVar[Literal["early", "normal", "late"]] = "late"
     refresh_rate: int = 1
     """Batches between two drawings, at least; 0 for none."""
     leave: bool = False
@@ -265,21 +307,23 @@ class ProgressBar(Callback):
 
     def __init__(self) -> None:
         self._enabled = True
-        self._shown = False  # enabled, on rank 0
-        self._fitting = False
+        # Whether it draws: enabled, on rank 0.
+        self._is_drawing = False
+        self._is_fit = False
         self._line: Line | None = None
         self._view = View("", None, 0, 0, 0.0)
-        self._aside: View | None = None  # the epoch, while a validation has the line
-        self._aside_line: Line | None = (
-            None  # its line, while a validation has a separate one
-        )
-        self._own_validation = (
-            False  # whether validation inside fit has a separate line
-        )
+        # The epoch while a validation has the line, and its line if the validation has a separate one.
+        self._epoch_view: View | None = None
+        self._epoch_line: Line | None = None
+        self._validation_start = 0.0
+        # Whether validation inside fit has a separate line.
+        self._has_validation_line = False
         self._trainer: TrainerLike | None = None
         self._module: Any = None
-        self._aside_since = 0.0
-        self._done = self._drawn = 0
+        # Batches that are complete, and that the line shows.
+        self._done = 0
+        self._drawn = 0
+        # When the next drawing is due, on the monotonic clock.
         self._next = math.inf
         self._times = _Times()
 
@@ -314,12 +358,11 @@ class ProgressBar(Callback):
     @property
     def train_description(self) -> str:
         """The title of training; read at the start of each epoch."""
-        epoch, last = self.trainer.current_epoch, self.trainer.max_epochs
-        return (
-            f"Epoch {epoch}"
-            if last is None or last < 0
-            else f"Epoch {epoch}/{last - 1}"
-        )
+        title = f"Epoch {self.trainer.current_epoch}"
+        epochs = self.trainer.max_epochs
+        if epochs is None or epochs < 0:
+            return title
+        return f"{title}/{epochs - 1}"
 
     @property
     def total_train_batches(self) -> int | float:
@@ -329,12 +372,9 @@ class ProgressBar(Callback):
     @property
     def total_val_batches(self) -> int | float:
         """Batches of all validation loaders; in the sanity check, those that it reads."""
-        trainer = self.trainer
-        return sum(
-            trainer.num_sanity_val_batches
-            if trainer.sanity_checking
-            else trainer.num_val_batches
-        )
+        if self.trainer.sanity_checking:
+            return sum(self.trainer.num_sanity_val_batches)
+        return sum(self.trainer.num_val_batches)
 
     @property
     def total_test_batches(self) -> int | float:
@@ -359,8 +399,9 @@ class ProgressBar(Callback):
     ) -> None:
         """Like ``print``, above the line; on rank 0."""
         if self._line is not None:
-            self._line.write(sep.join(map(str, values)), end, file)
-        elif self._shown:
+            text = sep.join(str(value) for value in values)
+            self._line.write(text, end, file)
+        elif self._is_drawing:
             builtins.print(*values, sep=sep, end=end, file=file)
 
     def get_metrics(
@@ -369,14 +410,15 @@ class ProgressBar(Callback):
         """The values to show, by name; called at most ten times a second."""
         return trainer.progress_bar_metrics
 
-    def _open(self, kind: str, title: str) -> tuple[Line | None, str]:
-        """A new line for sanity, train, validation, test or predict, and its title; None draws nothing."""
+    def _open_line(self, kind: str, title: str) -> tuple[Line | None, str]:
+        """Open a line for sanity, train, validation, test or predict; return it and its title. None draws nothing."""
         return None, title
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
-        self._trainer, self._module = trainer, pl_module
-        self._shown = self.is_enabled and trainer.is_global_zero
-        self._fitting = stage == "fit"
+        self._trainer = trainer
+        self._module = pl_module
+        self._is_drawing = self.is_enabled and trainer.is_global_zero
+        self._is_fit = stage == "fit"
         self._next = math.inf
         self._times = _Times(began=monotonic())
 
@@ -389,23 +431,20 @@ class ProgressBar(Callback):
         self._close()
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        self._times.trained, self._times.from_step = monotonic(), trainer.global_step
+        self._times.start_training(trainer.global_step)
 
     def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if self._shown:
-            self._show(
-                "train",
-                self.train_description,
-                self.total_train_batches,
-                trainer.progress.epoch_batch,
-            )
+        if self._is_drawing:
+            title = self.train_description
+            done = trainer.progress.epoch_batch
+            self._show("train", title, self.total_train_batches, done)
 
     def on_train_batch_end(
         self,
         trainer: TrainerLike,
         pl_module: ModuleLike,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
     ) -> None:
         self._done += 1
@@ -422,8 +461,8 @@ class ProgressBar(Callback):
         self._close()
 
     def on_fit_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if self._shown and not trainer.fast_dev_run:
-            for line in _summary(trainer, self._times):
+        if self._is_drawing and not trainer.fast_dev_run:
+            for line in _summarize_fit(trainer, self._times):
                 trainer.print(line)
 
     def on_sanity_check_start(
@@ -437,19 +476,17 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if trainer.sanity_checking:
             return
-        if self._fitting:
-            self._aside, self._aside_since = (
-                replace(self._view, done=self._done),
-                monotonic(),
-            )
+        if self._is_fit:
+            self._epoch_view = replace(self._view, done=self._done)
+            self._validation_start = monotonic()
         self._show("validation", self.validation_description, self.total_val_batches)
 
     def on_validation_batch_end(
         self,
         trainer: TrainerLike,
         pl_module: ModuleLike,
-        outputs: Any,
-        batch: Any,
+        outputs: object,
+        batch: object,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -460,18 +497,22 @@ class ProgressBar(Callback):
     def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if trainer.sanity_checking:
             return
-        if self._aside is None:
+        view = self._epoch_view
+        if view is None:
             self._end(trainer)
             return
-        view, self._aside = self._aside, None
-        seconds = monotonic() - self._aside_since
-        view.began += seconds
-        self._times.validation += seconds
-        self._done, self._view = view.done, view
-        if self._aside_line is not None:
+        # Back to the epoch, on its line.
+        self._epoch_view = None
+        seconds = monotonic() - self._validation_start
+        view.leave_out(seconds)
+        self._times.add_validation(seconds)
+        self._view = view
+        self._done = view.done
+        if self._epoch_line is not None:
             assert self._line is not None
             self._line.close(leave=False)
-            self._line, self._aside_line = self._aside_line, None
+            self._line = self._epoch_line
+            self._epoch_line = None
         if self._line is not None:
             self._line.show(view)
             self._next = self._line.due
@@ -493,25 +534,31 @@ class ProgressBar(Callback):
         self._end(trainer)
 
     def _show(self, kind: str, title: str, total: int | float, done: int = 0) -> None:
-        self._done = self._drawn = done
-        if not self._shown:
+        self._done = done
+        self._drawn = done
+        if not self._is_drawing:
             return
-        if self._line is None or (self._own_validation and kind == "validation"):
-            opened, title = self._open(kind, title)
-            if opened is None:
+        needs_line = self._has_validation_line and kind == "validation"
+        if self._line is None or needs_line:
+            line, title = self._open_line(kind, title)
+            if line is None:
                 return
-            self._line, self._aside_line = opened, self._line
-        self._view = View(
-            title, int(total) if math.isfinite(total) else None, done, done, monotonic()
-        )
+            self._epoch_line = self._line
+            self._line = line
+        total_batches = None
+        if math.isfinite(total):
+            total_batches = int(total)
+        self._view = View(title, total_batches, done, done, monotonic())
         self._line.show(self._view)
         self._next = self._line.due
 
     def _draw(self, trainer: TrainerLike) -> None:
-        if self._line is not None and self._done - self._drawn >= self.refresh_rate:
-            self._drawn = self._view.done = self._done
-            self._line.draw(self._view, self.get_metrics(trainer, self._module))
-            self._next = self._line.due
+        if self._line is None or self._done - self._drawn < self.refresh_rate:
+            return
+        self._drawn = self._done
+        self._view.done = self._done
+        self._line.draw(self._view, self.get_metrics(trainer, self._module))
+        self._next = self._line.due
 
     def _finish(self, trainer: TrainerLike) -> None:
         if self._line is not None:
@@ -525,10 +572,14 @@ class ProgressBar(Callback):
 
     def _close(self, leave: bool = True) -> None:
         self._next = math.inf
-        self._aside = None
-        lines, self._line, self._aside_line = (self._line, self._aside_line), None, None
-        for line in filter(None, lines):
-            line.close(leave)
+        self._epoch_view = None
+        lines = (self._line, self._epoch_line)
+        # Before they are closed: an interrupt in between must not close them twice.
+        self._line = None
+        self._epoch_line = None
+        for line in lines:
+            if line is not None:
+                line.close(leave)
 
 
 @dataclass
@@ -547,40 +598,31 @@ class _Times:
     validation: float = 0.0
     from_step: int = 0
 
+    def start_training(self, step: int) -> None:
+        """Note that training begins at ``step``."""
+        self.trained = monotonic()
+        self.from_step = step
 
-def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
-    """What a fit has come to, in at most ten lines."""
-    from trainer_kit.callbacks.monitors import ThroughputMonitor
+    def add_validation(self, seconds: float) -> None:
+        """Count ``seconds`` as validation."""
+        self.validation += seconds
+
+
+def _summarize_fit(trainer: TrainerLike, times: _Times) -> list[str]:
+    """Describe a fit that has ended, in at most ten lines."""
     from trainer_kit.state.records import REPORT
-    from trainer_kit.state.runs import keep_checkpoints
 
-    now = monotonic()
-    setup, rest = times.trained - times.began, now - times.trained - times.validation
-    parts = {"setup": setup, "training": rest, "validation": times.validation}
-    for callback in trainer.callbacks:
-        if isinstance(callback, ThroughputMonitor):  # with all of its restarts
-            parts = {"setup": setup, **callback.time_split()}
-    split = " + ".join(
-        f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= 0.05
-    )
     steps = trainer.global_step - times.from_step
-    lines = [
-        f"fit: {steps} steps to step {trainer.global_step} in {now - times.began:.1f} s{' = ' * bool(split)}{split}"
-    ]
-    for callback in keep_checkpoints(trainer.callbacks)[:6]:
-        if callback.best_model_path:
-            score = callback.best_model_score
-            value = (
-                "newest"
-                if score is None
-                else f"best {callback.monitor}={float(score):.6g}"
-            )  # no sync point: on the CPU
-            lines.append(f"checkpoint: {value}: {callback.best_model_path}")
+    ended = monotonic()
+    line = f"fit: {steps} steps to step {trainer.global_step} in {ended - times.began:.1f} s"
+    split = _format_time_split(trainer, times, ended)
+    if split:
+        line += f" = {split}"
+    lines = [line]
+    lines += _describe_checkpoints(trainer)
     if trainer.loggers:
-        lines += [
-            f"logs: {trainer.log_dir}",
-            f"report: {Path(trainer.log_dir) / REPORT}",
-        ]
+        lines.append(f"logs: {trainer.log_dir}")
+        lines.append(f"report: {Path(trainer.log_dir) / REPORT}")
     if steps and not trainer.callback_metrics:
         lines.append(
             'nothing was logged: self.log("loss", loss, prog_bar=True) in training_step shows the loss'
@@ -588,13 +630,52 @@ def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
     return lines
 
 
-def _bar(progress_bar: TQDMProgressBar, kind: str) -> Any:
+def _format_time_split(trainer: TrainerLike, times: _Times, ended: float) -> str:
+    """Where the time of a fit went; a `ThroughputMonitor` knows more, and all restarts."""
+    # Imported here: most runs have none.
+    from trainer_kit.callbacks.monitors import ThroughputMonitor
+
+    seconds_by_section = {"setup": times.trained - times.began}
+    split = {
+        "training": ended - times.trained - times.validation,
+        "validation": times.validation,
+    }
+    for callback in trainer.callbacks:
+        if isinstance(callback, ThroughputMonitor):
+            split = callback.time_split()
+    seconds_by_section |= split
+    texts = []
+    for name, seconds in seconds_by_section.items():
+        # Less would be shown as 0.0 s.
+        if seconds >= 0.05:
+            texts.append(f"{name} {seconds:.1f} s")
+    return " + ".join(texts)
+
+
+def _describe_checkpoints(trainer: TrainerLike) -> list[str]:
+    from trainer_kit.state.runs import keep_checkpoints
+
+    lines = []
+    for callback in keep_checkpoints(trainer.callbacks)[:6]:
+        path = callback.best_model_path
+        if not path:
+            continue
+        score = callback.best_model_score
+        label = "newest"
+        if score is not None:
+            # No sync point: the score is on the CPU.
+            label = f"best {callback.monitor}={float(score):.6g}"
+        lines.append(f"checkpoint: {label}: {path}")
+    return lines
+
+
+def _drawn_bar(progress_bar: TQDMProgressBar, kind: str) -> Any:
     """tqdm's bar of an entry point; inside a fit, validation has one where ``init_validation_tqdm`` is overridden."""
     if kind in progress_bar._bars:
         return progress_bar._bars[kind]
-    name = "val" if kind == "validation" else kind
+    prefix = "val" if kind == "validation" else kind
     raise ConfigurationError(
-        f"{type(progress_bar).__name__} has drawn no {name}_progress_bar",
+        f"{type(progress_bar).__name__} has drawn no {prefix}_progress_bar",
         found="no such entry point, or output that is not a terminal, where lines are printed",
         fix=f"override init_{kind}_tqdm, whose result it is; train_progress_bar shows validation in a fit",
     )
@@ -634,16 +715,12 @@ class TQDMProgressBar(ProgressBar):
                 "a progress bar counts batches and lines from zero up",
                 found=f"refresh_rate={refresh_rate}, process_position={process_position}",
             )
-        self.refresh_rate, self.process_position, self.leave = (
-            refresh_rate,
-            process_position,
-            leave,
-        )
+        self.refresh_rate = refresh_rate
+        self.process_position = process_position
+        self.leave = leave
         super().__init__()
         self._bars: dict[str, Any] = {}
-        self._own_validation = (
-            type(self).init_validation_tqdm is not TQDMProgressBar.init_validation_tqdm
-        )
+        self._has_validation_line = self._overrides("init_validation_tqdm")
 
     def init_sanity_tqdm(self) -> Any:
         """The bar of the sanity check; its description is shown."""
@@ -666,11 +743,12 @@ class TQDMProgressBar(ProgressBar):
         return self._new_bar(self.predict_description)
 
     def _new_bar(self, description: str) -> Any:
-        options = {
+        options: dict[str, Any] = {
             "position": self.process_position,
             "dynamic_ncols": True,
             "bar_format": self.BAR_FORMAT,
         }
+        # A delay: the constructor draws nothing.
         return bar_class()(
             desc=description,
             file=sys.stderr,
@@ -680,28 +758,33 @@ class TQDMProgressBar(ProgressBar):
             **options,
         )
 
-    def _open(self, kind: str, title: str) -> tuple[Line | None, str]:
-        name, file = f"init_{kind}_tqdm", sys.stderr
-        terminal, own = (
-            file.isatty(),
-            getattr(type(self), name) is not getattr(TQDMProgressBar, name),
-        )
-        bar = getattr(self, name)() if own or terminal else None
-        if bar is not None and kind != "train":
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self), name) is not getattr(TQDMProgressBar, name)
+
+    def _open_line(self, kind: str, title: str) -> tuple[Line | None, str]:
+        file = sys.stderr
+        is_terminal = file.isatty()
+        method = f"init_{kind}_tqdm"
+        bar = None
+        # Without a terminal only a user's bar is made, for its description.
+        if is_terminal or self._overrides(method):
+            make_bar = getattr(self, method)
+            bar = make_bar()
+        if bar is None:
+            return PlainLine(file), title
+        if kind != "train":
             title = (bar.desc or title).removesuffix(": ")
-        if bar is not None:
-            self._bars[kind] = bar
-        if terminal:
+        self._bars[kind] = bar
+        if is_terminal:
             return _TerminalLine(bar), title
-        if bar is not None:
-            bar.close()
+        bar.close()
         return PlainLine(file), title
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the bars, which belong to this process."""
         return {**self.__dict__, "_bars": {}}
 
-    train_progress_bar = property(partial(_bar, kind="train"))
-    val_progress_bar = property(partial(_bar, kind="validation"))
-    test_progress_bar = property(partial(_bar, kind="test"))
-    predict_progress_bar = property(partial(_bar, kind="predict"))
+    train_progress_bar = property(partial(_drawn_bar, kind="train"))
+    val_progress_bar = property(partial(_drawn_bar, kind="validation"))
+    test_progress_bar = property(partial(_drawn_bar, kind="test"))
+    predict_progress_bar = property(partial(_drawn_bar, kind="predict"))

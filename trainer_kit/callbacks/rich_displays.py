@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from time import monotonic
-from typing import Any, TextIO, final
+from typing import Any, Literal, TextIO, final
 
 from trainer_kit.callbacks.model_summary import ModelSummary, ModelSummaryTable
 from trainer_kit.callbacks.progress_bar import (
@@ -102,11 +102,9 @@ class RichProgressBar(ProgressBar):
             "RichProgressBarTheme | None",
         )
         super().__init__()
-        self.refresh_rate, self.leave, self.theme = (
-            refresh_rate,
-            leave,
-            theme or RichProgressBarTheme(),
-        )
+        self.refresh_rate = refresh_rate
+        self.leave = leave
+        self.theme = theme or RichProgressBarTheme()
         self._console_kwargs = dict(console_kwargs or {})
 
     def configure_columns(self, trainer: TrainerLike) -> Sequence[Any]:
@@ -130,16 +128,16 @@ class RichProgressBar(ProgressBar):
             TextColumn("{task.fields[speed]}", style=theme.processing_speed),
         ]
 
-    def _open(self, kind: str, title: str) -> tuple[Line | None, str]:
+    def _open_line(self, kind: str, title: str) -> tuple[Line | None, str]:
         from rich.console import Console
 
         console = Console(**{"file": sys.stderr, **self._console_kwargs})
         if not console.is_terminal:
             return PlainLine(console.file), title  # type: ignore[arg-type]  # IO[str], of which it calls print alone
         columns = self.configure_columns(self.trainer)
-        return _RichLine(
-            _bars()(self.theme.metrics, *columns, console=console), self.theme
-        ), title
+        make_bars = _bars_class()
+        bars = make_bars(self.theme.metrics, *columns, console=console)
+        return _RichLine(bars, self.theme), title
 
 
 @final
@@ -148,7 +146,8 @@ class _RichLine:
 
     def __init__(self, bars: Any, theme: RichProgressBarTheme) -> None:
         self.due = 0.0
-        self._bars, self._theme = bars, theme
+        self._bars = bars
+        self._theme = theme
         self._task: Any = None
 
     def show(self, view: View) -> None:
@@ -160,26 +159,32 @@ class _RichLine:
         self.draw(view, {})
 
     def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
-        now, bars, theme = monotonic(), self._bars, self._theme
-        self.due = now + _TERMINAL_INTERVAL
-        elapsed, rate = now - view.began, view.rate
-        left = (
-            None if view.total is None or not rate else (view.total - view.done) / rate
-        )
-        bars.values = shown_values(
+        bars = self._bars
+        theme = self._theme
+        drawn_at = monotonic()
+        self.due = drawn_at + _TERMINAL_INTERVAL
+        elapsed = drawn_at - view.began
+        rate = view.rate
+        total = "?"
+        if view.total is not None:
+            total = str(view.total)
+        remaining = "?"
+        if view.total is not None and rate:
+            remaining = _format_clock((view.total - view.done) / rate)
+        values = shown_values(
             metrics, theme.metrics_text_delimiter, theme.metrics_format
         )
+        bars.show_values(values)
         task = next(task for task in bars.tasks if task.id == self._task)
-        task.start_time, task.total = (
-            bars.get_time() - elapsed,
-            view.total,
-        )  # an unknown total pulses
+        task.start_time = bars.get_time() - elapsed
+        # Not by `update`, which ignores None: an unknown total pulses.
+        task.total = view.total
         bars.update(
             self._task,
             description=view.title,
             completed=view.done,
-            batches=f"{view.done}/{'?' if view.total is None else view.total}",
-            time=f"{_clock(elapsed)} < {'?' if left is None else _clock(left)}",
+            batches=f"{view.done}/{total}",
+            time=f"{_format_clock(elapsed)} < {remaining}",
             speed=f"{rate:.2f} batch/s",
         )
         bars.refresh()
@@ -188,13 +193,14 @@ class _RichLine:
         self.draw(view, metrics)
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:
-        console, target = self._bars.console, sys.stdout if file is None else file
-        if (
-            target.isatty() or target is console.file
-        ):  # through rich, which moves the bar down
+        console = self._bars.console
+        if file is None:
+            file = sys.stdout
+        # On the terminal through rich, which moves the bar down.
+        if file.isatty() or file is console.file:
             console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
         else:
-            target.write(text + end)
+            file.write(text + end)
 
     def close(self, leave: bool) -> None:
         self._bars.live.transient = not leave
@@ -202,14 +208,16 @@ class _RichLine:
 
 
 @cache
-def _bars() -> Any:
+def _bars_class() -> Any:
     """rich's ``Progress`` with a text below it, imported when the first bar is drawn; it starts no thread."""
     from rich.progress import Progress
     from rich.text import Text
 
     class Bars(Progress):
         def __init__(self, style: str, *columns: Any, console: Any) -> None:
-            self.values, self._style = "", style
+            # Before `super`, which renders.
+            self._values = ""
+            self._style = style
             super().__init__(
                 *columns,
                 console=console,
@@ -220,20 +228,22 @@ def _bars() -> Any:
 
         def get_renderables(self) -> Any:
             yield from super().get_renderables()
-            if self.values:
-                yield Text(self.values, style=self._style, overflow="fold")
+            if self._values:
+                yield Text(self._values, style=self._style, overflow="fold")
+
+        def show_values(self, text: str) -> None:
+            self._values = text
 
     return Bars
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours}:{minutes:02d}:{seconds:02d}"
-        if hours
-        else f"{minutes:02d}:{seconds:02d}"
-    )
+    text = f"{minutes:02d}:{seconds:02d}"
+    if hours:
+        return f"{hours}:{text}"
+    return text
 
 
 def _require_rich(name: str) -> None:
@@ -276,15 +286,13 @@ class RichModelSummary(ModelSummary):
         console = Console(file=sys.stderr)
         cells = table.cells()
         if table.rows:
-            drawn = Table(header_style=self.header_style)
+            rich_table = Table(header_style=self.header_style)
             for name in cells[0]:
-                drawn.add_column(
-                    name,
-                    justify="right" if name in ("Params", "FLOPs") else "left",
-                    overflow="fold",
-                )
+                is_number = name in ("Params", "FLOPs")
+                justify: Literal["left", "right"] = "right" if is_number else "left"
+                rich_table.add_column(name, justify=justify, overflow="fold")
             for row in cells[1:]:
-                drawn.add_row(*row)
-            console.print(drawn, markup=False)
+                rich_table.add_row(*row)
+            console.print(rich_table, markup=False)
         for line in [*table.totals(), *costs]:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
