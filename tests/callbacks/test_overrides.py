@@ -208,7 +208,7 @@ def test_overridden_hooks_of_idle_callbacks_are_called(base, make):
         (ModelCheckpoint, "_save_topk_checkpoint", "set monitor="),
         (ModelCheckpoint, "check_monitor_top_k", "set monitor="),
         (ModelCheckpoint, "FILE_EXTENSION", "filename="),
-        (ModelCheckpoint, "_ask", "override a hook"),
+        (ModelCheckpoint, "_request_if_rated", "override a hook"),
         (
             TQDMProgressBar,
             "total_val_batches_current_dataloader",

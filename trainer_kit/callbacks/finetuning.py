@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from torch import nn
@@ -47,16 +47,15 @@ class BaseFinetuning(Callback):
     never_called: ClassVar[Mapping[str, str]] = {
         "_store": "parameter groups are in every checkpoint"
     }
-    _adds_groups: ClassVar[bool] = (
-        False  # by itself, so that a second optimizer would step the same parameters
-    )
+    # Whether it adds groups by itself, so that a second optimizer would step the same parameters.
+    _adds_groups: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._begun = -1  # the epoch for which finetune_function ran last
-        self._tracking: dict[
-            str, bool
-        ] = {}  # of a checkpoint: by batch norm, whether it updates running statistics
-        self._module: Any = None
+        # The epoch for which finetune_function ran last.
+        self._last_epoch = -1
+        # Of a checkpoint: by batch norm, whether it updates running statistics.
+        self._tracking: dict[str, bool] = {}
+        self._module: nn.Module | None = None
 
     def freeze_before_training(self, pl_module: Any) -> None:
         """Freeze the layers that are not trained at first; called in a fit's ``setup``, before the optimizers exist."""
@@ -82,14 +81,18 @@ class BaseFinetuning(Callback):
             ['Linear', 'ReLU']
         """
         if isinstance(modules, nn.Module):
-            found = list(modules.modules())
+            candidates = list(modules.modules())
         else:
-            found = [
-                one for each in modules for one in BaseFinetuning.flatten_modules(each)
-            ]
-        return list(
-            dict.fromkeys(m for m in found if not list(m.children()) or m._parameters)
-        )
+            candidates = []
+            for member in modules:
+                candidates += BaseFinetuning.flatten_modules(member)
+        # A dict: each module once, in order.
+        flat: dict[nn.Module, None] = {}
+        for module in candidates:
+            has_children = any(True for _ in module.children())
+            if module._parameters or not has_children:
+                flat[module] = None
+        return list(flat)
 
     @staticmethod
     def filter_params(
@@ -99,40 +102,37 @@ class BaseFinetuning(Callback):
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and not train_bn:
                 continue
-            yield from (
-                p
-                for p in module.parameters(recurse=False)
-                if p.requires_grad == requires_grad
-            )
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad == requires_grad:
+                    yield parameter
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
         """Freeze the parameters of one module, not of its children; a batch norm keeps its running statistics."""
-        _train(module, False)
+        _set_trainable(module, False)
 
     @staticmethod
     def make_trainable(modules: _Modules) -> None:
         """Train the parameters of these modules; batch norms update their running statistics."""
         for module in BaseFinetuning.flatten_modules(modules):
-            _train(module, True)
+            _set_trainable(module, True)
 
     @staticmethod
     def freeze(modules: _Modules, train_bn: bool = True) -> None:
         """Freeze these modules; with ``train_bn`` their batch norms are trained."""
         for module in BaseFinetuning.flatten_modules(modules):
-            _train(module, train_bn and isinstance(module, _BatchNorm))
+            _set_trainable(module, train_bn and isinstance(module, _BatchNorm))
 
     @staticmethod
     def filter_on_optimizer(
         optimizer: Optimizer, params: Iterable[nn.Parameter]
     ) -> list[nn.Parameter]:
         """The parameters that the optimizer does not have."""
-        known = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
-        return [parameter for parameter in params if id(parameter) not in known]
+        # By identity: tensors compare by their elements.
+        optimizer_ids: set[int] = set()
+        for group in optimizer.param_groups:
+            optimizer_ids.update(id(parameter) for parameter in group["params"])
+        return [parameter for parameter in params if id(parameter) not in optimizer_ids]
 
     @staticmethod
     def unfreeze_and_add_param_group(
@@ -153,43 +153,45 @@ class BaseFinetuning(Callback):
             initial_denom_lr: see ``lr``.
             train_bn: False leaves out batch norms.
         """
-        frozen = [*BaseFinetuning.filter_params(modules, train_bn, requires_grad=False)]
-        known = len(frozen) - len(BaseFinetuning.filter_on_optimizer(optimizer, frozen))
-        if known:
+        frozen = list(
+            BaseFinetuning.filter_params(modules, train_bn, requires_grad=False)
+        )
+        frozen_outside = BaseFinetuning.filter_on_optimizer(optimizer, frozen)
+        frozen_inside = len(frozen) - len(frozen_outside)
+        if frozen_inside:
             warnings.warn(
-                f"{known} frozen parameters are in the optimizer already, and keep the learning rate of their group:"
+                f"{frozen_inside} frozen parameters are in the optimizer already,"
+                " and keep the learning rate of their group:"
                 " give the optimizer filter(lambda p: p.requires_grad, self.parameters())",
                 stacklevel=2,
             )
         BaseFinetuning.make_trainable(modules)
-        rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else lr
-        added = BaseFinetuning.filter_on_optimizer(
-            optimizer, BaseFinetuning.filter_params(modules, train_bn)
-        )
-        if added:
-            optimizer.add_param_group({"params": added, "lr": rate})
+        if lr is None:
+            lr = optimizer.param_groups[0]["lr"] / initial_denom_lr
+        trained = BaseFinetuning.filter_params(modules, train_bn)
+        new_params = BaseFinetuning.filter_on_optimizer(optimizer, trained)
+        if new_params:
+            optimizer.add_param_group({"params": new_params, "lr": lr})
 
     def state_dict(self) -> Mapping[str, Any]:
-        norms = {} if self._module is None else dict(_batch_norms(self._module))
-        return {
-            "epoch": self._begun,
-            "tracking": {
-                name: norm.track_running_stats for name, norm in norms.items()
-            },
-        }
+        tracking = {}
+        if self._module is not None:
+            for name, norm in _batch_norms(self._module):
+                tracking[name] = norm.track_running_stats
+        return {"epoch": self._last_epoch, "tracking": tracking}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._begun, self._tracking = (
-            int(state_dict["epoch"]),
-            dict(state_dict["tracking"]),
-        )
+        self._last_epoch = int(state_dict["epoch"])
+        self._tracking = dict(state_dict["tracking"])
 
-    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: Any, stage: str) -> None:
         if stage == "fit":
-            self._begun, self._tracking, self._module = -1, {}, pl_module
+            self._last_epoch = -1
+            self._tracking = {}
+            self._module = pl_module
             self.freeze_before_training(pl_module)
 
-    def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: Any) -> None:
         if self._adds_groups and len(trainer.optimizers) > 1:
             raise ConfigurationError(
                 f"{type(self).__name__} adds parameters to one optimizer",
@@ -197,44 +199,41 @@ class BaseFinetuning(Callback):
                 fix="subclass BaseFinetuning: its finetune_function is called for each optimizer",
             )
         for name, norm in _batch_norms(pl_module):
-            norm.track_running_stats = self._tracking.get(
-                name, norm.track_running_stats
-            )
+            if name in self._tracking:
+                norm.track_running_stats = self._tracking[name]
+        # A resumed optimizer has the groups that were added, and the new schedulers do not know them.
         for optimizer in trainer.optimizers:
-            _let_schedulers_follow(trainer, optimizer, [])
+            _update_schedulers(trainer, optimizer, [])
 
     def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         epoch = trainer.current_epoch
-        if epoch == self._begun:  # a resumed run is inside this epoch
+        if epoch == self._last_epoch:  # a resumed run is inside this epoch
             return
-        self._begun = epoch
+        self._last_epoch = epoch
         for optimizer in trainer.optimizers:
-            before = [group["lr"] for group in optimizer.param_groups]
+            rates_before = [group["lr"] for group in optimizer.param_groups]
             self.finetune_function(pl_module, epoch, optimizer)
-            changed = [
-                i
-                for i, rate in enumerate(before)
-                if optimizer.param_groups[i]["lr"] != rate
-            ]
-            _let_schedulers_follow(trainer, optimizer, changed)
+            changed = []
+            for index, rate in enumerate(rates_before):
+                if optimizer.param_groups[index]["lr"] != rate:
+                    changed.append(index)
+            _update_schedulers(trainer, optimizer, changed)
 
 
-def _train(module: nn.Module, trains: bool) -> None:
+def _set_trainable(module: nn.Module, is_trainable: bool) -> None:
     if isinstance(module, _BatchNorm):
-        module.track_running_stats = trains
+        module.track_running_stats = is_trainable
     for parameter in module.parameters(recurse=False):
-        parameter.requires_grad_(trains)
+        parameter.requires_grad_(is_trainable)
 
 
-def _batch_norms(module: Any) -> list[tuple[str, _BatchNorm]]:
-    return [
-        (name, one)
-        for name, one in module.named_modules()
-        if isinstance(one, _BatchNorm)
-    ]
+def _batch_norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, _BatchNorm):
+            yield name, submodule
 
 
-def _let_schedulers_follow(
+def _update_schedulers(
     trainer: TrainerLike, optimizer: Optimizer, changed: Sequence[int]
 ) -> None:
     """Keep the schedulers' own lists as long as the optimizer's groups; otherwise torch refuses the next step.
@@ -242,26 +241,38 @@ def _let_schedulers_follow(
     Args:
         trainer: the Trainer with the schedulers.
         optimizer: the optimizer, which may have new groups.
-        changed: groups with a new learning rate.
+        changed: indices of the groups with a new learning rate.
     """
+    # Imported here: it imports the code of states, which is not needed at the start.
     from trainer_kit.state.optimizer_states import scheduler_parts
 
-    groups = optimizer.param_groups
     for config in trainer.lr_scheduler_configs:
-        for part in (
-            scheduler_parts(config.scheduler) if config.optimizer is optimizer else ()
-        ):
-            own = vars(
-                part
-            )  # torch's schedulers have these lists or not, by their kind
-            bases, lambdas = own.get("base_lrs"), own.get("lr_lambdas")
-            if not bases:
-                continue
-            ratio = bases[0] / groups[0]["lr"] if groups[0]["lr"] else 1.0
-            for index in [*changed, *range(len(bases), len(groups))]:
-                bases[index : index + 1] = [groups[index]["lr"] * ratio]
-            if lambdas:
-                lambdas += [lambdas[0]] * (len(groups) - len(lambdas))
+        if config.optimizer is not optimizer:
+            continue
+        for scheduler in scheduler_parts(config.scheduler):
+            _update_base_rates(scheduler, optimizer.param_groups, changed)
+
+
+def _update_base_rates(
+    scheduler: object, groups: Sequence[Mapping[str, Any]], changed: Sequence[int]
+) -> None:
+    # torch's schedulers have these lists or not, by their kind.
+    base_rates = vars(scheduler).get("base_lrs")
+    lambdas = vars(scheduler).get("lr_lambdas")
+    if not base_rates:
+        return
+    # How far the schedule has moved the first group; the others follow it.
+    ratio = 1.0
+    if groups[0]["lr"]:
+        ratio = base_rates[0] / groups[0]["lr"]
+    for index in changed:
+        if index < len(base_rates):
+            base_rates[index] = groups[index]["lr"] * ratio
+    for group in groups[len(base_rates) :]:
+        base_rates.append(group["lr"] * ratio)
+    if lambdas:
+        missing = len(groups) - len(lambdas)
+        lambdas += [lambdas[0]] * missing
 
 
 def multiplicative(epoch: int) -> float:
@@ -311,45 +322,42 @@ class BackboneFinetuning(BaseFinetuning):
                 "epochs count from 0",
                 found=f"unfreeze_backbone_at_epoch={unfreeze_backbone_at_epoch}",
             )
-        self.unfreeze_backbone_at_epoch, self.lambda_func = (
-            unfreeze_backbone_at_epoch,
-            lambda_func,
-        )
-        self.backbone_initial_ratio_lr, self.backbone_initial_lr = (
-            backbone_initial_ratio_lr,
-            backbone_initial_lr,
-        )
-        self.should_align, self.initial_denom_lr, self.train_bn = (
-            should_align,
-            initial_denom_lr,
-            train_bn,
-        )
-        self.verbose, self.rounding = verbose, rounding
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
         self.previous_backbone_lr: float | None = None
-        self._group = -1  # the backbone's in the optimizer
+        # The index of the backbone's group in the optimizer.
+        self._group_index = -1
         self._print: Callable[[str], None] = print
 
     def state_dict(self) -> Mapping[str, Any]:
-        own = {"previous_backbone_lr": self.previous_backbone_lr, "group": self._group}
-        return {**super().state_dict(), **own}
+        return {
+            **super().state_dict(),
+            "previous_backbone_lr": self.previous_backbone_lr,
+            "group": self._group_index,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.previous_backbone_lr, self._group = (
-            state_dict["previous_backbone_lr"],
-            int(state_dict["group"]),
-        )
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+        self._group_index = int(state_dict["group"])
         super().load_state_dict(state_dict)
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
-        if stage == "fit" and not isinstance(
-            getattr(pl_module, "backbone", None), nn.Module
-        ):
+        backbone = getattr(pl_module, "backbone", None)
+        if stage == "fit" and not isinstance(backbone, nn.Module):
             raise ConfigurationError(
                 "BackboneFinetuning trains module.backbone",
                 found=f"{type(pl_module).__name__} has no submodule of this name",
                 fix="name it self.backbone in __init__, or subclass BaseFinetuning",
             )
-        self.previous_backbone_lr, self._print = None, trainer.print
+        self.previous_backbone_lr = None
+        self._print = trainer.print
         super().setup(trainer, pl_module, stage)
 
     def freeze_before_training(self, pl_module: Any) -> None:
@@ -361,29 +369,40 @@ class BackboneFinetuning(BaseFinetuning):
         groups = optimizer.param_groups
         rate = groups[0]["lr"]
         if epoch == self.unfreeze_backbone_at_epoch:
-            first = self.backbone_initial_lr
-            if first is None:
-                ratio = self.backbone_initial_ratio_lr
-                first = rate / self.initial_denom_lr if ratio is None else rate * ratio
-            self._group, self.previous_backbone_lr = len(groups), first
+            first_rate = self._first_backbone_rate(rate)
+            self._group_index = len(groups)
+            self.previous_backbone_lr = first_rate
             self.unfreeze_and_add_param_group(
-                pl_module.backbone, optimizer, first, train_bn=self.train_bn
+                pl_module.backbone, optimizer, first_rate, train_bn=self.train_bn
             )
-        elif (
-            epoch > self.unfreeze_backbone_at_epoch
-            and self.previous_backbone_lr is not None
-        ):
-            following = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            self.previous_backbone_lr = (
-                rate if self.should_align and following > rate else following
-            )
-            if self._group < len(groups):
-                groups[self._group]["lr"] = self.previous_backbone_lr
+        elif epoch > self.unfreeze_backbone_at_epoch:
+            self._grow_backbone_rate(epoch, groups)
         if self.verbose and self.previous_backbone_lr is not None:
-            own = round(float(self.previous_backbone_lr), self.rounding)
+            shown_rate = round(float(rate), self.rounding)
+            backbone_rate = round(float(self.previous_backbone_lr), self.rounding)
             self._print(
-                f"epoch {epoch}: lr {round(float(rate), self.rounding)}, of the backbone {own}"
+                f"epoch {epoch}: lr {shown_rate}, of the backbone {backbone_rate}"
             )
+
+    def _first_backbone_rate(self, rate: float) -> float:
+        if self.backbone_initial_lr is not None:
+            return self.backbone_initial_lr
+        if self.backbone_initial_ratio_lr is not None:
+            return rate * self.backbone_initial_ratio_lr
+        return rate / self.initial_denom_lr
+
+    def _grow_backbone_rate(self, epoch: int, groups: list[dict[str, Any]]) -> None:
+        # None in a run that began after the epoch of the unfreezing.
+        if self.previous_backbone_lr is None:
+            return
+        rate = groups[0]["lr"]
+        backbone_rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+        if self.should_align and backbone_rate > rate:
+            backbone_rate = rate
+        self.previous_backbone_lr = backbone_rate
+        # No group was added if the optimizer had all parameters of the backbone.
+        if self._group_index < len(groups):
+            groups[self._group_index]["lr"] = backbone_rate
 
 
 @final
@@ -421,42 +440,40 @@ class LayerWiseUnfreezing(BaseFinetuning):
         train_bn: bool = True,
     ) -> None:
         super().__init__()
-        if (
-            every_n_epochs < 1
-            or unfreeze_at_epoch < 0
-            or lr_factor <= 0
-            or isinstance(layers, str)
-        ):
+        is_in_range = every_n_epochs >= 1 and unfreeze_at_epoch >= 0
+        if isinstance(layers, str) or not is_in_range or lr_factor <= 0:
             raise ConfigurationError(
                 "LayerWiseUnfreezing takes a list of names, an epoch, and a positive interval and factor",
                 found=f"layers={layers!r}, unfreeze_at_epoch={unfreeze_at_epoch}, every_n_epochs={every_n_epochs},"
                 f" lr_factor={lr_factor}",
             )
-        self.layers, self.unfreeze_at_epoch, self.every_n_epochs = (
-            tuple(layers),
-            unfreeze_at_epoch,
-            every_n_epochs,
-        )
-        self.lr_factor, self.train_bn = lr_factor, train_bn
+        self.layers = tuple(layers)
+        self.unfreeze_at_epoch = unfreeze_at_epoch
+        self.every_n_epochs = every_n_epochs
+        self.lr_factor = lr_factor
+        self.train_bn = train_bn
 
     def freeze_before_training(self, pl_module: Any) -> None:
-        known = dict(pl_module.named_modules())
+        submodules = dict(pl_module.named_modules())
         for name in self.layers:
-            if name not in known:
+            if name not in submodules:
                 raise ConfigurationError(
                     f"{type(pl_module).__name__} has no submodule {name!r}",
                     found=f"layers={list(self.layers)}",
-                    fix=did_you_mean(name, known),
+                    fix=did_you_mean(name, submodules),
                 )
-            self.freeze(known[name], train_bn=self.train_bn)
+            self.freeze(submodules[name], train_bn=self.train_bn)
 
     def finetune_function(
         self, pl_module: Any, epoch: int, optimizer: Optimizer
     ) -> None:
-        turn, rest = divmod(epoch - self.unfreeze_at_epoch, self.every_n_epochs)
-        if rest == 0 and 0 <= turn < len(self.layers):
-            rate = optimizer.param_groups[0]["lr"] * self.lr_factor ** (turn + 1)
-            part = pl_module.get_submodule(self.layers[turn])
-            self.unfreeze_and_add_param_group(
-                part, optimizer, rate, train_bn=self.train_bn
-            )
+        epochs_since_start = epoch - self.unfreeze_at_epoch
+        index, epochs_since_layer = divmod(epochs_since_start, self.every_n_epochs)
+        if epochs_since_layer or not 0 <= index < len(self.layers):
+            return
+        factor = self.lr_factor ** (index + 1)
+        rate = optimizer.param_groups[0]["lr"] * factor
+        layer = pl_module.get_submodule(self.layers[index])
+        self.unfreeze_and_add_param_group(
+            layer, optimizer, rate, train_bn=self.train_bn
+        )

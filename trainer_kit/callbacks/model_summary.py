@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -44,8 +45,8 @@ class SummaryRow:
     params: int | None
     training: bool
     flops: int | None = None
-    in_size: Any = None
-    out_size: Any = None
+    in_size: object = None
+    out_size: object = None
 
 
 @final
@@ -81,7 +82,10 @@ class ModelSummaryTable:
         return self.trainable + self.frozen
 
     def __str__(self) -> str:
-        return "\n".join([*(self._table() if self.rows else []), *self.totals()])
+        lines = self.totals()
+        if self.rows:
+            lines = self._table_lines() + lines
+        return "\n".join(lines)
 
     def totals(self) -> list[str]:
         """The lines below the table."""
@@ -95,52 +99,40 @@ class ModelSummaryTable:
         ]
         if self.flops is not None:
             totals.append((_short(self.flops), "FLOPs in a forward"))
-        lines = [f"{number:<10}{what}" for number, what in totals]
-        return lines if self.note is None else [*lines, self.note]
+        lines = [f"{number:<10}{label}" for number, label in totals]
+        if self.note is not None:
+            lines.append(self.note)
+        return lines
 
     def cells(self) -> list[list[str]]:
         """The names of the columns, and a list of texts for each row."""
-        sized = any(row.in_size is not None for row in self.rows)
-        head = [
-            "Name",
-            "Type",
-            "Params",
-            "Mode",
-            *(["FLOPs", "In sizes", "Out sizes"] if sized else []),
-        ]
-        cells = [head]
+        cells = [["Name", "Type", "Params", "Mode", "FLOPs", "In sizes", "Out sizes"]]
         for row in self.rows:
             mode = "train" if row.training else "eval"
-            params = "?" if row.params is None else _short(row.params)
-            sizes = [
-                "?" if row.flops is None else _short(row.flops),
-                _sizes(row.in_size),
-                _sizes(row.out_size),
-            ]
-            cells.append([row.name, row.type, params, mode, *(sizes if sized else [])])
+            params = _short_or_unknown(row.params)
+            flops = _short_or_unknown(row.flops)
+            in_size = _text_or_unknown(row.in_size)
+            out_size = _text_or_unknown(row.out_size)
+            cells.append([row.name, row.type, params, mode, flops, in_size, out_size])
         if self.loose:
-            cells.append(
-                [
-                    "other params",
-                    "",
-                    _short(self.loose),
-                    "",
-                    *([""] * 3 if sized else []),
-                ]
-            )
+            cells.append(["other params", "", _short(self.loose), "", "", "", ""])
+        # Without a forward of the example the last three columns have nothing to show.
+        if all(row.in_size is None for row in self.rows):
+            cells = [line[:4] for line in cells]
         return cells
 
-    def _table(self) -> list[str]:
+    def _table_lines(self) -> list[str]:
         cells = self.cells()
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            " | ".join(
-                cell.ljust(width) for cell, width in zip(line, widths, strict=True)
-            )
-            for line in cells
-        ]
+        columns = zip(*cells, strict=True)
+        widths = [max(len(cell) for cell in column) for column in columns]
+        lines = []
+        for texts in cells:
+            padded = [
+                text.ljust(width) for text, width in zip(texts, widths, strict=True)
+            ]
+            lines.append(" | ".join(padded).rstrip())
         rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
-        return [lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:]), rule]
+        return [lines[0], rule, *lines[1:], rule]
 
 
 class ModelSummary(Callback):
@@ -163,41 +155,42 @@ class ModelSummary(Callback):
     )
 
     def __init__(self, max_depth: int = 1) -> None:
-        self.max_depth = _depth(max_depth)
+        self.max_depth = _check_depth(max_depth)
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: Any) -> None:
+        if self.max_depth == 0:
+            return
         strategy = trainer.strategy
-        staged = strategy.names_on_all_ranks() is not None
-        held = (
-            _of_all_ranks(pl_module, strategy)
-            if staged and self.max_depth != 0
-            else None
-        )
-        if trainer.is_global_zero and self.max_depth != 0:
-            plugin = trainer.precision_plugin
-            context = plugin.forward_context() if plugin is not None else None
-            convert = (
-                plugin.convert_batch
-                if plugin is not None and plugin.converts_batch
-                else None
-            )
-            if held is None:
-                table = summarize(
-                    pl_module, self.max_depth, context=context, convert=convert
-                )
-            else:
+        contents = None
+        # Stages of a pipeline are on several ranks: reading the module is collective.
+        if strategy.names_on_all_ranks() is not None:
+            contents = _read_all_stages(pl_module, strategy)
+        if not trainer.is_global_zero:
+            return
+        plugin = trainer.precision_plugin
+        if contents is None:
+            table = self._summarize(pl_module, plugin)
+        else:
+            note = None
+            if pl_module.example_input_array is not None:
                 note = "no sizes: a forward would need every stage of the pipeline"
-                example = pl_module.example_input_array
-                table = _table(
-                    pl_module,
-                    self.max_depth,
-                    held,
-                    _Seen(note=None if example is None else note),
-                )
-            costs = trainer.strategy.costs(pl_module, plugin, trainer.world_size)
-            self.show(
-                table, [] if costs is None else cost_lines(costs, trainer.optimizers)
-            )
+            forward = _ForwardResult(note=note)
+            table = _build_table(pl_module, self.max_depth, contents, forward)
+        costs = strategy.costs(pl_module, plugin, trainer.world_size)
+        lines: list[str] = []
+        if costs is not None:
+            lines = cost_lines(costs, trainer.optimizers)
+        self.show(table, lines)
+
+    def _summarize(self, module: nn.Module, plugin: Any) -> ModelSummaryTable:
+        """Summarize with the precision of the run, so that the example has its dtype."""
+        if plugin is None:
+            return summarize(module, self.max_depth)
+        convert = None
+        if plugin.converts_batch:
+            convert = plugin.convert_batch
+        context = plugin.forward_context()
+        return summarize(module, self.max_depth, context=context, convert=convert)
 
     def show(self, table: ModelSummaryTable, costs: Sequence[str]) -> None:
         """Write the summary; called on rank 0.
@@ -245,16 +238,17 @@ def summarize(
         2         modules in train mode
         0         modules in eval mode
     """
-    depth, seen = _depth(max_depth), _Seen()
+    depth = _check_depth(max_depth)
+    forward = _ForwardResult()
     example = getattr(module, "example_input_array", None)
     if example is not None:
-        watched = [
-            each
-            for name, each in module.named_modules()
-            if name and _is_shown(name, depth)
-        ]
-        seen = _run(module, watched, example, context or nullcontext(), convert)
-    return _table(module, depth, _Held.of(module), seen)
+        watched = []
+        for name, submodule in module.named_modules():
+            if name and _is_shown(name, depth):
+                watched.append(submodule)
+        context = context or nullcontext()
+        forward = _run_example(module, watched, example, context, convert)
+    return _build_table(module, depth, _Contents.read(module), forward)
 
 
 def _is_shown(name: str, depth: int) -> bool:
@@ -263,196 +257,299 @@ def _is_shown(name: str, depth: int) -> bool:
 
 @final
 @dataclass(frozen=True)
-class _Held:
-    """The part of a module on one rank.
+class _Module:
+    """A submodule on this rank."""
+
+    type: str
+    training: bool
+
+
+@final
+@dataclass(frozen=True)
+class _Parameter:
+    """One name of a parameter.
 
     Attributes:
-        modules: type and training mode by name; None if the module is on another pipeline stage.
-        parameters: by every name: the first name, size (None: not initialised), requires_grad, bytes.
+        key: the first name of this parameter; shared parameters have several names.
+        size: number of elements; None if it is not initialised yet.
+        requires_grad: whether it is trained.
+        size_in_bytes: in its own dtype.
     """
 
-    modules: dict[str, tuple[str, bool] | None]
-    parameters: dict[str, tuple[str, int | None, bool, int]]
+    key: str
+    size: int | None
+    requires_grad: bool
+    size_in_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class _Contents:
+    """What one rank holds of a module.
+
+    Attributes:
+        modules: submodules by name; None if the submodule is on another pipeline stage.
+        parameters: by every name.
+    """
+
+    modules: dict[str, _Module | None]
+    parameters: dict[str, _Parameter]
 
     @staticmethod
-    def of(module: nn.Module, shared: Mapping[str, str] | None = None) -> _Held:
+    def read(module: nn.Module, shared: Mapping[str, str] | None = None) -> _Contents:
         """Read ``module``; ``shared``: the first name of parameters that several stages hold copies of."""
-        first: dict[int, str] = {}
-        parameters: dict[str, tuple[str, int | None, bool, int]] = {}
-        for name, one in module.named_parameters(remove_duplicate=False):
-            key = first.setdefault(id(one), (shared or {}).get(name, name))
-            size = None if is_lazy(one) else _numel(one)
-            parameters[name] = (
-                key,
-                size,
-                one.requires_grad,
-                0 if size is None else size * one.element_size(),
+        shared = shared or {}
+        keys: dict[int, str] = {}
+        parameters = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            key = keys.setdefault(id(parameter), shared.get(name, name))
+            size = None
+            size_in_bytes = 0
+            if not is_lazy(parameter):
+                size = _numel(parameter)
+                size_in_bytes = size * parameter.element_size()
+            parameters[name] = _Parameter(
+                key, size, parameter.requires_grad, size_in_bytes
             )
-        modules = {
-            name: None
-            if isinstance(each, StandIn)
-            else (type(each).__name__, each.training)
-            for name, each in module.named_modules()
-            if name
-        }
-        return _Held(modules, parameters)
+        modules: dict[str, _Module | None] = {}
+        for name, submodule in module.named_modules():
+            if not name:
+                continue
+            modules[name] = None
+            if not isinstance(submodule, StandIn):
+                modules[name] = _Module(type(submodule).__name__, submodule.training)
+        return _Contents(modules, parameters)
 
-    def below(self, name: str) -> dict[str, int | None]:
-        """Sizes of the parameters of a submodule, each once."""
-        return {
-            key: size
-            for full, (key, size, _, _) in self.parameters.items()
-            if full.startswith(f"{name}.")
-        }
-
-
-def _of_all_ranks(module: nn.Module, strategy: Strategy) -> _Held:
-    """The complete module, whose stages are on several ranks; collective."""
-    parts: list[_Held] = strategy.world.all_gather_object(
-        _Held.of(module, strategy.shared_names(module))
-    )
-    modules: dict[str, tuple[str, bool] | None] = {}
-    for name, what in parts[0].modules.items():
-        owner = (
-            parts[0]
-            if what
-            else next((part for part in parts if part.modules.get(name)), parts[0])
-        )
-        inside = [
-            n
-            for n in owner.modules
-            if n == name or (what is None and n.startswith(f"{name}."))
-        ]
-        modules.update((n, owner.modules[n]) for n in inside if owner.modules[n])
-    return _Held(
-        modules,
-        {
-            name: one
-            for part in reversed(parts)
-            for name, one in part.parameters.items()
-        },
-    )
+    def sizes_inside(self, name: str) -> dict[str, int | None]:
+        """Sizes of the parameters of a submodule, each once, by key."""
+        sizes = {}
+        for full_name, parameter in self.parameters.items():
+            if full_name.startswith(f"{name}."):
+                sizes[parameter.key] = parameter.size
+        return sizes
 
 
-def _table(
-    module: nn.Module, depth: int, held: _Held, seen: _Seen
+def _read_all_stages(module: nn.Module, strategy: Strategy) -> _Contents:
+    """Read the complete module, whose stages are on several ranks; collective."""
+    contents = _Contents.read(module, strategy.shared_names(module))
+    stages: list[_Contents] = strategy.world.all_gather_object(contents)
+    first_stage = stages[0]
+    modules: dict[str, _Module | None] = {}
+    for name, submodule in first_stage.modules.items():
+        if submodule is not None:
+            modules[name] = submodule
+            continue
+        # A stand-in has no submodules: those of the stage that holds the real one belong here.
+        for stage in stages:
+            if stage.modules.get(name) is not None:
+                modules.update(_modules_inside(stage, name))
+                break
+    parameters = {}
+    # In reverse, so that the first rank that holds a name describes it.
+    for stage in reversed(stages):
+        parameters.update(stage.parameters)
+    return _Contents(modules, parameters)
+
+
+def _modules_inside(stage: _Contents, name: str) -> dict[str, _Module | None]:
+    """The submodule and all its submodules that are on this stage."""
+    modules: dict[str, _Module | None] = {}
+    for inner_name, submodule in stage.modules.items():
+        is_inside = inner_name == name or inner_name.startswith(f"{name}.")
+        if is_inside and submodule is not None:
+            modules[inner_name] = submodule
+    return modules
+
+
+def _build_table(
+    module: nn.Module, depth: int, contents: _Contents, forward: _ForwardResult
 ) -> ModelSummaryTable:
-    objects = dict(module.named_modules())
-    below = {name: what for name, what in held.modules.items() if what is not None}
-    rows, shown = [], set[str]()
-    for name, (kind, training) in below.items():
-        if _is_shown(name, depth):
-            sizes = held.below(name)
-            shown |= sizes.keys()
-            rows.append(
-                SummaryRow(
-                    name=name,
-                    type=kind,
-                    params=None
-                    if None in sizes.values()
-                    else sum(size or 0 for size in sizes.values()),
-                    training=training,
-                    flops=None
-                    if seen.flops is None
-                    else seen.flops.get(f"{type(module).__name__}.{name}", 0),
-                    in_size=seen.inputs.get(objects[name]) if name in objects else None,
-                    out_size=seen.outputs.get(objects[name])
-                    if name in objects
-                    else None,
-                )
+    submodules = contents.modules.items()
+    modules = {name: submodule for name, submodule in submodules if submodule}
+    live_modules = dict(module.named_modules())
+    rows = []
+    shown_keys: set[str] = set()
+    for name, submodule in modules.items():
+        if not _is_shown(name, depth):
+            continue
+        sizes = contents.sizes_inside(name)
+        shown_keys |= sizes.keys()
+        in_size, out_size = forward.sizes(live_modules.get(name))
+        rows.append(
+            SummaryRow(
+                name=name,
+                type=submodule.type,
+                params=_sum_or_unknown(sizes.values()),
+                training=submodule.training,
+                flops=forward.flops_inside(f"{type(module).__name__}.{name}"),
+                in_size=in_size,
+                out_size=out_size,
             )
-    once = {one[0]: one for one in held.parameters.values()}
-    known = [
-        (key, size, trains, volume)
-        for key, size, trains, volume in once.values()
-        if size is not None
-    ]
-    in_training = sum(training for _, training in below.values())
+        )
+    # Shared parameters count once.
+    parameters = {
+        parameter.key: parameter for parameter in contents.parameters.values()
+    }
+    counts = _count_parameters(parameters.values(), shown_keys)
+    sizes_of_all = [parameter.size for parameter in parameters.values()]
+    note = forward.note
+    if note is None and None in sizes_of_all:
+        note = "some parameters are not initialised yet"
+    train_modules = sum(submodule.training for submodule in modules.values())
     return ModelSummaryTable(
         rows=rows,
-        trainable=sum(size for _, size, trains, _ in known if trains),
-        frozen=sum(size for _, size, trains, _ in known if not trains),
-        loose=sum(size for key, size, _, _ in known if rows and key not in shown),
-        megabytes=sum(volume for *_, volume in known) / 1e6,
-        train_modules=in_training,
-        eval_modules=len(below) - in_training,
-        flops=None if seen.flops is None else seen.flops.get("Global", 0),
-        note=seen.note
-        or (
-            "some parameters are not initialised yet"
-            if len(known) < len(once)
-            else None
-        ),
+        trainable=counts["trainable"],
+        frozen=counts["frozen"],
+        # Without rows, for the totals alone, nothing is outside of them.
+        loose=counts["loose"] if rows else 0,
+        megabytes=counts["bytes"] / 1e6,
+        train_modules=train_modules,
+        eval_modules=len(modules) - train_modules,
+        flops=forward.flops_inside("Global"),
+        note=note,
     )
 
 
+def _count_parameters(
+    parameters: Iterable[_Parameter], shown_keys: set[str]
+) -> Counter[str]:
+    """Count the elements of initialised parameters; ``loose`` are those outside ``shown_keys``."""
+    counts: Counter[str] = Counter()
+    for parameter in parameters:
+        if parameter.size is None:
+            continue
+        kind = "trainable" if parameter.requires_grad else "frozen"
+        counts[kind] += parameter.size
+        counts["bytes"] += parameter.size_in_bytes
+        if parameter.key not in shown_keys:
+            counts["loose"] += parameter.size
+    return counts
+
+
+def _sum_or_unknown(sizes: Iterable[int | None]) -> int | None:
+    total = 0
+    for size in sizes:
+        if size is None:
+            return None
+        total += size
+    return total
+
+
+@final
 @dataclass
-class _Seen:
-    """Sizes and FLOPs from a forward of the example."""
+class _ForwardResult:
+    """Sizes and FLOPs from a forward of the example.
+
+    Attributes:
+        flops: by the name that `FlopCounterMode` gives a module; None without a forward.
+        inputs: shapes of the inputs of each module.
+        outputs: of its outputs.
+        note: the reason for missing sizes, or None.
+    """
 
     flops: dict[str, int] | None = None
-    inputs: dict[nn.Module, Any] = field(default_factory=dict)
-    outputs: dict[nn.Module, Any] = field(default_factory=dict)
+    inputs: dict[nn.Module, object] = field(default_factory=dict)
+    outputs: dict[nn.Module, object] = field(default_factory=dict)
     note: str | None = None
 
+    def sizes(self, module: nn.Module | None) -> tuple[object, object]:
+        """Shapes of inputs and outputs; None if the module did not run, or is on another rank."""
+        if module is None:
+            return None, None
+        return self.inputs.get(module), self.outputs.get(module)
 
-def _run(
+    def flops_inside(self, name: str) -> int | None:
+        """FLOPs of a module; 0 if the counter names none."""
+        if self.flops is None:
+            return None
+        return self.flops.get(name, 0)
+
+    def record(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: Any,
+    ) -> None:
+        """Record the shapes of the first call of a module; a forward hook."""
+        shapes = [_shape(argument) for argument in (*args, *kwargs.values())]
+        in_size = shapes[0] if len(shapes) == 1 else shapes
+        self.inputs.setdefault(module, in_size)
+        self.outputs.setdefault(module, _shape(output))
+
+    def record_flops(self, counts: Mapping[str, Mapping[Any, int]]) -> None:
+        """Record the FLOPs of each module, given by operator."""
+        self.flops = {}
+        for name, flops_by_operator in counts.items():
+            self.flops[name] = sum(flops_by_operator.values())
+
+
+def _run_example(
     module: nn.Module,
     watched: Iterable[nn.Module],
     example: Any,
     context: AbstractContextManager[Any],
     convert: Callable[[Any], Any] | None,
-) -> _Seen:
+) -> _ForwardResult:
     parameters = list(module.parameters())
     if any(is_lazy(parameter) for parameter in parameters):
-        return _Seen(note="no sizes: some layers are not initialised yet")
+        return _ForwardResult(note="no sizes: some layers are not initialised yet")
     if is_divided(module):
-        return _Seen(
+        return _ForwardResult(
             note="no sizes: the module is sharded, and a forward would need every rank"
         )
     from torch.utils.flop_counter import FlopCounterMode
 
     device = parameters[0].device if parameters else torch.device("cpu")
-    seen, modes = _Seen(), [(each, each.training) for each in module.modules()]
-
-    def look(
-        each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        given = (*args, *kwargs.values())
-        seen.inputs.setdefault(each, _shape(given[0] if len(given) == 1 else given))
-        seen.outputs.setdefault(each, _shape(output))
-
-    handles = [each.register_forward_hook(look, with_kwargs=True) for each in watched]
+    cuda_devices = [device] if device.type == "cuda" else []
+    result = _ForwardResult()
+    handles = []
+    for submodule in watched:
+        handle = submodule.register_forward_hook(result.record, with_kwargs=True)
+        handles.append(handle)
     counter = FlopCounterMode(display=False)
-    cuda = [device] if device.type == "cuda" else []
     try:
         example = map_tensors(example, lambda tensor: tensor.to(device))
-        example = example if convert is None else convert(example)
-        for each, _ in modes:
-            each.training = False
-        with torch.random.fork_rng(cuda), torch.no_grad(), context, counter:
-            if isinstance(example, Mapping):
-                module(**example)
-            elif isinstance(example, (list, tuple)):
-                module(*example)
-            else:
-                module(example)
+        if convert is not None:
+            example = convert(example)
+        # The example draws random numbers and runs layers, and the run must not notice.
+        random_state = torch.random.fork_rng(cuda_devices)
+        with _evaluation_mode(module), random_state, torch.no_grad(), context, counter:
+            _call_with(module, example)
     except Exception as error:  # a failed summary must not end a run
-        return _Seen(
+        return _ForwardResult(
             note=f"no sizes: forward(example_input_array) raised {type(error).__name__}: {error}"
         )
     finally:
         for handle in handles:
             handle.remove()
-        for each, training in modes:
-            each.training = training
-    seen.flops = {
-        name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()
-    }
-    return seen
+    result.record_flops(counter.get_flop_counts())
+    return result
 
 
-def _depth(max_depth: int) -> int:
+@contextmanager
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Set evaluation mode without calling ``eval``, which a module may override; restore each module's mode."""
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    try:
+        for submodule, _ in modes:
+            submodule.training = False
+        yield
+    finally:
+        for submodule, training in modes:
+            submodule.training = training
+
+
+def _call_with(module: nn.Module, example: Any) -> None:
+    if isinstance(example, Mapping):
+        module(**example)
+    elif isinstance(example, (list, tuple)):
+        module(*example)
+    else:
+        module(example)
+
+
+def _check_depth(max_depth: int) -> int:
     if type(max_depth) is not int or max_depth < -1:
         raise ConfigurationError(
             "max_depth must be a number of levels",
@@ -467,21 +564,30 @@ def _numel(parameter: Any) -> int:
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
-def _shape(value: Any) -> Any:
+def _shape(value: object) -> object:
     if isinstance(value, Tensor):
         return list(value.shape)
     if isinstance(value, (list, tuple)):
-        return [_shape(each) for each in value]
+        return [_shape(item) for item in value]
     return "?"
 
 
-def _sizes(shape: Any) -> str:
+def _text_or_unknown(shape: object) -> str:
     return "?" if shape is None else str(shape)
+
+
+def _short_or_unknown(number: int | None) -> str:
+    return "?" if number is None else _short(number)
 
 
 def _short(number: int) -> str:
     """12 → '12', 12345 → '12.3 K'."""
-    size, unit = float(number), 0
+    size = float(number)
+    unit = 0
+    # From 999.5 on, three digits would round to 1000.
     while size >= 999.5 and unit < 5:
-        size, unit = size / 1000, unit + 1
-    return str(number) if unit == 0 else f"{size:.3g} {' KMBTP'[unit]}"
+        size /= 1000
+        unit += 1
+    if unit == 0:
+        return str(number)
+    return f"{size:.3g} {' KMBTP'[unit]}"
