@@ -50,6 +50,7 @@ from trainer_kit.accelerator.wrapping import (
 )
 from trainer_kit.compat.accelerate_records import takes_accelerate_records
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin, named_plugins, selected_plugin
+from trainer_kit.compat.fp8 import AORecipeKwargs, TERecipeKwargs
 from trainer_kit.compat.megatron import MegatronLMPlugin
 from trainer_kit.compat.options import (
     AutocastKwargs,
@@ -176,9 +177,13 @@ class Accelerator:
 
     # Attributes of Accelerate with a constant value here.
     initialized = True
-    fork_launched = False
+    # LOMO optimizers are refused.
     has_lomo_optimizer = False
-    should_save_model = True
+    # Transformer Engine's layers enter its context.
+    delayed_fp8_autocast = False
+    # FP8RecipeKwargs makes the record of its backend; MS-AMP is refused.
+    fp8_recipe_handler = None
+    msamp_recipe_handler = None
     # The data order is always a function of seed and epoch.
     use_seedable_sampler = True
     # Positions of loaders are always part of a saved state.
@@ -837,8 +842,18 @@ class Accelerator:
 
     @property
     def multi_device(self) -> bool:
-        """Whether there are several processes."""
-        return self.processes.use_distributed
+        """Whether there are several processes, each on an accelerator."""
+        return self.processes.use_distributed and self.device.type != "cpu"
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a launcher of notebooks has forked this process."""
+        return self.processes.fork_launched
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes weights by itself: the first of its machine, and all of a mesh."""
+        return self.is_local_main_process or self.parallelism_config is not None
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -992,6 +1007,18 @@ class Accelerator:
     def has_fp8_handler(self) -> bool:
         """Whether Transformer Engine computes matrix products in fp8."""
         return self.fp8_backend == "TE"
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The options of torchao's fp8, as given."""
+        handler: AORecipeKwargs | None = self._engine_options.get(AORecipeKwargs)
+        return handler
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The options of Transformer Engine's fp8, as given."""
+        handler: TERecipeKwargs | None = self._engine_options.get(TERecipeKwargs)
+        return handler
 
     @property
     def fp8_backend(self) -> str:

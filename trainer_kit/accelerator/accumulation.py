@@ -499,15 +499,31 @@ class GradientState:
         return self._accumulation.adjust_scheduler
 
     @property
+    def initialized(self) -> bool:
+        """True: the state of an accumulation exists with its Accelerator."""
+        return True
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """False: the strategy reduces gradients on torch_xla, and no flag says when."""
+        return False
+
+    @property
+    def dataloader_references(self) -> list[Batches | None]:
+        """None, and the prepared loaders that are being read, the latest last."""
+        return [None, *self._accumulation.reading]
+
+    @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """The options of accumulation by Accelerate's names, which Transformers' Trainer reads."""
-        window = self._accumulation
-        return {
-            "num_steps": window.steps,
-            "adjust_scheduler": window.adjust_scheduler,
-            "sync_with_dataloader": window.sync_with_dataloader,
-            "sync_each_batch": window.exchanges_each_batch,
-        }
+        """The options of `GradientAccumulationPlugin` that differ from its defaults."""
+        options: dict[str, Any] = {"num_steps": self.num_steps}
+        if not self.adjust_scheduler:
+            options["adjust_scheduler"] = False
+        if not self.sync_with_dataloader:
+            options["sync_with_dataloader"] = False
+        if self._accumulation.exchanges_each_batch:  # read by Transformers' Trainer
+            options["sync_each_batch"] = True
+        return options
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set whether this micro-batch ends its window; Transformers' Trainer counts micro-batches itself."""

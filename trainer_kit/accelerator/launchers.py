@@ -96,6 +96,8 @@ def notebook_launcher(
         if mixed_precision == "no"
         else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
     )
+    if wanted > 1:
+        settings["FORK_LAUNCHED"] = "1"
     with patch_environment(**settings):
         if wanted > 1:
             _check_imports()
@@ -188,5 +190,5 @@ def debug_launcher(
         RankError: a process died.
         BaseException: of the process that failed first, with its traceback as a note.
     """
-    with patch_environment(TRAINER_KIT_USE_CPU="1"):
+    with patch_environment(TRAINER_KIT_USE_CPU="1", FORK_LAUNCHED="1"):
         run_forked(lambda rank: (function(*args), None)[1], num_processes)

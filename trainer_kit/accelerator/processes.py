@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,7 @@ class Processes(ABC):
         is_local_main_process: whether it is the first process of its machine.
         is_last_process: whether it is the last process.
         use_distributed: whether there are several processes.
+        fork_launched: whether a launcher of notebooks has forked this process; it sets ``FORK_LAUNCHED=1``.
     """
 
     _engine: str | None = None
@@ -106,6 +108,7 @@ class Processes(ABC):
         self.is_local_main_process = local_rank == 0
         self.is_last_process = rank == size - 1
         self.use_distributed = size > 1
+        self.fork_launched = is_true(os.environ.get("FORK_LAUNCHED", "0"))
 
     @property
     @abstractmethod
@@ -341,7 +344,6 @@ class PartialState(Processes):
     """
 
     initialized = True
-    fork_launched = False
     deepspeed_plugin = None
     deepspeed_plugins: Mapping[str, Any] = MappingProxyType({})
     _debug: ClassVar[bool | None] = None
