@@ -94,20 +94,24 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
     try:
         return torch_dtype(dtype.removeprefix("torch."))
     except TypeError as error:
-        known = [
-            name for name in vars(torch) if isinstance(vars(torch)[name], torch.dtype)
+        dtype_names = [
+            name
+            for name, value in vars(torch).items()
+            if isinstance(value, torch.dtype)
         ]
         raise ConfigurationError(
-            f"unknown dtype {dtype!r}", fix=did_you_mean(dtype, known)
+            f"unknown dtype {dtype!r}", fix=did_you_mean(dtype, dtype_names)
         ) from error
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers under each of their names, in the order of modules."""
-    for path, part in module.named_modules(remove_duplicate=False):
-        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        tensors = [*submodule._parameters.items(), *submodule._buffers.items()]
+        for key, tensor in tensors:
             if tensor is not None:
-                yield f"{path}.{name}" if path else name, tensor
+                yield f"{prefix}{key}", tensor
 
 
 def tensor_sizes(
@@ -130,11 +134,10 @@ def tensor_sizes(
     special = special_dtypes or {}
     sizes = {}
     for name, tensor in named_tensors(module):
-        given = (
-            special.get(name, dtype if tensor.is_floating_point() else None)
-            or tensor.dtype
-        )
-        sizes[name] = -(-tensor.numel() * _bits(given) // 8)
+        converted = dtype if tensor.is_floating_point() else None
+        stored_dtype = special.get(name, converted) or tensor.dtype
+        # rounded up: the last byte of a 4-bit tensor may be half full
+        sizes[name] = -(-tensor.numel() * _count_bits(stored_dtype) // 8)
     return sizes
 
 
@@ -165,21 +168,21 @@ def compute_module_sizes(
     for name, size in tensor_sizes(model, dtype, special_dtypes).items():
         if buffers_only and name not in buffers:
             continue
-        parts = name.split(".")
-        for depth in range(len(parts) + 1):
-            holder = ".".join(parts[:depth])
-            seen = (holder, id(tensors[name]))
-            sizes[holder] = sizes.get(holder, 0) + (0 if seen in counted else size)
-            counted.add(seen)
+        path = name.split(".")
+        for depth in range(len(path) + 1):
+            holder = ".".join(path[:depth])
+            sizes.setdefault(holder, 0)
+            entry = (holder, id(tensors[name]))
+            if entry not in counted:
+                sizes[holder] += size
+                counted.add(entry)
     return sizes
 
 
-def _bits(dtype: Dtype) -> int:
-    return (
-        _BITS[dtype]
-        if isinstance(dtype, str) and dtype in _BITS
-        else resolve_dtype(dtype).itemsize * 8
-    )
+def _count_bits(dtype: Dtype) -> int:
+    if isinstance(dtype, str) and dtype in _BITS:
+        return _BITS[dtype]
+    return resolve_dtype(dtype).itemsize * 8
 
 
 def find_units(
@@ -196,22 +199,22 @@ def find_units(
         sizes: from `tensor_sizes`.
         buffers_stay: buffers are not offloaded with their layer.
     """
-    given = no_split_module_classes or ()
-    whole = {given} if isinstance(given, str) else set(given)
-    kept = _kept_buffers(module, buffers_stay)
+    classes = no_split_module_classes or ()
+    unsplit = {classes} if isinstance(classes, str) else set(classes)
+    resident = _find_resident_buffers(module, buffers_stay)
     units: list[Unit] = []
     owner: dict[int, Unit] = {}
-    for name, tensors in _pieces("", module, whole):
-        sharing = {
-            id(unit)
-            for unit in (owner.get(id(tensor)) for tensor in tensors.values())
-            if unit is not None
+    for name, tensors in _split("", module, unsplit):
+        owners = {
+            id(owner[id(tensor)]) for tensor in tensors.values() if id(tensor) in owner
         }
-        parts = [unit for unit in units if id(unit) in sharing]
-        home = parts[0] if parts else Unit([])
-        if not parts:
+        sharing = [unit for unit in units if id(unit) in owners]
+        if sharing:
+            home = sharing[0]
+        else:
+            home = Unit([])
             units.append(home)
-        for other in parts[1:]:  # this piece shares weights with several units
+        for other in sharing[1:]:  # this layer shares weights with several units
             home.take(other)
             units.remove(other)
             owner.update({key: home for key, unit in owner.items() if unit is other})
@@ -219,35 +222,38 @@ def find_units(
         for key, tensor in tensors.items():
             if id(tensor) not in owner:
                 owner[id(tensor)] = home
-                home.add(sizes[key], stays=id(tensor) in kept)
+                home.add(sizes[key], stays=id(tensor) in resident)
     return units
 
 
-def _pieces(
-    name: str, part: nn.Module, whole: Collection[str]
+def _split(
+    name: str, module: nn.Module, unsplit: Collection[str]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield layers, whole blocks, and direct tensors of modules with children, by name, each with its tensors."""
     prefix = f"{name}." if name else ""
-    children = {key: child for key, child in part._modules.items() if child is not None}
-    if not children or type(part).__name__ in whole:
-        yield name, {f"{prefix}{key}": tensor for key, tensor in named_tensors(part)}
-        return
-    for key, tensor in [*part._parameters.items(), *part._buffers.items()]:
-        if tensor is not None:
-            yield f"{prefix}{key}", {f"{prefix}{key}": tensor}
-    for key, child in children.items():
-        yield from _pieces(f"{prefix}{key}", child, whole)
-
-
-def _kept_buffers(module: nn.Module, buffers_stay: bool) -> set[int]:
-    """Return the ids of buffers that stay when their layer is offloaded: always those that are in no state_dict."""
-    return {
-        id(tensor)
-        for part in module.modules()
-        for key, tensor in part._buffers.items()
-        if tensor is not None
-        and (buffers_stay or key in part._non_persistent_buffers_set)
+    children = {
+        key: child for key, child in module._modules.items() if child is not None
     }
+    if not children or type(module).__name__ in unsplit:
+        yield name, {f"{prefix}{key}": tensor for key, tensor in named_tensors(module)}
+        return
+    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None:
+            tensor_name = f"{prefix}{key}"
+            yield tensor_name, {tensor_name: tensor}
+    for key, child in children.items():
+        yield from _split(f"{prefix}{key}", child, unsplit)
+
+
+def _find_resident_buffers(module: nn.Module, buffers_stay: bool) -> set[int]:
+    """Return the ids of buffers that stay when their layer is offloaded: always those that are in no state_dict."""
+    resident = set()
+    for submodule in module.modules():
+        transient = submodule._non_persistent_buffers_set
+        for key, tensor in submodule._buffers.items():
+            if tensor is not None and (buffers_stay or key in transient):
+                resident.add(id(tensor))
+    return resident
 
 
 Device: TypeAlias = "int | str | torch.device"
@@ -255,7 +261,7 @@ Device: TypeAlias = "int | str | torch.device"
 
 _SHARE: Final = 0.9
 """The share of free memory that weights may use; the rest is for activations."""
-_PLACES: Final = ("cpu", "disk")
+_OFFLOAD_DEVICES: Final = ("cpu", "disk")
 
 
 def get_max_memory(
@@ -277,19 +283,21 @@ def get_max_memory(
     """
     if max_memory is None:
         kind = present_accelerator()
-        found: dict[int | str, int] = {}
+        limits: dict[int | str, int] = {}
         if kind is not None:
             for index in range(count_accelerators()):
-                found[index] = int(
-                    _SHARE * (free_memory(torch.device(kind.type, index)) or 0)
-                )
-        found["cpu"] = int(_SHARE * (free_memory(torch.device("cpu")) or 0))
-        return found
-    given = {
+                limits[index] = _usable_memory(torch.device(kind.type, index))
+        limits["cpu"] = _usable_memory(torch.device("cpu"))
+        return limits
+    sizes = {
         name_of(device): in_bytes(size, f"max_memory[{device!r}]")
         for device, size in max_memory.items()
     }
-    return {device: given[device] for device in sorted(given, key=order_of)}
+    return {device: sizes[device] for device in sorted(sizes, key=order_of)}
+
+
+def _usable_memory(device: torch.device) -> int:
+    return int(_SHARE * (free_memory(device) or 0))
 
 
 def name_of(device: Device) -> int | str:
@@ -314,12 +322,15 @@ def order_of(device: int | str) -> tuple[int, int, str]:
     """Return a sort key: accelerators by number, then devices by name, then the host, then the disk."""
     if isinstance(device, int):
         return 0, device, ""
-    return (2 + _PLACES.index(device), 0, "") if device in _PLACES else (1, 0, device)
+    if device in _OFFLOAD_DEVICES:
+        return 2 + _OFFLOAD_DEVICES.index(device), 0, ""
+    return 1, 0, device
 
 
 def accelerators(devices: Iterable[int | str]) -> list[int | str]:
     """Return the devices except the host and the disk, sorted, each once."""
-    return sorted({device for device in devices if device not in _PLACES}, key=order_of)
+    unique = {device for device in devices if device not in _OFFLOAD_DEVICES}
+    return sorted(unique, key=order_of)
 
 
 def resolve_device(device: Device) -> torch.device:
@@ -333,16 +344,16 @@ def resolve_device(device: Device) -> torch.device:
     kind = present_accelerator()
     count = 0 if kind is None else count_accelerators()
     if kind is None or not 0 <= device < count:
-        here = "no accelerator" if kind is None else f"{count} of {kind.type}"
+        present = "no accelerator" if kind is None else f"{count} of {kind.type}"
         raise StrategyError(
             f"this machine has no device {device}",
-            found=here,
+            found=present,
             fix='use "cpu" and "disk" in the device map',
         )
     return torch.device(kind.type, device)
 
 
-_WORDS: Final = ("auto", "balanced", "balanced_low_0", "sequential")
+_STRATEGIES: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 """Ways to distribute a model over accelerators."""
 
 
@@ -398,19 +409,16 @@ def infer_auto_device_map(
         if device != "disk"
     }
     _check_largest(units, room)
-    places = _place(units, room, fallback_allocation)
-    found = {
-        name: place
-        for unit, place in zip(units, places, strict=True)
-        for name in unit.names
-    }
-    _warn_of_idle(units, room, set(places))
+    devices = _assign_devices(units, room, fallback_allocation)
+    device_map: dict[str, int | str] = {}
+    for unit, device in zip(units, devices, strict=True):
+        device_map |= dict.fromkeys(unit.names, device)
+    _warn_of_idle(units, room, set(devices))
     if verbose:
-        for unit, place in zip(units, places, strict=True):
-            print(
-                f"{' + '.join(unit.names) or 'the model'}: {in_units(unit.size)} on {place}"
-            )
-    return _in_order("", model, found, clean_result)
+        for unit, device in zip(units, devices, strict=True):
+            names = " + ".join(unit.names) or "the model"
+            print(f"{names}: {in_units(unit.size)} on {device}")
+    return _sort_by_module("", model, device_map, clean_result)
 
 
 def get_balanced_memory(
@@ -451,19 +459,19 @@ def get_balanced_memory(
         return room
     if low_zero:
         first = used.pop(0)
-        rest = {device: room[device] for device in used}
-        room[first] = _least(
-            room[first], lambda most: _fits(units, {first: most, **rest})
+        limits = {device: room[device] for device in used}
+        room[first] = _find_least(
+            room[first], lambda limit: _fits(units, {first: limit, **limits})
         )
-    before = {
+    fixed = {
         device: room[device] for device in accelerators(room) if device not in used
     }
-    share = _least(
-        max(room[device] for device in used),
-        lambda most: _fits(
-            units, {**before, **{device: min(most, room[device]) for device in used}}
-        ),
-    )
+
+    def fits_with_share(share: int) -> bool:
+        shares = {device: min(share, room[device]) for device in used}
+        return _fits(units, {**fixed, **shares})
+
+    share = _find_least(max(room[device] for device in used), fits_with_share)
     return {**room, **{device: min(share, room[device]) for device in used[:-1]}}
 
 
@@ -476,29 +484,32 @@ def resolve_device_map(
     offload_buffers: bool = False,
     special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> dict[str, Device]:
-    """Return the device map for one of `_WORDS`, or a copy of a given map.
+    """Return the device map for one of `_STRATEGIES`, or a copy of a given map.
 
     Raises:
         StrategyError: ``device_map`` is another word.
     """
     if not isinstance(device_map, str):
         return dict(device_map)
-    if device_map not in _WORDS:
+    if device_map not in _STRATEGIES:
         raise StrategyError(
             f"unknown device_map {device_map!r}",
-            fix=f"use one of {', '.join(_WORDS)}, or a dict of modules and devices",
+            fix=f"use one of {', '.join(_STRATEGIES)}, or a dict of modules and devices",
         )
-    whole, spread = no_split_module_classes, device_map != "sequential"
-    if spread:
-        low = device_map == "balanced_low_0"
+    if device_map != "sequential":
         max_memory = get_balanced_memory(
-            model, max_memory, whole, dtype, special_dtypes, low_zero=low
+            model,
+            max_memory,
+            no_split_module_classes,
+            dtype,
+            special_dtypes,
+            low_zero=device_map == "balanced_low_0",
         )  # type: ignore[assignment]
     return dict(
         infer_auto_device_map(
             model,
             max_memory,
-            whole,
+            no_split_module_classes,
             dtype,
             special_dtypes,
             offload_buffers=offload_buffers,
@@ -506,35 +517,36 @@ def resolve_device_map(
     )
 
 
-def _place(
+def _assign_devices(
     units: Sequence[Unit], room: Mapping[int | str, int], fallback: bool
 ) -> list[int | str]:
     """Return a device for each unit. The reserved room grows until each offloaded unit fits into it."""
-    on_accelerator = on_host = (
-        0  # bytes reserved for offloaded units on the computing accelerator, and on the host
-    )
+    # bytes reserved for offloaded units on the computing accelerator, and on the host
+    on_accelerator = 0
+    on_host = 0
     while True:
-        places = _fill(units, room, on_accelerator, on_host, fallback)
-        away = [
-            unit
-            for unit, place in zip(units, places, strict=True)
-            if place in ("cpu", "disk")
-        ]
-        on_disk = [
-            unit for unit, place in zip(units, places, strict=True) if place == "disk"
-        ]
-        computes = bool(accelerators(places))
-        needed = _largest(away) + sum(unit.buffers for unit in away) if computes else 0
-        through = _largest(on_disk) + (
-            0 if computes else sum(unit.buffers for unit in on_disk)
-        )
-        if needed <= on_accelerator and through <= on_host:
-            return places
-        on_accelerator = max(on_accelerator, needed)
-        on_host = max(on_host, through)
+        devices = _fill(units, room, on_accelerator, on_host, fallback)
+        offloaded = []
+        on_disk = []
+        for unit, device in zip(units, devices, strict=True):
+            if device in _OFFLOAD_DEVICES:
+                offloaded.append(unit)
+            if device == "disk":
+                on_disk.append(unit)
+        accelerator_need = 0
+        host_need = _largest_weights(on_disk)
+        if accelerators(devices):
+            buffers = sum(unit.buffers for unit in offloaded)
+            accelerator_need = _largest_weights(offloaded) + buffers
+        else:
+            host_need += sum(unit.buffers for unit in on_disk)
+        if accelerator_need <= on_accelerator and host_need <= on_host:
+            return devices
+        on_accelerator = max(on_accelerator, accelerator_need)
+        on_host = max(on_host, host_need)
 
 
-def _largest(units: Sequence[Unit]) -> int:
+def _largest_weights(units: Sequence[Unit]) -> int:
     return max((unit.weights for unit in units), default=0)
 
 
@@ -545,43 +557,49 @@ def _fill(
     on_host: int,
     fallback: bool,
 ) -> list[int | str]:
-    places: list[int | str] = ["disk"] * len(units)
-    waiting, computes = list(range(len(units))), False
-    for device, most in room.items():
-        left = most - (
-            on_host if device == "cpu" else 0 if computes else on_accelerator
-        )
-        used, taken = 0, []
-        for index in waiting if left > 0 else ():
-            if used + units[index].size <= left:
-                taken.append(index)
+    devices: list[int | str] = ["disk"] * len(units)
+    waiting = list(range(len(units)))
+    accelerator_used = False
+    for device, limit in room.items():
+        capacity = limit
+        if device == "cpu":
+            capacity -= on_host
+        elif not accelerator_used:  # the first one in use runs the offloaded units
+            capacity -= on_accelerator
+        used = 0
+        fitting = []
+        for index in waiting if capacity > 0 else ():
+            if used + units[index].size <= capacity:
+                fitting.append(index)
                 used += units[index].size
             elif used or not fallback:
                 break
         if used or not any(units[index].size for index in waiting):
-            computes = computes or device != "cpu"
-            for index in taken:
-                places[index] = device
-            waiting = [index for index in waiting if index not in set(taken)]
-    return places
+            accelerator_used = accelerator_used or device != "cpu"
+            for index in fitting:
+                devices[index] = device
+            waiting = [index for index in waiting if index not in set(fitting)]
+    return devices
 
 
 def _fits(units: Sequence[Unit], room: Mapping[int | str, int]) -> bool:
     return "disk" not in _fill(units, room, 0, 0, fallback=False)
 
 
-def _least(most: int, enough: Callable[[int], bool]) -> int:
-    """Return the smallest number that is enough, or ``most`` if no smaller number is."""
-    return bisect_left(range(most), True, key=enough)
+def _find_least(limit: int, suffices: Callable[[int], bool]) -> int:
+    """Return the smallest number that suffices, or ``limit`` if no smaller number does."""
+    return bisect_left(range(limit), True, key=suffices)
 
 
 def _check_largest(units: Sequence[Unit], room: Mapping[int | str, int]) -> None:
-    most = max(room.values(), default=0)
-    large = max(units, key=lambda unit: unit.size)
-    if 0 < most < large.size:
-        tied = " together with what shares its weights" if len(large.names) > 1 else ""
+    capacity = max(room.values(), default=0)
+    largest = max(units, key=lambda unit: unit.size)
+    if 0 < capacity < largest.size:
+        tied = (
+            " together with what shares its weights" if len(largest.names) > 1 else ""
+        )
         raise StrategyError(
-            f"{large.names[0] or 'the model'!r} takes {in_units(large.size)}{tied}, more than any device has",
+            f"{largest.names[0] or 'the model'!r} takes {in_units(largest.size)}{tied}, more than any device has",
             found=", ".join(
                 f"{device}: {in_units(size)}" for device, size in room.items()
             ),
@@ -592,35 +610,34 @@ def _check_largest(units: Sequence[Unit], room: Mapping[int | str, int]) -> None
 
 
 def _warn_of_idle(
-    units: Sequence[Unit], room: Mapping[int | str, int], places: Collection[int | str]
+    units: Sequence[Unit], room: Mapping[int | str, int], used: Collection[int | str]
 ) -> None:
     idle = [device for device in accelerators(room) if room[device] > 0]
-    if idle and not accelerators(places) and any(unit.size for unit in units):
-        large = max(unit.size for unit in units)
+    sizes = [unit.size for unit in units if unit.size]
+    if idle and sizes and not accelerators(used):
         warnings.warn(
             f"no layer is on {', '.join(map(str, idle))}: none has room for the first layer, which takes "
-            f"{in_units(next(unit.size for unit in units if unit.size))}, and for one offloaded layer, at most "
-            f"{in_units(large)}; everything runs on the CPU. Give more in max_memory, or pass fallback_allocation=True",
+            f"{in_units(sizes[0])}, and for one offloaded layer, at most {in_units(max(sizes))}; "
+            "everything runs on the CPU. Give more in max_memory, or pass fallback_allocation=True",
             stacklevel=3,
         )
 
 
-def _in_order(
-    name: str, part: nn.Module, places: Mapping[str, int | str], clean: bool
+def _sort_by_module(
+    name: str, module: nn.Module, device_map: Mapping[str, int | str], clean: bool
 ) -> dict[str, int | str]:
-    """Return the devices of a module's parts in the order of modules; only the module's if all are equal."""
-    if name in places:
-        return {name: places[name]}
+    """Return the devices inside a module in the order of modules; only the module's if all are equal."""
+    if name in device_map:
+        return {name: device_map[name]}
     prefix = f"{name}." if name else ""
-    found: dict[str, int | str] = {}
-    for key in [*part._parameters, *part._buffers]:
-        if f"{prefix}{key}" in places:
-            found[f"{prefix}{key}"] = places[f"{prefix}{key}"]
-    for key, child in part._modules.items():
+    devices: dict[str, int | str] = {}
+    for key in [*module._parameters, *module._buffers]:
+        tensor_name = f"{prefix}{key}"
+        if tensor_name in device_map:
+            devices[tensor_name] = device_map[tensor_name]
+    for key, child in module._modules.items():
         if child is not None:
-            found |= _in_order(f"{prefix}{key}", child, places, clean)
-    return (
-        {name: next(iter(found.values()))}
-        if clean and len(set(found.values())) == 1
-        else found
-    )
+            devices |= _sort_by_module(f"{prefix}{key}", child, device_map, clean)
+    if clean and len(set(devices.values())) == 1:
+        return {name: next(iter(devices.values()))}
+    return devices
