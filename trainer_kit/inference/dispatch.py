@@ -115,48 +115,49 @@ def _read_state(
 ) -> None:
     """A ``state_dict`` hook that reads the weights of one module from disk."""
     for key, tensor in tensors.items():
-        if f"{prefix}{key}" in state and tensor.rests_in(module, key):
-            state[f"{prefix}{key}"] = tensor.content(torch.device("cpu"))
+        name = f"{prefix}{key}"
+        if name in state and tensor.rests_in(module, key):
+            state[name] = tensor.content(torch.device("cpu"))
 
 
 def parameter_like(old: Tensor, content: Tensor) -> Tensor:
     """Return ``content`` as a parameter with the class and attributes of ``old``; a buffer's content is unchanged."""
     if not isinstance(old, nn.Parameter):
         return content
-    made = type(old)(content, requires_grad=old.requires_grad)
-    made.__dict__.update(old.__dict__)
-    return made
+    parameter = type(old)(content, requires_grad=old.requires_grad)
+    parameter.__dict__.update(old.__dict__)
+    return parameter
 
 
 def undo_dispatch(model: nn.Module) -> None:
     """Remove all hooks of an earlier `dispatch_model`; weights stay in host memory or on disk."""
-    before: Dispatched | None = model.__dict__.pop(_DISPATCHED, None)
+    dispatched: Dispatched | None = model.__dict__.pop(_DISPATCHED, None)
     model.__dict__.pop(_NOTED, None)
-    if before is not None:
-        for handle in before.handles:
-            handle.remove()
-        for module in before.guarded:
-            del module.__dict__["_apply"]
-        for module in before.called:
-            del module.__dict__["_call_impl"]
+    if dispatched is None:
+        return
+    for handle in dispatched.handles:
+        handle.remove()
+    for module in dispatched.guarded:
+        del module.__dict__["_apply"]
+    for module in dispatched.called:
+        del module.__dict__["_call_impl"]
 
 
-def note_sources(model: nn.Module, found: Mapping[str, _Origin]) -> None:
+def note_sources(model: nn.Module, origins: Mapping[str, _Origin]) -> None:
     """Record the origins of a model's meta tensors, for `dispatch_model`."""
-    model.__dict__[_NOTED] = dict(found)
+    model.__dict__[_NOTED] = dict(origins)
 
 
-def _sources_of(model: nn.Module) -> _Source:
+def _recorded_origins(model: nn.Module) -> _Source:
     """Return the origins that `note_sources` recorded, or an earlier `dispatch_model` left on disk."""
-    before: Dispatched | None = model.__dict__.get(_DISPATCHED)
-    found: dict[str, _Origin] = {
-        slot.name: (tensor.source, tensor.name)
-        for tensor, slots in (before.offloaded if before else [])
-        if tensor.source is not None
-        for slot in slots
-    }
-    found |= model.__dict__.get(_NOTED, {})
-    return found.get
+    dispatched: Dispatched | None = model.__dict__.get(_DISPATCHED)
+    origins: dict[str, _Origin] = {}
+    for tensor, slots in dispatched.offloaded if dispatched else ():
+        if tensor.source is not None:
+            origin = (tensor.source, tensor.name)
+            origins |= {slot.name: origin for slot in slots}
+    origins |= model.__dict__.get(_NOTED, {})
+    return origins.get
 
 
 @final
@@ -177,21 +178,19 @@ class _Move:
     away: list[Slot]
 
 
-def _plan(tied: Tied, places: Places, source: _Source, offload_buffers: bool) -> _Move:
+def _plan_move(
+    tied: Tied, places: Places, source: _Source, offload_buffers: bool
+) -> _Move:
     origin = None
     if is_meta(tied.tensor):
-        origin = next(
-            (found for slot in tied.slots if (found := source(slot.name)) is not None),
-            None,
-        )
-    resident = _residents(tied, places, offload_buffers)
-    settled = {slot.name for slots in resident.values() for slot in slots}
-    return _Move(
-        tied,
-        origin,
-        resident,
-        [slot for slot in tied.slots if slot.name not in settled],
-    )
+        origins = (source(slot.name) for slot in tied.slots)
+        origin = next(filter(None, origins), None)
+    resident = _find_resident_slots(tied, places, offload_buffers)
+    resident_names: set[str] = set()
+    for slots in resident.values():
+        resident_names.update(slot.name for slot in slots)
+    offloaded = [slot for slot in tied.slots if slot.name not in resident_names]
+    return _Move(tied, origin, resident, offloaded)
 
 
 def _move_all(
@@ -205,17 +204,17 @@ def _move_all(
         StrategyError: the source of a meta tensor is unknown, or a directory for tensors that go to disk is missing.
     """
     _check_content(moves)
-    to_disk = [
-        m.tied
-        for m in moves
-        if m.away and not is_meta(m.tied.tensor) and _belongs_on_disk(m.tied, places)
-    ]
+    to_disk = []
+    for move in moves:
+        has_content = not is_meta(move.tied.tensor)
+        if move.away and has_content and _belongs_on_disk(move.tied, places):
+            to_disk.append(move.tied)
     written = _write(to_disk, offload_dir)
     undo_dispatch(model)
     offloaded = []
     for move in moves:
         if move.resident:
-            _settle(move)
+            _move_to_devices(move)
         if move.away:
             tensor = _offload(move, places, written)
             for slot in move.away:
@@ -224,20 +223,21 @@ def _move_all(
     return offloaded
 
 
-def _residents(
+def _find_resident_slots(
     tied: Tied, places: Places, offload_buffers: bool
 ) -> dict[torch.device, list[Slot]]:
     """Return the slots whose tensor stays on a device, by device; all slots that run on a device share one copy."""
     stays = tied.is_buffer and not (offload_buffers and tied.persistent)
-    found: dict[torch.device, list[Slot]] = {}
+    resident: dict[torch.device, list[Slot]] = {}
     for slot in tied.slots:
         if stays or not places.is_away(slot.name):
-            found.setdefault(places.runs_on(slot.name), []).append(slot)
-    for slot in tied.slots:
+            device = places.runs_on(slot.name)
+            resident.setdefault(device, []).append(slot)
+    for slot in tied.slots:  # offloaded slots use a copy that is on their device anyway
         device = places.runs_on(slot.name)
-        if device in found and slot not in found[device]:
-            found[device].append(slot)
-    return found
+        if device in resident and slot not in resident[device]:
+            resident[device].append(slot)
+    return resident
 
 
 def _belongs_on_disk(tied: Tied, places: Places) -> bool:
@@ -261,7 +261,8 @@ def _check_content(moves: list[_Move]) -> None:
         )
     for move in moves:
         if move.origin is not None:
-            shape, wanted = tensor_like(*move.origin).shape, move.tied.tensor.shape
+            shape = tensor_like(*move.origin).shape
+            wanted = move.tied.tensor.shape
             if shape != wanted:
                 raise StrategyError(
                     f"{move.tied.slots[0].name} is stored with another shape",
@@ -283,7 +284,7 @@ def _write(to_disk: list[Tied], offload_dir: Any) -> OnDisk | None:
     )
 
 
-def _settle(move: _Move) -> None:
+def _move_to_devices(move: _Move) -> None:
     """Put a tensor on its devices; the parameter stays the same object if possible."""
     tensor = move.tied.tensor
     content = tensor.detach()
@@ -293,33 +294,30 @@ def _settle(move: _Move) -> None:
         moved = content.to(device)
         if index == 0 and is_meta(tensor) == is_meta(moved):
             tensor.data = moved
-            made = tensor
+            resident = tensor
         else:
-            made = parameter_like(tensor, moved)
+            resident = parameter_like(tensor, moved)
         for slot in slots:
-            put(slot.module, slot.key, made)
+            put(slot.module, slot.key, resident)
 
 
 def _offload(move: _Move, places: Places, written: OnDisk | None) -> OffloadedTensor:
-    tensor, name = move.tied.tensor, move.tied.slots[0].name
+    tensor = move.tied.tensor
+    name = move.tied.slots[0].name
     if not _belongs_on_disk(move.tied, places):
         if move.origin is not None:
             weights, name = move.origin
-            tensor = parameter_like(
-                tensor, weights[name].to(device="cpu", dtype=tensor.dtype)
-            )
+            content = weights[name].to(device="cpu", dtype=tensor.dtype)
+            tensor = parameter_like(tensor, content)
         elif tensor.device.type != "cpu":
             tensor = parameter_like(tensor, tensor.detach().to("cpu"))
         return OffloadedTensor(tensor, None, name, tensor.requires_grad)
     files: Any = written
     if move.origin is not None:
         files, name = move.origin
-    rest = (
-        tensor
-        if is_meta(tensor)
-        else parameter_like(tensor, tensor.detach().to("meta"))
-    )
-    return OffloadedTensor(rest, files, name, tensor.requires_grad)
+    if not is_meta(tensor):
+        tensor = parameter_like(tensor, tensor.detach().to("meta"))
+    return OffloadedTensor(tensor, files, name, tensor.requires_grad)
 
 
 def _attach(
@@ -331,41 +329,44 @@ def _attach(
     device_map: Mapping[str, int | str],
     several: bool,
 ) -> None:
-    where = ", ".join(
-        f"{first_names([name or 'everything' for name, there in device_map.items() if there == device])} on {device}"
-        for device in dict.fromkeys(device_map.values())
-    )
-    hooks = ModelHooks([tensor for tensor, _ in offloaded], where, skip)
+    description = _describe_device_map(device_map)
+    hooks = ModelHooks([tensor for tensor, _ in offloaded], description, skip)
     lock = Lock()
     dispatched = Dispatched(offloaded, hooks)
     by_module: dict[str, list[tuple[nn.Module, str, OffloadedTensor]]] = {}
     for tensor, slots in offloaded:
         for slot in slots:
-            by_module.setdefault(_loader(model, slot.path, preload), []).append(
-                (slot.module, slot.key, tensor)
-            )
+            loader = _find_loader(model, slot.path, preload)
+            entry = (slot.module, slot.key, tensor)
+            by_module.setdefault(loader, []).append(entry)
     modules = dict(model.named_modules(remove_duplicate=False))
-    hooked = {
-        "",
-        *by_module,
-        *(name for name in device_map if several and name in modules),
-    }
+    hooked = {"", *by_module}
+    if several:
+        hooked.update(name for name in device_map if name in modules)
     for name in sorted(hooked, key=lambda name: name.count(".")):
-        device = _device_of(name, modules[name], places)
-        dispatched.hook(
-            modules[name], LayerHooks(name, device, by_module.get(name, []), skip, lock)
-        )
-    dispatched.hook(
-        model, hooks
-    )  # registered last, so it runs first, and sees the inputs on the caller's device
+        device = _computing_device(name, modules[name], places)
+        layer_hooks = LayerHooks(name, device, by_module.get(name, []), skip, lock)
+        dispatched.hook(modules[name], layer_hooks)
+    # registered last, so it runs first, and sees the inputs on the caller's device
+    dispatched.hook(model, hooks)
     dispatched.guard(model)
-    for name in {slot.path for _, slots in offloaded for slot in slots} - {""}:
-        dispatched.guard(modules[name])
+    for _, slots in offloaded:
+        for slot in slots:
+            dispatched.guard(modules[slot.path])
     _guard_states(dispatched, offloaded)
     model.__dict__[_DISPATCHED] = dispatched
 
 
-def _loader(model: nn.Module, path: str, preload: Collection[str]) -> str:
+def _describe_device_map(device_map: Mapping[str, int | str]) -> str:
+    names_on: dict[int | str, list[str]] = {}
+    for name, device in device_map.items():
+        names_on.setdefault(device, []).append(name or "everything")
+    return ", ".join(
+        f"{first_names(names)} on {device}" for device, names in names_on.items()
+    )
+
+
+def _find_loader(model: nn.Module, path: str, preload: Collection[str]) -> str:
     """Return the name of the module whose forward loads the tensors of ``path``: itself, or a preloaded parent."""
     parts = path.split(".") if path else []
     for count in range(len(parts) + 1):
@@ -375,11 +376,11 @@ def _loader(model: nn.Module, path: str, preload: Collection[str]) -> str:
     return path
 
 
-def _device_of(name: str, module: nn.Module, places: Places) -> torch.device:
+def _computing_device(name: str, module: nn.Module, places: Places) -> torch.device:
     if not name:
         return resolve_device(places.main)
-    own = [*module._parameters, *module._buffers]
-    return places.runs_on(f"{name}.{own[0]}" if own else name)
+    keys = [*module._parameters, *module._buffers]
+    return places.runs_on(f"{name}.{keys[0]}" if keys else name)
 
 
 def _guard_states(
@@ -387,8 +388,11 @@ def _guard_states(
 ) -> None:
     on_disk: dict[int, tuple[nn.Module, dict[str, OffloadedTensor]]] = {}
     for tensor, slots in offloaded:
-        for slot in slots if tensor.source is not None else ():
-            on_disk.setdefault(id(slot.module), (slot.module, {}))[1][slot.key] = tensor
+        if tensor.source is None:
+            continue
+        for slot in slots:
+            _, by_key = on_disk.setdefault(id(slot.module), (slot.module, {}))
+            by_key[slot.key] = tensor
     for module, tensors in on_disk.values():
         hooked: Any = module  # torch does not type these two methods
         dispatched.handles.append(
@@ -443,14 +447,16 @@ class Tied:
 
 def find_tied(model: nn.Module) -> list[Tied]:
     """Return every parameter and buffer once."""
-    found: dict[int, Tied] = {}
+    by_id: dict[int, Tied] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                persistent = key not in module._non_persistent_buffers_set
-                tied = found.setdefault(id(tensor), Tied(tensor, [], persistent))
-                tied.slots.append(Slot(path, module, key))
-    return list(found.values())
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        for key, tensor in tensors:
+            if tensor is None:
+                continue
+            persistent = key not in module._non_persistent_buffers_set
+            tied = by_id.setdefault(id(tensor), Tied(tensor, [], persistent))
+            tied.slots.append(Slot(path, module, key))
+    return list(by_id.values())
 
 
 def first_names(names: Collection[str]) -> str:
@@ -461,8 +467,9 @@ def first_names(names: Collection[str]) -> str:
         'a, b, c and 2 more'
     """
     shown = sorted(names)[:3]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+    omitted = len(names) - len(shown)
+    suffix = f" and {omitted} more" if omitted else ""
+    return ", ".join(shown) + suffix
 
 
 def check_device_map(
@@ -473,27 +480,24 @@ def check_device_map(
     Raises:
         StrategyError: the map is empty, or has no device for a tensor.
     """
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    known |= {slot.name for tied in find_tied(model) for slot in tied.slots}
-    found = {name: name_of(device) for name, device in device_map.items()}
-    places = Places(found, None)
-    missing = [
-        slot.name
-        for tied in find_tied(model)
-        if tied.persistent
-        for slot in tied.slots
-        if not places.covers(slot.name)
-    ]
-    unknown = [name for name in found if name not in known]
-    hint = (
-        f"; {unknown[0]!r} is not a module: {did_you_mean(unknown[0], known)}"
-        if unknown
-        else ""
-    )
-    if missing or not found:
+    model_names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    devices = {name: name_of(device) for name, device in device_map.items()}
+    places = Places(devices, None)
+    missing = []
+    for tied in find_tied(model):
+        names = [slot.name for slot in tied.slots]
+        model_names.update(names)
+        if tied.persistent:
+            missing += [name for name in names if not places.covers(name)]
+    unknown = [name for name in devices if name not in model_names]
+    hint = ""
+    if unknown:
+        suggestion = did_you_mean(unknown[0], model_names)
+        hint = f"; {unknown[0]!r} is not a module: {suggestion}"
+    if missing or not devices:
         raise StrategyError(
             f"the device map has no device for {first_names(missing) or 'anything'}",
-            found=f"devices for {first_names(list(found)) or 'nothing'}",
+            found=f"devices for {first_names(list(devices)) or 'nothing'}",
             fix=f"list every module or one of its parents, or '' for the rest{hint}",
         )
     if unknown:
@@ -501,7 +505,7 @@ def check_device_map(
             f"the device map has names that are not in the model: {first_names(unknown)}{hint}",
             stacklevel=4,
         )
-    return found
+    return devices
 
 
 @final
@@ -517,10 +521,10 @@ class Places:
         self, device_map: Mapping[str, int | str], main: Device | None
     ) -> None:
         self._map = dict(device_map)
-        first: Sequence[int | str] = accelerators(self._map.values())
-        self.main: int | str = (
-            name_of(main) if main is not None else first[0] if first else "cpu"
-        )
+        used: Sequence[int | str] = accelerators(self._map.values())
+        self.main: int | str = used[0] if used else "cpu"
+        if main is not None:
+            self.main = name_of(main)
 
     def covers(self, name: str) -> bool:
         """Whether the map has a device for a module or tensor."""
@@ -603,7 +607,9 @@ def dispatch_model(
     several = len(set(devices.values())) > 1 or "disk" in devices.values()
     places = Places(devices, main_device)
     source = _sources(model, state_dict, offload_index, offload_dir)
-    moves = [_plan(tied, places, source, offload_buffers) for tied in find_tied(model)]
+    moves = [
+        _plan_move(tied, places, source, offload_buffers) for tied in find_tied(model)
+    ]
     computing = {
         resolve_device(places.main),
         *(places.runs_on(name) for name in devices),
@@ -705,17 +711,16 @@ def _sources(
     offload_dir: str | os.PathLike[str] | None,
 ) -> _Source:
     """Return the origins of meta tensors: given weights, else files of an earlier dispatch, else ``offload_dir``."""
-    noted = _sources_of(model)
-    given = dict(state_dict or {})
+    recorded = _recorded_origins(model)
+    caller_weights = dict(state_dict or {})
     files: dict[str, OnDisk | dict[str, Tensor]] = {}
-    empty = any(
-        noted(slot.name) is None
-        for t in find_tied(model)
-        if is_meta(t.tensor)
-        for slot in t.slots
-    )
+    without_origin = False
+    for tied in find_tied(model):
+        if is_meta(tied.tensor):
+            origins = [recorded(slot.name) for slot in tied.slots]
+            without_origin = without_origin or None in origins
     folder: Mapping[str, Tensor] = {}
-    if empty and offload_dir is not None and os.path.isdir(offload_dir):
+    if without_origin and offload_dir is not None and os.path.isdir(offload_dir):
         try:
             folder = open_weights(offload_dir)
         except CheckpointError:
@@ -726,8 +731,8 @@ def _sources(
                 raise  # a damaged checkpoint
 
     def find(name: str) -> _Origin | None:
-        if name in given:
-            return given, name
+        if name in caller_weights:
+            return caller_weights, name
         if index is not None and name in index:
             entry = index[name]
             if "safetensors_file" not in entry:
@@ -737,10 +742,12 @@ def _sources(
                     fix="offload to safetensors files, or name the checkpoint as offload_dir",
                 )
             file = entry["safetensors_file"]
-            return files.setdefault(file, open_weights(file)), entry.get(
-                "weight_name", name
-            )
-        return noted(name) or ((folder, name) if name in folder else None)
+            weights = files.setdefault(file, open_weights(file))
+            return weights, entry.get("weight_name", name)
+        origin = recorded(name)
+        if origin is not None:
+            return origin
+        return (folder, name) if name in folder else None
 
     return find
 
@@ -805,8 +812,8 @@ def cpu_offload_with_hook(
         >>> other.offload()
     """
     if execution_device is None:
-        here = present_accelerator()
-        execution_device = "cpu" if here is None else 0
+        accelerator = present_accelerator()
+        execution_device = "cpu" if accelerator is None else 0
     hook = UserCpuOffloadHook(model, resolve_device(execution_device), prev_module_hook)
     hook.offload()
     return model, hook

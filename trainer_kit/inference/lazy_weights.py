@@ -83,11 +83,10 @@ class OnDisk(Lazy):
     def __init__(self, root: Path, layout: Mapping[str, TensorLayout]) -> None:
         self.root = root.absolute()
         self._layout = dict(layout)
-        self._versions = {
-            chunk.file: self._version(chunk.file)
-            for one in layout.values()
-            for chunk in one.chunks
-        }
+        self._versions = {}
+        for tensor_layout in layout.values():
+            for chunk in tensor_layout.chunks:
+                self._versions[chunk.file] = self._version(chunk.file)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read([name])[name]
@@ -113,20 +112,22 @@ class OnDisk(Lazy):
             CheckpointError: a file was deleted, or written again since this object was made.
         """
         names = list(names)
-        used = {chunk.file for name in names for chunk in self._layout[name].chunks}
-        self._check(used)  # before reading: do not map a file that was truncated
+        used: set[str] = set()
+        for name in names:
+            used.update(chunk.file for chunk in self._layout[name].chunks)
+        self._check_versions(used)  # first: do not map a file that was truncated
         with ShardFiles(self.root) as files:
-            whole = Assembled(files, self._layout, device)
-            found = {name: whole[name] for name in names}
-        self._check(used)
-        return found
+            assembled = Assembled(files, self._layout, device)
+            tensors = {name: assembled[name] for name in names}
+        self._check_versions(used)
+        return tensors
 
     def _version(self, file: str) -> tuple[int, int, int]:
         with named_failure(self.root / file, "it cannot be read"):
-            now = os.stat(self.root / file)
-        return now.st_mtime_ns, now.st_size, now.st_ino
+            status = os.stat(self.root / file)
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
-    def _check(self, files: Iterable[str]) -> None:
+    def _check_versions(self, files: Iterable[str]) -> None:
         for file in files:
             if self._version(file) != self._versions[file]:
                 raise CheckpointError(
@@ -144,8 +145,8 @@ class OnDisk(Lazy):
 
     def like(self, name: str) -> Tensor:
         """Return the tensor on the meta device."""
-        one = self._layout[name]
-        return torch.empty(one.shape, dtype=one.dtype, device="meta")
+        layout = self._layout[name]
+        return torch.empty(layout.shape, dtype=layout.dtype, device="meta")
 
 
 def tensor_like(weights: Mapping[str, Tensor], name: str) -> Tensor:
@@ -157,20 +158,16 @@ def read_one(
     weights: Mapping[str, Tensor], name: str, device: torch.device | str
 ) -> Tensor:
     """Return a weight; lazy weights are read onto ``device``, others stay where they are."""
-    return (
-        weights.read([name], device)[name]
-        if isinstance(weights, Lazy)
-        else weights[name]
-    )
+    if isinstance(weights, Lazy):
+        return weights.read([name], device)[name]
+    return weights[name]
 
 
 def have_equal_content(weights: Mapping[str, Tensor], one: str, other: str) -> bool:
     """Whether two names have equal content."""
-    return (
-        weights.agree(one, other)
-        if isinstance(weights, Lazy)
-        else same_bits(weights[one], weights[other])
-    )
+    if isinstance(weights, Lazy):
+        return weights.agree(one, other)
+    return same_bits(weights[one], weights[other])
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> OnDisk | dict[str, Tensor]:
@@ -187,42 +184,42 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> OnDisk | dict[str, Tenso
     if isinstance(path, RemotePath):
         return read_weights(checkpoint)
     if path.is_file() and path.suffix == ".json":
-        return _indexed(path)
-    if (
-        path.is_dir()
-        and not (path / MANIFEST).exists()
-        and not holds_weight_files(path)
-    ):
-        return _directory(path)
+        return _open_index(path)
+    if path.is_dir():
+        has_manifest = (path / MANIFEST).exists()
+        if not has_manifest and not holds_weight_files(path):
+            return _open_directory(path)
     if path.is_dir() or weight_format(path) == "safetensors":
         return OnDisk(*weight_layout(path, verify=True))
     return map_weights(path)
 
 
-def _directory(path: Path) -> OnDisk | dict[str, Tensor]:
-    indices, files = sorted(path.glob("*index.json")), sorted(path.glob("*.bin"))
+def _open_directory(path: Path) -> OnDisk | dict[str, Tensor]:
+    indices = sorted(path.glob("*index.json"))
+    files = sorted(path.glob("*.bin"))
     if len(indices) == 1:
-        return _indexed(indices[0])
+        return _open_index(indices[0])
     if not indices and len(files) == 1:
         return map_weights(files[0])
-    found = ", ".join(file.name for file in [*indices, *files]) or "none of them"
+    candidates = [file.name for file in [*indices, *files]]
+    listing = ", ".join(candidates) or "none of them"
     raise CheckpointError(
         path,
         None,
-        f"neither a checkpoint, nor safetensors files, nor one index or .bin file of weights: {found}",
+        f"neither a checkpoint, nor safetensors files, nor one index or .bin file of weights: {listing}",
         fix="give the file or the index itself",
     )
 
 
-def _indexed(index: Path) -> OnDisk | dict[str, Tensor]:
-    places = read_index(index)
-    names = sorted(set(places.values()))
-    if all(name.endswith(_SAFETENSORS) for name in names):
+def _open_index(index: Path) -> OnDisk | dict[str, Tensor]:
+    file_of = read_index(index)
+    files = sorted(set(file_of.values()))
+    if all(file.endswith(_SAFETENSORS) for file in files):
         return OnDisk(*weight_layout(index.parent, index=index))
     weights: dict[str, Tensor] = {}
-    for name in names:
-        weights |= map_weights(index.parent / name)
-    for name, file in places.items():
+    for file in files:
+        weights |= map_weights(index.parent / file)
+    for name, file in file_of.items():
         if name not in weights:
             reason = (
                 f"{index.name} lists this weight here, but the file does not hold it"
@@ -248,10 +245,8 @@ def write_weights(
             raise CheckpointError(
                 folder, name, f"safetensors files do not hold {tensor.dtype}"
             )
-    file = (
-        Path(os.path.expanduser(folder)).absolute()
-        / f"offloaded-{uuid.uuid4().hex}{_SAFETENSORS}"
-    )
+    directory = Path(os.path.expanduser(folder)).absolute()
+    file = directory / f"offloaded-{uuid.uuid4().hex}{_SAFETENSORS}"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, safetensors_bytes(weights)[1])
@@ -261,12 +256,12 @@ def write_weights(
         raise CheckpointError(
             file, None, f"weights could not be offloaded: {error.strerror or error}"
         ) from error
-    found = OnDisk(*weight_layout(file))
-    weakref.finalize(found, _remove, file, os.getpid())
-    return found
+    stored = OnDisk(*weight_layout(file))
+    weakref.finalize(stored, _delete_file, file, os.getpid())
+    return stored
 
 
-def _remove(file: Path, process: int) -> None:
+def _delete_file(file: Path, process: int) -> None:
     if os.getpid() == process:  # not when a forked process ends
         with suppress(OSError):
             file.unlink()

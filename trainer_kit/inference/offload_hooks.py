@@ -47,19 +47,20 @@ class OffloadedTensor:
         """
         tensor, count = self._lent.get(device, (None, 0))
         if tensor is None:
-            content = self.content(device, read)
-            kind: Any = type(self.rest) if isinstance(self.rest, nn.Parameter) else None
-            # torch selects kernels by this flag even without gradients; with gradients a graph would keep the weights.
-            flag = self.needs_gradient and not torch.is_grad_enabled()
-            tensor = content if kind is None else kind(content, requires_grad=flag)
+            tensor = self.content(device, read)
+            if isinstance(self.rest, nn.Parameter):
+                # torch selects kernels by this flag even without gradients; with gradients a graph would keep the
+                # weights.
+                flag = self.needs_gradient and not torch.is_grad_enabled()
+                tensor = type(self.rest)(tensor, requires_grad=flag)
         self._lent[device] = tensor, count + 1
         return tensor
 
     def give_back(self, device: torch.device) -> None:
         """Release the tensor of one `borrow`."""
-        lent = self._lent.pop(device, None)
-        if lent is not None and lent[1] > 1:
-            self._lent[device] = lent[0], lent[1] - 1
+        tensor, count = self._lent.pop(device, (None, 0))
+        if tensor is not None and count > 1:
+            self._lent[device] = tensor, count - 1
 
     def content(
         self, device: torch.device, read: dict[str, Tensor] | None = None
@@ -73,12 +74,12 @@ class OffloadedTensor:
 
     def rests_in(self, module: nn.Module, key: str) -> bool:
         """Whether a module holds this tensor, offloaded or borrowed, and not a replacement."""
-        held = (module._buffers if key in module._buffers else module._parameters).get(
-            key
-        )
-        return held is self.rest or any(
-            held is tensor for tensor, _ in self._lent.values()
-        )
+        current = module._buffers.get(key)
+        if key not in module._buffers:
+            current = module._parameters.get(key)
+        if current is self.rest:
+            return True
+        return any(current is tensor for tensor, _ in self._lent.values())
 
     def is_lent(self, device: torch.device) -> bool:
         """Whether the tensor is borrowed on this device."""
@@ -90,9 +91,8 @@ def put(module: nn.Module, key: str, tensor: Tensor) -> None:
     if key in module._buffers:
         module._buffers[key] = tensor
     else:
-        setattr(
-            module, key, tensor
-        )  # recurrent layers update their list of weights in __setattr__
+        # recurrent layers update their list of weights in __setattr__
+        setattr(module, key, tensor)
 
 
 def is_meta(tensor: Tensor) -> bool:
@@ -126,7 +126,7 @@ class LayerHooks:
         self.skip = frozenset(skip)
         self.lock = lock
         self._depth = 0
-        self._taken: list[tuple[nn.Module, str, OffloadedTensor]] = []
+        self._borrowed: list[tuple[nn.Module, str, OffloadedTensor]] = []
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,7 +136,7 @@ class LayerHooks:
             with self.lock:
                 self._depth += 1
                 if self._depth == 1:
-                    self._bring()
+                    self._load_weights()
         moved = {
             key: value if key in self.skip else self._move(value)
             for key, value in kwargs.items()
@@ -147,11 +147,10 @@ class LayerHooks:
         """Remove weights after the forward, also after an error."""
         if self.slots:
             with self.lock:
-                self._depth = max(
-                    0, self._depth - 1
-                )  # an earlier hook may have failed, so that `before` did not run
+                # an earlier hook may have failed, so that `before` did not run
+                self._depth = max(0, self._depth - 1)
                 if self._depth == 0:
-                    self._remove()
+                    self._remove_weights()
 
     def _move(self, value: Any) -> Any:
         if self.device.type != "meta" and isinstance(value, Tensor) and is_meta(value):
@@ -162,36 +161,41 @@ class LayerHooks:
             )
         return move_to_device(value, self.device)
 
-    def _bring(self) -> None:
+    def _load_weights(self) -> None:
         for module, key, tensor in self.slots:
             if not tensor.rests_in(module, key):
-                where = repr(self.name) if self.name else "the model"
+                owner = repr(self.name) if self.name else "the model"
                 raise StrategyError(
-                    f"{key!r} of {where} was replaced after the model was dispatched",
+                    f"{key!r} of {owner} was replaced after the model was dispatched",
                     found="a tensor other than the offloaded one",
                     fix="call dispatch_model again: it uses the current tensors",
                 )
+        content = self._read_missing()
+        for module, key, tensor in self.slots:
+            borrowed = tensor.borrow(self.device, content.get(id(tensor.source), {}))
+            self._borrowed.append((module, key, tensor))
+            put(module, key, borrowed)
+
+    def _read_missing(self) -> dict[int, dict[str, Tensor]]:
+        """Read all tensors of a source at once; the keys are the ids of the sources."""
         missing: dict[int, tuple[OnDisk, list[str]]] = {}
         for _, _, tensor in self.slots:
-            if tensor.source is not None and not tensor.is_lent(self.device):
-                missing.setdefault(id(tensor.source), (tensor.source, []))[1].append(
-                    tensor.name
-                )
-        read = {
+            source = tensor.source
+            if source is not None and not tensor.is_lent(self.device):
+                _, names = missing.setdefault(id(source), (source, []))
+                names.append(tensor.name)
+        return {
             key: source.read(names, self.device)
             for key, (source, names) in missing.items()
         }
-        for module, key, tensor in self.slots:
-            borrowed = tensor.borrow(self.device, read.get(id(tensor.source), {}))
-            self._taken.append((module, key, tensor))
-            put(module, key, borrowed)
 
-    def _remove(self) -> None:
-        while self._taken:  # one at a time: after an interrupt a later call continues
-            module, key, tensor = self._taken[-1]
+    def _remove_weights(self) -> None:
+        # one at a time: after an interrupt a later call continues
+        while self._borrowed:
+            module, key, tensor = self._borrowed[-1]
             put(module, key, tensor.rest)
             tensor.give_back(self.device)
-            self._taken.pop()
+            self._borrowed.pop()
 
 
 @final
@@ -235,19 +239,19 @@ class ModelHooks:
         self.where = where
         self.skip = frozenset(skip)
         self.trains = any(tensor.needs_gradient for tensor in offloaded)
-        self._came_from: list[torch.device | None] = []
+        self._input_devices: list[torch.device | None] = []
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Record the device of the inputs."""
-        self._came_from.append(_first_device((args, kwargs)))
+        self._input_devices.append(_first_device((args, kwargs)))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Move the outputs to the device of the inputs."""
-        if not self._came_from:
+        if not self._input_devices:
             return None  # an earlier hook failed, so that `before` did not run
-        device = self._came_from.pop()
+        device = self._input_devices.pop()
         if output is None:
             return None
         if device is not None:
@@ -257,16 +261,16 @@ class ModelHooks:
             else:
                 output = move_to_device(output, device)
         if self.trains and torch.is_grad_enabled():
-            output = map_leaves(output, self._mark)
+            output = map_leaves(output, self._mark_untrainable)
         return output
 
-    def _mark(self, leaf: Any) -> Any:
+    def _mark_untrainable(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
-        refused: Any = _Refuse.apply
-        return refused(
-            leaf if leaf.requires_grad else leaf.detach().requires_grad_(), self
-        )
+        if not leaf.requires_grad:
+            leaf = leaf.detach().requires_grad_()
+        refuse_backward: Any = _RefuseBackward.apply
+        return refuse_backward(leaf, self)
 
     def refuse_training(self) -> StrategyError:
         """Return the error of a backward."""
@@ -294,7 +298,7 @@ class ModelHooks:
         )
 
 
-class _Refuse(torch.autograd.Function):
+class _RefuseBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, hooks: ModelHooks) -> Tensor:
         ctx.hooks = hooks
