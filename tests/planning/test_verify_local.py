@@ -138,11 +138,11 @@ def test_every_value_is_that_of_processes_in_bits(strategy, model, tmp_path):
             trainer, MODELS[model](), verified.loader(), None, None, 3, directory, local
         )
         runs.start()
-        chosen = runs.chosen()
+        records = runs.train()
         plain = runs.plain(
-            make_precision("32-true"), Division(chosen[0].places, chosen[0].seed, 5)
+            make_precision("32-true"), Division(records[0].places, records[0].seed, 5)
         )
-        found.append([*chosen, plain])
+        found.append([*records, plain])
     for one, other in zip(*found, strict=True):
         assert values(one).keys() == values(other).keys()
         assert values(one)

@@ -37,6 +37,7 @@ from trainer_kit.training.session import Session
 
 __all__ = [
     "Micro",
+    "OutputKey",
     "Record",
     "Recorder",
     "Watched",
@@ -50,7 +51,7 @@ __all__ = [
     "without_validation",
 ]
 
-_Key = tuple[str, int, int]
+OutputKey = tuple[str, int, int]
 """An output: the canonical name of its module, the call in this micro-batch, the place among the module's outputs."""
 
 
@@ -58,8 +59,8 @@ _Key = tuple[str, int, int]
 class Watched:
     """What modules computed in one micro-batch, each in the order of computation."""
 
-    outputs: dict[_Key, Tensor] = field(default_factory=dict)
-    flows: dict[_Key, Tensor] = field(default_factory=dict)
+    outputs: dict[OutputKey, Tensor] = field(default_factory=dict)
+    flows: dict[OutputKey, Tensor] = field(default_factory=dict)
     """Gradients of the outputs."""
     calls: Counter[str] = field(default_factory=Counter)
     """How often each module was called."""
@@ -221,7 +222,7 @@ def watch(
             if value.requires_grad:
                 value.register_hook(partial(backward, watched, key))  # type: ignore[no-untyped-call]
 
-    def backward(watched: Watched, key: _Key, gradient: Tensor) -> None:
+    def backward(watched: Watched, key: OutputKey, gradient: Tensor) -> None:
         watched.flows[key] = whole(gradient)
 
     def lines() -> list[str] | None:

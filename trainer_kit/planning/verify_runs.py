@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
@@ -54,6 +54,7 @@ from trainer_kit.training.session import Session
 __all__ = ["Runs", "locked_directory"]
 
 _PREFIX: Final = "trainer_kit-verify-"
+_UNLOCKED_PREFIX: Final = "trainer_kit-new-"
 _START: Final = "start"
 _NO_GROUP: Final = "process group has not been initialized"
 """In the error of torch where code asks for its rank without a process group."""
@@ -78,23 +79,21 @@ def locked_directory() -> Iterator[Path]:
     except ImportError:  # Windows, where a directory that is in use cannot be removed
         with tempfile.TemporaryDirectory(
             prefix=_PREFIX, ignore_cleanup_errors=True
-        ) as only:
-            yield Path(only)
+        ) as name:
+            yield Path(name)
         return
     parent = Path(tempfile.gettempdir())
-    for other in parent.glob(f"{_PREFIX}*"):
-        with (
-            suppress(OSError),
-            _opened(other) as descriptor,
-        ):  # locked, of another user, or already removed
+    for abandoned in parent.glob(f"{_PREFIX}*"):
+        # An error: it is locked, of another user, or already removed.
+        with suppress(OSError), _opened(abandoned) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(other, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix="trainer_kit-new-"))
-    with _opened(made) as descriptor:
+            shutil.rmtree(abandoned, ignore_errors=True)
+    unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX))
+    with _opened(unlocked) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        directory = made.rename(
-            parent / made.name.replace("trainer_kit-new-", _PREFIX)
-        )  # only now others look at it
+        # Other processes look at it only under its new name.
+        name = unlocked.name.replace(_UNLOCKED_PREFIX, _PREFIX)
+        directory = unlocked.rename(parent / name)
         try:
             yield directory
         finally:
@@ -136,31 +135,29 @@ class Runs:
         directory: Path,
         local: bool = False,
     ) -> None:
-        self.trainer, self.module, self.datamodule, self.local = (
-            trainer,
-            module,
-            datamodule,
-            local,
-        )
-        self.loaders, self.val_loaders, self.steps, self.directory = (
-            loaders,
-            val_loaders,
-            steps,
-            directory,
-        )
+        self.trainer = trainer
+        self.module = module
+        self.loaders = loaders
+        self.val_loaders = val_loaders
+        self.datamodule = datamodule
+        self.steps = steps
+        self.directory = directory
+        self.local = local
         self._count = 0
-        self._grouped = self._joined = self._eager = False
-        self._built = is_overridden("configure_model", module, TrainModule)
+        self._grouped = False
+        self._joined = False
+        self._eager = False
+        self._builds_layers = is_overridden("configure_model", module, TrainModule)
 
     @property
     def validates(self) -> bool:
         """Whether there is a loader of validation."""
-        owners = [
-            owner for owner in (self.datamodule, self.module) if owner is not None
-        ]
-        return self.val_loaders is not None or any(
-            is_overridden("val_dataloader", one, DataHooks) for one in owners
-        )
+        if self.val_loaders is not None:
+            return True
+        for owner in (self.datamodule, self.module):
+            if owner is not None and is_overridden("val_dataloader", owner, DataHooks):
+                return True
+        return False
 
     def run_without_compiler(self) -> None:
         """Run compiled code as it is written from now on: compiled random layers draw other numbers."""
@@ -173,27 +170,26 @@ class Runs:
 
     def start(self) -> None:
         """Write the weights that every run starts from, where the module builds its layers in ``configure_model``."""
-        importlib.import_module(
-            "torch._dynamo"
-        )  # optimizers import it: once here, not in every process
-
-        if not self._built:
+        # Optimizers import it: once here, not in every process.
+        importlib.import_module("torch._dynamo")
+        if not self._builds_layers:
             return
 
-        def build(own: Runs, rank: int) -> None:
-            own._attach(PlainTrainer(own.trainer, Progress(), self.trainer.processes))
-            own._prepare_data()
-            build_once(own.module)
+        def build(runs: Runs, rank: int) -> None:
+            trainer = PlainTrainer(runs.trainer, Progress(), self.trainer.processes)
+            runs._attach(trainer)
+            runs._prepare_data()
+            build_once(runs.module)
             state = {
                 name: value
-                for name, value in own.module.state_dict().items()
+                for name, value in runs.module.state_dict().items()
                 if isinstance(value, Tensor)
             }
             write_checkpoint(self.directory / _START, {"model": state})
 
         self._run(build, 1)
 
-    def chosen(
+    def train(
         self,
         *,
         reseeds: int | None = None,
@@ -207,7 +203,7 @@ class Runs:
         shares: Shares | None = None,
         one_batch: bool = False,
     ) -> list[Record]:
-        """The verified configuration, in real processes; one record for each rank.
+        """Train with the verified configuration, in real processes; one record for each rank.
 
         Args:
             reseeds: the seed of the random numbers of each micro-batch; None: the run's own.
@@ -221,9 +217,10 @@ class Runs:
             shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
             one_batch: without gradient accumulation.
         """
-        directory = self._next()
+        directory = self._new_directory()
+        start = str(self.directory / _START) if self._builds_layers else None
 
-        def rank(own: Runs, rank: int) -> None:
+        def train_rank(runs: Runs, rank: int) -> None:
             recorder = Recorder(
                 self.steps,
                 reseeds=reseeds,
@@ -232,76 +229,85 @@ class Runs:
                 saves=saves,
                 shares=shares,
                 threads=self.local,
-                loaders=own.loaders,
+                loaders=runs.loaders,
                 describe=plain_attributes,
             )
-            compiled = not (watched or self._eager)
-            trainer = own._trial(
-                validates, reseeds is not None, alone, alone is not None, compiled
+            trainer = runs._trial_trainer(
+                validates=validates,
+                reproducible=reseeds is not None,
+                batch_size=alone,
+                compiled=not (watched or self._eager),
             )
-            counting: list[Any] = [] if one_batch else own._counting()
-            trainer.set_callbacks([*counting, recorder])
+            accumulation = [] if one_batch else runs._accumulation_callbacks()
+            trainer.set_callbacks([*accumulation, recorder])
             if precision is not None:
                 trainer.precision_plugin = deepcopy(precision)
             recorder.take_logs(trainer)
-            start = str(self.directory / _START) if self._built else None
-            with _without_compiler() if self._eager else nullcontext():
-                trainer.fit(  # type: ignore[attr-defined]
-                    own.module,
-                    own.loaders,
-                    own.val_loaders if validates else None,
-                    own.datamodule,
+            with self._compiler():
+                trainer.fit(  # type: ignore[attr-defined]  # a trial is of the Trainer's class
+                    runs.module,
+                    runs.loaders,
+                    runs.val_loaders if validates else None,
+                    runs.datamodule,
                     ckpt_path=resumes or start,
                     load_weights_only=resumes is None and start is not None,
                 )
             torch.save(recorder.record, directory / str(rank))
 
-        return self._records(
-            rank, 1 if alone is not None else self.trainer.processes, directory
-        )
+        ranks = self.trainer.processes if alone is None else 1
+        return self._records(train_rank, ranks, directory)
 
-    def _trial(
+    def _trial_trainer(
         self,
+        *,
         validates: bool,
         reproducible: bool,
         batch_size: int | None,
-        alone: bool,
         compiled: bool,
     ) -> Session:
-        """A Trainer of this rank that writes nothing and runs only these steps."""
-        given = self.trainer
-        every: dict[str, Any] = {"validate_every": 1, "validate_epochs": None}
+        """A Trainer of this rank that writes nothing and runs only these steps; ``batch_size``: of a single process."""
+        configured = self.trainer
         settings = replace(
-            given.settings,
+            configured.settings,
             sanity_steps=0,
             log_every=1,
             fast=0,
-            reproducible=given.settings.reproducible or reproducible,
-            global_batch_size=batch_size or given.settings.global_batch_size,
-            **(every if validates else {"limits": {**given.settings.limits, "val": 0}}),
+            reproducible=configured.settings.reproducible or reproducible,
+            global_batch_size=batch_size or configured.settings.global_batch_size,
         )
-        trainer = given.for_trial(settings)
-        trainer.environment = Environment.detect()
-        trainer.processes = trainer.environment.local_world_size
-        trainer.strategy.device = pick_device(
-            given.strategy.device.type, trainer.environment.local_rank
-        )
-        if alone:
-            trainer.strategy, trainer.sharded_alternative = (
-                SingleDeviceStrategy(trainer.strategy.device),
-                None,
-            )
+        if validates:
+            settings = replace(settings, validate_every=1, validate_epochs=None)
+        else:
+            settings = replace(settings, limits={**settings.limits, "val": 0})
+        trainer = configured.for_trial(settings)
+        environment = Environment.detect()
+        trainer.environment = environment
+        trainer.processes = environment.local_world_size
+        device = pick_device(configured.strategy.device.type, environment.local_rank)
+        trainer.strategy.device = device
+        if batch_size is not None:
+            trainer.strategy = SingleDeviceStrategy(device)
+            trainer.sharded_alternative = None
         if not compiled:
             trainer.compile_options = None
         trainer.files = RunFiles(
             loggers=[],
             root=str(self.directory),
-            seed=given.files.seed,
+            seed=configured.files.seed,
             resume=None,
             records=False,
             say=lambda line: None,
         )
         return trainer
+
+    def _compiler(self) -> AbstractContextManager[object]:
+        """Inside, compiled functions and modules run as they are written, if random layers are compiled."""
+        if self._eager:
+            eager: AbstractContextManager[object] = torch.compiler.set_stance(
+                "force_eager"
+            )
+            return eager
+        return nullcontext()
 
     def plain(
         self,
@@ -312,21 +318,20 @@ class Runs:
     ) -> Record:
         """The plain loop."""
 
-        def loop(own: Runs, division: Division, directory: Path) -> None:
-            loaders = own._place_loaders(division)
-            build_once(own.module)
-            if self._built:
+        def run_loop(runs: Runs, division: Division, directory: Path) -> None:
+            loaders = runs._place_loaders(division)
+            build_once(runs.module)
+            if self._builds_layers:
                 from trainer_kit.checkpoint.read import read_checkpoint
 
-                own.module.load_state_dict(
-                    read_checkpoint(self.directory / _START)["model"]
-                )
-            with _without_compiler() if self._eager else nullcontext():
+                start = read_checkpoint(self.directory / _START)
+                runs.module.load_state_dict(start["model"])
+            with self._compiler():
                 record = plain_loop(
-                    own.trainer,
-                    own.module,
+                    runs.trainer,
+                    runs.module,
                     loaders,
-                    own.datamodule,
+                    runs.datamodule,
                     precision=deepcopy(precision),
                     steps=self.steps,
                     division=division,
@@ -335,44 +340,44 @@ class Runs:
                 )
             torch.save(record, directory / "0")
 
-        return self._single(loop, division)
+        return self._run_single(run_loop, division)
 
     def order(self, division: Division) -> list[int] | None:
         """The dataset's indices in the order in which one process reads them; None where they are not known."""
 
-        def read(own: Runs, division: Division, directory: Path) -> None:
-            trainer, window = own.trainer, own.trainer.accumulation
-            loaders = own._place_loaders(division)
-            feeds, length = feeds_of(trainer, loaders, division)
-            size, many = feeds[0].per_rank_batch_size, 1
+        def read(runs: Runs, division: Division, directory: Path) -> None:
             record = Record()
-            if divides_itself(
-                loaders[0]
-            ):  # together the places read what one process would
-                record.plan = _read_places(feeds, self.steps * window, length.limit)
-                torch.save(record, directory / "0")
-                return
-            if makes_batches(feeds[0]):
-                many = division.places
-            elif size is not None:
-                whole = size * division.places * window
-                trainer.settings = replace(trainer.settings, global_batch_size=whole)
-            alone, _ = feeds_of(trainer, loaders[:1], replace(division, places=1))
-            record.plan = _read(
-                alone[0],
-                self.steps * window * many,
-                length.limit and length.limit * many,
-            )
+            record.plan = runs._read_plan(division)
             torch.save(record, directory / "0")
 
-        return self._single(read, division).plan
+        return self._run_single(read, division).plan
+
+    def _read_plan(self, division: Division) -> list[int] | None:
+        trainer = self.trainer
+        batches = self.steps * trainer.accumulation
+        loaders = self._place_loaders(division)
+        feeds, length = feeds_of(trainer, loaders, division)
+        if divides_itself(loaders[0]):
+            # Together the places read what one process would.
+            return _read_places(feeds, batches, length.limit)
+        limit = length.limit
+        size = feeds[0].per_rank_batch_size
+        if makes_batches(feeds[0]):
+            # One process reads the batches of all places one after the other.
+            batches *= division.places
+            limit = limit and limit * division.places
+        elif size is not None:
+            samples = size * division.places * trainer.accumulation
+            trainer.settings = replace(trainer.settings, global_batch_size=samples)
+        single_feeds, _ = feeds_of(trainer, loaders[:1], replace(division, places=1))
+        return _read(single_feeds[0], batches, limit)
 
     def epochs(self, division: Division) -> Record:
         """The orders of the first two epochs at the first place."""
 
-        def read(own: Runs, division: Division, directory: Path) -> None:
-            loaders = own._place_loaders(division)
-            feeds, length = feeds_of(own.trainer, loaders, division)
+        def read(runs: Runs, division: Division, directory: Path) -> None:
+            loaders = runs._place_loaders(division)
+            feeds, length = feeds_of(runs.trainer, loaders, division)
             record = Record()
             record.orders = [
                 _read_epoch(feeds[0], epoch, length.limit) for epoch in range(2)
@@ -380,18 +385,18 @@ class Runs:
             record.divides = divides_itself(loaders[0])
             torch.save(record, directory / "0")
 
-        return self._single(read, division)
+        return self._run_single(read, division)
 
-    def _single(
+    def _run_single(
         self, run: Callable[[Runs, Division, Path], None], division: Division
     ) -> Record:
         """Call ``run`` in one process, again where the module turns out to need other ranks."""
-        directory = self._next()
+        directory = self._new_directory()
         division = replace(division, grouped=self._grouped, joined=self._joined)
 
-        def call(own: Runs, rank: int) -> None:
-            own.trainer.settings = replace(own.trainer.settings, reproducible=True)
-            run(own, division, directory)
+        def call(runs: Runs, rank: int) -> None:
+            runs.trainer.settings = replace(runs.trainer.settings, reproducible=True)
+            run(runs, division, directory)
 
         try:
             return self._records(call, 1, directory)[0]
@@ -403,7 +408,7 @@ class Runs:
             if self._grouped or division.world == 1 or _NO_GROUP not in str(error):
                 raise
             self._grouped = True
-        return self._single(run, division)
+        return self._run_single(run, division)
 
     def _place_loaders(self, division: Division) -> list[Any]:
         """Set module and data up as the first rank does, and return the loaders of each place."""
@@ -411,33 +416,37 @@ class Runs:
             self._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
             self._prepare_data()
             loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
-        make = None if self.loaders is not None else partial(self._loaders_of, division)
+        make = None
+        if self.loaders is None:
+            make = partial(self._make_loaders, division)
         return place_loaders(loaders, division, self.trainer.settings.shard, make)
 
-    def _loaders_of(self, division: Division, place: int) -> Any:
+    def _make_loaders(self, division: Division, place: int) -> Any:
         """The loaders of another place, from a copy of module and data that is set up as its rank."""
         memo = {id(vars(self.module).get("_trainer")): None}
-        other = copy(self)
+        runs = copy(self)
         with suppress(Exception):  # of any class: user code decides how a copy is made
-            other.module, other.datamodule = deepcopy(
-                (self.module, self.datamodule), memo
-            )
+            copies = deepcopy((self.module, self.datamodule), memo)
+            runs.module, runs.datamodule = copies
         with preserved_rng(), division.as_rank(place) as rank:
-            other._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
-            if other.module is not self.module:
-                other._prepare_data()
-            return find_loaders("fit", None, other.module, other.datamodule)
+            runs._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
+            if runs.module is not self.module:
+                runs._prepare_data()
+            return find_loaders("fit", None, runs.module, runs.datamodule)
 
     def _attach(self, trainer: PlainTrainer) -> None:
         """Let module and data read ``self.trainer``, as in the hooks of a fit."""
         self.module.trainer = trainer
-        self.trainer.module, self.trainer.datamodule = self.module, self.datamodule
+        self.trainer.module = self.module
+        self.trainer.datamodule = self.datamodule
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
 
-    def _counting(self) -> list[Any]:
+    def _accumulation_callbacks(self) -> list[Any]:
         return [
-            one for one in self.trainer.callbacks if isinstance(one, SetsAccumulation)
+            callback
+            for callback in self.trainer.callbacks
+            if isinstance(callback, SetsAccumulation)
         ]
 
     def _prepare_data(self) -> None:
@@ -448,33 +457,34 @@ class Runs:
             if owner is not None and is_overridden("setup", owner, DataHooks):
                 owner.setup("fit")
 
-    def _next(self) -> Path:
+    def _new_directory(self) -> Path:
         self._count += 1
         directory = self.directory / f"run-{self._count}"
         directory.mkdir()
         return directory
 
     def _records(
-        self, fn: Callable[[Runs, int], None], ranks: int, directory: Path
+        self, function: Callable[[Runs, int], None], ranks: int, directory: Path
     ) -> list[Record]:
+        """Call ``function`` on every rank, and load the record that each has written."""
         if ranks == 1 or self.local:  # threads are named by those who give them turns
-            self._run(fn, ranks)
+            self._run(function, ranks)
         else:
-            self._run_watched(fn, ranks, directory)
-        return [
-            torch.load(directory / str(rank), weights_only=False)
-            for rank in range(ranks)
-        ]
+            self._run_watched(function, ranks, directory)
+        records = []
+        for rank in range(ranks):
+            records.append(torch.load(directory / str(rank), weights_only=False))
+        return records
 
     def _run_watched(
-        self, fn: Callable[[Runs, int], None], ranks: int, directory: Path
+        self, function: Callable[[Runs, int], None], ranks: int, directory: Path
     ) -> None:
         """Run processes, and name what they wait for where they do not meet."""
 
-        def watched(own: Runs, rank: int) -> None:
+        def watched(runs: Runs, rank: int) -> None:
             watch = WaitWatch(directory, rank, ranks)
             try:
-                fn(own, rank)
+                function(runs, rank)
             finally:
                 watch.stop()
 
@@ -484,80 +494,80 @@ class Runs:
             raise_verdict(directory, error)
             raise
 
-    def _run(self, fn: Callable[[Runs, int], None], ranks: int) -> None:
-        """Call ``fn`` on every rank, with what it may change: a forked process has all of it, a thread gets copies."""
+    def _run(self, function: Callable[[Runs, int], None], ranks: int) -> None:
+        """Call a function on every rank, with what it changes: a forked process has all of it, a thread gets copies."""
 
-        def forked(rank: int) -> None:
+        def run_forked_rank(rank: int) -> None:
             if ranks == 1:  # one process, as it starts without a launcher
                 for name in _RANK:
                     os.environ.pop(name, None)
-            fn(self, rank)
+            function(self, rank)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them
             if self.local:
-                run_local(lambda rank: fn(self._copied(), rank), ranks)
+                run_local(lambda rank: function(self._copy(), rank), ranks)
             else:
-                run_forked(forked, ranks)
+                run_forked(run_forked_rank, ranks)
 
-    def _copied(self) -> Runs:
+    def _copy(self) -> Runs:
         """These runs, over copies of everything that a run changes."""
-        own = copy(self)
-        given = self.trainer
-        own.trainer = given.for_trial(given.settings)
-        counting = self._counting()
+        runs = copy(self)
+        trainer = self.trainer.for_trial(self.trainer.settings)
+        runs.trainer = trainer
         memo: dict[int, Any] = {
             id(vars(self.module).get("_trainer")): None,
-            id(given): own.trainer,
+            id(self.trainer): trainer,
+        }
+        # In one copy, for they may share objects.
+        originals = {
+            "module": self.module,
+            "loaders": self.loaders,
+            "val_loaders": self.val_loaders,
+            "datamodule": self.datamodule,
+            "strategy": self.trainer.strategy,
+            "alternative": self.trainer.sharded_alternative,
+            "callbacks": self._accumulation_callbacks(),
         }
         try:
-            (
-                own.module,
-                own.loaders,
-                own.val_loaders,
-                own.datamodule,
-                strategies,
-                callbacks,
-            ) = deepcopy(
-                (
-                    self.module,
-                    self.loaders,
-                    self.val_loaders,
-                    self.datamodule,
-                    (given.strategy, given.sharded_alternative),
-                    counting,
-                ),
-                memo,
-            )
+            copies: dict[str, Any] = deepcopy(originals, memo)
         except Exception as error:  # of any class: user code decides how a copy is made
             raise ConfigurationError(
                 "runs in this process train copies of the module, the loaders and the strategy; one cannot be copied",
                 found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
                 fix="let ranks be processes, which need no copies: verify without local",
             ) from error
-        own.trainer.strategy, own.trainer.sharded_alternative = strategies
-        own.trainer.set_callbacks(callbacks)
-        return own
+        runs.module = copies["module"]
+        runs.loaders = copies["loaders"]
+        runs.val_loaders = copies["val_loaders"]
+        runs.datamodule = copies["datamodule"]
+        trainer.strategy = copies["strategy"]
+        trainer.sharded_alternative = copies["alternative"]
+        trainer.set_callbacks(copies["callbacks"])
+        return runs
 
 
 def _read(feed: Feed, batches: int, limit: int | None) -> list[int] | None:
-    found: list[int] = []
+    """The indices of so many batches, over as many epochs as they take; None where they are not known."""
+    order: list[int] = []
     epoch = 0
     while batches > 0:
         feed.record_indices()
-        before = batches
-        for _ in islice(
-            feed.epoch(epoch), batches if limit is None else min(batches, limit)
-        ):
+        remaining = batches
+        for _ in islice(feed.epoch(epoch), _smaller(batches, limit)):
             ids = feed.next_indices()
             if ids is None:
                 return None
-            found += ids
+            order += ids
             batches -= 1
         epoch += 1
-        if batches == before:
-            return found
-    return found
+        if batches == remaining:  # an epoch without a batch
+            break
+    return order
+
+
+def _smaller(batches: int, limit: int | None) -> int:
+    return batches if limit is None else min(batches, limit)
 
 
 def _read_places(
@@ -567,18 +577,15 @@ def _read_places(
     order: list[int] = []
     epoch = 0
     while batches > 0:
-        before = batches
-        for row in islice(
-            rows_of(list(feeds), epoch),
-            batches if limit is None else min(batches, limit),
-        ):
+        remaining = batches
+        for row in islice(rows_of(list(feeds), epoch), _smaller(batches, limit)):
             for _, _, ids in row:
                 if ids is None:
                     return None
                 order += ids
             batches -= 1
         epoch += 1
-        if batches == before:
+        if batches == remaining:  # an epoch without a batch
             break
     return order
 
@@ -587,19 +594,9 @@ def _read_epoch(feed: Feed, epoch: int, limit: int | None) -> list[int] | None:
     """The first indices of an epoch."""
     feed.record_indices()
     order: list[int] = []
-    for _ in islice(
-        feed.epoch(epoch),
-        _EPOCH_BATCHES if limit is None else min(limit, _EPOCH_BATCHES),
-    ):
+    for _ in islice(feed.epoch(epoch), _smaller(_EPOCH_BATCHES, limit)):
         ids = feed.next_indices()
         if ids is None:
             return None
         order += ids
     return order
-
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Inside, compiled functions and modules run as they are written."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
