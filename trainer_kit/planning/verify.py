@@ -146,10 +146,11 @@ class _Verifier:
             run = self._runs.train(reseeds=RESEEDS)
             exact = self._references.exact(division)
         float32 = self._references.float32(division)
+        name = self._precision.name
         rounded = float32
-        if self._precision.name != "32-true":
+        if name != "32-true":
             rounded = self._runs.plain(self._precision, division)
-        judge = Judge(exact, rounded, eps_of(self._precision.name))
+        judge = Judge(exact, rounded, eps_of(name))
         self._check_loop(division, float32)
         self._result.curve = judge.curve(run)
         samples = SampleChecks(self._runs, self._checks)

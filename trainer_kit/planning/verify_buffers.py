@@ -35,7 +35,7 @@ class BufferCheck:
 
 
 def compare_buffers(
-    run: Sequence[Record], judge: Judge, whole_batch: Record | None, steps: int
+    run: Sequence[Record], judge: Judge, one_batch: Record | None, steps: int
 ) -> BufferCheck:
     """Compare what no optimizer trains: with the rank's own in the plain loop, or with one process over all samples.
 
@@ -45,7 +45,7 @@ def compare_buffers(
     Args:
         run: one record for each rank.
         judge: of the plain loop.
-        whole_batch: one process with the batches of all ranks as one; None: not comparable.
+        one_batch: one process with the batches of all ranks as one; None: not comparable.
         steps: of the run.
     """
     compared: set[str] = set()
@@ -53,28 +53,25 @@ def compare_buffers(
     for step in range(steps):
         for name, value, exact, rounded in _values(run[0], judge, step):
             compared.add(name)
-            if _equal(value, exact, rounded, judge) or name in exchanged:
+            if name in exchanged or _equal(value, exact, rounded, judge):
                 continue
-            others = (
-                None
-                if whole_batch is None
-                else whole_batch.weights.get(step, {}).get(name)
-            )
-            if others is None:
+            expected = None
+            if one_batch is not None:
+                expected = one_batch.weights.get(step, {}).get(name)
+            if expected is None:
                 exchanged.append(name)
-                continue
-            if _near(value, others, exact, rounded):
-                continue
-            return BufferCheck(
-                _changed(name, value, exact, step, len(run)), len(compared)
-            )
+            elif not _near(value, expected, exact, rounded):
+                finding = _changed(name, value, exact, step, len(run))
+                return BufferCheck(finding, len(compared))
         for record in run[1:]:
-            still = _unmoved(run[0], record, judge, step)
-            if still is not None:
-                text = f"rank {record.rank} does not change it, and rank 0 does"
-                hint = "every rank must update it, or none reads it; checkpoints hold that of rank 0"
+            unmoved = _unmoved(run[0], record, judge, step)
+            if unmoved is not None:
                 finding = Finding(
-                    kind="buffers", step=step, where=still, text=text, hint=hint
+                    kind="buffers",
+                    step=step,
+                    where=unmoved,
+                    text=f"rank {record.rank} does not change it, and rank 0 does",
+                    hint="every rank must update it, or none reads it; checkpoints hold that of rank 0",
                 )
                 return BufferCheck(finding, len(compared))
     return BufferCheck(None, len(compared), tuple(exchanged))
@@ -84,23 +81,24 @@ def _values(
     record: Record, judge: Judge, step: int
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """The name of each untrained tensor of a rank, its value, and those of the plain loop."""
-    exact, rounded = (
-        judge.exact.untrained.get(step, []),
-        judge.rounded.untrained.get(step, []),
-    )
+    exact = judge.exact.untrained.get(step, [])
+    rounded = judge.rounded.untrained.get(step, [])
     if record.place >= min(len(exact), len(rounded)):
         return
-    for name, value in exact[record.place].items():
-        local = record.local.get(step, {}).get(name)
-        other = rounded[record.place].get(name)
-        if local is not None and other is not None and local.shape == value.shape:
-            yield name, local, value, other
+    values = record.local.get(step, {})
+    rounded_values = rounded[record.place]
+    for name, exact_value in exact[record.place].items():
+        if name not in values or name not in rounded_values:
+            continue
+        if values[name].shape == exact_value.shape:
+            yield name, values[name], exact_value, rounded_values[name]
 
 
 def _equal(value: Tensor, exact: Tensor, rounded: Tensor, judge: Judge) -> bool:
     if not value.is_floating_point():
         return same_bits(value, rounded.to(value.dtype))
-    return judge.excess(value, exact, rounded, torch.finfo(value.dtype).eps) <= 1
+    eps = torch.finfo(value.dtype).eps
+    return judge.excess(value, exact, rounded, eps) <= 1
 
 
 def _near(value: Tensor, other: Tensor, exact: Tensor, rounded: Tensor) -> bool:
@@ -109,16 +107,22 @@ def _near(value: Tensor, other: Tensor, exact: Tensor, rounded: Tensor) -> bool:
         return False
     if not value.is_floating_point():
         return same_bits(value, other.to(value.dtype))
-    far = float(torch.linalg.vector_norm(value.double() - other.double()))
-    size = float(torch.linalg.vector_norm(other.double()))
-    measured = float(torch.linalg.vector_norm(rounded.double() - exact.double()))
-    return far <= _SLACK * max(measured, _SLACK * torch.finfo(value.dtype).eps * size)
+    measured = _distance(rounded, exact)
+    last_place = torch.finfo(value.dtype).eps * _norm(other)
+    return _distance(value, other) <= _SLACK * max(measured, _SLACK * last_place)
+
+
+def _distance(value: Tensor, other: Tensor) -> float:
+    return _norm(value.double() - other.double())
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.double()))
 
 
 def _changed(name: str, value: Tensor, exact: Tensor, step: int, ranks: int) -> Finding:
-    distance = float(torch.linalg.vector_norm(value.double() - exact.double()))
-    size = float(torch.linalg.vector_norm(exact.double()))
-    text = f"differs by {percent(distance / (size or 1.0))} from that of one rank in the plain loop"
+    difference = _distance(value, exact) / (_norm(exact) or 1.0)
+    text = f"differs by {percent(difference)} from that of one rank in the plain loop"
     hint = ""
     if ranks > 1:
         text += ", and from that of one process with the samples of all ranks"
@@ -128,28 +132,25 @@ def _changed(name: str, value: Tensor, exact: Tensor, step: int, ranks: int) -> 
 
 def _unmoved(first: Record, record: Record, judge: Judge, step: int) -> str | None:
     """The first name that rank 0 changes in this step, and another rank does not, although the plain loop does."""
-    before, after = first.local.get(step - 1, {}), first.local.get(step, {})
     plain = judge.exact.untrained
+    if record.place >= len(plain.get(step, [])):
+        return None
+    first_before = first.local.get(step - 1, {})
+    first_after = first.local.get(step, {})
+    before = record.local.get(step - 1, {})
     for name, value in record.local.get(step, {}).items():
-        if (
-            name not in before
-            or name not in after
-            or name not in plain.get(step, [{}])[0]
-        ):
+        if name not in first_before or name not in first_after:
             continue
-        moved = not same_bits(before[name], after[name])
-        if not moved or same_bits(value, after[name]):
+        if name not in plain[step][0]:
             continue
-        earlier = record.local.get(step - 1, {}).get(name)
-        still = same_bits(value, before[name]) or (
-            earlier is not None and same_bits(value, earlier)
-        )
-        places = plain.get(step, [])
-        if (
-            still
-            and record.place < len(places)
-            and _moves(plain, record.place, name, step)
-        ):
+        if same_bits(first_before[name], first_after[name]):
+            continue
+        if same_bits(value, first_after[name]):
+            continue
+        unmoved = same_bits(value, first_before[name])
+        if name in before:
+            unmoved = unmoved or same_bits(value, before[name])
+        if unmoved and _moves(plain, record.place, name, step):
             return name
     return None
 
@@ -158,11 +159,10 @@ def _moves(
     plain: dict[int, list[dict[str, Tensor]]], place: int, name: str, step: int
 ) -> bool:
     """Whether the plain loop changes the value of a place in this step."""
-    earlier = plain.get(step - 1)
-    if earlier is None:
+    before = plain.get(step - 1)
+    if before is None or name not in before[place]:
         return False
-    start = earlier[place].get(name)
-    return start is not None and not same_bits(start, plain[step][place][name])
+    return not same_bits(before[place][name], plain[step][place][name])
 
 
 def changes_untrained(
@@ -176,12 +176,15 @@ def changes_untrained(
         module: only those inside it; empty: all.
         without: modules that are left out.
     """
-    before, after = exact.untrained.get(step - 1, []), exact.untrained.get(step, [])
-    return any(
-        name.startswith(f"{module}." if module else "")
-        and name.rpartition(".")[0] not in without
-        and name in start
-        and not same_bits(value, start[name])
-        for start, end in zip(before, after, strict=False)
-        for name, value in end.items()
-    )
+    prefix = f"{module}." if module else ""
+    values_before = exact.untrained.get(step - 1, [])
+    values_after = exact.untrained.get(step, [])
+    for before, after in zip(values_before, values_after, strict=False):
+        for name, value in after.items():
+            if not name.startswith(prefix) or name not in before:
+                continue
+            if name.rpartition(".")[0] in without:
+                continue
+            if not same_bits(value, before[name]):
+                return True
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import chain
 from typing import Final, final
 
 import torch
@@ -67,15 +68,12 @@ def synced_norms(module: nn.Module) -> list[str]:
 
 
 def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    found = [
-        (canonical(name), part)
-        for name, part in module.named_modules()
-        if isinstance(part, _BatchNorm)
-    ]
+    """Batch norms that normalise with the statistics of their batch."""
     return [
-        (name, part)
-        for name, part in found
-        if part.training or not part.track_running_stats
+        (canonical(name), layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm)
+        and (layer.training or not layer.track_running_stats)
     ]
 
 
@@ -85,18 +83,18 @@ _Forward = Callable[[Tensor], Tensor]
 def join_norms(
     module: nn.Module,
     names: Collection[str],
-    meet: Callable[[Tensor, _Forward], Tensor],
+    exchange: Callable[[Tensor, _Forward], Tensor],
 ) -> None:
-    """Let batch norms call ``meet`` with their input and their forward; ``meet`` returns their output."""
-    for name, part in module.named_modules():
+    """Let batch norms call ``exchange`` with their input and their forward; it returns their output."""
+    for name, layer in module.named_modules():
         if canonical(name) in names:
-            vars(part)["forward"] = partial(_met, meet, part.forward)
+            vars(layer)["forward"] = partial(_forward_with, exchange, layer.forward)
 
 
-def _met(
-    meet: Callable[[Tensor, _Forward], Tensor], forward: _Forward, value: Tensor
+def _forward_with(
+    exchange: Callable[[Tensor, _Forward], Tensor], forward: _Forward, value: Tensor
 ) -> Tensor:
-    return meet(value, forward)
+    return exchange(value, forward)
 
 
 def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
@@ -104,17 +102,22 @@ def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
 
     Example:
         >>> norm = nn.BatchNorm1d(1, affine=False)
-        >>> [one.shape for one in joined([torch.zeros(2, 1, 3), torch.ones(1, 1, 5)], norm)]
+        >>> outputs = joined([torch.zeros(2, 1, 3), torch.ones(1, 1, 5)], norm)
+        >>> [output.shape for output in outputs]
         [torch.Size([2, 1, 3]), torch.Size([1, 1, 5])]
     """
-    last = [value.movedim(1, -1) for value in values]
-    rows = torch.cat([value.flatten(0, -2) for value in last])
-    outputs = forward(rows.reshape(*rows.shape, *[1] * (values[0].ndim - 2))).flatten(1)
-    parts = torch.split(outputs, [value.shape[:-1].numel() for value in last])
-    return [
-        part.reshape(value.shape).movedim(-1, 1)
-        for part, value in zip(parts, last, strict=True)
-    ]
+    channels_last = [value.movedim(1, -1) for value in values]
+    rows = torch.cat([value.flatten(0, -2) for value in channels_last])
+    # A batch norm counts the dimensions of its input.
+    spatial = [1] * (values[0].ndim - 2)
+    normalised = forward(rows.reshape(*rows.shape, *spatial)).flatten(1)
+    lengths = [value.shape[:-1].numel() for value in channels_last]
+    outputs = []
+    for output, value in zip(
+        torch.split(normalised, lengths), channels_last, strict=True
+    ):
+        outputs.append(output.reshape(value.shape).movedim(-1, 1))
+    return outputs
 
 
 def rows_of_shares(
@@ -126,12 +129,16 @@ def rows_of_shares(
         >>> rows_of_shares([7, 3, 5, 1], [[3, 1], [5, 7]])
         [tensor([1, 3]), tensor([2, 0])]
     """
-    places: dict[int, list[int]] = defaultdict(list)
-    for row, one in enumerate(ids):
-        places[one].append(row)
-    if sorted(one for share in shares for one in share) != sorted(ids):
+    if sorted(chain.from_iterable(shares)) != sorted(ids):
         return None
-    return [torch.tensor([places[one].pop(0) for one in share]) for share in shares]
+    rows_by_sample: dict[int, list[int]] = defaultdict(list)
+    for row, sample in enumerate(ids):
+        rows_by_sample[sample].append(row)
+    rows = []
+    for share in shares:
+        share_rows = [rows_by_sample[sample].pop(0) for sample in share]
+        rows.append(torch.tensor(share_rows))
+    return rows
 
 
 @final
@@ -149,23 +156,25 @@ class DividedNorms:
     def __init__(
         self, module: nn.Module, rows: Callable[[], list[Tensor] | None]
     ) -> None:
-        self.rows, self.whole = rows, set[str]()
-        for name, part in module.named_modules():
-            if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
+        self.rows = rows
+        self.whole: set[str] = set()
+        for name, layer in module.named_modules():
+            if isinstance(layer, _BatchNorm) and not isinstance(
+                layer, nn.SyncBatchNorm
+            ):
                 # No hook of torch calls a forward several times.
-                vars(part)["forward"] = self._divided(canonical(name), part.forward)
+                vars(layer)["forward"] = self._divided(canonical(name), layer.forward)
 
     def _divided(
         self, name: str, forward: Callable[[Tensor], Tensor]
     ) -> Callable[[Tensor], Tensor]:
-        def run(value: Tensor) -> Tensor:
+        def forward_shares(value: Tensor) -> Tensor:
             rows = self.rows()
             if rows is None or sum(map(len, rows)) != len(value):
                 self.whole.add(name)
                 return forward(value)
+            outputs = [forward(value[share.to(value.device)]) for share in rows]
             order = torch.cat(rows).argsort().to(value.device)
-            return torch.cat(
-                [forward(value[share.to(value.device)]) for share in rows]
-            )[order]
+            return torch.cat(outputs)[order]
 
-        return run
+        return forward_shares

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ _MOST: Final = 1000
 
 
 def plain_attributes(module: nn.Module) -> dict[str, str]:
-    """Numbers, texts, tensors and generators that a module and its parts hold as attributes, as comparable text.
+    """Numbers, texts, tensors and generators that a module and its submodules hold as attributes, as comparable text.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -28,59 +28,71 @@ def plain_attributes(module: nn.Module) -> dict[str, str]:
         '0.5'
     """
     ignored = {*vars(nn.Module()), *vars(TrainModule()), "log"}
-    return {
-        f"{name}.{key}" if name else key: text
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if key not in ignored and (text := _text(value)) is not None
-    }
+    texts: dict[str, str] = {}
+    for module_name, submodule in module.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for name, value in vars(submodule).items():
+            if name in ignored:
+                continue
+            text = _text(value)
+            if text is not None:
+                texts[prefix + name] = text
+    return texts
 
 
-def _text(value: Any, depth: int = 3) -> str | None:
+def _text(value: object, depth: int = 3) -> str | None:
+    """A value as text; None where two equal values may have different texts."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if isinstance(value, torch.Generator):
         return f"a generator in state {hash(value.get_state().numpy().tobytes())}"
     if isinstance(value, Tensor):
-        readable = (
-            type(value) is Tensor and not value.is_meta and value.numel() <= _MOST
-        )
-        return repr(value.tolist()) if readable else None
+        return _tensor_text(value)
     if isinstance(value, dict):
         value = list(value.items())
-    if isinstance(value, (list, tuple, deque)) and len(value) <= _MOST and depth:
-        texts = [_text(element, depth - 1) for element in value]
-        return (
-            None
-            if any(text is None for text in texts)
-            else f"[{', '.join(map(str, texts))}]"
-        )
-    return None
+    if not isinstance(value, (list, tuple, deque)) or len(value) > _MOST or not depth:
+        return None
+    texts: list[str] = []
+    for element in value:
+        text = _text(element, depth - 1)
+        if text is None:
+            return None
+        texts.append(text)
+    return f"[{', '.join(texts)}]"
 
 
-def differing_state(run: list[Record], other: list[Record], step: int) -> list[str]:
+def _tensor_text(tensor: Tensor) -> str | None:
+    if type(tensor) is not Tensor or tensor.is_meta or tensor.numel() > _MOST:
+        return None
+    return repr(tensor.tolist())
+
+
+def differing_state(run: list[Record], other_run: list[Record], step: int) -> list[str]:
     """The names of attributes, then of buffers and weights, that two runs have differently after a step."""
-    for record, second in zip(run, other, strict=True):
-        attributes, others = (
-            record.attributes.get(step, {}),
-            second.attributes.get(step, {}),
-        )
-        names = [
-            name
-            for name in {**attributes, **others}
-            if attributes.get(name) != others.get(name)
-        ]
-        tensors, second_tensors = record.local.get(step, {}), second.local.get(step, {})
-        differing = [
-            name
-            for name, value in tensors.items()
-            if name in second_tensors and not same_bits(value, second_tensors[name])
-        ]
-        buffers = [name for name in differing if name in record.buffers]
-        if names or differing:
-            return [
-                *names,
-                *buffers,
-                *(name for name in differing if name not in record.buffers),
-            ]
+    for record, other in zip(run, other_run, strict=True):
+        names = _differing_attributes(record, other, step)
+        tensors = _differing_tensors(record, other, step)
+        names += [name for name in tensors if name in record.buffers]
+        names += [name for name in tensors if name not in record.buffers]
+        if names:
+            return names
     return []
+
+
+def _differing_attributes(record: Record, other: Record, step: int) -> list[str]:
+    attributes = record.attributes.get(step, {})
+    other_attributes = other.attributes.get(step, {})
+    return [
+        name
+        for name in {**attributes, **other_attributes}
+        if attributes.get(name) != other_attributes.get(name)
+    ]
+
+
+def _differing_tensors(record: Record, other: Record, step: int) -> list[str]:
+    other_tensors = other.local.get(step, {})
+    return [
+        name
+        for name, value in record.local.get(step, {}).items()
+        if name in other_tensors and not same_bits(value, other_tensors[name])
+    ]
