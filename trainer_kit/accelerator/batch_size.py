@@ -87,25 +87,25 @@ def find_executable_batch_size(
             reduce_batch_size_fn=reduce_batch_size_fn,
             keep_global_batch=keep_global_batch,
         )
-    needed = 2 if keep_global_batch else 1
+    supplied = 2 if keep_global_batch else 1
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def search(*arguments: Any, **options: Any) -> Any:
-        if len(names) < len(arguments) + needed:
+        if len(names) < len(arguments) + supplied:
             raise ConfigurationError(
                 f"{function.__name__} receives its batch size from this search",
                 found=f"{len(arguments)} arguments for the parameters {', '.join(names)}",
-                fix=f"call {function.__name__}({', '.join(names[needed:])})",
+                fix=f"call {function.__name__}({', '.join(names[supplied:])})",
             )
         size = starting_batch_size
         while size > 0:
             release_memory()
-            given = (
-                (size, starting_batch_size // size) if keep_global_batch else (size,)
-            )
+            sizes = [size]
+            if keep_global_batch:
+                sizes.append(starting_batch_size // size)
             try:
-                return function(*given, *arguments, **options)
+                return function(*sizes, *arguments, **options)
             except Exception as error:
                 if not ran_out_of_memory(error):
                     raise

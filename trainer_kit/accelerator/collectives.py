@@ -33,7 +33,10 @@ __all__ = ["Collectives"]
 _REDUCTIONS: Final = ("sum", "mean", "max", "min", "none")
 _NO_CONTEXT: Final = nullcontext()
 _PACKAGE: Final = str(Path(__file__).resolve().parents[1])
-_PATIENCE: Final = 60.0  # seconds for which debug mode waits for the other processes
+_DEBUG_TIMEOUT: Final = 60.0
+"""Seconds for which debug mode waits for the other processes."""
+_DEBUG_TIMEOUT_AFTER_FIRST: Final = 1.0
+"""The same, once one process was missing."""
 
 
 @final
@@ -61,9 +64,8 @@ class Collectives:
         self.data = world if data is None else data
         self.debug = debug
         self._calls = calls
-        self._several = (
-            world.size > 1 and dist.is_initialized()
-        )  # processes of torch_xla have no store
+        # Processes of torch_xla have no store, and make no calls of torch's own groups.
+        self._is_distributed = world.size > 1 and dist.is_initialized()
         self.triggered = False
 
     def during(self, call: str, data: Any = None) -> AbstractContextManager[None]:
@@ -73,7 +75,7 @@ class Collectives:
             call: the name of the call in messages.
             data: the exchanged values: debug mode compares the shapes and dtypes of their tensors.
         """
-        if not self._several:
+        if not self._is_distributed:
             return _NO_CONTEXT
         if self.debug:
             _compare_calls(self.world, call, data)
@@ -113,23 +115,30 @@ class Collectives:
             ConfigurationError: on every process, if samples are repeated and a value has no entry per sample.
         """
         with self.during("gather_for_metrics"):
-            group = self.data
             counts: list[int] | None = None if batches is None else batches.counts
             if use_gather_object or not _only_tensors(data):
-                if group.size > 1:
-                    compare(group, "gather_for_metrics(objects)")
-                if counts is None:
-                    return _gather_object(group, data)
-                size, count = batches.size, counts[group.rank]
-                parts = on_every_rank(group, lambda: drop_repeats(data, size, count))
-                return _joined(
-                    [part for part in parts if not isinstance(part, type(NOTHING))]
-                )
-            if counts is None:
-                if batches is not None and batches.end_of_dataloader:
-                    data = _cut_to_batch(data, batches.size, batches.nominal)
-                return _gather(group, data, "gather_for_metrics")
-            return _gather_rows(group, data, batches.size, counts)
+                return self._gather_objects_of_batch(data, batches, counts)
+            if counts is not None:
+                return _gather_rows(self.data, data, batches.size, counts)
+            if batches is not None and batches.end_of_dataloader:
+                data = _cut_to_batch(data, batches.size, batches.nominal)
+            return _gather(self.data, data, "gather_for_metrics")
+
+    def _gather_objects_of_batch(
+        self, data: Any, batches: Any, counts: list[int] | None
+    ) -> list[Any]:
+        group = self.data
+        if group.size > 1:
+            compare(group, "gather_for_metrics(objects)")
+        if counts is None:
+            return _gather_object(group, data)
+        size = batches.size
+        count = counts[group.rank]
+        results = on_every_rank(group, lambda: drop_repeats(data, size, count))
+        # Copies of NOTHING from other processes are other objects of its class.
+        return _concatenate(
+            [result for result in results if not isinstance(result, type(NOTHING))]
+        )
 
     def gather_object(self, data: Any) -> list[Any]:
         """Gather small picklable values: lists are concatenated, other values are collected in a list in rank order."""
@@ -157,19 +166,16 @@ class Collectives:
                 return data
             same_everywhere(self.world, f"reduce by {reduction}", data)
             return map_tensors(
-                data, lambda tensor: self._reduced(tensor, reduction, scale)
+                data, lambda tensor: self._reduce_tensor(tensor, reduction, scale)
             )
 
-    def _reduced(self, tensor: Tensor, reduction: str, scale: float) -> Tensor:
-        whole = tensor.detach().clone()
-        if (
-            reduction == "mean"
-            and not whole.is_floating_point()
-            and not whole.is_complex()
-        ):
-            whole = whole.to(torch.get_default_dtype())
-        whole = self.world.all_reduce(whole, reduction)
-        return whole if scale == 1.0 else whole * scale
+    def _reduce_tensor(self, tensor: Tensor, reduction: str, scale: float) -> Tensor:
+        result = tensor.detach().clone()
+        is_integer = not result.is_floating_point() and not result.is_complex()
+        if reduction == "mean" and is_integer:
+            result = result.to(torch.get_default_dtype())
+        result = self.world.all_reduce(result, reduction)
+        return result if scale == 1.0 else result * scale
 
     def broadcast(self, data: Any, source: int) -> Any:
         """Send the nested tensors of process ``source`` to every process; shapes and dtypes must be equal everywhere.
@@ -205,12 +211,16 @@ class Collectives:
             RankError: on every process, if the nesting or numbers of dimensions differ.
         """
         with self.during("pad_across_processes"):
-            lengths = iter(_lengths(self.world, "pad_across_processes", data, dim)[0])
+            all_lengths, _ = _exchange_lengths(
+                self.world, "pad_across_processes", data, dim
+            )
+            lengths = iter(all_lengths)
 
             def pad(tensor: Tensor) -> Tensor:
                 if not -tensor.ndim <= dim < tensor.ndim:
                     return tensor
-                return _padded(tensor, max(next(lengths)), dim, pad_index, pad_first)
+                longest = max(next(lengths))
+                return _pad(tensor, longest, dim, pad_index, pad_first)
 
             return _map_strictly(data, pad)
 
@@ -221,10 +231,11 @@ class Collectives:
     def check_trigger(self) -> bool:
         """Whether any process has set the trigger since the last check."""
         with self.during("check_trigger"):
-            found = any(row[0] for row in self.world.agree([float(self.triggered)]))
-        if found:
+            rows = self.world.agree([float(self.triggered)])
+        any_triggered = any(row[0] for row in rows)
+        if any_triggered:
             self.triggered = False
-        return found
+        return any_triggered
 
 
 def _map_strictly(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -242,22 +253,28 @@ def _only_tensors(data: Any) -> bool:
 
 def _gather(group: Group, data: Any, call: str) -> Any:
     same_everywhere(group, call, data)
-    return _map_strictly(data, lambda tensor: _gathered(group, tensor))
+    return _map_strictly(data, lambda tensor: _gather_tensor(group, tensor))
 
 
-def _gathered(group: Group, tensor: Tensor) -> Tensor:
-    whole = tensor.unsqueeze(0) if tensor.ndim == 0 else tensor
-    return whole.clone() if group.size == 1 else group.all_gather(whole).flatten(0, 1)
+def _gather_tensor(group: Group, tensor: Tensor) -> Tensor:
+    rows = tensor if tensor.ndim else tensor.unsqueeze(0)
+    if group.size == 1:
+        return rows.clone()
+    return group.all_gather(rows).flatten(0, 1)
 
 
 def _gather_object(group: Group, data: Any) -> list[Any]:
-    return _joined(group.all_gather_object(data))
+    return _concatenate(group.all_gather_object(data))
 
 
-def _joined(parts: list[Any]) -> list[Any]:
-    if all(isinstance(part, (list, tuple)) for part in parts):
-        return [item for part in parts for item in part]
-    return parts
+def _concatenate(values: list[Any]) -> list[Any]:
+    """Join lists and tuples into one list; return other values as they are."""
+    if not all(isinstance(value, (list, tuple)) for value in values):
+        return values
+    items: list[Any] = []
+    for value in values:
+        items.extend(value)
+    return items
 
 
 def _cut_to_batch(data: Any, size: int, nominal: float) -> Any:
@@ -289,61 +306,72 @@ def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
         RankError: on every process, if tensors differ in more than their length.
         ConfigurationError: on every process, if a tensor has another length.
     """
-    lengths, sizes = _lengths(group, "gather_for_metrics", data, 0, size, alike=True)
-    found = iter(lengths)
-    single = max(sizes) == 1
+    all_lengths, sizes = _exchange_lengths(
+        group, "gather_for_metrics", data, 0, size, same_shapes=True
+    )
+    lengths_by_tensor = iter(all_lengths)
+    has_one_sample = max(sizes) == 1
 
     def gather_rows(tensor: Tensor) -> Tensor:
-        theirs = next(found) if tensor.ndim else [1] * group.size
-        keep = theirs
-        if theirs == sizes and (tensor.ndim or single):
-            keep = counts
-        elif counts != sizes and max(theirs) > 1:
-            raise refusal(f"tensors of {theirs} rows on the processes", size)
-        rows = tensor if tensor.ndim else tensor.unsqueeze(0)
-        parts = _gathered(group, _padded(rows, max(theirs))).tensor_split(group.size)
-        return torch.cat(
-            [part[:count] for part, count in zip(parts, keep, strict=True)]
-        )
+        rows = tensor
+        lengths = [1] * group.size
+        if tensor.ndim:
+            lengths = next(lengths_by_tensor)
+        else:
+            rows = tensor.unsqueeze(0)
+        counts_to_keep = lengths
+        if lengths == sizes and (tensor.ndim or has_one_sample):
+            counts_to_keep = counts
+        elif counts != sizes and max(lengths) > 1:
+            raise refusal(f"tensors of {lengths} rows on the processes", size)
+        gathered = _gather_tensor(group, _pad(rows, max(lengths)))
+        shares = gathered.tensor_split(group.size)
+        kept_rows = [
+            share[:count] for share, count in zip(shares, counts_to_keep, strict=True)
+        ]
+        return torch.cat(kept_rows)
 
     return map_tensors(data, gather_rows)
 
 
-def _lengths(
-    group: Group, call: str, data: Any, dim: int, size: int = 0, alike: bool = False
+def _exchange_lengths(
+    group: Group,
+    call: str,
+    data: Any,
+    dim: int,
+    size: int = 0,
+    same_shapes: bool = False,
 ) -> tuple[list[list[int]], list[int]]:
     """Return, for each tensor that has ``dim``, its length on every process; and the ``size`` of every process.
 
-    This takes one exchange, and a second one only if the tensors of a process differ in length. ``alike``: the other
-    dimensions and dtypes must be equal too, not only the number of dimensions.
+    This takes one exchange, and a second one only if the tensors of a process differ in length. ``same_shapes``: the
+    other dimensions and dtypes must be equal too, not only the number of dimensions.
     """
-    mine: list[int] = []
+    lengths: list[int] = []
 
-    def described(tensor: Tensor) -> str:
+    def describe(tensor: Tensor) -> str:
         shape: list[Any] = list(tensor.shape)
         if -tensor.ndim <= dim < tensor.ndim:
-            mine.append(shape[dim])
+            lengths.append(shape[dim])
             shape[dim] = "*"
-        return (
-            f"({', '.join(map(str, shape))}) {tensor.dtype}"
-            if alike
-            else f"{tensor.ndim} dimensions"
-        )
+        if not same_shapes:
+            return f"{tensor.ndim} dimensions"
+        return f"({', '.join(map(str, shape))}) {tensor.dtype}"
 
-    text = f"{call}({signature(data, described)})"
-    rows = compare(
-        group, text, (mine[0] if mine else 0, float(len(set(mine)) < 2), size)
-    )
+    text = f"{call}({signature(data, describe)})"
+    first_length = lengths[0] if lengths else 0
+    one_length = len(set(lengths)) < 2
+    rows = compare(group, text, (first_length, float(one_length), size))
     sizes = [int(row[2]) for row in rows]
     if all(row[1] for row in rows):
-        return [[int(row[0]) for row in rows]] * len(mine), sizes
-    return [
-        list(map(int, theirs))
-        for theirs in zip(*group.agree(list(map(float, mine))), strict=True)
-    ], sizes
+        lengths_by_rank = [int(row[0]) for row in rows]
+        return [lengths_by_rank] * len(lengths), sizes
+    length_rows = group.agree(list(map(float, lengths)))
+    columns = zip(*length_rows, strict=True)
+    return [list(map(int, column)) for column in columns], sizes
 
 
-def _padded(
+def _pad(
     tensor: Tensor, longest: int, dim: int = 0, value: float = 0, first: bool = False
 ) -> Tensor:
     shape = list(tensor.shape)
@@ -351,7 +379,9 @@ def _padded(
     if not shape[dim]:
         return tensor
     padding = tensor.new_full(shape, value)
-    return torch.cat([padding, tensor] if first else [tensor, padding], dim)
+    if first:
+        return torch.cat([padding, tensor], dim)
+    return torch.cat([tensor, padding], dim)
 
 
 def _compare_calls(group: Group, call: str, data: Any) -> None:
@@ -365,29 +395,18 @@ def _compare_calls(group: Group, call: str, data: Any) -> None:
         RankError: calls differ, or a process makes none; the message lists the call of each process.
     """
     shapes = [shape_of(tensor).replace("torch.", "") for tensor in tensors_of(data)]
-    mine = {"call": f"{call}({', '.join(shapes)})", "at": _line_of_user()}
+    record = {"call": f"{call}({', '.join(shapes)})", "at": _line_of_user()}
+    # Torch's own store: this library has no other channel that is open while a process is busy elsewhere.
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"trainer_kit/calls/{group.rank}", 1)
-    store.set(f"trainer_kit/call/{number}/{group.rank}", json.dumps(mine))
-    store.set(f"trainer_kit/last/{group.rank}", json.dumps(mine))
-    wait = timedelta(
-        seconds=float(os.environ.get("TRAINER_KIT_DEBUG_TIMEOUT", _PATIENCE))
-    )
-    everyone: list[dict[str, str] | None] = []
-    for rank in range(group.size):
-        key = f"trainer_kit/call/{number}/{rank}"
-        try:
-            store.wait([key], wait)
-        except RuntimeError:
-            everyone.append(None)
-            wait = timedelta(seconds=1)
-        else:
-            everyone.append(json.loads(store.get(key)))
-    if all(found is not None and found["call"] == mine["call"] for found in everyone):
+    store.set(f"trainer_kit/call/{number}/{group.rank}", json.dumps(record))
+    store.set(f"trainer_kit/last/{group.rank}", json.dumps(record))
+    records = _read_calls(store, number, group.size)
+    if all(other and other["call"] == record["call"] for other in records):
         return
     lines = [
-        f"process {rank}: {_described_call(found, store, rank)}"
-        for rank, found in enumerate(everyone)
+        f"process {rank}: {_describe_call(other, store, rank)}"
+        for rank, other in enumerate(records)
     ]
     raise RankError(
         f"the processes make different calls: {call}",
@@ -397,21 +416,45 @@ def _compare_calls(group: Group, call: str, data: Any) -> None:
     )
 
 
-def _described_call(found: dict[str, str] | None, store: Any, rank: int) -> str:
-    if found is not None:
-        return f"{found['call']} at {found['at']}"
-    last = f"trainer_kit/last/{rank}"
-    if not store.check([last]):
+def _read_calls(store: Any, number: int, size: int) -> list[dict[str, str] | None]:
+    """Wait for the call of each process; None for a process that does not make it in time.
+
+    Args:
+        store: the rendezvous store.
+        number: the number of the call.
+        size: the number of processes.
+    """
+    seconds = float(os.environ.get("TRAINER_KIT_DEBUG_TIMEOUT", _DEBUG_TIMEOUT))
+    records: list[dict[str, str] | None] = []
+    for rank in range(size):
+        key = f"trainer_kit/call/{number}/{rank}"
+        try:
+            store.wait([key], timedelta(seconds=seconds))
+        except RuntimeError:
+            records.append(None)
+            # The others have had the time of the first.
+            seconds = _DEBUG_TIMEOUT_AFTER_FIRST
+        else:
+            records.append(json.loads(store.get(key)))
+    return records
+
+
+def _describe_call(record: dict[str, str] | None, store: Any, rank: int) -> str:
+    if record is not None:
+        return f"{record['call']} at {record['at']}"
+    key = f"trainer_kit/last/{rank}"
+    if not store.check([key]):
         return "has made no call"
-    before = json.loads(store.get(last))
-    return f"has not come; its last call was {before['call']} at {before['at']}"
+    last = json.loads(store.get(key))
+    return f"has not come; its last call was {last['call']} at {last['at']}"
 
 
 def _line_of_user() -> str:
     frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(_PACKAGE)
-        or "contextlib" in frame.f_code.co_filename
-    ):
+    while frame.f_back is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _is_internal(filename: str) -> bool:
+    return filename.startswith(_PACKAGE) or "contextlib" in filename

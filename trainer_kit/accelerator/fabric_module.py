@@ -48,13 +48,13 @@ class FabricModule(nn.Module):
         super().__init__()
         self._modules["module"] = module
         self.__dict__["forward"] = prepared
-        self.__dict__["_prepared"] = (
-            prepared  # not a submodule: every parameter would have two names
-        )
+        # Not a submodule: every parameter would have two names.
+        self.__dict__["_prepared"] = prepared
         self.__dict__["_in_precision"] = in_precision
         self.__dict__["_forward_methods"] = set[str]()
-        for name in _STEPS if isinstance(module, TrainModule) else ():
-            self.mark_forward_method(name)
+        if isinstance(module, TrainModule):
+            for name in _STEPS:
+                self.mark_forward_method(name)
 
     @property
     def _forward_module(self) -> nn.Module:
@@ -79,24 +79,28 @@ class FabricModule(nn.Module):
             )
         module: Any = self.module
         if isinstance(module, FSDPModule) and name not in self._forward_methods:
-            register_fsdp_forward_method(module, name)  # type: ignore[arg-type]  # torch mixes it into the class
+            # torch mixes FSDPModule into the class, which its annotation does not show.
+            register_fsdp_forward_method(module, name)  # type: ignore[arg-type]
         self._forward_methods.add(name)
 
     def __getattr__(self, name: str) -> Any:
         module = self.__dict__["_modules"]["module"]
         if name == "module":
             return module
-        found = getattr(module, name)
-        wrapped = self.__dict__["_prepared"] is not module
+        attribute = getattr(module, name)
+        is_wrapped_module = self.__dict__["_prepared"] is not module
         if name in self.__dict__["_forward_methods"]:
-            step = self.__dict__["_in_precision"](found)
-            return self._through_wrapper(step) if wrapped else step
-        own = getattr(found, "__self__", None) is module
-        return self._watched(found, name) if wrapped and own else found
+            step = self.__dict__["_in_precision"](attribute)
+            return self._through_wrapper(step) if is_wrapped_module else step
+        is_method = getattr(attribute, "__self__", None) is module
+        if is_wrapped_module and is_method:
+            return self._refuse_gradients_in(attribute, name)
+        return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("_modules", {}).get("module")
-        if module is None:  # nn.Module's constructor
+        # nn.Module's constructor sets its attributes before there is a module.
+        if module is None:
             super().__setattr__(name, value)
         else:
             setattr(module, name, value)
@@ -106,18 +110,21 @@ class FabricModule(nn.Module):
 
         @wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
-            space = self.module.__dict__
-            before = {"forward": space["forward"]} if "forward" in space else {}
+            attributes = self.module.__dict__
+            replaced = {}
+            if "forward" in attributes:
+                replaced["forward"] = attributes["forward"]
 
             def forward(*args: Any, **kwargs: Any) -> Any:
-                restore()  # the step may call the module itself
+                # The step may call the module itself.
+                restore()
                 return step(*args, **kwargs)
 
             def restore() -> None:
-                space.pop("forward", None)
-                space.update(before)
+                attributes.pop("forward", None)
+                attributes.update(replaced)
 
-            space["forward"] = forward
+            attributes["forward"] = forward
             try:
                 return self._prepared(*args, **kwargs)
             finally:
@@ -125,8 +132,10 @@ class FabricModule(nn.Module):
 
         return call
 
-    def _watched(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Refuse a method that computes gradients past the wrapper, which would not synchronise them."""
+    def _refuse_gradients_in(
+        self, method: Callable[..., Any], name: str
+    ) -> Callable[..., Any]:
+        """Refuse a method that computes gradients past the wrapper, which would not synchronize them."""
 
         def refuse(*_: Any) -> None:
             if torch.is_grad_enabled():
@@ -139,7 +148,8 @@ class FabricModule(nn.Module):
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             hooks = [
-                part.register_forward_pre_hook(refuse) for part in self.module.modules()
+                submodule.register_forward_pre_hook(refuse)
+                for submodule in self.module.modules()
             ]
             try:
                 return method(*args, **kwargs)
@@ -180,8 +190,10 @@ class FabricModule(nn.Module):
 
 def prepared_module(module: nn.Module) -> nn.Module:
     """Return what the Accelerator made of a module that `Fabric.setup` returned; return other modules unchanged."""
-    found: nn.Module = module._prepared if isinstance(module, FabricModule) else module
-    return found
+    if not isinstance(module, FabricModule):
+        return module
+    prepared: nn.Module = module._prepared
+    return prepared
 
 
 def is_wrapped(obj: object) -> bool:
@@ -213,7 +225,9 @@ class _FabricAsTrainer:
     """What a `TrainModule` asks its Trainer for, from a Fabric."""
 
     def __init__(self, fabric: Any) -> None:
-        self.fabric, self.metrics = fabric, self
+        self.fabric = fabric
+        # A module logs through `trainer.metrics`.
+        self.metrics = self
         self.manual_backward = fabric.backward
 
     @property
@@ -229,11 +243,8 @@ class _FabricAsTrainer:
         try:
             return getattr(self.fabric, name)
         except AttributeError:
-            raise AttributeError(
-                str(
-                    ConfigurationError(
-                        f"trainer.{name} is not available: a Fabric runs this module",
-                        fix="pass the value to the method as an argument",
-                    )
-                )
-            ) from None
+            problem = ConfigurationError(
+                f"trainer.{name} is not available: a Fabric runs this module",
+                fix="pass the value to the method as an argument",
+            )
+            raise AttributeError(str(problem)) from None

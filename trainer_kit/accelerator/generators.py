@@ -1,4 +1,4 @@
-"""Seed and synchronise the random generators of several processes."""
+"""Seed and synchronize the random generators of several processes."""
 
 from __future__ import annotations
 
@@ -37,42 +37,40 @@ def set_seed(
         >>> bool(first == torch.rand(1))
         True
     """
-    seed_everything(
-        (seed + (Environment.detect().rank if device_specific else 0)) % 2**32
-    )
+    if device_specific:
+        seed += Environment.detect().rank
+    seed_everything(seed % 2**32)
     if deterministic:
         deterministic_products()
         torch.use_deterministic_algorithms(True)
 
 
 def generator_kinds(kinds: Iterable[Any] | None) -> list[str]:
-    """Return ``rng_types`` as a list of words.
+    """Return ``rng_types`` as a list of names.
 
     Raises:
         ConfigurationError: a kind is unknown.
     """
-    words = [word_of(kind) for kind in as_list(kinds)]
-    for word in words:
-        if word not in _KINDS:
+    names = [word_of(kind) for kind in as_list(kinds)]
+    for name in names:
+        if name not in _KINDS:
             raise ConfigurationError(
-                f"unknown kind of generator {word!r}", fix=did_you_mean(word, _KINDS)
+                f"unknown kind of generator {name!r}", fix=did_you_mean(name, _KINDS)
             )
-    return words
+    return names
 
 
 def each_epoch(
     world: Group, kinds: Iterable[Any] | None, device: torch.device
 ) -> Callable[[], None] | None:
-    """Return what synchronises the generators at the begin of an epoch, see `synchronize`; None if nothing is to do.
+    """Return the function that synchronizes the generators at the start of an epoch; None if there is nothing to do.
 
     "generator" is the one of the data order, which is the same on all processes without an exchange.
     """
-    words = [word for word in generator_kinds(kinds) if word != "generator"]
-    return (
-        partial(synchronize, world, words, None, device)
-        if words and world.size > 1
-        else None
-    )
+    names = [name for name in generator_kinds(kinds) if name != "generator"]
+    if not names or world.size == 1:
+        return None
+    return partial(synchronize, world, names, None, device)
 
 
 def synchronize(
@@ -92,12 +90,12 @@ def synchronize(
     Raises:
         ConfigurationError: a kind is unknown.
     """
-    words = generator_kinds(kinds)
-    mine = rng_state(device)
-    wanted = {"device" if word in ("cuda", "xla") else word for word in words}
-    theirs = world.broadcast(
-        {key: value for key, value in mine.items() if key in wanted}
+    names = generator_kinds(kinds)
+    keys = {"device" if name in ("cuda", "xla") else name for name in names}
+    states = rng_state(device)
+    states = world.broadcast(
+        {key: state for key, state in states.items() if key in keys}
     )
-    restore_rng(theirs, device)
-    if "generator" in words and generator is not None:
+    restore_rng(states, device)
+    if "generator" in names and generator is not None:
         generator.set_state(world.broadcast(generator.get_state()))

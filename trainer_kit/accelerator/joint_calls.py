@@ -48,9 +48,8 @@ class JointCalls:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, RuntimeError) and _raised_by_torch(
-            traceback
-        ):  # gloo: another process has ended
+        # gloo raises it when another process has ended.
+        if isinstance(error, RuntimeError) and _raised_by_torch(traceback):
             add_note(error, f"in {self._call}, with {self._size} processes: {ADVICE}")
 
 
@@ -58,6 +57,6 @@ def _raised_by_torch(traceback: TracebackType | None) -> bool:
     """Whether an error was raised in a collective, not in user code around it."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(
-        _TORCH
-    )
+    if traceback is None:
+        return False
+    return traceback.tb_frame.f_code.co_filename.startswith(_TORCH)

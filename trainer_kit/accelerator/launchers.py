@@ -21,7 +21,7 @@ from trainer_kit.launch.failure import RankFailure
 __all__ = ["debug_launcher", "notebook_launcher"]
 
 
-_ELASTIC: Final = {
+_ELASTIC_OPTIONS: Final = {
     "rdzv_backend",
     "rdzv_endpoint",
     "rdzv_conf",
@@ -69,7 +69,7 @@ def notebook_launcher(
         ChildFailedError: a process failed. The exception is also of the class that the process raised, with its text
             and traceback.
     """
-    unknown = elastic.keys() - _ELASTIC
+    unknown = elastic.keys() - _ELASTIC_OPTIONS
     if unknown:
         raise TypeError(
             f"notebook_launcher got an unexpected argument {min(unknown)!r}"
@@ -84,27 +84,28 @@ def notebook_launcher(
             found=f"num_nodes={num_nodes}",
             fix="move the code into a script, and start it with torchrun on each machine",
         )
-    wanted = num_processes or available_devices("auto")
+    processes = num_processes or available_devices("auto")
+    name = getattr(function, "__qualname__", type(function).__name__)
 
-    def failed(error: BaseException, failures: Sequence[RankFailure]) -> BaseException:
-        return _as_child_failure(
-            error, failures, getattr(function, "__qualname__", type(function).__name__)
+    def as_child_failure(
+        error: BaseException, failures: Sequence[RankFailure]
+    ) -> BaseException:
+        return _as_child_failure(error, failures, name)
+
+    def run() -> Any:
+        return run_forked(
+            lambda rank: function(*args), processes, failed=as_child_failure
         )
 
-    settings = (
-        {}
-        if mixed_precision == "no"
-        else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
-    )
-    if wanted > 1:
-        settings["FORK_LAUNCHED"] = "1"
-    with patch_environment(**settings):
-        if wanted > 1:
+    environment = {}
+    if mixed_precision != "no":
+        environment["TRAINER_KIT_MIXED_PRECISION"] = str(mixed_precision)
+    if processes > 1:
+        environment["FORK_LAUNCHED"] = "1"
+    with patch_environment(**environment):
+        if processes > 1:
             _check_imports()
-            return _restarted(
-                lambda: run_forked(lambda rank: function(*args), wanted, failed=failed),
-                max_restarts,
-            )
+            return _run_with_restarts(run, max_restarts)
         if max_restarts:
             warnings.warn(
                 f"max_restarts={max_restarts}: one process runs in the notebook itself, and is not started again",
@@ -135,43 +136,54 @@ def _as_child_failure(
     Returns:
         The exception; ``error`` itself where Python cannot combine the classes.
     """
-    kind = type(error)
     if not isinstance(error, Exception) or isinstance(error, ChildFailedError):
         return error
-    known: dict[int, ProcessFailure] = {}
-    for each in failures:
-        one = known[each.rank] = ProcessFailure(
-            each.rank, each.pid, each.exit_code or 1, error_file="<N/A>"
-        )
-        one.message, one.timestamp = each.cause, int(each.time_ns // 1_000_000_000)
-    arguments: Any = (
-        error.__reduce__()[1] if isinstance(error, OSError) else error.args
-    )  # its args have no file name
+    process_failures = {each.rank: _process_failure(each) for each in failures}
+    # A user's class decides how it is made, and may fail in any way.
     try:
-        both: Any = type(
-            kind.__name__, (kind, ChildFailedError), {"__module__": kind.__module__}
-        )
-        made: Exception = both.__new__(both, *arguments)
-        if (
-            kind.__module__ == "builtins"
-        ):  # SyntaxError and others keep what they show outside of their attributes
-            kind.__init__(made, *arguments)
-    except Exception:  # of any class: a user's class decides how it is made
+        combined = _combine_classes(error)
+    except Exception:
         return error
-    vars(made).update(vars(error), name=name, failures=known)
-    return made if str(made) == str(error) else error
+    vars(combined).update(vars(error), name=name, failures=process_failures)
+    return combined if str(combined) == str(error) else error
 
 
-def _restarted(run: Callable[[], Any], restarts: int) -> Any:
+def _process_failure(failure: RankFailure) -> ProcessFailure:
+    process_failure = ProcessFailure(
+        failure.rank, failure.pid, failure.exit_code or 1, error_file="<N/A>"
+    )
+    process_failure.message = failure.cause
+    process_failure.timestamp = int(failure.time_ns // 1_000_000_000)
+    return process_failure
+
+
+def _combine_classes(error: Exception) -> Exception:
+    """Return a copy of an exception that is of torch's class too."""
+    kind = type(error)
+    arguments: Any = error.args
+    if isinstance(error, OSError):
+        # Its args have no file name.
+        arguments = error.__reduce__()[1]
+    namespace = {"__module__": kind.__module__}
+    both: Any = type(kind.__name__, (kind, ChildFailedError), namespace)
+    combined: Exception = both.__new__(both, *arguments)
+    if kind.__module__ == "builtins":
+        # SyntaxError and others keep what they show outside of their attributes.
+        kind.__init__(combined, *arguments)
+    return combined
+
+
+def _run_with_restarts(run: Callable[[], Any], restarts: int) -> Any:
     for restart in range(1, restarts + 1):
         try:
             return run()
-        except LaunchError:  # nothing was started
+        except LaunchError:
+            # Nothing was started.
             raise
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            again = f"starting all processes again (restart {restart} of {restarts})"
-            warnings.warn(f"{type(error).__name__}: {reason}; {again}", stacklevel=3)
+            action = f"starting all processes again (restart {restart} of {restarts})"
+            warnings.warn(f"{type(error).__name__}: {reason}; {action}", stacklevel=3)
     return run()
 
 
@@ -190,5 +202,9 @@ def debug_launcher(
         RankError: a process died.
         BaseException: of the process that failed first, with its traceback as a note.
     """
+
+    def run(rank: int) -> None:
+        function(*args)
+
     with patch_environment(TRAINER_KIT_USE_CPU="1", FORK_LAUNCHED="1"):
-        run_forked(lambda rank: (function(*args), None)[1], num_processes)
+        run_forked(run, num_processes)

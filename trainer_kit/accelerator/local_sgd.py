@@ -53,12 +53,12 @@ class LocalSGD:
                 fix="train data parallel (DDP), or leave LocalSGD out",
             )
         self.num_steps = 0
-        self._alone: Any = None
+        self._no_sync: Any = None
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
-            self._alone = self.accelerator.no_sync(self.model)
-            self._alone.__enter__()
+            self._no_sync = self.accelerator.no_sync(self.model)
+            self._no_sync.__enter__()
         return self
 
     def __exit__(
@@ -70,7 +70,7 @@ class LocalSGD:
         if self.enabled:
             if error is None and self.num_steps % self.local_sgd_steps:
                 self._average()
-            self._alone.__exit__(kind, error, traceback)
+            self._no_sync.__exit__(kind, error, traceback)
 
     def step(self) -> None:
         """Count a step, and average weights when due; call this after each ``optimizer.step()``."""
@@ -81,7 +81,7 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        for parameter in self.accelerator.unwrap_model(self.model).parameters():
-            average(
-                [parameter], self.accelerator.world
-            )  # one at a time: no copy of the whole model
+        model = self.accelerator.unwrap_model(self.model)
+        # One parameter at a time, so that no process holds a second copy of all weights.
+        for parameter in model.parameters():
+            average([parameter], self.accelerator.world)

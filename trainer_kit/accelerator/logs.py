@@ -32,30 +32,30 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             kwargs: options of `logging`; ``main_process_only=False``: every process writes; ``in_order=True``: all
                 processes write one after the other, in a collective call.
         """
-        only, in_order = (
-            kwargs.pop("main_process_only", True),
-            kwargs.pop("in_order", False),
-        )
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
-        here = Environment.detect()
+        environment = Environment.detect()
         message, options = self.process(str(msg), kwargs)
         if not in_order:
-            if not only or here.rank == 0:
+            if not main_process_only or environment.rank == 0:
                 self.logger.log(level, message, *args, **options)
             return
-        for rank in range(here.world_size):
-            if rank == here.rank:
+        for rank in range(environment.world_size):
+            if rank == environment.rank:
                 self.logger.log(level, message, *args, **options)
             if dist.is_initialized():
                 dist.barrier()
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Log a warning once for each set of arguments."""
-        if (key := repr((args, kwargs))) not in self._warned:
-            self._warned.add(key)
-            self.warning(*args, **{"stacklevel": 3, **kwargs})
+        key = repr((args, kwargs))
+        if key in self._warned:
+            return
+        self._warned.add(key)
+        self.warning(*args, **{"stacklevel": 3, **kwargs})
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]

@@ -46,13 +46,13 @@ def drop_repeats(results: Any, size: int, count: int) -> Any:
     """
     if count == size:
         return results
-    cut = _Cut(size, count)
     try:
-        return cut.value(results)
+        return _Cut(size, count).cut(results)
     except ConfigurationError:
         if count:
             raise
-        return NOTHING  # everything in it is a repeat
+        # Everything in it is a repeat.
+        return NOTHING
 
 
 @final
@@ -63,36 +63,40 @@ class _Cut:
         self.size = size
         self.count = count
 
-    def value(self, value: Any) -> Any:
-        return map_leaves(value, self._leaf, (*_ARRAYS, Sequence), self._other)
+    def cut(self, value: Any) -> Any:
+        return map_leaves(
+            value, self._cut_leaf, (*_ARRAYS, Sequence), self._cut_unknown
+        )
 
-    def _leaf(self, leaf: Any) -> Any:
+    def _cut_leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, _ARRAYS):
-            return self._array(leaf)
+            return self._cut_array(leaf)
         if isinstance(leaf, _TEXTS):
             raise refusal(f"a {type(leaf).__name__}", self.size)
         if isinstance(leaf, tuple):
-            holds_fields = (
-                self._is_named(leaf)
-                or any(map(self._has_rows, leaf))
-                or len(leaf) != self.size
-            )
+            holds_fields = self._is_tuple_of_fields(leaf)
         else:
-            holds_fields = self._list_of_fields(leaf)
+            holds_fields = self._is_list_of_fields(leaf)
         if holds_fields:
-            return sequence_like(leaf, [self.value(item) for item in leaf])
+            return sequence_like(leaf, [self.cut(item) for item in leaf])
         return sequence_like(leaf, list(leaf)[: self.count])
 
-    def _array(self, array: Any) -> Any:
+    def _cut_array(self, array: Any) -> Any:
         if array.ndim and len(array) == self.size:
             return array[: self.count]
-        if self.size > 1 and (array.ndim == 0 or len(array) == 1):
-            return array  # one value of the process
-        raise refusal(
-            f"a {type(array).__name__} of shape {tuple(array.shape)}", self.size
-        )
+        is_one_value = array.ndim == 0 or len(array) == 1
+        if is_one_value and self.size > 1:
+            return array
+        shape = tuple(array.shape)
+        raise refusal(f"a {type(array).__name__} of shape {shape}", self.size)
 
-    def _list_of_fields(self, items: Sequence[Any]) -> bool:
+    def _is_tuple_of_fields(self, items: tuple[Any, ...]) -> bool:
+        """Whether a tuple holds values of the whole batch, and not one entry per sample."""
+        if self._is_named(items) or len(items) != self.size:
+            return True
+        return any(map(self._has_rows, items))
+
+    def _is_list_of_fields(self, items: Sequence[Any]) -> bool:
         """Whether a list holds values of the whole batch, and not one entry per sample."""
         rows = [self._has_rows(item) for item in items]
         if len(items) != self.size:
@@ -123,17 +127,18 @@ class _Cut:
     def _is_named(value: Any) -> bool:
         return isinstance(value, tuple) and hasattr(value, "_fields")
 
-    def _other(self, value: Any) -> Any:
+    def _cut_unknown(self, value: Any) -> Any:
         if isinstance(value, _NUMBERS) and self.size > 1:
             return value
         if isinstance(value, Mapping):
-            return value  # an empty one
+            # Only an empty one comes here.
+            return value
+        # A table, for example.
         try:
-            if (
-                len(value) == self.size
-                and len(part := value[: self.count]) == self.count
-            ):  # a table, for example
-                return part
+            if len(value) == self.size:
+                rows = value[: self.count]
+                if len(rows) == self.count:
+                    return rows
         except (TypeError, KeyError, IndexError):
             pass
         raise refusal(f"a {type(value).__name__}", self.size)

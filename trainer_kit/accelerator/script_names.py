@@ -109,16 +109,17 @@ class AcceleratorState(metaclass=_Recognised):
     def __new__(
         cls, mixed_precision: str | None = None, cpu: bool = False, **options: Any
     ) -> Any:
-        found = newest()
-        if found is None:
+        accelerator = newest()
+        if accelerator is None:
             return Accelerator(mixed_precision=mixed_precision, cpu=cpu, **options)
-        if mixed_precision is not None and mixed_precision != found.mixed_precision:
+        current = accelerator.mixed_precision
+        if mixed_precision is not None and mixed_precision != current:
             raise ConfigurationError(
                 "the Accelerator was made with another precision",
-                found=f"{mixed_precision!r} after {found.mixed_precision!r}",
+                found=f"{mixed_precision!r} after {current!r}",
                 fix="make it with the one, or AcceleratorState._reset_state() before another Accelerator",
             )
-        return found
+        return accelerator
 
     _reset_state = staticmethod(forget_newest)
 
@@ -133,8 +134,10 @@ class GradientState(metaclass=_Recognised):
         return isinstance(instance, GradientView)
 
     def __new__(cls, gradient_accumulation_plugin: Any = None) -> Any:
-        found = newest()
-        return GradientView(_window()) if found is None else found.gradient_state
+        accelerator = newest()
+        if accelerator is None:
+            return GradientView(_window())
+        return accelerator.gradient_state
 
     @staticmethod
     def _reset_state() -> None:
@@ -143,8 +146,11 @@ class GradientState(metaclass=_Recognised):
 
 def _window() -> Accumulation:
     """Return the accumulation of the newest Accelerator; without one, a window of one micro-batch."""
-    found, world = newest(), PartialState().world
-    return Accumulation(1, world, world) if found is None else found.accumulation
+    world = PartialState().world
+    accelerator = newest()
+    if accelerator is None:
+        return Accumulation(1, world, world)
+    return accelerator.accumulation
 
 
 def is_initialized() -> bool:
@@ -154,16 +160,18 @@ def is_initialized() -> bool:
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
     """Return the active DeepSpeed plugin of an Accelerator or its state."""
-    found: DeepSpeedPlugin | None = state.deepspeed_plugin
-    return found
+    plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
+    return plugin
 
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
     """Return the autocast context of the newest Accelerator; without ``native_amp`` one that does nothing."""
-    found = newest() if native_amp else None
-    return nullcontext() if found is None else found.autocast(autocast_kwargs)
+    accelerator = newest() if native_amp else None
+    if accelerator is None:
+        return nullcontext()
+    return accelerator.autocast(autocast_kwargs)
 
 
 def GatheredParameters(
@@ -186,10 +194,10 @@ def GatheredParameters(
         return nullcontext()
     import deepspeed
 
-    made: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
         params, modifier_rank, fwd_module, enabled
     )
-    return made
+    return context
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -221,9 +229,8 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
             found=str(args[0]),
             fix="pass main_process_only= by name",
         )
-    disable = kwargs.pop("disable", False) or (
-        main_process_only and not PartialState().is_local_main_process
-    )
+    shows = not main_process_only or PartialState().is_local_main_process
+    disable = kwargs.pop("disable", False) or not shows
     return bar_class()(*args, disable=disable, **kwargs)
 
 
@@ -244,20 +251,20 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
         ConfigurationError: not exactly one process has a tensor.
     """
     state = PartialState()
-    held = state.collectives.gather_object([tensor is not None])
-    if sum(held) != 1:
+    owners = state.collectives.gather_object([tensor is not None])
+    if sum(owners) != 1:
         raise ConfigurationError(
-            "exactly one process must pass the tensor", found=f"{sum(held)} have one"
+            "exactly one process must pass the tensor", found=f"{sum(owners)} have one"
         )
-    source = held.index(True)
-    shape, dtype = state.world.broadcast(
-        None if tensor is None else (tensor.shape, tensor.dtype), source
-    )
-    mine = (
-        torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
-    )
-    copied: Tensor = state.world.broadcast(mine.to(state.device), source)
-    return copied
+    source = owners.index(True)
+    header = None if tensor is None else (tensor.shape, tensor.dtype)
+    shape, dtype = state.world.broadcast(header, source)
+    if tensor is None:
+        copied = torch.empty(shape, dtype=dtype)
+    else:
+        copied = tensor.detach().clone()
+    received: Tensor = state.world.broadcast(copied.to(state.device), source)
+    return received
 
 
 def save(
@@ -275,7 +282,10 @@ def save(
         safe_serialization: write a dict of tensors as safetensors.
     """
     state = PartialState()
-    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+    writes = state.is_main_process
+    if save_on_each_node:
+        writes = state.is_local_main_process
+    if writes:
         write_object(obj, f, safe_serialization)
 
 
@@ -296,20 +306,20 @@ def extract_model_from_parallel(
         keep_torch_compile: keep a compiled model compiled.
         recursive: unwrap its submodules too.
     """
-    own = unwrap(model, keep_fp32_wrapper)
-    for name, child in own.named_children() if recursive else ():
-        setattr(
-            own,
-            name,
-            extract_model_from_parallel(child, keep_fp32_wrapper, False, True),
-        )
-    if keep_torch_compile and (inner := uncompiled(model)) is not model:
-        return (
-            model
-            if inner is own
-            else compiled(own, TorchDynamoPlugin(backend="inductor"))
-        )
-    return own
+    user_model = unwrap(model, keep_fp32_wrapper)
+    if recursive:
+        for name, child in user_model.named_children():
+            unwrapped = extract_model_from_parallel(
+                child, keep_fp32_wrapper, False, True
+            )
+            setattr(user_model, name, unwrapped)
+    inner = uncompiled(model)
+    is_compiled = inner is not model
+    if not keep_torch_compile or not is_compiled:
+        return user_model
+    if inner is user_model:
+        return model
+    return compiled(user_model, TorchDynamoPlugin(backend="inductor"))
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
@@ -348,7 +358,7 @@ def save_fsdp_model(
         ConfigurationError: ``adapter_only`` is True.
     """
     _refuse_adapters(adapter_only)
-    accelerator.save_model(model, _folder(output_dir, model_index))
+    accelerator.save_model(model, _fsdp_directory(output_dir, model_index))
 
 
 def load_fsdp_model(
@@ -361,9 +371,8 @@ def load_fsdp_model(
 ) -> None:
     """Load the weights that `save_fsdp_model` wrote; the arguments are the same."""
     _refuse_adapters(adapter_only)
-    accelerator.strategy.load_module_state(
-        unwrap(model), read_weights(_folder(input_dir, model_index)), True
-    )
+    weights = read_weights(_fsdp_directory(input_dir, model_index))
+    accelerator.strategy.load_module_state(unwrap(model), weights, True)
     accelerator.wait_for_everyone()
 
 
@@ -396,8 +405,8 @@ def merge_fsdp_weights(
     on_rank_zero(PartialState().world, write)
 
 
-def _folder(around: str | os.PathLike[str], index: int) -> Path:
-    return Path(around) / f"pytorch_model_fsdp_{index}"
+def _fsdp_directory(parent: str | os.PathLike[str], index: int) -> Path:
+    return Path(parent) / f"pytorch_model_fsdp_{index}"
 
 
 def _refuse_adapters(adapter_only: bool) -> None:
@@ -497,16 +506,16 @@ def prepare_data_loader(
     if slice_fn_for_dispatch is not None:
         raise refused("slice_fn_for_dispatch", "slice_fn_for_dispatch=...")
     state = PartialState()
-    mine = (state.num_processes, state.process_index)
-    asked = (
-        mine[0] if num_processes is None else num_processes,
-        mine[1] if process_index is None else process_index,
-    )
-    if asked != mine or torch_device_mesh is not None:
+    size = state.num_processes
+    rank = state.process_index
+    requested_size = size if num_processes is None else num_processes
+    requested_rank = rank if process_index is None else process_index
+    is_same = requested_size == size and requested_rank == rank
+    if not is_same or torch_device_mesh is not None:
+        mesh = "" if torch_device_mesh is None else ", torch_device_mesh"
         raise ConfigurationError(
             "a loader is always divided among the running processes",
-            found=f"process {asked[1]} of {asked[0]} in process {mine[1]} of {mine[0]}"
-            + (", torch_device_mesh" if torch_device_mesh is not None else ""),
+            found=f"process {requested_rank} of {requested_size} in process {rank} of {size}{mesh}",
             fix="accelerator.prepare(loader); for another part of the samples, a BatchSamplerShard",
         )
     config = DataLoaderConfiguration(
@@ -519,12 +528,12 @@ def prepare_data_loader(
         use_stateful_dataloader,
     )
     seed = state.world.broadcast(order_seed() if data_seed is None else data_seed)
-    place = torch.device(device) if device is not None else state.device
+    batch_device = state.device if device is None else torch.device(device)
     return prepare_loader(
         dataloader,
         state.world,
         state.world,
-        place if put_on_device else None,
+        batch_device if put_on_device else None,
         _window(),
         config,
         seed,

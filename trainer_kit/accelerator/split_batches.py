@@ -24,27 +24,27 @@ def split_loader(loader: Any, processes: int) -> tuple[int | None, Any]:
     batches = getattr(loader, "batch_sampler", None)
     by_sampler = getattr(loader, "batch_size", None) is None and batches is not None
     owner = batches if by_sampler else loader
-    whole = getattr(owner, "batch_size", None)
-    if not isinstance(whole, int):
+    batch_size = getattr(owner, "batch_size", None)
+    if not isinstance(batch_size, int):
         raise ConfigurationError(
             "split_batches needs to know the batch size, to divide it by the number of processes",
             found=f"a {type(owner).__name__} without a number as batch_size",
             fix="give it the attribute batch_size, or leave split_batches out",
         )
-    if whole % processes:
+    if batch_size % processes:
         raise ConfigurationError(
             "split_batches needs a batch size that is divisible by the number of processes",
-            found=f"batch_size={whole} over {processes} processes",
+            found=f"batch_size={batch_size} over {processes} processes",
             fix=f"use a multiple of {processes}, or leave split_batches out",
         )
     if not by_sampler:
-        return whole // processes, loader
-    divided = copy.copy(loader)
+        return batch_size // processes, loader
+    split = copy.copy(loader)
     # DataLoader.__setattr__ refuses to set these.
-    divided.__dict__.update(
-        _iterator=None, batch_sampler=_BatchParts(batches, whole, processes)
+    split.__dict__.update(
+        _iterator=None, batch_sampler=_BatchParts(batches, batch_size, processes)
     )
-    return None, divided
+    return None, split
 
 
 @final
@@ -54,7 +54,7 @@ class _BatchParts(BatchSampler):
     def __init__(self, batches: Any, batch_size: int, processes: int) -> None:
         self.batches = batches
         self.batch_size = batch_size // processes
-        self._whole = batch_size
+        self._total_batch_size = batch_size
 
     def __getattr__(self, name: str) -> Any:
         if name == "batches":
@@ -62,13 +62,12 @@ class _BatchParts(BatchSampler):
         return getattr(self.batches, name)
 
     def __len__(self) -> int:
-        parts = self._whole // self.batch_size
-        whole, rest = (
-            divmod(self._samples, self._whole)
-            if self._samples is not None
-            else (len(self.batches), 0)
-        )
-        return whole * parts + -(-rest // self.batch_size)
+        parts_per_batch = self._total_batch_size // self.batch_size
+        if self._samples is None:
+            return len(self.batches) * parts_per_batch
+        full_batches, remaining = divmod(self._samples, self._total_batch_size)
+        # Rounded up: the last part may be short.
+        return full_batches * parts_per_batch + -(-remaining // self.batch_size)
 
     @property
     def _samples(self) -> int | None:
@@ -79,16 +78,15 @@ class _BatchParts(BatchSampler):
         return len(sampler) if isinstance(sampler, Sized) else None
 
     def __iter__(self) -> Iterator[Any]:
-        short = False
+        was_short = False
         for batch in self.batches:
-            if short or len(batch) > self._whole:
+            if was_short or len(batch) > self._total_batch_size:
                 raise ConfigurationError(
                     "split_batches needs batches of one size, except the last",
-                    found=f"a batch of another size than batch_size={self._whole} of {type(self.batches).__name__}",
+                    found=f"a batch of another size than batch_size={self._total_batch_size} of "
+                    f"{type(self.batches).__name__}",
                     fix="leave split_batches out",
                 )
-            short = len(batch) < self._whole
-            yield from (
-                batch[at : at + self.batch_size]
-                for at in range(0, len(batch), self.batch_size)
-            )
+            was_short = len(batch) < self._total_batch_size
+            for start in range(0, len(batch), self.batch_size):
+                yield batch[start : start + self.batch_size]

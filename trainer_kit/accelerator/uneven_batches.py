@@ -14,13 +14,8 @@ __all__ = ["Turn", "evened", "filled"]
 
 _PLAIN: Final = (str, bytes, int, float, type(None))
 _NESTED: Final = (Tensor, Mapping, list, tuple)
-_REFUSED: Final = (
-    TypeError,
-    ValueError,
-    KeyError,
-    IndexError,
-    RuntimeError,
-)  # raised for batches that cannot be cut
+_CANNOT_CUT: Final = (TypeError, ValueError, KeyError, IndexError, RuntimeError)
+"""Raised for batches that cannot be cut."""
 
 Turn = list[tuple[Any, int]]
 """One batch per process, each with its number of samples."""
@@ -32,10 +27,8 @@ def filled(pair: tuple[Any, int], size: int) -> tuple[Any, int]:
     if samples in (0, size):
         return pair
     try:
-        return _taken(
-            [batch], [samples], [row % samples for row in range(size)], False
-        ), size
-    except _REFUSED:
+        return _repeat_rows(batch, samples, size, False), size
+    except _CANNOT_CUT:
         return pair
 
 
@@ -58,71 +51,108 @@ def evened(turn: Turn, processes: int, columns: bool) -> tuple[Turn, list[int]]:
         >>> evened([(torch.tensor([1, 2]), 2), (torch.tensor([3]), 1)], 2, True)
         ([(tensor([1, 2]), 2), (tensor([3, 1]), 2)], [2, 1])
     """
-    batches, sizes = [batch for batch, _ in turn], [size for _, size in turn]
+    shares = _share_rows(turn, processes, columns)
+    if shares is not None:
+        return shares
+    sizes = [size for _, size in turn]
+    missing = processes - len(turn)
+    batches = _fill_separately(turn, columns)
+    copies = [batches[index % len(batches)] for index in range(processes)]
+    return copies, sizes + [0] * missing
+
+
+def _share_rows(
+    turn: Turn, processes: int, columns: bool
+) -> tuple[Turn, list[int]] | None:
+    """Concatenate the batches and share their rows; None if they cannot be concatenated or cut."""
+    batches = [batch for batch, _ in turn]
+    sizes = [size for _, size in turn]
     total = sum(sizes)
-    each = -(-total // processes)
-    rows = [row % total for row in range(each * processes)] if total else []
+    if not total:
+        return None
+    # Rounded up: the last shares are filled up from the beginning.
+    length = -(-total // processes)
+    shares: Turn = []
+    counts = []
     try:
-        made = [
-            _taken(batches, sizes, rows[at : at + each], columns)
-            for at in range(0, each * processes, each or 1)
-        ]
-        if len(made) == processes:
-            return [(part, each) for part in made], [
-                min(each, max(0, total - r * each)) for r in range(processes)
-            ]
-    except _REFUSED:
-        pass
-    longest, parts = max(sizes), turn
-    try:
-        parts = [
-            (
-                _taken(
-                    [batch], [size], [row % size for row in range(longest)], columns
-                ),
-                longest,
-            )
-            for batch, size in turn
-        ]
-    except (*_REFUSED, ZeroDivisionError):
-        pass
-    return [parts[i % len(parts)] for i in range(processes)], sizes + [0] * (
-        processes - len(sizes)
-    )
+        for rank in range(processes):
+            start = rank * length
+            rows = [row % total for row in range(start, start + length)]
+            share = _select_rows(batches, sizes, rows, columns)
+            shares.append((share, length))
+            counts.append(min(length, max(0, total - start)))
+    except _CANNOT_CUT:
+        return None
+    return shares, counts
 
 
-def _taken(
-    parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool
+def _fill_separately(turn: Turn, columns: bool) -> Turn:
+    """Fill each batch up to the longest with its own samples; batches that cannot be cut stay unchanged."""
+    longest = max(size for _, size in turn)
+    batches = []
+    try:
+        for batch, size in turn:
+            batches.append((_repeat_rows(batch, size, longest, columns), longest))
+    except (*_CANNOT_CUT, ZeroDivisionError):
+        return turn
+    return batches
+
+
+def _repeat_rows(batch: Any, size: int, length: int, columns: bool) -> Any:
+    rows = [row % size for row in range(length)]
+    return _select_rows([batch], [size], rows, columns)
+
+
+def _select_rows(
+    batches: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool
 ) -> Any:
     """Return the samples ``rows`` of concatenated batches; raise an error for a value without one entry per sample."""
-    one = parts[0]
-    if isinstance(one, Tensor) and all(
-        part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)
-    ):
-        return torch.cat(list(parts))[list(rows)]
-    if isinstance(one, Mapping):
-        return type(one)(
-            {
-                key: _taken([part[key] for part in parts], sizes, rows, columns)
-                for key in one
-            }
-        )  # type: ignore[call-arg]
-    if isinstance(one, (list, tuple)):
-        lengths = [len(part) for part in parts]
-        if lengths == list(sizes) and not any(
-            isinstance(item, _NESTED) for part in parts for item in part
-        ):
-            items = [item for part in parts for item in part]
-            return type(one)([items[row] for row in rows])
-        if len(set(lengths)) > 1 or (lengths == list(sizes) and not columns):
-            raise TypeError("a list of samples, or of fields")
-        made = [
-            _taken(column, sizes, rows, columns) for column in zip(*parts, strict=True)
-        ]
-        return sequence_like(one, made)
-    scalar = isinstance(one, Tensor) and not one.ndim
-    if (scalar or isinstance(one, _PLAIN)) and all(bool(one == part) for part in parts):
-        return one  # not a value per sample
+    first = batches[0]
+    if isinstance(first, Tensor) and _have_rows(batches, sizes):
+        return torch.cat(list(batches))[list(rows)]
+    if isinstance(first, Mapping):
+        values = {}
+        for key in first:
+            column = [batch[key] for batch in batches]
+            values[key] = _select_rows(column, sizes, rows, columns)
+        # Like dict, the mappings of collate functions are made from one.
+        return type(first)(values)  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)):
+        return _select_of_lists(batches, sizes, rows, columns)
+    is_scalar = isinstance(first, Tensor) and not first.ndim
+    if is_scalar or isinstance(first, _PLAIN):
+        # One value for all samples.
+        if all(bool(first == batch) for batch in batches):
+            return first
     raise TypeError(
-        f"a {type(one).__name__} that has no entry for each sample, or differs from batch to batch"
+        f"a {type(first).__name__} that has no entry for each sample, or differs from batch to batch"
     )
+
+
+def _have_rows(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    """Whether each tensor has one row per sample."""
+    return all(
+        tensor.ndim and len(tensor) == size
+        for tensor, size in zip(tensors, sizes, strict=True)
+    )
+
+
+def _select_of_lists(
+    lists: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool
+) -> Any:
+    """Like `_select_rows` for lists, of samples or of the fields of samples."""
+    first = lists[0]
+    lengths = [len(values) for values in lists]
+    has_rows = lengths == list(sizes)
+    items: list[Any] = []
+    for values in lists:
+        items.extend(values)
+    if has_rows and not any(isinstance(item, _NESTED) for item in items):
+        return type(first)([items[row] for row in rows])
+    if len(set(lengths)) > 1 or (has_rows and not columns):
+        raise TypeError("a list of samples, or of fields")
+    fields = [
+        _select_rows(column, sizes, rows, columns)
+        for column in zip(*lists, strict=True)
+    ]
+    return sequence_like(first, fields)

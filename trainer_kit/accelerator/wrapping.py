@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -30,6 +30,14 @@ __all__ = [
     "with_exchange",
     "without_exchange",
 ]
+
+
+_WRAPPERS: Final = (
+    nn.parallel.DistributedDataParallel,
+    nn.DataParallel,
+    EngineModule,
+    FabricModule,
+)
 
 
 @final
@@ -61,21 +69,23 @@ class _Forward:
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:
     """Make ``model(...)`` compute in the precision; a second call has no effect."""
-    if precision.forward_context() is None or isinstance(
-        model.__dict__.get("forward"), _Forward
-    ):
+    if precision.forward_context() is None or _has_precision(model):
         return
     # Set on the instance, so that other models of the class do not change.
     model.__dict__["forward"] = under_precision(model.forward, precision)
+
+
+def _has_precision(model: nn.Module) -> bool:
+    return isinstance(model.__dict__.get("forward"), _Forward)
 
 
 def under_precision(
     method: Callable[..., Any], precision: Precision
 ) -> Callable[..., Any]:
     """Return a method of a model that computes in the precision."""
-    return (
-        method if precision.forward_context() is None else _Forward(method, precision)
-    )
+    if precision.forward_context() is None:
+        return method
+    return _Forward(method, precision)
 
 
 def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
@@ -86,21 +96,14 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         keep_fp32_wrapper: False also removes the precision from the model's forward.
     """
     while True:
-        if isinstance(
-            model,
-            (
-                nn.parallel.DistributedDataParallel,
-                nn.DataParallel,
-                EngineModule,
-                FabricModule,
-            ),
-        ):
+        if isinstance(model, _WRAPPERS):
             model = model.module
-        elif (inner := uncompiled(model)) is not model:
-            model = inner
-        else:
+            continue
+        inner = uncompiled(model)
+        if inner is model:
             break
-    if not keep_fp32_wrapper and isinstance(model.__dict__.get("forward"), _Forward):
+        model = inner
+    if not keep_fp32_wrapper and _has_precision(model):
         del model.__dict__["forward"]
     return model
 
@@ -113,9 +116,9 @@ def without_exchange(*models: nn.Module) -> Iterator[None]:
             if isinstance(model, nn.parallel.DistributedDataParallel):
                 stack.enter_context(model.no_sync())
             elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2
-                divided: Any = model
-                divided.set_requires_gradient_sync(False)
-                stack.callback(divided.set_requires_gradient_sync, True)
+                sharded: Any = model
+                sharded.set_requires_gradient_sync(False)
+                stack.callback(sharded.set_requires_gradient_sync, True)
         yield
 
 
@@ -126,35 +129,42 @@ def with_exchange(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         yield
         return
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    requires_backward = model.require_backward_grad_sync
+    requires_forward = model.require_forward_param_sync
+    model.require_backward_grad_sync = True
+    model.require_forward_param_sync = True
     if isinstance(model, AdaptiveDDP):
         model.follow_trained()
     model.reducer.prepare_for_backward([])
     try:
         yield
     finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
+        model.require_backward_grad_sync = requires_backward
+        model.require_forward_param_sync = requires_forward
 
 
 def spans_devices(model: nn.Module) -> bool:
     """Whether `dispatch_model` placed the layers of a model on several devices."""
-    maps = (getattr(module, "hf_device_map", None) for module in model.modules())
-    return any(found is not None and len(set(found.values())) > 1 for found in maps)
+    for module in model.modules():
+        device_map = getattr(module, "hf_device_map", None)
+        if device_map is not None and len(set(device_map.values())) > 1:
+            return True
+    return False
 
 
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     """Return the model compiled with the plugin's options."""
     options = compile_options(plugin)
     try:
-        made: Any = torch.compile(model, **options)
+        compiled_model: Any = torch.compile(model, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigurationError(
             "torch.compile rejects these options",
             found=f"{options}: {error}",
             fix='use dynamo_backend="inductor"',
         ) from error
-    return made  # type: ignore[no-any-return]
+    # torch's overloads return a callable for a module with options.
+    return compiled_model  # type: ignore[no-any-return]
 
 
 def compile_options(plugin: TorchDynamoPlugin) -> dict[str, Any]:
