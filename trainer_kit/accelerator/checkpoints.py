@@ -181,10 +181,9 @@ class Checkpoints:
         buffers: list[dict[str, Tensor]] = []
 
         def collect_of_rank() -> _RankState:
-            schedulers = self._prepared.schedulers
-            state["schedulers"] = [dict(each.state_dict()) for each in schedulers]
-            state["objects"] = [dict(obj.state_dict()) for obj in self.objects]
-            loaders = [loader.state_dict() for loader in self._prepared.loaders]
+            state["schedulers"] = _state_dicts(self._prepared.schedulers)
+            state["objects"] = _state_dicts(self.objects)
+            loaders = _state_dicts(self._prepared.loaders)
             for module in self._modules:
                 buffers.append(rank_buffers(self._strategy, module))
             rng = rng_state(self._strategy.device)
@@ -395,7 +394,6 @@ class Checkpoints:
         def call_hooks() -> None:
             for hook in list(self._before_load.values()):
                 hook(models, str(directory))
-            # After the hooks, which may prepare or register objects.
             self._compare_counts(path, state)
 
         fail_together(self._world, call_hooks)
@@ -553,6 +551,10 @@ class Checkpoints:
                 "; ".join(differences),
                 fix="first prepare and register the same objects in the same order",
             )
+
+
+def _state_dicts(objects: Sequence[_HasState]) -> list[State]:
+    return [dict(obj.state_dict()) for obj in objects]
 
 
 def _states_by_loader(ranks: Sequence[_RankState]) -> list[list[State]]:

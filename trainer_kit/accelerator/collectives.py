@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,11 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import map_leaves, map_tensors, require_tensor, tensors_of
 
 __all__ = ["Collectives"]
+
+_Nested: TypeAlias = Any
+"""Tensors in nested containers, or objects that can be pickled."""
+_Record: TypeAlias = dict[str, str]
+"""A call, and the line of the user's code that makes it."""
 
 _REDUCTIONS: Final = ("sum", "mean", "max", "min", "none")
 _NO_CONTEXT: Final = nullcontext()
@@ -64,11 +69,11 @@ class Collectives:
         self.data = world if data is None else data
         self.debug = debug
         self._calls = calls
-        # Processes of torch_xla have no store, and make no calls of torch's own groups.
+        # Processes of torch_xla have no store.
         self._is_distributed = world.size > 1 and dist.is_initialized()
         self.triggered = False
 
-    def during(self, call: str, data: Any = None) -> AbstractContextManager[None]:
+    def during(self, call: str, data: _Nested = None) -> AbstractContextManager[None]:
         """Return the context in which a collective call runs.
 
         Args:
@@ -86,7 +91,7 @@ class Collectives:
         with self.during("wait_for_everyone"):
             self.world.barrier()
 
-    def gather(self, data: Any) -> Any:
+    def gather(self, data: _Nested) -> _Nested:
         """Concatenate the tensors of all processes along the first dimension; scalars make a vector.
 
         Args:
@@ -102,8 +107,8 @@ class Collectives:
             return _gather(self.world, data, "gather")
 
     def gather_for_metrics(
-        self, data: Any, use_gather_object: bool, batches: Any
-    ) -> Any:
+        self, data: _Nested, use_gather_object: bool, batches: Any
+    ) -> _Nested:
         """Gather the results of a batch without those of repeated samples, once from each data shard.
 
         Args:
@@ -125,7 +130,7 @@ class Collectives:
             return _gather(self.data, data, "gather_for_metrics")
 
     def _gather_objects_of_batch(
-        self, data: Any, batches: Any, counts: list[int] | None
+        self, data: _Nested, batches: Any, counts: list[int] | None
     ) -> list[Any]:
         group = self.data
         if group.size > 1:
@@ -140,12 +145,12 @@ class Collectives:
             [result for result in results if not isinstance(result, type(NOTHING))]
         )
 
-    def gather_object(self, data: Any) -> list[Any]:
+    def gather_object(self, data: _Nested) -> list[Any]:
         """Gather small picklable values: lists are concatenated, other values are collected in a list in rank order."""
         with self.during("gather_object"):
             return _gather_object(self.world, data)
 
-    def reduce(self, data: Any, reduction: str, scale: float) -> Any:
+    def reduce(self, data: _Nested, reduction: str, scale: float) -> _Nested:
         """Reduce nested tensors over the processes; the arguments do not change.
 
         Args:
@@ -177,7 +182,7 @@ class Collectives:
         result = self.world.all_reduce(result, reduction)
         return result if scale == 1.0 else result * scale
 
-    def broadcast(self, data: Any, source: int) -> Any:
+    def broadcast(self, data: _Nested, source: int) -> _Nested:
         """Send the nested tensors of process ``source`` to every process; shapes and dtypes must be equal everywhere.
 
         Raises:
@@ -197,8 +202,8 @@ class Collectives:
         return values
 
     def pad_across_processes(
-        self, data: Any, dim: int, pad_index: float, pad_first: bool
-    ) -> Any:
+        self, data: _Nested, dim: int, pad_index: float, pad_first: bool
+    ) -> _Nested:
         """Pad nested tensors along ``dim`` to the largest length on any process, so that they can be gathered.
 
         Args:
@@ -238,12 +243,12 @@ class Collectives:
         return any_triggered
 
 
-def _map_strictly(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_strictly(data: _Nested, change: Callable[[Tensor], Tensor]) -> _Nested:
     """Call ``change`` on every tensor; ConfigurationError for any other leaf."""
     return map_leaves(data, change, Tensor, require_tensor)
 
 
-def _only_tensors(data: Any) -> bool:
+def _only_tensors(data: _Nested) -> bool:
     try:
         _map_strictly(data, lambda tensor: tensor)
     except ConfigurationError:
@@ -251,7 +256,7 @@ def _only_tensors(data: Any) -> bool:
     return True
 
 
-def _gather(group: Group, data: Any, call: str) -> Any:
+def _gather(group: Group, data: _Nested, call: str) -> _Nested:
     same_everywhere(group, call, data)
     return _map_strictly(data, lambda tensor: _gather_tensor(group, tensor))
 
@@ -263,7 +268,7 @@ def _gather_tensor(group: Group, tensor: Tensor) -> Tensor:
     return group.all_gather(rows).flatten(0, 1)
 
 
-def _gather_object(group: Group, data: Any) -> list[Any]:
+def _gather_object(group: Group, data: _Nested) -> list[Any]:
     return _concatenate(group.all_gather_object(data))
 
 
@@ -271,13 +276,13 @@ def _concatenate(values: list[Any]) -> list[Any]:
     """Join lists and tuples into one list; return other values as they are."""
     if not all(isinstance(value, (list, tuple)) for value in values):
         return values
-    items: list[Any] = []
+    items: list[object] = []
     for value in values:
         items.extend(value)
     return items
 
 
-def _cut_to_batch(data: Any, size: int, nominal: float) -> Any:
+def _cut_to_batch(data: _Nested, size: int, nominal: float) -> _Nested:
     """Cut tensors with a row for each sample of a full batch to the samples of a short last one.
 
     Transformers' Trainer repeats the mean loss of a batch as often as a full batch has samples.
@@ -292,7 +297,7 @@ def _cut_to_batch(data: Any, size: int, nominal: float) -> Any:
     return map_tensors(data, cut)
 
 
-def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
+def _gather_rows(group: Group, data: _Nested, size: int, counts: list[int]) -> _Nested:
     """Gather the results of a batch, and omit those of repeated samples.
 
     Args:
@@ -337,7 +342,7 @@ def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
 def _exchange_lengths(
     group: Group,
     call: str,
-    data: Any,
+    data: _Nested,
     dim: int,
     size: int = 0,
     same_shapes: bool = False,
@@ -384,7 +389,7 @@ def _pad(
     return torch.cat([tensor, padding], dim)
 
 
-def _compare_calls(group: Group, call: str, data: Any) -> None:
+def _compare_calls(group: Group, call: str, data: _Nested) -> None:
     """Wait until every process is about to make the same call: different calls would hang, or exchange wrong values.
 
     Each process writes its call to the rendezvous store, so the comparison does not affect a process that does
@@ -396,7 +401,7 @@ def _compare_calls(group: Group, call: str, data: Any) -> None:
     """
     shapes = [shape_of(tensor).replace("torch.", "") for tensor in tensors_of(data)]
     record = {"call": f"{call}({', '.join(shapes)})", "at": _line_of_user()}
-    # Torch's own store: this library has no other channel that is open while a process is busy elsewhere.
+    # torch has no public name for the store of the default group.
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"trainer_kit/calls/{group.rank}", 1)
     store.set(f"trainer_kit/call/{number}/{group.rank}", json.dumps(record))
@@ -416,7 +421,9 @@ def _compare_calls(group: Group, call: str, data: Any) -> None:
     )
 
 
-def _read_calls(store: Any, number: int, size: int) -> list[dict[str, str] | None]:
+def _read_calls(
+    store: dist.distributed_c10d.Store, number: int, size: int
+) -> list[_Record | None]:
     """Wait for the call of each process; None for a process that does not make it in time.
 
     Args:
@@ -425,7 +432,7 @@ def _read_calls(store: Any, number: int, size: int) -> list[dict[str, str] | Non
         size: the number of processes.
     """
     seconds = float(os.environ.get("TRAINER_KIT_DEBUG_TIMEOUT", _DEBUG_TIMEOUT))
-    records: list[dict[str, str] | None] = []
+    records: list[_Record | None] = []
     for rank in range(size):
         key = f"trainer_kit/call/{number}/{rank}"
         try:
@@ -439,7 +446,9 @@ def _read_calls(store: Any, number: int, size: int) -> list[dict[str, str] | Non
     return records
 
 
-def _describe_call(record: dict[str, str] | None, store: Any, rank: int) -> str:
+def _describe_call(
+    record: _Record | None, store: dist.distributed_c10d.Store, rank: int
+) -> str:
     if record is not None:
         return f"{record['call']} at {record['at']}"
     key = f"trainer_kit/last/{rank}"

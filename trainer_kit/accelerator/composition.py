@@ -290,7 +290,9 @@ def started_strategy(
 ) -> Strategy:
     """Start the strategy that the user's options select, and return it."""
     selected = chosen_strategy(options, environment)
-    device = "cpu" if on_cpu else "auto"
+    device = "auto"
+    if on_cpu:
+        device = "cpu"
     strategy, *_ = choose_strategy(selected, device, "auto", 1, environment)
     strategy.start()
     return strategy
@@ -352,6 +354,9 @@ def made_accumulation(
         )
     # A contradiction with the engine's own configuration is an error here.
     strategy.configure(precision=precision, accumulation=plugin.num_steps)
+    complete = None
+    if strategy.completes_gradients:
+        complete = strategy.complete_gradients
     quiet = None
     if strategy.world.size > 1 and not plugin.sync_each_batch:
         quiet = without_exchange
@@ -363,7 +368,7 @@ def made_accumulation(
         adjust_scheduler=plugin.adjust_scheduler,
         fixed_divisor=plugin.fixed_divisor,
         quiet=quiet,
-        complete=strategy.complete_gradients if strategy.completes_gradients else None,
+        complete=complete,
     )
 
 

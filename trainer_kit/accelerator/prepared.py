@@ -36,6 +36,7 @@ from trainer_kit.compat.deepspeed import (
 )
 from trainer_kit.compat.options import DataLoaderConfiguration, TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
 from trainer_kit.data.combined import CombinedLoader
 from trainer_kit.precision.native import has_gradients
@@ -316,14 +317,22 @@ class Prepared:
         if isinstance(loader, PreparedLoader):
             return loader
         with self._processes.collectives.during("prepare"):
-            seed = self._processes.world.broadcast(
-                order_seed() if self.data_seed is None else self.data_seed
-            )
+            seed = self.data_seed
+            if seed is None:
+                seed = order_seed()
+            # Scripts may seed each process differently; the order must be one.
+            seed = self._processes.world.broadcast(seed)
         strategy = self._strategy
+        data: Group = strategy.data
+        world: Group = strategy.world
+        if not shard:
+            # The loader is sharded already, so this process reads it as if it were alone.
+            data = Alone()
+            world = Alone()
         prepared = prepare_loader(
             loader,
-            strategy.data if shard else Alone(),
-            strategy.world if shard else Alone(),
+            data,
+            world,
             strategy.device if self._moves(device_placement) else None,
             self._accumulation,
             self._loader_options,
@@ -341,7 +350,9 @@ class Prepared:
         """Wrap a scheduler, so that an optimizer step advances it, by default once for each process."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        latest = self.optimizers[-1].optimizer if self.optimizers else None
+        latest = None
+        if self.optimizers:
+            latest = self.optimizers[-1].optimizer
         times = self._scheduler_steps
         is_dummy = isinstance(scheduler, DummyScheduler)
         scheduler = made_scheduler(self._strategy, scheduler, latest, times)

@@ -306,7 +306,9 @@ class AcceleratorProcesses(Processes):
         rank = strategy.world.rank
         size = strategy.world.size
         launched = environment.launched and size > 1
-        local_rank = environment.local_rank if launched else rank
+        local_rank = rank
+        if launched:
+            local_rank = environment.local_rank
         super().__init__(environment, rank, size, local_rank)
         self._strategy = strategy
         self._engine = strategy.engine

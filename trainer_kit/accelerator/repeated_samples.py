@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +12,9 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.tensors import children, map_leaves, sequence_like
 
 __all__ = ["NOTHING", "drop_repeats", "refusal"]
+
+_Results: TypeAlias = Any
+"""Values of one batch, in nested containers."""
 
 _ARRAYS: Final = (Tensor, np.ndarray)
 _NUMBERS: Final = (bool, int, float, complex, np.generic)
@@ -26,7 +29,7 @@ NOTHING: Final = _Nothing()
 """The contribution of a process whose samples are all repeats, where they cannot be cut."""
 
 
-def drop_repeats(results: Any, size: int, count: int) -> Any:
+def drop_repeats(results: _Results, size: int, count: int) -> _Results:
     """Cut every leaf of the results of a batch to its first ``count`` samples.
 
     A list holds one entry per sample; a tuple, mapping or dataclass holds several such values (*fields*). A number is
@@ -63,12 +66,12 @@ class _Cut:
         self.size = size
         self.count = count
 
-    def cut(self, value: Any) -> Any:
+    def cut(self, value: _Results) -> _Results:
         return map_leaves(
             value, self._cut_leaf, (*_ARRAYS, Sequence), self._cut_unknown
         )
 
-    def _cut_leaf(self, leaf: Any) -> Any:
+    def _cut_leaf(self, leaf: _Results) -> _Results:
         if isinstance(leaf, _ARRAYS):
             return self._cut_array(leaf)
         if isinstance(leaf, _TEXTS):
@@ -81,7 +84,7 @@ class _Cut:
             return sequence_like(leaf, [self.cut(item) for item in leaf])
         return sequence_like(leaf, list(leaf)[: self.count])
 
-    def _cut_array(self, array: Any) -> Any:
+    def _cut_array(self, array: Tensor | np.ndarray[Any, Any]) -> _Results:
         if array.ndim and len(array) == self.size:
             return array[: self.count]
         is_one_value = array.ndim == 0 or len(array) == 1
@@ -90,13 +93,13 @@ class _Cut:
         shape = tuple(array.shape)
         raise refusal(f"a {type(array).__name__} of shape {shape}", self.size)
 
-    def _is_tuple_of_fields(self, items: tuple[Any, ...]) -> bool:
+    def _is_tuple_of_fields(self, items: tuple[object, ...]) -> bool:
         """Whether a tuple holds values of the whole batch, and not one entry per sample."""
         if self._is_named(items) or len(items) != self.size:
             return True
         return any(map(self._has_rows, items))
 
-    def _is_list_of_fields(self, items: Sequence[Any]) -> bool:
+    def _is_list_of_fields(self, items: Sequence[object]) -> bool:
         """Whether a list holds values of the whole batch, and not one entry per sample."""
         rows = [self._has_rows(item) for item in items]
         if len(items) != self.size:
@@ -113,7 +116,7 @@ class _Cut:
             )
         return mixed and any(rows)
 
-    def _has_rows(self, value: Any) -> bool:
+    def _has_rows(self, value: object) -> bool:
         """Whether a value has one entry per sample."""
         if isinstance(value, _TEXTS):
             return False
@@ -124,10 +127,10 @@ class _Cut:
         return any(self._has_rows(child) for _, child in children(value))
 
     @staticmethod
-    def _is_named(value: Any) -> bool:
+    def _is_named(value: object) -> bool:
         return isinstance(value, tuple) and hasattr(value, "_fields")
 
-    def _cut_unknown(self, value: Any) -> Any:
+    def _cut_unknown(self, value: _Results) -> _Results:
         if isinstance(value, _NUMBERS) and self.size > 1:
             return value
         if isinstance(value, Mapping):

@@ -508,8 +508,12 @@ def prepare_data_loader(
     state = PartialState()
     size = state.num_processes
     rank = state.process_index
-    requested_size = size if num_processes is None else num_processes
-    requested_rank = rank if process_index is None else process_index
+    requested_size = num_processes
+    if requested_size is None:
+        requested_size = size
+    requested_rank = process_index
+    if requested_rank is None:
+        requested_rank = rank
     is_same = requested_size == size and requested_rank == rank
     if not is_same or torch_device_mesh is not None:
         mesh = "" if torch_device_mesh is None else ", torch_device_mesh"
@@ -527,13 +531,16 @@ def prepare_data_loader(
         non_blocking,
         use_stateful_dataloader,
     )
-    seed = state.world.broadcast(order_seed() if data_seed is None else data_seed)
-    batch_device = state.device if device is None else torch.device(device)
+    seed = order_seed() if data_seed is None else data_seed
+    seed = state.world.broadcast(seed)
+    batch_device = None
+    if put_on_device:
+        batch_device = state.device if device is None else torch.device(device)
     return prepare_loader(
         dataloader,
         state.world,
         state.world,
-        batch_device if put_on_device else None,
+        batch_device,
         _window(),
         config,
         seed,

@@ -194,4 +194,5 @@ def _check_exists(path: Path) -> None:
 
 
 def _entries(root: Path) -> list[str]:
+    # Before the first save there is no directory.
     return os.listdir(root) if root.is_dir() else []

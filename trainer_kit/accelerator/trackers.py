@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -61,6 +61,11 @@ _PROJECT: Final = {
     "wandb": "project",
 }
 """The argument of a tracker's logger that takes the name of the project."""
+
+_Options: TypeAlias = dict[str, Any]
+_Values: TypeAlias = Mapping[str, Any]
+_Facts: TypeAlias = Callable[[], dict[str, Any]]
+"""Returns what the report says about the process."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C", bound=type)
@@ -277,16 +282,16 @@ class _Queued:
     def __init__(self, tracker: GeneralTracker) -> None:
         self.tracker = tracker
 
-    def start(self, config: dict[str, Any] | None) -> None:
+    def start(self, config: _Options | None) -> None:
         self.tracker.start()
         if config is not None:
             self.tracker.store_init_configuration(dict(config))
 
     def log_metrics(
         self,
-        values: dict[str, Any],
+        values: _Options,
         step: int | None,
-        options: Mapping[str, Any],
+        options: _Values,
         at: float,
     ) -> None:
         if isinstance(self.tracker, LoggerTracker):
@@ -319,11 +324,11 @@ def _copy(value: Any) -> Any:
 
 
 def _split_numbers(
-    values: Mapping[str, Any], prefix: str = ""
-) -> tuple[dict[str, float], dict[str, Any]]:
+    values: _Values, prefix: str = ""
+) -> tuple[dict[str, float], _Options]:
     """Return the numbers among nested values, and all other values, by full name."""
     numbers: dict[str, float] = {}
-    other_values: dict[str, Any] = {}
+    other_values: _Options = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, (int, float)):
@@ -379,7 +384,7 @@ class Trackers:
         self._runs: Path | None = None
         self._report: RunReport | None = None
         # None once the report has begun.
-        self._facts: Callable[[], dict[str, Any]] | None = None
+        self._facts: _Facts | None = None
         self._step = -1
         self._warned = False
         self._processes = processes
@@ -389,16 +394,16 @@ class Trackers:
         self._journal: JSONLLogger | None = None
         self._deliveries = Deliveries(self._processes.print, _label)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> _Options:
         """Leave out the report: a copy in another process must not write it."""
         return {**self.__dict__, "_report": None, "_facts": None}
 
     def start(
         self,
         project_name: str,
-        config: dict[str, Any] | None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None,
-        facts: Callable[[], dict[str, Any]],
+        config: _Options | None,
+        init_kwargs: Mapping[str, _Values] | None,
+        facts: _Facts,
     ) -> None:
         """Start the trackers of ``log_with``; every process makes this call, and the main process logs.
 
@@ -476,8 +481,8 @@ class Trackers:
     def _open_report(
         self,
         project: str,
-        config: dict[str, Any] | None,
-        facts: Callable[[], dict[str, Any]],
+        config: _Options | None,
+        facts: _Facts,
     ) -> list[GeneralTracker]:
         """Create the report if there are trackers and a directory; return the tracker that writes its journal."""
         loggers = [
@@ -499,7 +504,7 @@ class Trackers:
             self._versioned.append(self._journal)
             trackers.append(LoggerTracker("journal", self._journal))
 
-        def describe_run() -> dict[str, Any]:
+        def describe_run() -> _Options:
             process_facts = facts()
             hyperparameters = flatten(plain(params_dict(config or {})))
             rows = [
@@ -599,7 +604,7 @@ class Trackers:
         return self._processes.is_main_process or not tracker.main_process_only
 
     def make_tracker(
-        self, tracker: Any, project: str, options: dict[str, Any]
+        self, tracker: Any, project: str, options: _Options
     ) -> GeneralTracker:
         """Return the tracker for an entry of ``log_with``; one that does nothing if this process does not log.
 
@@ -646,7 +651,7 @@ class Trackers:
         name: str,
         kind: Callable[..., Any],
         project: str,
-        options: dict[str, Any],
+        options: _Options,
     ) -> Any:
         if name in _PROJECT:
             save_dir = self._project.logging_path or "."
@@ -671,9 +676,9 @@ class Trackers:
 
     def log(
         self,
-        values: Mapping[str, Any],
+        values: _Values,
         step: int | None,
-        log_kwargs: Mapping[str, Any] | None,
+        log_kwargs: _Values | None,
     ) -> None:
         """Log values with every tracker, on the main process.
 

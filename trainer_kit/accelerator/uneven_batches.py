@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ _NESTED: Final = (Tensor, Mapping, list, tuple)
 _CANNOT_CUT: Final = (TypeError, ValueError, KeyError, IndexError, RuntimeError)
 """Raised for batches that cannot be cut."""
 
-Turn = list[tuple[Any, int]]
+_Batch: TypeAlias = Any
+Turn = list[tuple[_Batch, int]]
 """One batch per process, each with its number of samples."""
 
 
-def filled(pair: tuple[Any, int], size: int) -> tuple[Any, int]:
+def filled(pair: tuple[_Batch, int], size: int) -> tuple[_Batch, int]:
     """Fill a batch up to ``size`` samples with its own; one that cannot be cut stays unchanged."""
     batch, samples = pair
     if samples in (0, size):
@@ -98,14 +99,14 @@ def _fill_separately(turn: Turn, columns: bool) -> Turn:
     return batches
 
 
-def _repeat_rows(batch: Any, size: int, length: int, columns: bool) -> Any:
+def _repeat_rows(batch: _Batch, size: int, length: int, columns: bool) -> _Batch:
     rows = [row % size for row in range(length)]
     return _select_rows([batch], [size], rows, columns)
 
 
 def _select_rows(
-    batches: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool
-) -> Any:
+    batches: Sequence[_Batch], sizes: Sequence[int], rows: Sequence[int], columns: bool
+) -> _Batch:
     """Return the samples ``rows`` of concatenated batches; raise an error for a value without one entry per sample."""
     first = batches[0]
     if isinstance(first, Tensor) and _have_rows(batches, sizes):
@@ -138,13 +139,13 @@ def _have_rows(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 def _select_of_lists(
-    lists: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool
-) -> Any:
+    lists: Sequence[_Batch], sizes: Sequence[int], rows: Sequence[int], columns: bool
+) -> _Batch:
     """Like `_select_rows` for lists, of samples or of the fields of samples."""
     first = lists[0]
     lengths = [len(values) for values in lists]
     has_rows = lengths == list(sizes)
-    items: list[Any] = []
+    items: list[object] = []
     for values in lists:
         items.extend(values)
     if has_rows and not any(isinstance(item, _NESTED) for item in items):
