@@ -11,11 +11,11 @@ from torch import nn
 __all__ = ["first_other", "trace"]
 
 
-def trace(part: nn.Module, sink: Callable[[], list[str] | None]) -> list[Any]:
+def trace(submodule: nn.Module, sink: Callable[[], list[str] | None]) -> list[Any]:
     """Register hooks that record the operations of a module's forward, each as a line; returns the handles.
 
     Args:
-        part: the module.
+        submodule: the module.
         sink: the lines of the current micro-batch; None: they are not recorded.
     """
     try:
@@ -42,7 +42,10 @@ def trace(part: nn.Module, sink: Callable[[], list[str] | None]) -> list[Any]:
                 for line in mode.debug_string().splitlines()
             ]
 
-    return [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
+    return [
+        submodule.register_forward_pre_hook(begin),
+        submodule.register_forward_hook(end),
+    ]
 
 
 def first_other(run: Sequence[str], plain: Sequence[str]) -> str:
@@ -54,7 +57,7 @@ def first_other(run: Sequence[str], plain: Sequence[str]) -> str:
     """
     if not run or not plain:
         return ""
-    for mine, other in zip_longest(run, plain, fillvalue="nothing"):
-        if mine != other:
-            return f"{mine} in the run, {other} in the plain loop"
+    for operation, plain_operation in zip_longest(run, plain, fillvalue="nothing"):
+        if operation != plain_operation:
+            return f"{operation} in the run, {plain_operation} in the plain loop"
     return ""

@@ -55,31 +55,34 @@ def measure_rounding(
     eps: float,
 ) -> list[Rounding]:
     """The error of each gradient that is not small, in the order of the parameters."""
-    norms = {
-        name: float(torch.linalg.vector_norm(value.double()))
-        for name, value in exact.items()
-    }
+    norms = {name: _norm(value) for name, value in exact.items()}
     longest = max(norms.values(), default=0.0)
     errors = []
     for name, value in exact.items():
-        if (
-            name not in rounded
-            or name not in single
-            or norms[name] <= _SMALL * longest
-            or value.numel() < 2
-        ):
+        norm = norms[name]
+        if name not in rounded or name not in single:
             continue
-        true, low, plain = (
-            tensor.double().flatten() for tensor in (value, rounded[name], single[name])
+        if norm <= _SMALL * longest or value.numel() < 2:
+            continue
+        gradient = value.double().flatten()
+        rounded_gradient = rounded[name].double().flatten()
+        single_gradient = single[name].double().flatten()
+        scale = float(rounded_gradient @ gradient) / norm**2
+        condition = _norm(single_gradient - gradient) / norm / _SINGLE_EPS
+        errors.append(
+            Rounding(
+                name=name,
+                error=_norm(rounded_gradient - gradient) / norm,
+                scale=scale,
+                residual=_norm(rounded_gradient - scale * gradient) / norm,
+                predicted=eps * max(1.0, condition),
+            )
         )
-        scale = float(low @ true) / norms[name] ** 2
-        error = float(torch.linalg.vector_norm(low - true)) / norms[name]
-        residual = float(torch.linalg.vector_norm(low - scale * true)) / norms[name]
-        condition = (
-            float(torch.linalg.vector_norm(plain - true)) / norms[name] / _SINGLE_EPS
-        )
-        errors.append(Rounding(name, error, scale, residual, eps * max(1.0, condition)))
     return errors
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value.double()))
 
 
 def gradients_cancel(exact: Record) -> bool:
@@ -87,19 +90,18 @@ def gradients_cancel(exact: Record) -> bool:
 
     A student that starts as a copy of its teacher has such gradients: in no dtype do they have a correct digit.
     """
-    losses = []
+    largest_loss = 0.0
     for (step, _), micro in exact.micros.items():
         if step == 0:
-            losses += [float(value.abs().sum()) for value in micro.loss.values()]
+            for value in micro.loss.values():
+                largest_loss = max(largest_loss, float(value.abs().sum()))
     largest_change = 0.0
     for name, gradient in exact.gradients[0].items():
         weight = exact.weights[0].get(name)
         if weight is None:
             return False
-        weight_norm = float(torch.linalg.vector_norm(weight.double()))
-        gradient_norm = float(torch.linalg.vector_norm(gradient.double()))
-        largest_change = max(largest_change, weight_norm * gradient_norm)
-    return largest_change < _CANCELED * max(losses, default=0.0)
+        largest_change = max(largest_change, _norm(weight) * _norm(gradient))
+    return largest_change < _CANCELED * largest_loss
 
 
 def excessive_rounding(
@@ -120,21 +122,19 @@ def excessive_rounding(
         return None
     predictor = single
     if rounded is single:  # nothing predicts the error of float32
-        predictor, eps = exact, _FLOAT32
+        predictor = exact
+        eps = _FLOAT32
     errors = measure_rounding(
         exact.gradients[0], rounded.gradients[0], predictor.gradients[0], eps
     )
-    wrong = [one for one in errors if _is_excessive(one, eps)]
-    if not wrong:
+    excessive = [rounding for rounding in errors if _is_excessive(rounding, eps)]
+    if not excessive:
         return None
-    last = wrong[-1]  # backward reaches it first
-    others = (
-        f", and those of {len(wrong) - 1} more parameters" if len(wrong) > 1 else ""
-    )
-    text = (
-        f"in {precision} the gradient is {last.scale:.3g} times that of float64 and differs by {percent(last.error)}"
-        f"{others}; rounding explains {percent(last.predicted)}"
-    )
+    last = excessive[-1]  # backward reaches it first
+    text = f"in {precision} the gradient is {last.scale:.3g} times that of float64 and differs by {percent(last.error)}"
+    if len(excessive) > 1:
+        text += f", and those of {len(excessive) - 1} more parameters"
+    text += f"; rounding explains {percent(last.predicted)}"
     hint = "the plain loop has the same error: look for a backward or an operation that is wrong in this dtype only"
     return Finding(kind="precision", step=0, where=last.name, text=text, hint=hint)
 
@@ -143,6 +143,5 @@ def _is_excessive(rounding: Rounding, eps: float) -> bool:
     if rounding.error > _FACTOR * rounding.predicted:
         return True
     bias = abs(rounding.scale - 1)
-    return bias > max(
-        _SCALE * eps, _SCALE * rounding.predicted / 2, 2 * rounding.residual
-    )
+    explained = max(_SCALE * eps, _SCALE * rounding.predicted / 2)
+    return bias > max(explained, 2 * rounding.residual)

@@ -81,12 +81,25 @@ class Micro:
     changed: bool = False
     """Whether the step has changed its batch in place."""
 
+    def end(self, outputs: object, batch: object) -> None:
+        """Record the losses, and whether the step has changed its batch in place.
+
+        Args:
+            outputs: what ``training_step`` returned.
+            batch: after the step.
+        """
+        self.loss = losses_of(outputs)
+        self.note_changes(batch)
+
     def note_changes(self, batch: object) -> None:
         """Compare the batch with what the step got."""
-        after = list(tensors_of(batch))
-        self.changed = len(after) == len(self.batch) and not all(
+        values = list(tensors_of(batch))
+        if len(values) != len(self.batch):
+            self.changed = False
+            return
+        self.changed = not all(
             torch.equal(whole(value), before)
-            for value, before in zip(after, self.batch, strict=True)
+            for value, before in zip(values, self.batch, strict=True)
         )
 
 
@@ -126,9 +139,16 @@ class Record:
     """
 
     def __init__(self, places: int = 1, seed: int = 0) -> None:
-        self.place, self.places, self.divisor, self.seed = 0, places, 1, seed
-        self.own_buffers = self.own_batches = self.draws = False
+        self.place = 0
+        self.places = places
+        self.rank = 0
+        self.divisor = 1
+        self.seed = seed
+        self.own_buffers = False
+        self.own_batches = False
+        self.draws = False
         self.even = True
+        self.compiled = False
         self.micros: dict[tuple[int, int], Micro] = {}
         self.gradients: dict[int, dict[str, Tensor]] = {}
         self.weights: dict[int, dict[str, Tensor]] = {}
@@ -140,14 +160,28 @@ class Record:
         self.plan: list[int] | None = None
         self.orders: list[list[int] | None] = []
         self.divides = False
-        self.rank = 0
-        self.compiled = False
         self.buffers: set[str] = set()
         self.retargeted: list[str] = []
         self.norms: list[str] = []
         self.synced: list[str] = []
         self.waiting: list[str] = []
         self.whole: set[str] = set()
+
+    def describe_run(self, trainer: Session, module: TrainModule) -> None:
+        """Record how a run divides its data and its gradients, and the layers and schedulers that need care."""
+        strategy = trainer.strategy
+        self.place = strategy.data.rank
+        self.places = strategy.data.size
+        self.rank = strategy.world.rank
+        self.divisor = strategy.gradient_divisor
+        self.own_buffers = strategy.own_buffers
+        self.seed = trainer.data_seed
+        self.norms = batch_norms(module)
+        self.synced = synced_norms(module)
+        self.waiting = []
+        if module.automatic_optimization:
+            self.waiting = without_validation(trainer.lr_scheduler_configs)
+        self.buffers = {canonical(name) for name, _ in module.named_buffers()}
 
 
 def reseed(*parts: int) -> None:
@@ -161,8 +195,10 @@ def reseed(*parts: int) -> None:
 def whole(value: Any) -> Tensor:
     """A copy in host memory, of all shards; collective for sharded tensors."""
     value = value.detach()
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return value.to("cpu", copy=True)  # type: ignore[no-any-return]
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    copied: Tensor = value.to("cpu", copy=True)
+    return copied
 
 
 def makes_batches(feed: Feed) -> bool:
@@ -195,45 +231,50 @@ def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
 
 
 def watch(
-    module: nn.Module, now: Callable[[], Micro | None], traced: str = ""
+    module: nn.Module, current: Callable[[], Micro | None], traced: str = ""
 ) -> Iterator[Any]:
     """Register hooks that record outputs and their gradients; yields the handles.
 
     Args:
         module: its submodules are watched; the module itself is not called.
-        now: the micro-batch that runs.
+        current: returns the micro-batch that runs.
         traced: the name of a module whose operations are recorded.
     """
 
-    def forward(name: str, part: nn.Module, inputs: object, output: object) -> None:
-        micro = now()
-        watched = None if micro is None else micro.watched
-        if (
-            watched is None or torch._C._current_graph_task_id() != -1
-        ):  # in backward, a checkpoint computes again
+    def record_outputs(
+        name: str, submodule: nn.Module, inputs: object, output: object
+    ) -> None:
+        micro = current()
+        if micro is None or micro.watched is None:
             return
+        if torch._C._current_graph_task_id() != -1:
+            return  # in backward, a checkpoint computes again
+        watched = micro.watched
         call = watched.calls[name]
         watched.calls[name] += 1
-        for place, value in enumerate(tensors_of(output)):
-            key = (name, call, place)
+        for index, value in enumerate(tensors_of(output)):
+            key = (name, call, index)
             if not value.is_floating_point() or key in watched.outputs:
                 continue
             watched.outputs[key] = whole(value)
             if value.requires_grad:
-                value.register_hook(partial(backward, watched, key))  # type: ignore[no-untyped-call]
+                value.register_hook(partial(record_flow, watched, key))  # type: ignore[no-untyped-call]
 
-    def backward(watched: Watched, key: OutputKey, gradient: Tensor) -> None:
+    def record_flow(watched: Watched, key: OutputKey, gradient: Tensor) -> None:
         watched.flows[key] = whole(gradient)
 
-    def lines() -> list[str] | None:
-        micro = now()
-        return None if micro is None or micro.watched is None else micro.operations
+    def current_operations() -> list[str] | None:
+        micro = current()
+        if micro is None or micro.watched is None:
+            return None
+        return micro.operations
 
-    for name, part in module.named_modules():
+    for name, submodule in module.named_modules():
         if name:
-            yield part.register_forward_hook(partial(forward, canonical(name)))
+            hook = partial(record_outputs, canonical(name))
+            yield submodule.register_forward_hook(hook)
         if traced and canonical(name) == traced:
-            yield from trace(part, lines)
+            yield from trace(submodule, current_operations)
 
 
 @final
@@ -264,20 +305,21 @@ class Recorder(Callback):
         saves: tuple[int, str] | None = None,
         shares: Shares | None = None,
         threads: bool = False,
-        loaders: Any = None,
+        loaders: object = None,
         describe: Callable[[nn.Module], dict[str, str]],
     ) -> None:
+        self.record = Record()
+        self.steps = steps
+        self.reseeds = reseeds
+        self.watched = watched
+        self.traced = traced
+        self.saves = saves
+        self.shares = shares
+        self.threads = threads
+        self.loaders = loaders
         self._describe = describe
-        self.record, self.threads, self.loaders = Record(), threads, loaders
-        self.steps, self.reseeds, self.watched, self.traced = (
-            steps,
-            reseeds,
-            watched,
-            traced,
-        )
-        self.saves, self.shares = saves, shares
-        self._at = (-1, -1)
-        self._now: Micro | None = None
+        self._key = (-1, -1)
+        self._micro: Micro | None = None
         self._names: dict[int, str] = {}
         self._handles: list[Any] = []
         self._feed: Any = None
@@ -285,31 +327,23 @@ class Recorder(Callback):
 
     def setup(self, trainer: Session, pl_module: TrainModule, stage: str) -> None:
         """Let passed samplers divide the data as under a launcher."""
-        places, world = trainer.strategy.data, trainer.strategy.world
+        data = trainer.strategy.data
+        world = trainer.strategy.world
         self.record.retargeted = retarget_samplers(
-            self.loaders, places.rank, places.size, world.size
+            self.loaders, data.rank, data.size, world.size
         )
 
     def on_train_start(self, trainer: Session, pl_module: TrainModule) -> None:
         """Set the end of the fit, note how it divides its data, and register the hooks on modules."""
-        strategy, record = trainer.strategy, self.record
-        record.place, record.places = strategy.data.rank, strategy.data.size
-        record.divisor, record.own_buffers = (
-            strategy.gradient_divisor,
-            strategy.own_buffers,
-        )
-        record.seed, record.rank = trainer.data_seed, trainer.strategy.world.rank
+        record = self.record
         assert trainer.run is not None
         schedule = trainer.run.schedule
-        schedule.max_epochs = schedule.max_duration = None
-        schedule.max_steps, schedule.min_epochs, schedule.min_steps = self.steps, 0, 0
-        record.norms, record.synced, record.waiting = (
-            batch_norms(pl_module),
-            synced_norms(pl_module),
-            [],
-        )
-        if pl_module.automatic_optimization:
-            record.waiting = without_validation(trainer.lr_scheduler_configs)
+        schedule.max_epochs = None
+        schedule.max_duration = None
+        schedule.max_steps = self.steps
+        schedule.min_epochs = 0
+        schedule.min_steps = 0
+        record.describe_run(trainer, pl_module)
         if self.shares is not None:
             record.whole = DividedNorms(pl_module, self._rows).whole
         trainer.run.saver.in_thread = not self.threads
@@ -317,35 +351,37 @@ class Recorder(Callback):
         self._feed.record_indices()
         record.own_batches = makes_batches(self._feed)
         self._names = names_of(pl_module)
-        record.local[-1] = self._local(pl_module)
-        record.buffers = {canonical(name) for name, _ in pl_module.named_buffers()}
+        record.local[-1] = _local_tensors(pl_module)
         self._compiled = _compiled_frames()
         if self.watched:
-            self._handles = list(watch(pl_module, lambda: self._now, self.traced))
+            self._handles = list(watch(pl_module, lambda: self._micro, self.traced))
 
     def on_train_batch_start(
         self, trainer: Session, pl_module: TrainModule, batch: object, batch_idx: int
     ) -> None:
         """Record the batch."""
         step = trainer.progress.step
-        self._at = (step, self._at[1] + 1 if self._at[0] == step else 0)
-        if self._at[1] == 0:
+        last_step, last_index = self._key
+        index = last_index + 1 if step == last_step else 0
+        self._key = step, index
+        if index == 0:
             self.record.attributes[step] = self._describe(pl_module)
-        ids = self._feed.next_indices()
-        self._now = Micro([whole(value) for value in tensors_of(batch)], ids)
-        self._now.watched = Watched() if step in self.watched else None
-        self.record.micros[self._at] = self._now
+        micro = Micro(
+            [whole(value) for value in tensors_of(batch)],
+            self._feed.next_indices(),
+            watched=Watched() if step in self.watched else None,
+        )
+        self._micro = micro
+        self.record.micros[step, index] = micro
         if self.reseeds is not None:
-            index = self._at[1] * self.record.places + self.record.place
-            reseed(self.reseeds, step, index)
+            batch_of_world = index * self.record.places + self.record.place
+            reseed(self.reseeds, step, batch_of_world)
 
     def _rows(self) -> list[Tensor] | None:
-        ids = None if self._now is None else self._now.ids
-        return (
-            None
-            if ids is None or self.shares is None
-            else rows_of_shares(ids, self.shares.get(self._at, []))
-        )
+        """The rows of the batch that runs, by rank; None: not known."""
+        if self._micro is None or self._micro.ids is None or self.shares is None:
+            return None
+        return rows_of_shares(self._micro.ids, self.shares.get(self._key, []))
 
     def on_train_batch_end(
         self,
@@ -356,49 +392,32 @@ class Recorder(Callback):
         batch_idx: int,
     ) -> None:
         """Record the losses."""
-        if self._now is not None:
-            self._now.loss = losses_of(outputs)
-            self._now.note_changes(batch)
-        self._now = None
+        if self._micro is not None:
+            self._micro.end(outputs, batch)
+        self._micro = None
 
     def on_before_optimizer_step(
         self, trainer: Session, pl_module: TrainModule, optimizer: Optimizer
     ) -> None:
         """Record the gradients."""
-        found = self.record.gradients.setdefault(trainer.progress.step, {})
+        gradients = self.record.gradients.setdefault(trainer.progress.step, {})
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
                 if name is not None and parameter.grad is not None:
-                    found[name] = whole(parameter.grad)
+                    gradients[name] = whole(parameter.grad)
 
     def on_train_step_end(self, trainer: Session, pl_module: TrainModule) -> None:
         """Record the weights; save a checkpoint where it is due."""
         step = trainer.progress.step - 1
-        state = {
-            canonical(name): value
-            for name, value in trainer.strategy.module_state(pl_module).items()
-        }
-        found = {
-            name: whole(value)
-            for name, value in state.items()
-            if isinstance(value, Tensor)
-        }
-        self.record.weights[step] = found
-        self.record.local[step] = self._local(pl_module)
+        weights: dict[str, Tensor] = {}
+        for name, value in trainer.strategy.module_state(pl_module).items():
+            if isinstance(value, Tensor):
+                weights[canonical(name)] = whole(value)
+        self.record.weights[step] = weights
+        self.record.local[step] = _local_tensors(pl_module)
         if self.saves is not None and self.saves[0] == step:
             trainer.save_checkpoint(self.saves[1])
-
-    def _local(self, module: TrainModule) -> dict[str, Tensor]:
-        tensors = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(),
-        ]
-        return {
-            canonical(name): whole(value)
-            for name, value in tensors
-            if not isinstance(value, DTensor)
-        }
 
     def on_train_end(self, trainer: Session, pl_module: TrainModule) -> None:
         """Remove the hooks from modules; note whether anything was compiled."""
@@ -410,19 +429,33 @@ class Recorder(Callback):
         """Record the values that would go to the loggers."""
 
         def log(metrics: Mapping[str, Any], step: int | None = None) -> None:
-            values = {name: float(value) for name, value in metrics.items()}
-            self.record.logged.setdefault(
-                (trainer.progress.step if step is None else step) - 1, {}
-            ).update(values)
+            if step is None:
+                step = trainer.progress.step
+            values = self.record.logged.setdefault(step - 1, {})
+            for name, value in metrics.items():
+                values[name] = float(value)
 
         vars(trainer)["log_metrics"] = log
 
 
+def _local_tensors(module: TrainModule) -> dict[str, Tensor]:
+    """Parameters and buffers of which this rank has a whole copy."""
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(),
+    ]
+    return {
+        canonical(name): whole(tensor)
+        for name, tensor in tensors
+        if not isinstance(tensor, DTensor)
+    }
+
+
 def _compiled_frames() -> int:
-    dynamo: Any = sys.modules.get(
-        "torch._dynamo.utils"
-    )  # nothing is compiled before it is imported
-    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:  # nothing is compiled before it is imported
+        return 0
+    return int(dynamo.counters["frames"]["total"])
 
 
 def without_validation(schedulers: Iterable[LRSchedulerConfig]) -> list[str]:
@@ -430,27 +463,25 @@ def without_validation(schedulers: Iterable[LRSchedulerConfig]) -> list[str]:
 
     The compared runs have no validation, and the one that has must not differ from them.
     """
-    monitors = [
-        config
-        for config in schedulers
-        if config.reduce_on_plateau and config.monitor is not None
-    ]
-    found = [config for config in monitors if names_validation(str(config.monitor))]
-    for config in monitors:
+    names = []
+    for config in schedulers:
+        if not config.reduce_on_plateau or config.monitor is None:
+            continue
         config.strict = False
-    for config in found:
-        config.interval, config.frequency = "epoch", sys.maxsize
-    return [
-        f"{type(config.scheduler).__name__} monitors {config.monitor!r}"
-        for config in found
-    ]
+        if names_validation(str(config.monitor)):
+            config.interval = "epoch"
+            config.frequency = sys.maxsize
+            names.append(
+                f"{type(config.scheduler).__name__} monitors {config.monitor!r}"
+            )
+    return names
 
 
 def losses_of(outputs: object) -> dict[str, Tensor]:
     """The losses in what ``training_step`` returned, by name."""
-    found = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+    values = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
     return {
         str(name): whole(value)
-        for name, value in found.items()
+        for name, value in values.items()
         if isinstance(value, Tensor) and value.numel() == 1
     }

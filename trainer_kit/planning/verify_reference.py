@@ -19,21 +19,25 @@ from torch.optim import Optimizer
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import pick_device
 from trainer_kit.core.errors import ConfigurationError, DataError
-from trainer_kit.core.hooks import ModuleHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Progress
-from trainer_kit.core.signatures import takes
 from trainer_kit.core.tensors import map_tensors, tensors_of
 from trainer_kit.data import EMPTY, Feed
 from trainer_kit.planning.verify_compare import same_bits
 from trainer_kit.planning.verify_loaders import Division, Row, feeds_of, rows_of
 from trainer_kit.planning.verify_manual import (
-    PlainOptimizer,
     Turns,
     add_gradients,
     copied,
 )
 from trainer_kit.planning.verify_norms import canonical, join_norms, joined
+from trainer_kit.planning.verify_rank import (
+    Logged,
+    Rank,
+    logged_by,
+    values_of_first_rank,
+    weighted_means,
+)
 from trainer_kit.planning.verify_recorder import (
     Micro,
     Record,
@@ -44,12 +48,10 @@ from trainer_kit.planning.verify_recorder import (
     tied_names,
     watch,
     whole,
-    without_validation,
 )
 from trainer_kit.planning.verify_trainer import NeedsJoinError, PlainTrainer
 from trainer_kit.precision.precision import Precision
-from trainer_kit.step.closures import requires_closure
-from trainer_kit.step.optimizers import Optimizers, configure_optimizers, parameters_of
+from trainer_kit.step.optimizers import parameters_of
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.training.loaders import mover
 from trainer_kit.training.session import Session
@@ -58,61 +60,8 @@ __all__ = ["plain_loop"]
 
 _Ended = tuple[Any, Any, int]
 """The arguments of ``on_train_batch_end``."""
-_Ran = tuple[list[_Ended], list[tuple[str, float, float]]]
-"""Of each rank: what has ended, and name, value and weight of what was logged."""
-
-
-@final
-class _Rank:
-    """A module in the plain loop, with its optimizers; in manual optimization each rank has one.
-
-    Args:
-        loop: its Trainer.
-        module: it is trained.
-        move: how a batch gets onto the device; None: it stays as it is.
-        before: called before each step of an optimizer in manual optimization.
-    """
-
-    def __init__(
-        self,
-        loop: PlainTrainer,
-        module: TrainModule,
-        move: Callable[..., Any] | None,
-        before: Callable[[_Rank, Optimizer], None],
-    ) -> None:
-        self.module, self.loop, self.move = module, loop, move
-        module.trainer = loop
-        self.made: Optimizers = configure_optimizers(module)
-        _check(self.made)
-        made = [] if module.automatic_optimization else self.made.optimizers
-        loop.take(
-            self.made,
-            [PlainOptimizer(one, partial(before, self), module) for one in made],
-        )
-        without_validation(self.made.schedulers)
-        self._numbered = takes(module.training_step, 2)
-        self.now: Micro | None = None
-
-    def step(self, batch: Any, number: int) -> Any:
-        """Call ``training_step``, which may take no number."""
-        return (
-            self.module.training_step(batch, number)
-            if self._numbered
-            else self.module.training_step(batch)
-        )
-
-    def running(self) -> Micro | None:
-        """The micro-batch that runs."""
-        return self.now
-
-    def owns(self, name: str) -> bool:
-        """Whether the module overrides a method of `TrainModule`."""
-        return is_overridden(name, self.module, TrainModule)
-
-    def hook(self, name: str, *arguments: Any) -> None:
-        """Call a hook of the module, where it has one."""
-        if is_overridden(name, self.module, ModuleHooks):
-            getattr(self.module, name)(*arguments)
+_Ran = tuple[list[_Ended], list[Logged]]
+"""Of each rank: what has ended, and what was logged."""
 
 
 @final
@@ -141,57 +90,56 @@ class _Plain:
         watched: frozenset[int],
         traced: str,
     ) -> None:
-        self.module, self.settings, self.division, self.watched = (
-            module,
-            trainer.settings,
-            division,
-            watched,
-        )
-        self.automatic, self.progress = module.automatic_optimization, Progress()
+        self.module = module
+        self.settings = trainer.settings
+        self.division = division
+        self.watched = watched
+        self.steps = steps
+        self.automatic = module.automatic_optimization
+        self.progress = Progress()
         strategy = SingleDeviceStrategy(pick_device(trainer.strategy.device.type, 0))
         strategy.start()
         precision.convert_module(module)
         module.to(strategy.device)
-        copies = (
-            []
-            if self.automatic
-            else [copied(module) for _ in range(division.places - 1)]
-        )
+        modules = [module]
+        if not self.automatic:
+            modules += [copied(module) for _ in range(division.places - 1)]
         self.ranks = [
-            _Rank(
+            Rank(
                 PlainTrainer(trainer, self.progress, division.world),
-                one,
-                mover(one, datamodule, strategy, precision)[0],
+                rank_module,
+                mover(rank_module, datamodule, strategy, precision)[0],
                 self.before_step,
             )
-            for one in [module, *copies]
+            for rank_module in modules
         ]
         self.first = self.ranks[0]
-        self.made = self.first.made
+        self.configured = self.first.configured
         self.context = precision.forward_context
-        self.names, self.steps = names_of(module), steps
+        self.names = names_of(module)
         self.record = Record(division.places, division.seed)
         self.record.tied = tied_names(module)
-        self.window, self.total = 1, 1.0
+        self.window = 1
+        self.total = 1.0
         self.buffers: list[dict[str, Tensor]] = []
         self.earlier: dict[int, list[Tensor | None]] = {}
         self.losses: list[Tensor] = []
-        self.own_weight = is_overridden("loss_weight", module, TrainModule)
+        self.has_loss_weight = is_overridden("loss_weight", module, TrainModule)
         self.turns: Turns | None = None
-        self.place, self.inputs, self.outputs = 0, list[Any](), list[Any]()
+        self.place = 0
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
         self.scaled: list[list[tuple[list[nn.Parameter] | None, Tensor]]] = []
-        self.joins = (
-            division.places > 1
-            and self.automatic
-            and (bool(division.synced) or division.joined)
-        )
+        waits = bool(division.synced) or division.joined
+        self.joins = division.places > 1 and self.automatic and waits
         if division.synced and division.places > 1:
             self.join()
         if division.places == division.world:
             for rank in self.ranks:
                 rank.loop.gather = self.gather
-        for rank in self.ranks if watched else ():
-            list(watch(rank.module, rank.running, traced))
+        if watched:
+            for rank in self.ranks:
+                list(watch(rank.module, rank.running, traced))
 
     def join(self) -> None:
         """Let batch norms normalise the samples of all ranks together."""
@@ -210,95 +158,88 @@ class _Plain:
 
     def run(self, feeds: list[Feed], limit: int | None, window: int) -> Record:
         """Train; returns what was recorded."""
-        progress, self.window = self.progress, window
+        progress = self.progress
+        self.window = window
         self.hook("on_fit_start")
         self.hook("on_train_start")
         self.share_buffers()
         self.record.untrained[-1] = self.untrained_values()
         while progress.step < self.steps:
-            before = progress.step
+            step_before = progress.step
             self.hook("on_train_epoch_start")
             rows = islice(rows_of(feeds, progress.epoch), limit)
-            self.record.even = self.record.even and progress.epoch == 0
-            while progress.step < self.steps and (rest := list(islice(rows, window))):
-                self.step(rest)
-            self.hook("on_train_epoch_end")
-            progress.epoch += 1
-            sums = self.first.loop.metrics.epoch
-            means = {
-                name: total / weight for name, (total, weight) in sums.items() if weight
-            }
-            self.schedule(
-                "epoch",
-                progress.epoch,
-                {**self.record.logged.get(progress.step - 1, {}), **means},
-            )
-            sums.clear()
-            progress.epoch_batch = 0
-            if progress.step == before:
+            if progress.epoch > 0:
+                self.record.even = False
+            while progress.step < self.steps:
+                window_rows = list(islice(rows, window))
+                if not window_rows:
+                    break
+                self.step(window_rows)
+            self.end_epoch()
+            if progress.step == step_before:
                 raise DataError(
                     "the training loader has no batches",
                     fix="pass a loader with samples",
                 )
         return self.record
 
+    def end_epoch(self) -> None:
+        """End an epoch: its hook, its means, and the schedulers that count epochs."""
+        progress = self.progress
+        self.hook("on_train_epoch_end")
+        progress.epoch += 1
+        metrics = dict(self.record.logged.get(progress.step - 1, {}))
+        sums = self.first.loop.metrics.epoch
+        for name, (total, weight) in sums.items():
+            if weight:
+                metrics[name] = total / weight
+        self.schedule("epoch", progress.epoch, metrics)
+        sums.clear()
+        progress.epoch_batch = 0
+
     def step(self, rows: list[Row]) -> None:
         """One optimizer step over the micro-batches of all ranks: the gradient is sum(w g) / sum(w)."""
-        progress, step = self.progress, self.progress.step
+        progress = self.progress
+        step = progress.step
         weights = [[self.weight(batch, size) for batch, size, _ in row] for row in rows]
-        total = self.total = sum(map(sum, weights)) or 1.0
-        if len(rows) < self.window or any(
-            batch is EMPTY for row in rows for batch, _, _ in row
-        ):
+        self.total = sum(map(sum, weights)) or 1.0
+        if len(rows) < self.window or any(map(_has_empty_batch, rows)):
             self.record.even = False
         if self.automatic:
             self.zero()
         self.share_buffers()
-        logs: dict[str, tuple[float, float]] = {}
-        now: dict[str, float] = {}
-        for index, (row, shares) in enumerate(zip(rows, weights, strict=True)):
-            run = (
-                self.manually
-                if not self.automatic
-                else self.jointly
-                if self.joins
-                else self.automatically
-            )
-            ended, found = run(
-                row, (step, index), [weight / total for weight in shares]
-            )
-            logs = {}
-            for name, value, weight in found:
-                one, other = logs.get(name, (0.0, 0.0))
-                logs[name] = (one + value * weight, other + weight)
-            now = {
-                name.removesuffix("_step"): value for name, value, _ in reversed(found)
-            }  # of the first rank
+        logged: list[Logged] = []
+        for index, (row, row_weights) in enumerate(zip(rows, weights, strict=True)):
+            shares = [weight / self.total for weight in row_weights]
+            ended, logged = self.run_row(row, (step, index), shares)
             progress.batch += 1
             progress.epoch_batch += 1
             with self.equal_buffers():
-                if index + 1 < len(
-                    rows
-                ):  # that of the last micro-batch follows the optimizer step
-                    self.end(ended)
-                    continue
-                self.optimize(step, now)
-                progress.step += 1
+                # The end of the last micro-batch follows the optimizer step.
+                if index + 1 == len(rows):
+                    self.optimize(step, values_of_first_rank(logged))
+                    progress.step += 1
                 self.end(ended)
         self.record.weights[step] = {
-            canonical(n): whole(v)
-            for n, v in self.module.state_dict().items()
-            if isinstance(v, Tensor)
+            canonical(name): whole(value)
+            for name, value in self.module.state_dict().items()
+            if isinstance(value, Tensor)
         }
         self.record.untrained[step] = self.untrained_values()
-        self.record.logged[step] = {
-            name: value / weight for name, (value, weight) in logs.items() if weight
-        }
+        self.record.logged[step] = weighted_means(logged)
+
+    def run_row(self, row: Row, key: tuple[int, int], shares: list[float]) -> _Ran:
+        """Forward and backward of one micro-batch of each rank."""
+        if not self.automatic:
+            return self.manually(row, key, shares)
+        if self.joins:
+            return self.jointly(row, key, shares)
+        return self.automatically(row, key, shares)
 
     def zero(self) -> None:
         """Drop the gradients of the last step, and its losses."""
         self.losses = []
-        for optimizer in self.made.optimizers:
+        for optimizer in self.configured.optimizers:
             self.hook("on_before_zero_grad", optimizer)
             if self.first.owns("optimizer_zero_grad"):
                 self.module.optimizer_zero_grad(
@@ -307,98 +248,106 @@ class _Plain:
             else:
                 optimizer.zero_grad()
 
-    def optimize(self, step: int, now: dict[str, float]) -> None:
+    def optimize(self, step: int, metrics: dict[str, float]) -> None:
         """Step optimizers and schedulers, unless the module does."""
-        found = self.record.gradients.setdefault(step, {})
+        gradients = self.record.gradients.setdefault(step, {})
         if not self.automatic:
             return
-        found |= {
-            self.names[id(p)]: whole(p.grad)
-            for p in self.module.parameters()
-            if p.grad is not None
-        }
-        module, clip = self.module, self.settings.clip
-        for optimizer in self.made.optimizers:
-            self.hook("on_before_optimizer_step", optimizer)
-            if self.first.owns("configure_gradient_clipping"):
-                module.configure_gradient_clipping(optimizer, *(clip or (None, None)))
-            else:
-                self.first.loop.clip_gradients(optimizer, None, None)
-            if self.first.owns("optimizer_step"):
-                loss = sum(self.losses) if self.losses else None
-                batch = self.progress.epoch_batch - 1
-                closure = partial(_identity, loss)
-                module.optimizer_step(self.progress.epoch, batch, optimizer, closure)
-            else:
-                optimizer.step()
-        self.schedule("step", step + 1, now)
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                gradients[self.names[id(parameter)]] = whole(parameter.grad)
+        for optimizer in self.configured.optimizers:
+            self.step_optimizer(optimizer)
+        self.schedule("step", step + 1, metrics)
 
-    def schedule(self, interval: str, completed: int, known: dict[str, float]) -> None:
+    def step_optimizer(self, optimizer: Optimizer) -> None:
+        """Clip the gradients of an optimizer and step it, as the module does."""
+        self.hook("on_before_optimizer_step", optimizer)
+        if self.first.owns("configure_gradient_clipping"):
+            clip = self.settings.clip or (None, None)
+            self.module.configure_gradient_clipping(optimizer, *clip)
+        else:
+            self.first.loop.clip_gradients(optimizer, None, None)
+        if self.first.owns("optimizer_step"):
+            loss = sum(self.losses) if self.losses else None
+            batch = self.progress.epoch_batch - 1
+            closure = partial(_identity, loss)
+            self.module.optimizer_step(self.progress.epoch, batch, optimizer, closure)
+        else:
+            optimizer.step()
+
+    def schedule(
+        self, interval: str, completed: int, metrics: dict[str, float]
+    ) -> None:
         """Advance the schedulers that count steps, or epochs."""
-        for config in self.made.schedulers if self.automatic else ():
+        if not self.automatic:
+            return
+        for config in self.configured.schedulers:
             if config.interval != interval or completed % config.frequency:
                 continue
-            waits = config.monitor is not None and config.reduce_on_plateau
-            metric = known.get(str(config.monitor)) if waits else None
-            if waits and metric is None:
-                continue
+            metric = None
+            if config.monitor is not None and config.reduce_on_plateau:
+                metric = metrics.get(str(config.monitor))
+                if metric is None:
+                    continue
             if self.first.owns("lr_scheduler_step"):
                 self.module.lr_scheduler_step(config.scheduler, metric)
+            elif metric is None:
+                config.scheduler.step()
             else:
-                config.scheduler.step(*([] if metric is None else [metric]))
+                config.scheduler.step(metric)
 
     def end(self, ended: list[_Ended]) -> None:
         """Call ``on_train_batch_end`` of each rank's module, with its own batch; of a shared one as the first rank."""
         for rank, arguments in zip(self.ranks, ended, strict=False):
             rank.hook("on_train_batch_end", *arguments)
 
-    def automatically(self, row: Row, at: tuple[int, int], shares: list[float]) -> _Ran:
+    def automatically(
+        self, row: Row, key: tuple[int, int], shares: list[float]
+    ) -> _Ran:
         """Forward and backward of one micro-batch of each rank, one after the other through one module."""
         ended: list[_Ended] = []
-        logged: list[tuple[str, float, float]] = []
+        logged: list[Logged] = []
         for place, (batch, _, ids) in enumerate(row):
             if batch is EMPTY:
                 continue
             self.load_buffers(self.buffers[place])
             ended.append(
-                self.micro(self.first, batch, ids, (*at, place), shares[place])
+                self.micro(self.first, batch, ids, (*key, place), shares[place])
             )
             self.buffers[place] = self.read_buffers()
-            logged += [
-                (name, *found[-1])
-                for name, found in self.first.loop.metrics.found.items()
-            ]
+            logged += logged_by(self.first)
         return ended, logged
 
-    def jointly(self, row: Row, at: tuple[int, int], shares: list[float]) -> _Ran:
+    def jointly(self, row: Row, key: tuple[int, int], shares: list[float]) -> _Ran:
         """As `automatically`, but ranks wait for each other in batch norms, and one backward follows for all."""
         places = [
             place for place, (batch, _, _) in enumerate(row) if batch is not EMPTY
         ]
         layers = "its SyncBatchNorm layers" if self.division.synced else "all_gather"
-        self.turns, self.scaled = Turns(len(places), layers), []
+        self.turns = Turns(len(places), layers)
+        self.scaled = []
         ended: list[_Ended] = []
-        logged: list[tuple[str, float, float]] = []
+        logged: list[Logged] = []
 
-        def work(turn: int) -> None:
-            self.place = place = places[turn]
+        def run_rank(turn: int) -> None:
+            place = places[turn]
+            self.place = place
             batch, _, ids = row[place]
             self.load_buffers(self.buffers[place])
             ended.append(
-                self.micro(self.first, batch, ids, (*at, place), shares[place])
+                self.micro(self.first, batch, ids, (*key, place), shares[place])
             )
             self.buffers[place] = self.read_buffers()
-            logged.extend(
-                (name, *found[-1])
-                for name, found in self.first.loop.metrics.found.items()
-            )
+            logged.extend(logged_by(self.first))
 
-        self.turns.run(work)
+        self.turns.run(run_rank)
         self.turns = None
-        for parts in zip(*self.scaled, strict=True):
-            total = torch.stack([loss for _, loss in parts]).sum()
+        for losses in zip(*self.scaled, strict=True):
+            total = torch.stack([loss for _, loss in losses]).sum()
+            parameters = losses[0][0]
             self.hook("on_before_backward", total)
-            self.backward(total, parts[0][0])
+            self.backward(total, parameters)
             self.hook("on_after_backward")
         return ended, logged
 
@@ -409,25 +358,33 @@ class _Plain:
         turn = len(self.inputs)
         self.inputs.append(value)
 
-        def act() -> None:
+        def normalise() -> None:
             with self.equal_buffers():
-                self.outputs, self.inputs = joined(self.inputs, forward), []
+                self.outputs = list(joined(self.inputs, forward))
+                self.inputs = []
 
-        self.wait(turn, act)
-        return self.outputs[turn]  # type: ignore[no-any-return]
+        self.wait(turn, normalise)
+        output: Tensor = self.outputs[turn]
+        return output
 
-    def wait(self, turn: int, act: Callable[[], None]) -> None:
-        """Wait until every rank is here; the last one calls ``act``."""
+    def wait(self, turn: int, exchange: Callable[[], None]) -> None:
+        """Wait until every rank is here; the last one calls ``exchange``."""
         assert self.turns is not None
         if not self.automatic:  # each rank has a module of its own
-            self.turns.meet(turn, act)
+            self.turns.meet(turn, exchange)
             return
-        place, micro, logs = self.place, self.first.now, self.first.loop.metrics
-        weight, found = logs.weight, logs.found
+        # Other ranks run through the same module until this one goes on.
+        place = self.place
+        micro = self.first.running()
+        logs = self.first.loop.metrics
+        weight = logs.weight
+        values = logs.found
         self.buffers[place] = self.read_buffers()
-        self.turns.meet(turn, act)
-        self.place, self.first.now = place, micro
-        logs.weight, logs.found = weight, found
+        self.turns.meet(turn, exchange)
+        self.place = place
+        self.first.run(micro)
+        logs.weight = weight
+        logs.found = values
         self.load_buffers(self.buffers[place])
 
     def gather(self, data: Any, sync_grads: bool) -> Any:
@@ -442,103 +399,110 @@ class _Plain:
                 found="all_gather(sync_grads=True)",
                 fix="verify with devices=1",
             )
-        tensors: list[Tensor] = []
-        tensors.extend(tensors_of(data))
         turn = len(self.inputs)
-        self.inputs.append(tensors)
+        self.inputs.append(list(tensors_of(data)))
 
-        def act() -> None:
-            self.outputs, self.inputs = (
-                [torch.stack(parts) for parts in zip(*self.inputs, strict=True)],
-                [],
-            )
+        def stack() -> None:
+            columns = zip(*self.inputs, strict=True)
+            self.outputs = [torch.stack(tensors) for tensors in columns]
+            self.inputs = []
 
-        self.wait(turn, act)
-        stacked = iter(
-            self.outputs if sync_grads else [output.detach() for output in self.outputs]
-        )
-        return map_tensors(data, lambda tensor: next(stacked))
+        self.wait(turn, stack)
+        outputs = self.outputs
+        if not sync_grads:
+            outputs = [output.detach() for output in outputs]
+        remaining = iter(outputs)
+        return map_tensors(data, lambda tensor: next(remaining))
 
-    def manually(self, row: Row, at: tuple[int, int], shares: list[float]) -> _Ran:
+    def manually(self, row: Row, key: tuple[int, int], shares: list[float]) -> _Ran:
         """Each rank's ``training_step``: its ``manual_backward`` waits for those of the others."""
         ended: dict[int, _Ended] = {}
-        turns = self.turns = Turns(len(row), "manual_backward or all_gather")
+        turns = Turns(len(row), "manual_backward or all_gather")
+        self.turns = turns
         self.earlier = {}
-        batch_of_others = next(batch for batch, _, _ in row if batch is not EMPTY)
+        any_batch = next(batch for batch, _, _ in row if batch is not EMPTY)
 
-        def work(place: int) -> None:
-            rank, (batch, _, ids) = self.ranks[place], row[place]
-            rank.loop.backward = partial(
-                self.backward_by_hand, turns, place, shares[place]
-            )
-            if (
-                batch is EMPTY
-            ):  # it has no part in the step, which it makes all the same
-                rank.step(batch_of_others, self.progress.epoch_batch)
+        def run_rank(place: int) -> None:
+            rank = self.ranks[place]
+            batch, _, ids = row[place]
+            share = shares[place]
+            rank.loop.backward = partial(self.backward_by_hand, turns, place, share)
+            if batch is EMPTY:
+                # It has no part in the step, which it makes all the same.
+                rank.step(any_batch, self.progress.epoch_batch)
             else:
-                ended[place] = self.micro(rank, batch, ids, (*at, place), shares[place])
+                ended[place] = self.micro(rank, batch, ids, (*key, place), share)
 
-        turns.run(work)
+        turns.run(run_rank)
         self.turns = None
-        found = [
-            (name, *value[-1])
-            for rank in self.ranks
-            for name, value in rank.loop.metrics.found.items()
-        ]
-        return [ended[place] for place in sorted(ended)], found
+        logged: list[Logged] = []
+        for rank in self.ranks:
+            logged += logged_by(rank)
+        return [ended[place] for place in sorted(ended)], logged
 
     def micro(
-        self, rank: _Rank, batch: Any, ids: Any, at: tuple[int, int, int], share: float
+        self, rank: Rank, batch: Any, ids: Any, key: tuple[int, int, int], share: float
     ) -> _Ended:
         """One micro-batch of one rank; returns the arguments of ``on_train_batch_end``."""
-        step, index, place = at
-        number = step if self.division.counts_windows else self.progress.epoch_batch
-        batch = batch if rank.move is None else rank.move(batch)
-        rank.loop.metrics.weight, rank.loop.metrics.found = share * self.total, {}
-        now = rank.now = Micro([whole(value) for value in tensors_of(batch)], ids)
-        now.watched = Watched() if step in self.watched else None
-        self.record.micros[step, index * self.division.places + place] = now
+        step, index, place = key
+        number = self.progress.epoch_batch
+        if self.division.counts_windows:
+            number = step
+        if rank.move is not None:
+            batch = rank.move(batch)
+        rank.loop.metrics.weight = share * self.total
+        rank.loop.metrics.found = {}
+        micro = Micro([whole(value) for value in tensors_of(batch)], ids)
+        if step in self.watched:
+            micro.watched = Watched()
+        rank.run(micro)
+        batch_of_world = index * self.division.places + place
+        self.record.micros[step, batch_of_world] = micro
         rank.hook("on_train_batch_start", batch, number)
-        reseed(self.division.reseeds, step, index * self.division.places + place)
-        before = _draws()
+        reseed(self.division.reseeds, step, batch_of_world)
+        generators = _draws()
         with self.context() or nullcontext():
             output = rank.step(batch, number)
-        self.record.draws = self.record.draws or before != _draws()
-        now.note_changes(batch)
+        self.record.draws = self.record.draws or generators != _draws()
+        micro.note_changes(batch)
         if output is not None:
-            now.loss = losses_of(output)
-            parts = (
-                [(parameters, loss * share) for parameters, loss in self.parts(output)]
-                if self.automatic
-                else []
-            )
-            self.losses += [scaled.detach() for _, scaled in parts]
-            if self.joins:
-                self.scaled.append(parts)
-                parts = []
-            for parameters, scaled in parts:
-                self.hook("on_before_backward", scaled)
-                self.backward(scaled, parameters)
-                self.hook("on_after_backward")
+            micro.loss = losses_of(output)
+            if self.automatic:
+                self.backward_losses(output, share)
             if not isinstance(output, dict):
                 output = {"loss": output.detach()}
-        rank.now = None
+        rank.run(None)
         return output, batch, number
 
-    def parts(self, output: Any) -> list[tuple[list[nn.Parameter] | None, Tensor]]:
+    def backward_losses(self, output: Any, share: float) -> None:
+        """Add the gradients of each loss of a step, or keep the losses where one backward follows for all ranks."""
+        scaled_losses = [
+            (parameters, loss * share)
+            for parameters, loss in self.losses_by_optimizer(output)
+        ]
+        self.losses += [loss.detach() for _, loss in scaled_losses]
+        if self.joins:
+            self.scaled.append(scaled_losses)
+            return
+        for parameters, loss in scaled_losses:
+            self.hook("on_before_backward", loss)
+            self.backward(loss, parameters)
+            self.hook("on_after_backward")
+
+    def losses_by_optimizer(
+        self, output: Any
+    ) -> list[tuple[list[nn.Parameter] | None, Tensor]]:
         """Each loss, with the parameters that it trains; None: all."""
-        names = self.made.names
-        if (
-            names is not None
-            and isinstance(output, dict)
-            and set(names) <= output.keys()
-        ):
-            return [
-                (parameters_of(optimizer), output[name])
-                for name, optimizer in zip(names, self.made.optimizers, strict=True)
-                if output[name] is not None
-            ]
-        return [(None, output["loss"] if isinstance(output, dict) else output)]
+        if not isinstance(output, dict):
+            return [(None, output)]
+        names = self.configured.names
+        if names is None or not set(names) <= output.keys():
+            return [(None, output["loss"])]
+        return [
+            (parameters_of(optimizer), output[name])
+            for name, optimizer in zip(names, self.configured.optimizers, strict=True)
+            if output[name] is not None
+        ]
 
     def backward(self, loss: Tensor, parameters: list[nn.Parameter] | None) -> None:
         """Add the gradients of one loss."""
@@ -553,30 +517,33 @@ class _Plain:
         place: int,
         share: float,
         loss: Tensor,
-        *rest: Any,
-        **options: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Manual optimization: add the gradients that all ranks get from this backward to those from before."""
-        rank, several = self.ranks[place], len(self.ranks) > 1
+        rank = self.ranks[place]
+        if len(self.ranks) == 1:
+            rank.hook("on_before_backward", loss)
+            rank.module.backward(loss, *args, **kwargs)
+            rank.hook("on_after_backward")
+            return
         parameters = list(rank.module.parameters())
-        if several:
-            self.earlier[place] = [parameter.grad for parameter in parameters]
-            for parameter in parameters:
-                parameter.grad = None
-            loss = loss * share
-        rank.hook("on_before_backward", loss)
-        rank.module.backward(loss, *rest, **options)
-        if several:
-            modules = [each.module for each in self.ranks]
-            turns.meet(
-                place,
-                lambda: add_gradients(
-                    modules, [self.earlier[one] for one in range(len(modules))]
-                ),
-            )
+        self.earlier[place] = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        scaled = loss * share
+        rank.hook("on_before_backward", scaled)
+        rank.module.backward(scaled, *args, **kwargs)
+
+        def add_all() -> None:
+            modules = [each_rank.module for each_rank in self.ranks]
+            earlier = [self.earlier[index] for index in range(len(modules))]
+            add_gradients(modules, earlier)
+
+        turns.meet(place, add_all)
         rank.hook("on_after_backward")
 
-    def before_step(self, rank: _Rank, optimizer: Optimizer) -> None:
+    def before_step(self, rank: Rank, optimizer: Optimizer) -> None:
         """Manual optimization: record the gradients of a step."""
         if len(self.ranks) > 1 and not self.earlier:
             raise ConfigurationError(
@@ -584,16 +551,12 @@ class _Plain:
                 fix="self.manual_backward(loss) in place of loss.backward()",
             )
         rank.hook("on_before_optimizer_step", optimizer)
-        if rank is self.first:
-            found = self.record.gradients.setdefault(self.progress.step, {})
-            held = [
-                parameter
-                for parameter in parameters_of(optimizer)
-                if parameter.grad is not None
-            ]
-            found |= {
-                self.names[id(parameter)]: whole(parameter.grad) for parameter in held
-            }
+        if rank is not self.first:
+            return
+        gradients = self.record.gradients.setdefault(self.progress.step, {})
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                gradients[self.names[id(parameter)]] = whole(parameter.grad)
 
     def read_buffers(self) -> dict[str, Tensor]:
         """What a module that several ranks share has of each: buffers, and parameters that no optimizer trains."""
@@ -615,13 +578,15 @@ class _Plain:
         values = self.read_buffers()
         if not self.buffers:
             self.buffers = [values] * self.division.places
-        elif not self.division.own_buffers:
-            sent = {
-                name: values[name]
-                for name, _ in self.module.named_buffers()
-                if name in values
-            }
-            self.buffers = [{**held, **sent} for held in self.buffers]
+            return
+        if self.division.own_buffers:
+            return
+        sent = {
+            name: values[name]
+            for name, _ in self.module.named_buffers()
+            if name in values
+        }
+        self.buffers = [{**buffers, **sent} for buffers in self.buffers]
 
     def untrained_values(self) -> list[dict[str, Tensor]]:
         """The untrained values of each place, by canonical name."""
@@ -644,9 +609,8 @@ class _Plain:
         """Give the module a rank's buffers."""
         for name, buffer in self.untrained():
             if name in values and values[name].shape == buffer.shape:
-                buffer.data.copy_(
-                    values[name]
-                )  # also after a forward: backward uses no running statistics
+                # Also after a forward: backward uses no running statistics.
+                buffer.data.copy_(values[name])
 
     @contextmanager
     def equal_buffers(self) -> Iterator[None]:
@@ -654,10 +618,9 @@ class _Plain:
         self.load_buffers(self.buffers[0])
         yield
         for name, value in self.read_buffers().items():
-            if name not in self.buffers[0] or not same_bits(
-                value, self.buffers[0][name]
-            ):
-                self.buffers = [{**held, name: value} for held in self.buffers]
+            before = self.buffers[0].get(name)
+            if before is None or not same_bits(value, before):
+                self.buffers = [{**buffers, name: value} for buffers in self.buffers]
 
     def weight(self, batch: Any, size: int) -> float:
         """The weight of a micro-batch in its step."""
@@ -665,7 +628,9 @@ class _Plain:
             return 0.0
         if not self.settings.loss_weighting:
             return 1.0
-        return float(self.module.loss_weight(batch)) if self.own_weight else float(size)
+        if self.has_loss_weight:
+            return float(self.module.loss_weight(batch))
+        return float(size)
 
 
 def _draws() -> tuple[object, ...]:
@@ -683,16 +648,8 @@ def _identity(loss: object) -> object:
     return loss
 
 
-def _check(made: Optimizers) -> None:
-    repeats = [
-        optimizer for optimizer in made.optimizers if requires_closure(optimizer)
-    ]
-    if repeats:
-        raise ConfigurationError(
-            "verify cannot train this module with a plain loop",
-            found=f"{type(repeats[0]).__name__} computes the loss several times in a step",
-            fix="compare with trainer_kit.testing.check_strategy, or verify the module with another optimizer",
-        )
+def _has_empty_batch(row: Row) -> bool:
+    return any(batch is EMPTY for batch, _, _ in row)
 
 
 def plain_loop(
