@@ -61,15 +61,19 @@ class _State:
     """The global state of this process that belongs to the rank that runs."""
 
     def __init__(self) -> None:
-        self.random, self.environ = rng_state(), dict(os.environ)
-        self.seed, self.kept = swap_last_seed(None), swap_world_cache({})
-        self.dtype, self.anomaly = torch.get_default_dtype(), torch.is_anomaly_enabled()
+        self.random = rng_state()
+        self.environ = dict(os.environ)
+        self.seed = swap_last_seed(None)
+        self.world_cache = swap_world_cache({})
+        self.dtype = torch.get_default_dtype()
+        self.anomaly = torch.is_anomaly_enabled()
         self.deterministic = torch.are_deterministic_algorithms_enabled()
         self.warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        self.functions = F.scaled_dot_product_attention, F.cross_entropy
+        self.attention = F.scaled_dot_product_attention
+        self.cross_entropy = F.cross_entropy
         self.fast = torch.backends.mha.get_fastpath_enabled()
 
-    def put(self) -> None:
+    def restore(self) -> None:
         """Make it the state of the process."""
         restore_rng(self.random)
         for name in os.environ.keys() - self.environ.keys():
@@ -78,11 +82,12 @@ class _State:
             if os.environ.get(name) != value:
                 os.environ[name] = value
         swap_last_seed(self.seed)
-        swap_world_cache(self.kept)
+        swap_world_cache(self.world_cache)
         torch.set_default_dtype(self.dtype)
         torch.autograd.set_detect_anomaly(self.anomaly)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warns)
-        F.scaled_dot_product_attention, F.cross_entropy = self.functions
+        F.scaled_dot_product_attention = self.attention
+        F.cross_entropy = self.cross_entropy
         torch.backends.mha.set_fastpath_enabled(self.fast)
 
 
@@ -92,12 +97,12 @@ class _Wait:
     """What a rank waits for.
 
     Attributes:
-        what: in words.
-        over: whether it has happened.
+        name: in words.
+        is_over: whether it has happened.
     """
 
-    what: str
-    over: Callable[[], bool]
+    name: str
+    is_over: Callable[[], bool]
 
 
 @final
@@ -133,14 +138,14 @@ class _Turns:
     @property
     def rank(self) -> int:
         """The rank of this thread."""
-        found = self._ranks.get(threading.get_ident())
-        if found is None:
+        rank = self._ranks.get(threading.get_ident())
+        if rank is None:
             raise RankError(
                 "a thread that is not a rank uses torch.distributed",
                 found=threading.current_thread().name,
                 fix="let ranks be processes: verify without local",
             )
-        return found
+        return rank
 
     def begin(self, rank: int) -> None:
         """Wait for the first turn of this thread, which becomes a rank."""
@@ -157,14 +162,14 @@ class _Turns:
                 self._fail(rank, error)
             self._pass_on()
 
-    def together(
-        self, what: str, over: Callable[[], bool], call: Callable[[], Any]
+    def call_together(
+        self, name: str, is_over: Callable[[], bool], call: Callable[[], Any]
     ) -> Any:
         """Give the turn away until other ranks have done their part; then call, without the turn, and take it again.
 
         Args:
-            what: is waited for, in words.
-            over: whether the others have done their part.
+            name: of what is waited for, in words.
+            is_over: whether the others have done their part.
             call: waits for no rank any more.
 
         Raises:
@@ -175,7 +180,7 @@ class _Turns:
             if self.error is not None:
                 raise self._blamed.pop(rank, None) or _PeerFailed
             self._states[rank] = _State()
-            self._waits[rank] = _Wait(what, over)
+            self._waits[rank] = _Wait(name, is_over)
             self._pass_on()
             self._until(rank, lambda: rank in self._inside or self.error is not None)
             if rank not in self._inside:
@@ -192,31 +197,38 @@ class _Turns:
 
     def _take(self, rank: int) -> None:
         self._until(rank, lambda: self._turn == rank)
-        self._states[rank].put()
+        self._states[rank].restore()
 
-    def _until(self, rank: int, over: Callable[[], bool]) -> None:
+    def _until(self, rank: int, is_over: Callable[[], bool]) -> None:
+        """Wait until something has happened; an interrupt ends all ranks."""
         try:
-            while not self._lock.wait_for(over, timeout=1.0):
+            while not self._lock.wait_for(is_over, timeout=1.0):
                 pass  # a signal that comes just before a wait is handled after it
-        except BaseException as error:  # a second Ctrl-C reaches the main thread, also where another rank runs
+        except BaseException as error:
+            # A second Ctrl-C reaches the main thread, also where another rank runs.
             self._inside.discard(rank)
             self._fail(rank, error)
             if self._turn not in (None, rank):
                 self._ready.add(rank)
-                thread = next(
-                    ident for ident, one in self._ranks.items() if one == self._turn
-                )
+                self._interrupt(self._turn)
+            self._choose()
+            self._lock.wait_for(lambda: self._turn == rank)
+            self._states[rank].restore()
+            raise
+
+    def _interrupt(self, rank: int | None) -> None:
+        """Raise an exception in the thread of a rank."""
+        for thread, thread_rank in self._ranks.items():
+            if thread_rank == rank:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread), ctypes.py_object(_PeerFailed)
                 )
-            self._choose()
-            self._lock.wait_for(lambda: self._turn == rank)
-            self._states[rank].put()
-            raise
+                return
 
     def _fail(self, rank: int, error: BaseException) -> None:
         if self.error is None:
-            self.error, self.failed = error, rank
+            self.error = error
+            self.failed = rank
         self._ready |= self._waits.keys() - {rank}
         self._waits.clear()
 
@@ -227,12 +239,15 @@ class _Turns:
     def _choose(self) -> None:
         """Give the turn to the first rank that is ready, once no collective runs: the order is always the same."""
         if self._turn is None and not self._inside:
-            self._inside = {rank for rank, wait in self._waits.items() if wait.over()}
+            self._inside = {
+                rank for rank, wait in self._waits.items() if wait.is_over()
+            }
             for rank in self._inside:
                 del self._waits[rank]
             if not self._inside and not self._ready and self._waits:
                 first = min(self._waits)
-                self._blamed[first] = error = self._stuck()
+                error = self._stuck()
+                self._blamed[first] = error
                 self._fail(-1, error)
             if not self._inside and self._ready:
                 self._turn = min(self._ready)
@@ -240,22 +255,23 @@ class _Turns:
         self._lock.notify_all()
 
     def _stuck(self) -> BaseException:
+        positions = []
+        for rank in range(len(self._states)):
+            if rank in self._waits:
+                positions.append(f"rank {rank} waits in {self._waits[rank].name}")
+            else:
+                positions.append(f"rank {rank} has ended")
         return RankError(
             "the ranks do not call the same collectives",
-            found="; ".join(
-                f"rank {rank} waits in {self._waits[rank].what}"
-                if rank in self._waits
-                else f"rank {rank} has ended"
-                for rank in range(len(self._states))
-            ),
+            found="; ".join(positions),
             fix="call the same collectives in the same order on every rank",
         )
 
     def meet(
         self,
-        key: Any,
+        key: object,
         members: int,
-        what: str,
+        name: str,
         call: Callable[[], Any],
         detail: str = "",
     ) -> Any:
@@ -264,36 +280,35 @@ class _Turns:
         Args:
             key: equal on the members, and used once.
             members: how many ranks.
-            what: in words.
+            name: in words.
             call: of gloo.
             detail: must be equal on the members.
 
         Raises:
             RankError: the members call different collectives.
         """
-        others = self.arrived.setdefault(key, {})
-        others[self.rank] = mine = what + detail
-        if len(others) == members:
+        description = name + detail
+        arrived = self.arrived.setdefault(key, {})
+        arrived[self.rank] = description
+        if len(arrived) == members:
             del self.arrived[key]
-            different = next(
-                (rank for rank, found in others.items() if found != mine), None
-            )
-            if different is not None:
-                raise RankError(
-                    "the ranks do not call the same collective",
-                    found=f"rank {different}: {others[different]}; rank {self.rank}: {mine}",
-                    fix="call the same collectives, with the same shapes, on every rank",
-                )
-        return self.together(what + detail, lambda: len(others) == members, call)
+            for rank, other_description in arrived.items():
+                if other_description != description:
+                    raise RankError(
+                        "the ranks do not call the same collective",
+                        found=f"rank {rank}: {other_description}; rank {self.rank}: {description}",
+                        fix="call the same collectives, with the same shapes, on every rank",
+                    )
+        return self.call_together(description, lambda: len(arrived) == members, call)
 
 
-_now: _Turns | None = None
+_current_turns: _Turns | None = None
 """Of the ranks of this process."""
 
 
 def _turns() -> _Turns:
-    assert _now is not None, "the ranks have ended"
-    return _now
+    assert _current_turns is not None, "the ranks have ended"
+    return _current_turns
 
 
 _Plain: Any = dist.ProcessGroup
@@ -341,6 +356,8 @@ class _Group(_Plain):  # type: ignore[misc]
 
 
 def _collective(name: str) -> Callable[..., Any]:
+    """A method of a process group that calls a collective of gloo once all ranks have come."""
+
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
         def run() -> Any:
             work = getattr(self._inner, name)(*arguments, **options)
@@ -349,14 +366,15 @@ def _collective(name: str) -> Callable[..., Any]:
             return work
 
         self._calls += 1
-        shapes = [
-            f"{str(one.dtype)[6:]}{list(one.shape)}"
-            for one in tensors_of(arguments[:2])
-        ]
-        detail = f"({', '.join(shapes)})" if name in _ALIKE else ""
-        return _turns().meet(
-            (self.group_name, self._calls), self.size(), name, run, detail
-        )
+        detail = ""
+        if name in _ALIKE:
+            shapes = [
+                f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+                for tensor in tensors_of(arguments[:2])
+            ]
+            detail = f"({', '.join(shapes)})"
+        key = self.group_name, self._calls
+        return _turns().meet(key, self.size(), name, run, detail)
 
     return call
 
@@ -372,22 +390,23 @@ class _Later(dist.Work):
 
     Args:
         work: gloo's.
-        way: group, sender, receiver and tag.
-        mine: what this rank does.
-        theirs: what the other one does.
+        route: group, sender, receiver and tag.
+        operation: what this rank does.
+        counterpart: what the other one does.
     """
 
-    def __init__(self, work: Any, way: Any, mine: str, theirs: str) -> None:
+    def __init__(self, work: Any, route: Any, operation: str, counterpart: str) -> None:
         super().__init__()
         posted = _turns().posted
-        posted[way, mine] += 1
-        count = posted[way, mine]
-        self._work, self._what = work, f"{mine} from rank {way[1]} to rank {way[2]}"
-        self._over = lambda: posted[way, theirs] >= count
+        posted[route, operation] += 1
+        count = posted[route, operation]
+        self._work = work
+        self._name = f"{operation} from rank {route[1]} to rank {route[2]}"
+        self._is_over = lambda: posted[route, counterpart] >= count
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait for the other rank."""
-        return bool(_turns().together(self._what, self._over, self._work.wait))
+        return bool(_turns().call_together(self._name, self._is_over, self._work.wait))
 
 
 @contextmanager
@@ -402,7 +421,7 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
             _ = turns.rank
             return super()._get_world()
 
-    global _now
+    global _current_turns
     helper, barrier, world = (
         _C10D._new_process_group_helper,
         _C10D._store_based_barrier,
@@ -444,7 +463,7 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
         turns.meet(("made", name), count, "new_group", lambda: None)
 
     threaded: Any = torch._C._distributed_c10d
-    _now = turns
+    _current_turns = turns
     threaded._set_thread_isolation_mode(True)
     _C10D._new_process_group_helper, _C10D._store_based_barrier = make, arrive
     _C10D._world, _C10D.ProcessGroup = Worlds(), _Group
@@ -461,7 +480,7 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
         threaded._set_thread_isolation_mode(False)
         sys.excepthook = hook
         forget_layouts()  # a later thread may have the number of one of these
-        _now = None
+        _current_turns = None
 
 
 def run_local(fn: Callable[[int], Any], ranks: int) -> None:
@@ -486,12 +505,13 @@ def run_local(fn: Callable[[int], Any], ranks: int) -> None:
         >>> found
         [(0, 2, '0'), (1, 2, '1')]
     """
-    if _now is not None:
+    if _current_turns is not None:
         raise LaunchError(
             "a rank cannot start ranks", found=f"rank {_turns().rank} of threads"
         )
-    before, threads = _State(), torch.get_num_threads()
-    before.put()
+    before = _State()
+    threads = torch.get_num_threads()
+    before.restore()
     try:
         if ranks == 1:
             for name in _RANK:
@@ -501,7 +521,7 @@ def run_local(fn: Callable[[int], Any], ranks: int) -> None:
         else:
             _run(fn, ranks, _Turns(ranks, before))
     finally:
-        before.put()
+        before.restore()
         torch.set_num_threads(threads)
         gc.collect()  # groups of gloo have threads, and end with the reducers that use them
 
