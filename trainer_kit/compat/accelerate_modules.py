@@ -76,15 +76,14 @@ def named_module_tensors(
         ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
     yield from module.named_parameters(recurse=recurse)
-    for name, buffer in (
-        module.named_buffers(recurse=recurse) if include_buffers else ()
-    ):
+    if not include_buffers:
+        return
+    for name, buffer in module.named_buffers(recurse=recurse):
         path, _, key = name.rpartition(".")
-        if (
-            not remove_non_persistent
-            or key not in module.get_submodule(path)._non_persistent_buffers_set
-        ):
-            yield name, buffer
+        owner = module.get_submodule(path)
+        if remove_non_persistent and key in owner._non_persistent_buffers_set:
+            continue
+        yield name, buffer
 
 
 def set_module_tensor_to_device(
@@ -127,39 +126,38 @@ def set_module_tensor_to_device(
         )
     path, _, key = tensor_name.rpartition(".")
     try:
-        holder = module.get_submodule(path)
+        owner = module.get_submodule(path)
     except AttributeError as error:
         raise ConfigurationError(
             f"the module {path!r} does not exist", found=str(error)
         ) from error
-    old = holder._parameters.get(key, holder._buffers.get(key))
-    if old is None:
+    current = owner._parameters.get(key, owner._buffers.get(key))
+    if current is None:
         raise ConfigurationError(
             f"the module has no parameter or buffer {tensor_name!r}",
             found=type(module).__name__,
         )
-    place = torch.device(device)
-    new = old.detach() if value is None else torch.as_tensor(value)
-    if new.shape != old.shape:
+    target = torch.device(device)
+    tensor = current.detach() if value is None else torch.as_tensor(value)
+    if tensor.shape != current.shape:
         raise ConfigurationError(
             f"the value of {tensor_name} has a different shape",
-            found=f"{list(new.shape)}, not {list(old.shape)}",
+            found=f"{list(tensor.shape)}, not {list(current.shape)}",
         )
-    if new.device.type == "meta" and place.type != "meta":
+    if tensor.device.type == "meta" and target.type != "meta":
         raise ConfigurationError(
             f"{tensor_name} has no values",
             found="the meta device",
             fix="pass value=...",
         )
     if value is not None and dtype is None:
-        new = new.to(old.dtype)
-    elif dtype is not None and new.is_floating_point():
-        new = new.to(resolve_dtype(dtype))
-    new = new.to(place, non_blocking=non_blocking)
-    if (
-        value is not None or new.dtype != old.dtype or new.device != old.device
-    ):  # else an optimizer keeps its parameter
-        put(holder, key, parameter_like(old, new))
+        tensor = tensor.to(current.dtype)
+    elif dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(resolve_dtype(dtype))
+    tensor = tensor.to(target, non_blocking=non_blocking)
+    moved = tensor.dtype != current.dtype or tensor.device != current.device
+    if value is not None or moved:  # else an optimizer keeps its parameter
+        put(owner, key, parameter_like(current, tensor))
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
@@ -171,12 +169,11 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
         >>> find_tied_parameters(model)
         [['a.weight', 'b.weight']]
     """
-    tied = (
-        [slot.name for slot in one.slots]
-        for one in find_tied(model)
-        if not one.is_buffer
-    )
-    return [sorted(names) for names in tied if len(names) > 1]
+    groups = []
+    for tied in find_tied(model):
+        if not tied.is_buffer and len(tied.slots) > 1:
+            groups.append(sorted(slot.name for slot in tied.slots))
+    return groups
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
@@ -187,11 +184,13 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
         tied_params: what `find_tied_parameters` returned before the parameters were moved.
     """
     for names in tied_params:
-        held = [model.get_parameter(name) for name in names]
-        whole = next((one for one in held if one.device.type != "meta"), None)
-        for name in names if whole is not None else ():
+        parameters = [model.get_parameter(name) for name in names]
+        with_values = [p for p in parameters if p.device.type != "meta"]
+        if not with_values:
+            continue
+        for name in names:
             path, _, key = name.rpartition(".")
-            setattr(model.get_submodule(path), key, whole)
+            setattr(model.get_submodule(path), key, with_values[0])
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
@@ -200,22 +199,15 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     embeddings: Any = getattr(model, "get_output_embeddings", None)
     if config is None or embeddings is None:
         return False
-    text = (
-        config.get_text_config(decoder=True)
-        if hasattr(config, "get_text_config")
-        else config
-    )
-    ties = (
-        bool(getattr(text, "tie_word_embeddings", False)) and embeddings() is not None
-    )
-    both = getattr(config, "is_encoder_decoder", False) and getattr(
-        config, "tie_encoder_decoder", False
-    )
-    return (
-        ties
-        or bool(both)
-        or any(hasattr(part, "_tie_weights") for part in model.modules())
-    )
+    text_config = config
+    if hasattr(config, "get_text_config"):
+        text_config = config.get_text_config(decoder=True)
+    if getattr(text_config, "tie_word_embeddings", False) and embeddings() is not None:
+        return True
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    if is_encoder_decoder and getattr(config, "tie_encoder_decoder", False):
+        return True
+    return any(hasattr(module, "_tie_weights") for module in model.modules())
 
 
 def check_tied_parameters_on_same_device(
@@ -228,19 +220,22 @@ def check_tied_parameters_on_same_device(
         ConfigurationError: names of one parameter are on several devices.
     """
     for names in tied_params:
-        places = {
-            name: next(device_map[key] for key in _above(name) if key in device_map)
+        devices = {
+            name: next(
+                device_map[key] for key in _list_paths(name) if key in device_map
+            )
             for name in names
         }
-        if len(set(places.values())) > 1:
+        if len(set(devices.values())) > 1:
             raise ConfigurationError(
                 "the device map puts a tied parameter on several devices",
-                found=str(places),
+                found=str(devices),
                 fix='use device_map="auto"',
             )
 
 
-def _above(name: str) -> Iterator[str]:
+def _list_paths(name: str) -> Iterator[str]:
+    """Yield a name, and the modules around it from the inside out."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -260,16 +255,21 @@ def get_max_layer_size(
         no_split_module_classes: classes whose objects count as one layer.
     """
     sizes: dict[str, int] = {}
-    waiting = list(reversed(modules))
-    while waiting:
-        path, one = waiting.pop()
-        children = list(one.named_children()) if isinstance(one, nn.Module) else []
-        if children and type(one).__name__ not in no_split_module_classes:
-            waiting += [(f"{path}.{name}", child) for name, child in reversed(children)]
-        else:
+    queue = list(reversed(modules))
+    while queue:
+        path, module = queue.pop()
+        children: list[tuple[str, nn.Module]] = []
+        if isinstance(module, nn.Module):
+            children = list(module.named_children())
+        if not children or type(module).__name__ in no_split_module_classes:
             sizes[path] = module_sizes.get(path, 0)
-    most = max(sizes.values(), default=0)
-    return most, [path for path, size in sizes.items() if size == most and most]
+            continue
+        for name, child in reversed(children):
+            queue.append((f"{path}.{name}", child))
+    largest = max(sizes.values(), default=0)
+    if not largest:
+        return 0, []
+    return largest, [path for path, size in sizes.items() if size == largest]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
@@ -280,14 +280,13 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
         (84, (64, ['0']))
     """
     sizes = compute_module_sizes(model)
-    parts = [
+    modules = [
         *model.named_parameters(recurse=False),
         *model.named_children(),
         *model.named_buffers(recurse=False),
     ]
-    return sizes[""], get_max_layer_size(
-        parts, sizes, getattr(model, "_no_split_modules", None) or []
-    )
+    undivided = getattr(model, "_no_split_modules", None) or []
+    return sizes[""], get_max_layer_size(modules, sizes, undivided)
 
 
 def load_state_dict(
@@ -306,10 +305,11 @@ def load_state_dict(
     if not device_map:
         return weights
     for name in weights:
-        device = next(
-            (device_map[key] for key in _above(name) if key in device_map), "cpu"
-        )
-        weights[name] = weights[name].to("cpu" if device == "disk" else device)
+        devices = (device_map[key] for key in _list_paths(name) if key in device_map)
+        device = next(devices, "cpu")
+        if device == "disk":
+            device = "cpu"
+        weights[name] = weights[name].to(device)
     return weights
 
 
@@ -395,30 +395,32 @@ def add_hook_to_module(
         >>> layer(torch.ones(1)), remove_hook_from_module(layer)(torch.ones(1))
         (tensor([2.]), tensor([1.]))
     """
-    before = module.__dict__.get("_hf_hook")
-    if before is not None:
+    earlier = module.__dict__.get("_hf_hook")
+    if earlier is not None:
         remove_hook_from_module(module)
-        hook = SequentialHook(before, hook) if append else hook
+        if append:
+            hook = SequentialHook(earlier, hook)
     module = hook.init_hook(module)
     grads: list[bool] = []
 
-    def enter(one: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(called: nn.Module, args: Any, kwargs: Any) -> Any:
         grads.append(torch.is_grad_enabled())
-        changed = hook.pre_forward(one, *args, **kwargs)
+        args, kwargs = hook.pre_forward(called, *args, **kwargs)
         torch.set_grad_enabled(grads[-1] and not hook.no_grad)
-        return tuple(changed[0]), changed[1]
+        return tuple(args), kwargs
 
-    def leave(one: nn.Module, args: Any, output: Any) -> None:
+    def leave(called: nn.Module, args: Any, output: Any) -> None:
         if grads:  # after an exception, too
             torch.set_grad_enabled(grads.pop())
+
+    def change_output(called: nn.Module, args: Any, output: Any) -> Any:
+        return hook.post_forward(called, output)
 
     module.__dict__["_hf_hook"] = hook
     module.__dict__[_HANDLES] = [
         module.register_forward_pre_hook(enter, with_kwargs=True),
         module.register_forward_hook(leave, always_call=True),
-        module.register_forward_hook(
-            lambda one, args, output: hook.post_forward(one, output)
-        ),
+        module.register_forward_hook(change_output),
     ]
     return module
 
@@ -436,8 +438,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     if hook is not None:
         hook.detach_hook(module)
     undo_dispatch(module)
-    for child in module.children() if recurse else ():
-        remove_hook_from_module(child, recurse)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
     return module
 
 
@@ -481,7 +484,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
 
-    def _offloaded(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+    def _list_offloaded(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         return list(
             named_module_tensors(
                 module, self.offload_buffers, self.place_submodules, True
@@ -491,13 +494,15 @@ class AlignDevicesHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         tensors = list(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors}
-        away: dict[str, Tensor] = dict(self._offloaded(module)) if self.offload else {}
+        offloaded: dict[str, Tensor] = {}
+        if self.offload:
+            offloaded = dict(self._list_offloaded(module))
         if self.offload and self.weights_map is None:
             self.weights_map = {
-                name: tensor.detach().to("cpu") for name, tensor in away.items()
+                name: tensor.detach().to("cpu") for name, tensor in offloaded.items()
             }
         for name, _ in tensors:
-            if name in away:
+            if name in offloaded:
                 set_module_tensor_to_device(module, name, "meta")
             elif self.execution_device is not None:
                 set_module_tensor_to_device(module, name, self.execution_device)
@@ -506,40 +511,37 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        self.input_device = find_device([args, kwargs]) if self.io_same_device else None
-        device = (
-            find_device([args, kwargs])
-            if self.execution_device is None
-            else self.execution_device
-        )
+        device = self.execution_device
+        if device is None:
+            device = find_device([args, kwargs])
+        self.input_device = None
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
         if self.offload and self.weights_map is not None:
-            for name, _ in self._offloaded(module):
+            for name, _ in self._list_offloaded(module):
                 set_module_tensor_to_device(
                     module, name, device or "cpu", self.weights_map[name]
                 )
         if device is None:
             return args, kwargs
-        return send_to_device(args, device), send_to_device(
-            kwargs, device, skip_keys=self.skip_keys
-        )
+        kwargs = send_to_device(kwargs, device, skip_keys=self.skip_keys)
+        return send_to_device(args, device), kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        for name, _ in self._offloaded(module) if self.offload else ():
-            set_module_tensor_to_device(module, name, "meta")
+        if self.offload:
+            for name, _ in self._list_offloaded(module):
+                set_module_tensor_to_device(module, name, "meta")
         if self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        for name, device in self.original_devices.items() if self.offload else ():
-            if (
-                self.weights_map is not None
-                and name in self.weights_map
-                and device.type != "meta"
-            ):
-                set_module_tensor_to_device(
-                    module, name, device, self.weights_map[name]
-                )
+        weights = self.weights_map
+        if not self.offload or weights is None:
+            return module
+        for name, device in self.original_devices.items():
+            if name in weights and device.type != "meta":
+                set_module_tensor_to_device(module, name, device, weights[name])
         return module
 
 
@@ -557,11 +559,9 @@ class CpuOffload(ModelHook):
         prev_module_hook: Any = None,
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = torch.device(
-            execution_device
-            if execution_device is not None
-            else present_accelerator() or "cpu"
-        )
+        if execution_device is None:
+            execution_device = present_accelerator() or "cpu"
+        self.execution_device = torch.device(execution_device)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to("cpu")
@@ -572,9 +572,8 @@ class CpuOffload(ModelHook):
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         module.to(self.execution_device)
-        return send_to_device(args, self.execution_device), send_to_device(
-            kwargs, self.execution_device
-        )
+        kwargs = send_to_device(kwargs, self.execution_device)
+        return send_to_device(args, self.execution_device), kwargs
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -595,24 +594,27 @@ def align_module_device(
     """
     hook = module.__dict__.get("_hf_hook")
     if isinstance(hook, AlignDevicesHook) and hook.offload:
-        before = hook.execution_device
-        hook.execution_device = before if execution_device is None else execution_device
+        device_of_hook = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
         hook.pre_forward(module)
         try:
             yield
         finally:
             hook.post_forward(module, None)
-            hook.execution_device = before
+            hook.execution_device = device_of_hook
         return
-    places = {
-        name: tensor.device for name, tensor in module.named_parameters(recurse=False)
-    }
-    for name in places if execution_device is not None else ():
+    if execution_device is None:
+        yield
+        return
+    parameters = module.named_parameters(recurse=False)
+    devices = {name: parameter.device for name, parameter in parameters}
+    for name in devices:
         set_module_tensor_to_device(module, name, execution_device)
     try:
         yield
     finally:
-        for name, device in places.items() if execution_device is not None else ():
+        for name, device in devices.items():
             set_module_tensor_to_device(module, name, device)
 
 
@@ -622,6 +624,10 @@ _CARRIERS: Final = {
     1: torch.int8,
     2: torch.int16,
 }  # by size, for dtypes that NumPy lacks
+
+
+def _is_unknown_to_numpy(dtype_name: str) -> bool:
+    return dtype_name == "bfloat16" or dtype_name.startswith("float8_")
 
 
 def offload_weight(
@@ -641,13 +647,14 @@ def offload_weight(
     Returns:
         The index.
     """
-    name = str(weight.dtype).removeprefix("torch.")
-    plain = weight.detach().cpu()
-    if name == "bfloat16" or name.startswith("float8_"):
-        plain = plain.view(_CARRIERS[weight.itemsize])
+    dtype_name = str(weight.dtype).removeprefix("torch.")
+    content = weight.detach().cpu()
+    if _is_unknown_to_numpy(dtype_name):
+        content = content.view(_CARRIERS[weight.itemsize])
     if index is not None:
-        index[weight_name] = {"dtype": name, "shape": list(weight.shape)}
-    plain.contiguous().numpy().tofile(Path(offload_folder) / f"{weight_name}.dat")
+        index[weight_name] = {"dtype": dtype_name, "shape": list(weight.shape)}
+    file = Path(offload_folder) / f"{weight_name}.dat"
+    content.contiguous().numpy().tofile(file)
     return index
 
 
@@ -661,20 +668,26 @@ def load_offloaded_weight(
         weight_info: its dtype and shape, from the index.
     """
     dtype = resolve_dtype(weight_info["dtype"])
-    special = dtype is torch.bfloat16 or weight_info["dtype"].startswith("float8_")
-    carrier = _CARRIERS[dtype.itemsize] if special else dtype
-    content = np.fromfile(weight_file, dtype=str(carrier).removeprefix("torch."))
-    return torch.from_numpy(content).view(dtype).reshape(weight_info["shape"])
+    carrier = dtype
+    if _is_unknown_to_numpy(str(dtype).removeprefix("torch.")):
+        carrier = _CARRIERS[dtype.itemsize]
+    carrier_name = str(carrier).removeprefix("torch.")
+    content = torch.from_numpy(np.fromfile(weight_file, dtype=carrier_name))
+    return content.view(dtype).reshape(weight_info["shape"])
 
 
 def save_offload_index(
     index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
     """Add an index to a folder's ``index.json``."""
-    if index:
-        file = Path(offload_folder) / "index.json"
-        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        file.write_text(json.dumps({**known, **index}, indent=2), encoding="utf-8")
+    if not index:
+        return
+    file = Path(offload_folder) / "index.json"
+    entries: dict[str, Any] = {}
+    if file.is_file():
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    entries.update(index)
+    file.write_text(json.dumps(entries, indent=2), encoding="utf-8")
 
 
 def offload_state_dict(
@@ -706,7 +719,8 @@ def load_offloaded_weights(
         offload_folder: where the files are.
     """
     for name, info in (index or {}).items():
-        weight = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)
+        file = Path(offload_folder) / f"{name}.dat"
+        weight = load_offloaded_weight(file, info)
         set_module_tensor_to_device(model, name, "cpu", weight)
 
 
@@ -719,10 +733,11 @@ def extract_submodules_state_dict(
         >>> extract_submodules_state_dict({"a.weight": 1, "ab.weight": 2}, ["a"])
         {'a.weight': 1}
     """
+    prefixes = tuple(f"{module_name}." for module_name in submodule_names)
     return {
         name: value
         for name, value in state_dict.items()
-        if any(name == one or name.startswith(f"{one}.") for one in submodule_names)
+        if name in submodule_names or name.startswith(prefixes)
     }
 
 
@@ -783,9 +798,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self.state_dict = state_dict or {}
         self.save_folder = save_folder
         if index is None and save_folder is not None:
-            index = json.loads(
-                (Path(save_folder) / "index.json").read_text(encoding="utf-8")
-            )
+            file = Path(save_folder) / "index.json"
+            index = json.loads(file.read_text(encoding="utf-8"))
         self.index = index or {}
         self.device = device
 
@@ -800,19 +814,15 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
                     "the index", key, "names no file, and save_folder is not set"
                 )
             return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
-        with safe_open(
-            file, framework="pt", device=str(self.device or "cpu")
-        ) as opened:
-            tensor: Tensor = opened.get_tensor(info.get("weight_name", key))
-        return tensor.to(resolve_dtype(info["dtype"])) if "dtype" in info else tensor
+        device = str(self.device or "cpu")
+        with safe_open(file, framework="pt", device=device) as weights:
+            tensor: Tensor = weights.get_tensor(info.get("weight_name", key))
+        if "dtype" not in info:
+            return tensor
+        return tensor.to(resolve_dtype(info["dtype"]))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(
-            [
-                *self.state_dict,
-                *(key for key in self.index if key not in self.state_dict),
-            ]
-        )
+        return iter({**self.state_dict, **self.index})
 
     def __len__(self) -> int:
         return len({*self.state_dict, *self.index})

@@ -184,31 +184,37 @@ class BaseEnum(Enum):
         return list(map(str, cls))
 
 
-def _words(name: str, text: str, *kinds: type) -> Any:
-    """An enumeration; ``text`` has names, or ``NAME=value``."""
-    pairs = [
-        (key, value or key)
-        for key, _, value in (word.partition("=") for word in text.split())
-    ]
-    made: Any = BaseEnum  # the functional form of an enumeration
-    return made(name, pairs, module=__name__, **({"type": kinds[0]} if kinds else {}))
+def _make_enumeration(name: str, text: str, mixin: type | None = None) -> Any:
+    """Make an enumeration; ``text`` has names, or ``NAME=value``; members are of the type ``mixin`` too."""
+    members: dict[str, str] = {}
+    for entry in text.split():
+        key, _, value = entry.partition("=")
+        members[key] = value or key
+    enumeration: Any = BaseEnum  # called with a name and members, it makes a class
+    if mixin is None:
+        return enumeration(name, members, module=__name__)
+    return enumeration(name, members, module=__name__, type=mixin)
 
 
-ComputeEnvironment = _words("ComputeEnvironment", "LOCAL_MACHINE AMAZON_SAGEMAKER", str)
-CustomDtype = _words("CustomDtype", "FP8=fp8 INT4=int4 INT2=int2", str)
-DynamoBackend = _words(
+ComputeEnvironment = _make_enumeration(
+    "ComputeEnvironment", "LOCAL_MACHINE AMAZON_SAGEMAKER", str
+)
+CustomDtype = _make_enumeration("CustomDtype", "FP8=fp8 INT4=int4 INT2=int2", str)
+DynamoBackend = _make_enumeration(
     "DynamoBackend",
     "NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
     "AOT_TORCHXLA_TRACE_ONCE TORCHXLA_TRACE_ONCE TVM HPU_BACKEND NEURON",
     str,
 )
-PrecisionType = _words("PrecisionType", "NO=no FP8=fp8 FP16=fp16 BF16=bf16", str)
-RNGType = _words(
+PrecisionType = _make_enumeration(
+    "PrecisionType", "NO=no FP8=fp8 FP16=fp16 BF16=bf16", str
+)
+RNGType = _make_enumeration(
     "RNGType",
     "TORCH=torch CUDA=cuda MLU=mlu SDAA=sdaa MUSA=musa NPU=npu XLA=xla XPU=xpu HPU=hpu NEURON=neuron "
     "GENERATOR=generator",
 )
-SageMakerDistributedType = _words(
+SageMakerDistributedType = _make_enumeration(
     "SageMakerDistributedType", "NO DATA_PARALLEL MODEL_PARALLEL", str
 )
 
@@ -253,7 +259,7 @@ def honor_type(obj: Any, generator: Any) -> Any:
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
-class _Tested(type):
+class _LeafType(type):
     """A metaclass for the classes of leaves that a user's function recognizes."""
 
     test: Callable[[Any], bool]
@@ -287,17 +293,11 @@ def recursively_apply(
         >>> recursively_apply(torch.add, {"x": [torch.tensor(1), "a"]}, 2)
         {'x': [tensor(3), 'a']}
     """
-    leaves = (
-        Tensor
-        if test_type is is_tensor
-        else _Tested("Tested", (), {"test": staticmethod(test_type)})
-    )
-    return map_leaves(
-        data,
-        lambda leaf: func(leaf, *args, **kwargs),
-        leaves,
-        require_tensor if error_on_other_type else None,
-    )
+    leaf_type: type = Tensor
+    if test_type is not is_tensor:
+        leaf_type = _LeafType("Leaf", (), {"test": staticmethod(test_type)})
+    check = require_tensor if error_on_other_type else None
+    return map_leaves(data, lambda leaf: func(leaf, *args, **kwargs), leaf_type, check)
 
 
 def send_to_device(
@@ -322,34 +322,36 @@ def send_to_device(
     if not skip_keys or not isinstance(tensor, (Mapping, list, tuple)):
         return move_to_device(tensor, device, non_blocking)
     if not isinstance(tensor, Mapping):
-        return honor_type(
-            tensor,
-            [send_to_device(one, device, non_blocking, skip_keys) for one in tensor],
-        )
+        values = [send_to_device(v, device, non_blocking, skip_keys) for v in tensor]
+        return honor_type(tensor, values)
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys
-    moved = {
-        key: one
-        if key in skipped
-        else send_to_device(one, device, non_blocking, skip_keys)
-        for key, one in tensor.items()
-    }
+    moved = {}
+    for key, value in tensor.items():
+        if key not in skipped:
+            value = send_to_device(value, device, non_blocking, skip_keys)
+        moved[key] = value
     return type(tensor)(moved)  # type: ignore[call-arg]
 
 
 def get_data_structure(data: Any) -> Any:
     """Replace each tensor in nested data by a `TensorInformation`."""
-    return recursively_apply(lambda one: TensorInformation(one.shape, one.dtype), data)
+    return recursively_apply(lambda t: TensorInformation(t.shape, t.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
     """Replace each tensor in nested data by its shape, a list."""
-    return recursively_apply(lambda one: list(one.shape), data)
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
     """Replace each `TensorInformation` in nested data by an uninitialized tensor."""
-    make: Any = lambda one: torch.empty(*one.shape, dtype=one.dtype)  # noqa: E731
-    return recursively_apply(make, data_structure, test_type=is_tensor_information)
+
+    def make_tensor(information: TensorInformation) -> Tensor:
+        return torch.empty(*information.shape, dtype=information.dtype)
+
+    return recursively_apply(
+        make_tensor, data_structure, test_type=is_tensor_information
+    )
 
 
 def find_batch_size(data: Any) -> int:
@@ -358,14 +360,15 @@ def find_batch_size(data: Any) -> int:
     Raises:
         ConfigurationError: the first element is not a tensor.
     """
-    one = data
-    while isinstance(one, (Mapping, list, tuple)) and len(one):
-        one = next(iter(one.values() if isinstance(one, Mapping) else one))
-    if isinstance(one, Tensor) and one.ndim:
-        return one.shape[0]
+    value = data
+    while isinstance(value, (Mapping, list, tuple)) and value:
+        values = value.values() if isinstance(value, Mapping) else value
+        value = next(iter(values))
+    if isinstance(value, Tensor) and value.ndim:
+        return value.shape[0]
     raise ConfigurationError(
         "the first value of a batch is a tensor of one entry a sample",
-        found=repr(one)[:80],
+        found=repr(value)[:80],
     )
 
 
@@ -384,9 +387,8 @@ def find_device(data: Any) -> torch.device | None:
 
 def listify(data: Any) -> Any:
     """Replace each tensor in nested data by a list of numbers."""
-    return recursively_apply(
-        lambda one: one.detach().cpu().tolist(), data
-    )  # sync point: the caller asks for Python numbers
+    # Sync point: the caller asks for Python numbers.
+    return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
 
 
 def slice_tensors(
@@ -398,7 +400,7 @@ def slice_tensors(
         >>> slice_tensors([torch.arange(4)], slice(1, 3))
         [tensor([1, 2])]
     """
-    return recursively_apply(lambda one: one[tensor_slice], data)
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
@@ -411,17 +413,19 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
         >>> concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
         {'x': tensor([1., 0.])}
     """
-    one = data[0]
-    if isinstance(one, (list, tuple)):
-        return honor_type(
-            one, (concatenate(parts, dim) for parts in zip(*data, strict=True))
+    first = data[0]
+    if isinstance(first, (list, tuple)):
+        columns = zip(*data, strict=True)
+        return honor_type(first, (concatenate(column, dim) for column in columns))
+    if isinstance(first, Mapping):
+        joined = {}
+        for key in first:
+            joined[key] = concatenate([mapping[key] for mapping in data], dim)
+        return type(first)(joined)  # type: ignore[call-arg]
+    if not isinstance(first, Tensor):
+        raise ConfigurationError(
+            "concatenate takes tensors", found=type(first).__name__
         )
-    if isinstance(one, Mapping):
-        return type(one)(
-            {key: concatenate([part[key] for part in data], dim) for key in one}
-        )  # type: ignore[call-arg]
-    if not isinstance(one, Tensor):
-        raise ConfigurationError("concatenate takes tensors", found=type(one).__name__)
     return torch.cat(list(data), dim)
 
 
@@ -441,10 +445,11 @@ def pad_input_tensors(
         tensor([1., 1., 1., 0.])
     """
 
-    def pad(one: Tensor) -> Tensor:
-        shape = list(one.shape)
+    def pad(batch: Tensor) -> Tensor:
+        shape = list(batch.shape)
         shape[dim] = -batch_size % num_processes
-        return torch.cat([one, one.new_zeros(shape)], dim)
+        zeros = batch.new_zeros(shape)
+        return torch.cat([batch, zeros], dim)
 
     return recursively_apply(pad, tensor, error_on_other_type=True)
 
@@ -513,9 +518,8 @@ def dtype_byte_size(dtype: Any) -> float:
 
 def get_pretty_name(obj: Any) -> str:
     """The name of a function or class, or of an object's class."""
-    named = (
-        obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
-    )
+    has_name = hasattr(obj, "__qualname__") or hasattr(obj, "__name__")
+    named = obj if has_name else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
@@ -529,11 +533,9 @@ def merge_dicts(
         {'a': {'y': 2, 'x': 1}, 'b': 3}
     """
     for key, value in source.items():
-        destination[key] = (
-            merge_dicts(value, destination.get(key, {}))
-            if isinstance(value, dict)
-            else value
-        )
+        if isinstance(value, dict):
+            value = merge_dicts(value, destination.get(key, {}))
+        destination[key] = value
     return destination
 
 
@@ -544,27 +546,27 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 def is_port_in_use(port: int | str | None = None) -> bool:
     """Whether a process on this machine listens on a port, by default 29500."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
-        return one.connect_ex(("localhost", int(29500 if port is None else port))) == 0
+    if port is None:
+        port = 29500
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as client:
+        return client.connect_ex(("localhost", int(port))) == 0
 
 
 def get_free_port() -> int:
     """Find a port on which no process on this machine listens."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
-        one.bind(("", 0))
-        return int(one.getsockname()[1])
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.bind(("", 0))
+        return int(server.getsockname()[1])
 
 
 def check_os_kernel() -> None:
     """Warn of a Linux kernel older than 5.5, on which processes may hang."""
-    found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
-    if (
-        platform.system() == "Linux"
-        and found is not None
-        and Version(found[0]) < Version("5.5.0")
-    ):
+    release = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
+    if platform.system() != "Linux" or release is None:
+        return
+    if Version(release[0]) < Version("5.5.0"):
         warnings.warn(
-            f"processes may hang on Linux {found[0]}; 5.5 or newer is recommended",
+            f"processes may hang on Linux {release[0]}; 5.5 or newer is recommended",
             stacklevel=2,
         )
 
@@ -588,20 +590,24 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         >>> clean_state_dict_for_safetensors({"a": weight, "b": weight})
         {'a': tensor([1., 1.])}
     """
-    seen: set[Any] = set()
-    kept: dict[str, Any] = {}
+    storages: set[Any] = set()
+    tensors: dict[str, Any] = {}
     for name, value in state_dict.items():
         if isinstance(value, Tensor):
-            place = id_tensor_storage(value)
-            if place in seen:
+            storage = id_tensor_storage(value)
+            if storage in storages:
                 continue
-            seen.add(place)
+            storages.add(storage)
             value = value.contiguous()
-        kept[name] = value
-    return kept
+        tensors[name] = value
+    return tensors
 
 
 # -- the environment ---------------------------------------------------------------------------------------------------
+
+
+_YES: Final = ("y", "yes", "t", "true", "on", "1")
+_NO: Final = ("n", "no", "f", "false", "off", "0")
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -610,27 +616,21 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     Raises:
         ConfigurationError: the text is neither.
     """
-    word = value.lower()
-    if word not in (yes := ("y", "yes", "t", "true", "on", "1")) and word not in (
-        "n",
-        "no",
-        "f",
-        "false",
-        "off",
-        "0",
-    ):
+    is_yes = value.lower() in _YES
+    if not is_yes and value.lower() not in _NO:
         raise ConfigurationError(
             "this is not a truth value", found=repr(value), fix="write true or false"
         )
-    return (word in yes) if to_bool else int(word in yes)
+    return is_yes if to_bool else int(is_yes)
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     """The first of these environment variables that holds a number of at least 0."""
-    return next(
-        (value for key in env_keys if (value := int(os.environ.get(key, -1))) >= 0),
-        default,
-    )
+    for key in env_keys:
+        value = int(os.environ.get(key, -1))
+        if value >= 0:
+            return value
+    return default
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
@@ -680,12 +680,12 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
         True
     """
     settings = {key.upper(): str(value) for key, value in kwargs.items()}
-    before = {name: os.environ.get(name) for name in settings}
+    previous = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
@@ -694,26 +694,27 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """Decorator for a test or a test class: afterwards restores the ``ACCELERATE_...`` variables."""
     if isinstance(func_or_cls, type):
-        for name, one in vars(func_or_cls).copy().items():
-            if name.startswith("test") and callable(one):
-                setattr(func_or_cls, name, purge_accelerate_environment(one))
+        for name, member in vars(func_or_cls).copy().items():
+            if name.startswith("test") and callable(member):
+                setattr(func_or_cls, name, purge_accelerate_environment(member))
         return func_or_cls
 
     @wraps(func_or_cls)
     def call(*args: Any, **kwargs: Any) -> Any:
-        before = {
-            key: value
-            for key, value in os.environ.items()
-            if key.startswith("ACCELERATE_")
-        }
+        previous = _read_accelerate_variables()
         try:
             return func_or_cls(*args, **kwargs)
         finally:
-            for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+            for key in _read_accelerate_variables():
                 del os.environ[key]
-            os.environ.update(before)
+            os.environ.update(previous)
 
     return call
+
+
+def _read_accelerate_variables() -> dict[str, str]:
+    variables = os.environ.items()
+    return {key: value for key, value in variables if key.startswith("ACCELERATE_")}
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -738,17 +739,22 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """Read the rank and sizes that the launcher set for this process."""
-    here = Environment.detect()
+    launched = Environment.detect()
     return CPUInformation(
-        here.rank, here.world_size, here.local_rank, here.local_world_size
+        launched.rank,
+        launched.world_size,
+        launched.local_rank,
+        launched.local_world_size,
     )
 
 
 def get_current_device_type() -> tuple[str, str]:
     """The accelerator type of this machine ("cuda" if none), and Accelerate's name for several of them."""
-    found = present_accelerator()
-    kind = "cuda" if found is None else found.type
-    return kind, several_on(kind)
+    device = present_accelerator()
+    device_type = "cuda"
+    if device is not None:
+        device_type = device.type
+    return device_type, several_on(device_type)
 
 
 def get_gpu_info() -> tuple[list[str], int]:
@@ -766,9 +772,8 @@ def check_cuda_fp8_capability() -> bool:
 
 def check_cuda_p2p_ib_support() -> bool:
     """Whether this machine's GPUs can exchange data directly; the RTX 4000 series cannot."""
-    return (
-        not any("RTX 40" in name for name in get_gpu_info()[0]) or get_gpu_info()[1] < 2
-    )
+    names, count = get_gpu_info()
+    return count < 2 or not any("RTX 40" in name for name in names)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -782,9 +787,10 @@ def is_compiled_module(module: nn.Module) -> bool:
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether a submodule is the result of ``torch.compile`` or was compiled in place."""
     return any(
-        isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
-        for part in module.modules()
-        if part is not module or part._modules
+        isinstance(submodule, OptimizedModule)
+        or submodule._compiled_call_impl is not None
+        for submodule in module.modules()
+        if submodule is not module or submodule._modules
     )
 
 
@@ -795,15 +801,14 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 def get_model_tp_size(model: nn.Module) -> int | None:
     """The number of processes among which transformers split a model's layers."""
-    config = getattr(getattr(model, "config", None), "distributed_config", None)
-    found = getattr(model, "tp_size", None)
-    if found is None:
-        found = (
-            config.get("tp_size")
-            if isinstance(config, dict)
-            else getattr(config, "tp_size", None)
-        )
-    return found
+    model_config = getattr(model, "config", None)
+    config = getattr(model_config, "distributed_config", None)
+    tp_size: int | None = getattr(model, "tp_size", None)
+    if tp_size is not None:
+        return tp_size
+    if isinstance(config, dict):
+        return config.get("tp_size")
+    return getattr(config, "tp_size", None)
 
 
 def get_module_children_bottom_up(
@@ -811,15 +816,17 @@ def get_module_children_bottom_up(
 ) -> list[Any]:
     """All modules of a model, the model last; with ``return_fqns``, pairs of name and module."""
     ordered: list[tuple[str, nn.Module]] = []
-    waiting: list[tuple[str, nn.Module]] = [("", model)]
-    while waiting:
-        path, module = waiting.pop()
+    queue: list[tuple[str, nn.Module]] = [("", model)]
+    while queue:
+        path, module = queue.pop()
         ordered.append((path, module))
-        waiting += [
-            (f"{path}.{name}" if path else name, child)
-            for name, child in module.named_children()
-        ]
-    return [pair if return_fqns else pair[1] for pair in reversed(ordered)]
+        prefix = f"{path}." if path else ""
+        for name, child in module.named_children():
+            queue.append((f"{prefix}{name}", child))
+    ordered.reverse()
+    if return_fqns:
+        return ordered
+    return [module for _, module in ordered]
 
 
 def is_peft_model(model: nn.Module) -> bool:

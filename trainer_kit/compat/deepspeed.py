@@ -40,6 +40,12 @@ _NO_ENGINES: Final = (
     "parallelism_config",
     "torch_tp_plugin",
 )  # refused with DeepSpeed by their own checks
+_SETTINGS: Final = (
+    "zero_stage",
+    "gradient_clipping",
+    "offload_optimizer_device",
+    "offload_param_device",
+)  # options that the launcher names so, too
 _HALF: Final = {"bf16": "bf16", "fp16": "fp16"}
 
 
@@ -57,12 +63,10 @@ class DummyOptim:
     def __init__(
         self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
     ) -> None:
-        self.params, self.lr, self.weight_decay, self.kwargs = (
-            params,
-            lr,
-            weight_decay,
-            kwargs,
-        )
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
 
 
 @final
@@ -89,60 +93,62 @@ class DummyScheduler:
     ) -> None:
         if lr_scheduler_callable is not None:
             raise refused("lr_scheduler_callable")
-        self.optimizer, self.total_num_steps, self.warmup_num_steps = (
-            optimizer,
-            total_num_steps,
-            warmup_num_steps,
-        )
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
         self.kwargs = kwargs
 
 
-def made_optimizer(strategy: Strategy, given: Optimizer | DummyOptim) -> Optimizer:
+def made_optimizer(strategy: Strategy, optimizer: Optimizer | DummyOptim) -> Optimizer:
     """Return the given optimizer; for a `DummyOptim`, the one that the strategy's JSON names. Both is an error."""
     sections = strategy.sections
-    if not isinstance(given, DummyOptim):
+    if not isinstance(optimizer, DummyOptim):
         if sections is not None:
-            sections.refuse_both("optimizer", given)
-        return given
+            sections.refuse_both("optimizer", optimizer)
+        return optimizer
     if sections is None or sections.optimizer is None:
-        raise _nothing_named("optimizer", "DummyOptim")
+        raise _missing_section("optimizer", "DummyOptim")
     return sections.make_optimizer(  # type: ignore[no-any-return]
-        given.params, lr=given.lr, weight_decay=given.weight_decay, **given.kwargs
+        optimizer.params,
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        **optimizer.kwargs,
     )
 
 
 def made_scheduler(
-    strategy: Strategy, given: Any, optimizer: Any, times: int = 1
+    strategy: Strategy, scheduler: Any, optimizer: Any, times: int = 1
 ) -> Any:
     """Return the given scheduler; for a `DummyScheduler`, the one that the strategy's JSON names.
 
     Args:
         strategy: the strategy with the JSON.
-        given: the scheduler, or a `DummyScheduler`.
+        scheduler: the scheduler, or a `DummyScheduler`.
         optimizer: the optimizer that was prepared last.
         times: how often other schedulers advance per optimizer step; DeepSpeed's schedule advances once.
     """
     sections = strategy.sections
-    if not isinstance(given, DummyScheduler):
+    if not isinstance(scheduler, DummyScheduler):
         if sections is not None:
-            sections.refuse_both("scheduler", given)
-        return given
+            sections.refuse_both("scheduler", scheduler)
+        return scheduler
     if sections is None or sections.scheduler is None or optimizer is None:
-        raise _nothing_named("scheduler", "DummyScheduler")
+        raise _missing_section("scheduler", "DummyScheduler")
+    total_num_steps = scheduler.total_num_steps
+    if total_num_steps is not None:
+        total_num_steps = math.ceil(total_num_steps / times)
     arguments = {
-        "total_num_steps": None
-        if given.total_num_steps is None
-        else math.ceil(given.total_num_steps / times),
-        "warmup_num_steps": max(1, given.warmup_num_steps),
-        **given.kwargs,
+        "total_num_steps": total_num_steps,
+        "warmup_num_steps": max(1, scheduler.warmup_num_steps),
+        **scheduler.kwargs,
     }
     return sections.make_scheduler(optimizer, strategy.device, **arguments)
 
 
-def _nothing_named(what: str, stand_in: str) -> ConfigurationError:
+def _missing_section(section: str, stand_in: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{stand_in} is a placeholder for the {what} in DeepSpeed's JSON, which has none",
-        fix=f"create the {what} in the script, or name it in the JSON",
+        f"{stand_in} is a placeholder for the {section} in DeepSpeed's JSON, which has none",
+        fix=f"create the {section} in the script, or name it in the JSON",
     )
 
 
@@ -207,59 +213,56 @@ class DeepSpeedPlugin:
 
         if self.enable_msamp:
             raise refused("enable_msamp")
-        for one in fields(self):
-            found = variable(_VARIABLES.get(one.name, one.name)) if one.init else None
-            if found is not None and getattr(self, one.name) is None:
-                setattr(self, one.name, found.value)
+        for option in fields(self):
+            if not option.init or getattr(self, option.name) is not None:
+                continue
+            setting = variable(_VARIABLES.get(option.name, option.name))
+            if setting is not None:
+                setattr(self, option.name, setting.value)
         config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
-        given = {
-            name: str(value)
-            for name in (
-                "zero_stage",
-                "gradient_clipping",
-                "offload_optimizer_device",
-                "offload_param_device",
-            )
-            if (value := getattr(self, name)) is not None and value != "auto"
-        }
+        settings: dict[str, str] = {}
+        for name in _SETTINGS:
+            value = getattr(self, name)
+            if value is not None and value != "auto":
+                settings[name] = str(value)
         if self.transformer_moe_cls_names is not None:
             if not isinstance(self.transformer_moe_cls_names, str):
                 raise ConfigurationError(
                     "the class names of expert layers are one comma-separated string",
                     found=f"transformer_moe_cls_names={self.transformer_moe_cls_names!r}",
                 )
-            given["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
-        known = from_launcher(given, read_config(config))
+            settings["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
+        arguments = from_launcher(settings, read_config(config))
         self.deepspeed_config = with_arguments(
-            known["config"],
-            known["stage"],
-            known["offload_optimizer"],
-            known["offload_parameters"],
+            arguments["config"],
+            arguments["stage"],
+            arguments["offload_optimizer"],
+            arguments["offload_parameters"],
         )
         self.zero_stage = self.deepspeed_config["zero_optimization"]["stage"]
-        self._accumulate()
+        self._merge_accumulation_steps()
         self.zero3_init_flag = bool(is_true(self.zero3_init_flag))
-        self._known_to_transformers: Any = None
+        self._transformers_config: Any = None
         self._configure_transformers()
 
-    def _accumulate(self) -> None:
-        written = self.deepspeed_config.setdefault(
+    def _merge_accumulation_steps(self) -> None:
+        steps_of_json = self.deepspeed_config.setdefault(
             "gradient_accumulation_steps", "auto"
         )
-        given = self.gradient_accumulation_steps
-        if given in (None, "auto"):
-            self.gradient_accumulation_steps = written
+        steps = self.gradient_accumulation_steps
+        if steps in (None, "auto"):
+            self.gradient_accumulation_steps = steps_of_json
             return
         try:
-            self.gradient_accumulation_steps = int(given)
+            self.gradient_accumulation_steps = int(steps)
         except (TypeError, ValueError):
             self.gradient_accumulation_steps = micro_batches(
-                given, "DeepSpeedPlugin(gradient_accumulation_steps=...)"
+                steps, "DeepSpeedPlugin(gradient_accumulation_steps=...)"
             )
-        if written not in ("auto", self.gradient_accumulation_steps):
+        if steps_of_json not in ("auto", self.gradient_accumulation_steps):
             raise ConfigurationError(
                 "DeepSpeed's JSON and the plugin contradict each other",
-                found=f"gradient_accumulation_steps: {written}, and {given}",
+                found=f"gradient_accumulation_steps: {steps_of_json}, and {steps}",
                 fix='write "auto" in the JSON',
             )
         self.deepspeed_config["gradient_accumulation_steps"] = (
@@ -272,7 +275,7 @@ class DeepSpeedPlugin:
         transformers reads a configuration for as long as the object that it got exists.
         """
         if not self.is_zero3_init_enabled():
-            self._known_to_transformers = None
+            self._transformers_config = None
             return
         try:
             integrations: Any = importlib.import_module("transformers.integrations")
@@ -286,7 +289,7 @@ class DeepSpeedPlugin:
             if value != "auto"
         }
         explicit.setdefault("train_micro_batch_size_per_gpu", 1)
-        self._known_to_transformers = integrations.HfDeepSpeedConfig(explicit)
+        self._transformers_config = integrations.HfDeepSpeedConfig(explicit)
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are sharded while they are created."""
@@ -304,22 +307,23 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def _zero3_init(self, enable: bool) -> Iterator[None]:
-        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        previous = self.zero3_init_flag
+        self.zero3_init_flag = enable
         self._configure_transformers()
         try:
             yield
         finally:
-            self.zero3_init_flag = before
+            self.zero3_init_flag = previous
             self._configure_transformers()
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """The value in the JSON at a key such as ``"zero_optimization.stage"``."""
-        found: Any = self.deepspeed_config
-        for part in ds_key_long.split("."):
-            if not isinstance(found, Mapping) or part not in found:
+        value: Any = self.deepspeed_config
+        for key in ds_key_long.split("."):
+            if not isinstance(value, Mapping) or key not in value:
                 return default
-            found = found[part]
-        return found
+            value = value[key]
+        return value
 
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether the value in the JSON is ``"auto"``."""
@@ -327,13 +331,13 @@ class DeepSpeedPlugin:
 
     def accelerator_arguments(self) -> dict[str, Any]:
         """The arguments of the Accelerator that the JSON sets."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if self.gradient_accumulation_steps != "auto":
-            found["gradient_accumulation_steps"] = self.gradient_accumulation_steps
-        for key, word in _HALF.items():
+            arguments["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+        for key, precision in _HALF.items():
             if self.get_value(f"{key}.enabled") is True:
-                found["mixed_precision"] = word
-        return found
+                arguments["mixed_precision"] = precision
+        return arguments
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Refused: the Accelerator selects one of several plugins.
@@ -345,16 +349,22 @@ class DeepSpeedPlugin:
 
     def batch_size(self, sizes: Sequence[int]) -> int | None:
         """The batch size for DeepSpeed, given those of the loaders."""
-        written = self.deepspeed_config.get("train_micro_batch_size_per_gpu", "auto")
-        if not sizes or written in sizes:
-            return written if isinstance(written, int) else None
-        return min(sizes) if self.is_train_batch_min else max(sizes)
+        size_of_json = self.deepspeed_config.get(
+            "train_micro_batch_size_per_gpu", "auto"
+        )
+        if not sizes or size_of_json in sizes:
+            return size_of_json if isinstance(size_of_json, int) else None
+        if self.is_train_batch_min:
+            return min(sizes)
+        return max(sizes)
 
     def make_strategy(self, **options: Any) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""
-        made: Any = STRATEGIES.get("deepspeed")(config=self.deepspeed_config, **options)
-        self.deepspeed_config, self.selected = made.config, True
-        return made  # type: ignore[no-any-return]
+        strategy_class = STRATEGIES.get("deepspeed")
+        strategy: Any = strategy_class(config=self.deepspeed_config, **options)
+        self.deepspeed_config = strategy.config
+        self.selected = True
+        return strategy  # type: ignore[no-any-return]
 
 
 def selected_plugin(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin | None:
@@ -362,29 +372,33 @@ def selected_plugin(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin |
     return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
 
-def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
+def named_plugins(arguments: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
     """The DeepSpeed plugins among an Accelerator's arguments, by name; one alone, or the launcher's, is "default"."""
-    one, several = given.get("deepspeed_plugin"), given.get("deepspeed_plugins")
-    if one is not None and several is not None:
+    single = arguments.get("deepspeed_plugin")
+    several = arguments.get("deepspeed_plugins")
+    if single is not None and several is not None:
         raise ConfigurationError(
             "two arguments set DeepSpeed plugins",
             found="deepspeed_plugin and deepspeed_plugins",
         )
-    chosen = several if one is None else one
+    selection = several if single is None else single
     launched = variable("distributed_type")
-    if chosen is None and launched is not None and launched.value == "DEEPSPEED":
-        others = any(
+    if selection is None and launched is not None and launched.value == "DEEPSPEED":
+        has_other_engine = any(
             value is not None
-            for name, value in given.items()
+            for name, value in arguments.items()
             if name not in _NO_ENGINES
         )
-        chosen = None if others else DeepSpeedPlugin()
-    if chosen is None:
+        if not has_other_engine:
+            selection = DeepSpeedPlugin()
+    if selection is None:
         return {}
-    found = dict(chosen) if isinstance(chosen, Mapping) else {"default": chosen}
-    for name, plugin in found.items():
+    plugins = {"default": selection}
+    if isinstance(selection, Mapping):
+        plugins = dict(selection)
+    for name, plugin in plugins.items():
         if not isinstance(plugin, DeepSpeedPlugin):
             raise ConfigurationError(
                 "expected a DeepSpeedPlugin", found=f"{name}: {type(plugin).__name__}"
             )
-    return found
+    return plugins

@@ -54,18 +54,17 @@ class AORecipeKwargs(FP8Recipe):
         """Under autocast to bfloat16."""
         from trainer_kit.precision.torchao import Float8Precision
 
-        made = Float8Precision(
+        precision = Float8Precision(
             config=self.config,
             module_filter=self.module_filter_func,
             ends=self.module_filter_func is not None,
         )
         names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
-        given = {
-            name: value for name in names if (value := getattr(self, name)) is not None
-        }
-        if given:
-            made.config = replace(made.config, **given)
-        return made
+        values = {name: getattr(self, name) for name in names}
+        changes = {name: v for name, v in values.items() if v is not None}
+        if changes:
+            precision.config = replace(precision.config, **changes)
+        return precision
 
 
 @dataclass
@@ -157,14 +156,14 @@ def FP8RecipeKwargs(backend: str | None = None, **options: Any) -> FP8Recipe:
         >>> FP8RecipeKwargs("TE", margin=1)
         TERecipeKwargs(use_autocast_during_eval=False, margin=1, interval=1, fp8_format='HYBRID', ...)
     """
-    word = (backend or "TE").upper()
-    if word not in _BACKENDS:
+    name = (backend or "TE").upper()
+    if name not in _BACKENDS:
         raise ConfigurationError(
             "unknown fp8 backend",
             found=repr(backend),
-            fix=did_you_mean(word, _BACKENDS),
+            fix=did_you_mean(name, _BACKENDS),
         )
-    return _BACKENDS[word](**options)
+    return _BACKENDS[name](**options)
 
 
 def launched_recipe() -> FP8Recipe | None:
@@ -177,35 +176,37 @@ def launched_recipe() -> FP8Recipe | None:
         >>> print(launched_recipe())
         None
     """
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name, option in SECTIONS["fp8_config"].items():
-        found = variable(name)
-        if found is None:
+        setting = variable(name)
+        if setting is None:
             continue
         try:
-            value = option.value(str(found.value))
+            value = option.value(str(setting.value))
         except ValueError as error:
             raise ConfigurationError(
-                f"{found.origin}: {name} {error}", found=repr(found.value)
+                f"{setting.origin}: {name} {error}", found=repr(setting.value)
             ) from None
-        given["fp8_format" if name == "fp8_format" else name.removeprefix("fp8_")] = (
-            value
-        )
-    if not given:
+        if name != "fp8_format":
+            name = name.removeprefix("fp8_")
+        options[name] = value
+    if not options:
         return None
-    if "override_linear_precision" in given:
-        words = re.findall(r"\w+", given["override_linear_precision"])
-        given["override_linear_precision"] = tuple(is_true(word) for word in words)
-    kind = _BACKENDS[given.pop("backend", "AO")]
-    known = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in given.items() if name in known})
+    if "override_linear_precision" in options:
+        switches = re.findall(r"\w+", options["override_linear_precision"])
+        options["override_linear_precision"] = tuple(
+            is_true(switch) for switch in switches
+        )
+    recipe = _BACKENDS[options.pop("backend", "AO")]
+    names = {field.name for field in fields(recipe)}
+    return recipe(**{name: value for name, value in options.items() if name in names})
 
 
 def launched_precision(precision: Any) -> Any:
     """For ``"fp8"``, the precision of the launcher's recipe, if it has one; other values are returned unchanged."""
-    recipe = (
-        launched_recipe()
-        if isinstance(precision, str) and precision.lower() == "fp8"
-        else None
-    )
-    return precision if recipe is None else recipe.make_precision()
+    if not isinstance(precision, str) or precision.lower() != "fp8":
+        return precision
+    recipe = launched_recipe()
+    if recipe is None:
+        return precision
+    return recipe.make_precision()

@@ -88,7 +88,7 @@ class MegatronLMPlugin:
     ) -> None:
         from trainer_kit.strategies.megatron.config import KEYS, from_launcher
 
-        own = {
+        arguments = {
             "tp_degree": tp_degree,
             "pp_degree": pp_degree,
             "num_micro_batches": num_micro_batches,
@@ -97,12 +97,12 @@ class MegatronLMPlugin:
             "recompute_activations": recompute_activations,
             "use_distributed_optimizer": use_distributed_optimizer,
         }
-        given = {
-            key: str(found.value)
-            for key in KEYS
-            if (found := variable(key)) is not None
-        }
-        for name, value in {**own, **others}.items():
+        options: dict[str, str] = {}
+        for key in KEYS:
+            setting = variable(key)
+            if setting is not None:
+                options[key] = str(setting.value)
+        for name, value in {**arguments, **others}.items():
             key = f"megatron_lm_{name}"
             if key not in KEYS and name not in _ELSEWHERE:
                 raise TypeError(f"MegatronLMPlugin got an unexpected argument {name!r}")
@@ -114,8 +114,8 @@ class MegatronLMPlugin:
                     found=f"{name}={value!r}",
                     fix=_ELSEWHERE[name],
                 )
-            given[key] = str(value)
-        self.options = from_launcher(given)
+            options[key] = str(value)
+        self.options = from_launcher(options)
 
     def make_strategy(
         self, process_group_backend: str | None = None, **options: Any
@@ -126,5 +126,5 @@ class MegatronLMPlugin:
                 "Megatron creates its own groups",
                 found=f"backend={process_group_backend!r}",
             )
-        made: Strategy = STRATEGIES.get("megatron")(**self.options, **options)
-        return made
+        strategy: Strategy = STRATEGIES.get("megatron")(**self.options, **options)
+        return strategy
