@@ -46,7 +46,7 @@ _HOMES: Final[dict[str, str]] = {
     "save_offload_index set_module_tensor_to_device",
     "compat.accelerate_probes": "compare_versions deepspeed_required is_bnb_available is_habana_gaudi1 "
     "is_torch_version is_torch_xla_available is_transformer_engine_mxfp8_available torchao_required "
-    + " ".join(f"is_{word}_available" for word in _PROBES.split()),
+    + " ".join(f"is_{feature}_available" for feature in _PROBES.split()),
     "compat.accelerate_utilities": "BaseEnum CPUInformation CannotPadNestedTensorWarning ComputeEnvironment "
     "CustomDtype DynamoBackend EnumWithContains=BaseEnum FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME "
     "FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME PrecisionType "
@@ -82,13 +82,19 @@ _HOMES: Final[dict[str, str]] = {
     "inference.quantization": "BnbQuantizationConfig load_and_quantize_model",
     "launch.configuration": "load_config_from_file=read_configuration",
 }
-"""The names of each module here; ``theirs=ours`` where the names differ."""
+"""The names of each module here; ``accelerate_name=name`` where the names differ."""
 
-_NAMES: Final = {
-    theirs: f"{module}:{ours or theirs}"
-    for module, words in _HOMES.items()
-    for theirs, _, ours in (word.partition("=") for word in words.split())
-}
+
+def _locate_names() -> dict[str, str]:
+    locations: dict[str, str] = {}
+    for module, entries in _HOMES.items():
+        for entry in entries.split():
+            accelerate_name, _, name = entry.partition("=")
+            locations[accelerate_name] = f"{module}:{name or accelerate_name}"
+    return locations
+
+
+_NAMES: Final = _locate_names()
 _MODULES: Final = (
     "accelerator big_modeling checkpointing commands commands.accelerate_cli commands.config "
     "commands.config.config_args commands.config.default commands.estimate commands.launch commands.merge commands.tpu "
@@ -154,7 +160,14 @@ _INSTEAD: Final = {
     "import rich.traceback; rich.traceback.install()": "rich utils.rich",
     "trainer_kit.testing, with your own data and models": "test_utils",
 }
-ELSEWHERE: Final = {
-    name: instead for instead, words in _INSTEAD.items() for name in words.split()
-}
+
+
+def _list_replacements() -> dict[str, str]:
+    replacements: dict[str, str] = {}
+    for replacement, names in _INSTEAD.items():
+        replacements.update(dict.fromkeys(names.split(), replacement))
+    return replacements
+
+
+ELSEWHERE: Final = _list_replacements()
 """Names that are missing here, and what to use."""

@@ -64,7 +64,7 @@ _PACKAGES: Final = {
     "triton": "triton",
     "wandb": "wandb",
 }
-"""For each word in ``is_<word>_available``, the modules of which one must be installed."""
+"""For each word in ``is_<feature>_available``, the modules of which one must be installed."""
 
 _DEVICES: Final[dict[str, Callable[[], bool]]] = {
     "cuda": torch.cuda.is_available,
@@ -85,39 +85,40 @@ _ALWAYS: Final = {"lomo": False, "msamp": False, "pippy": True, "weights_only": 
 """Answers that do not depend on the machine: LOMO and MS-AMP are refused; pipelines and safe loading exist."""
 
 
-def probe(word: str) -> Callable[..., bool]:
-    """Make the function ``is_<word>_available``.
+def probe(feature: str) -> Callable[..., bool]:
+    """Make the function ``is_<feature>_available``.
 
     Args:
-        word: a key of one of the three tables of this module.
+        feature: a key of one of the three tables of this module.
 
     Example:
         >>> probe("numpy")(), probe("msamp")()
         (True, False)
     """
 
-    def ask(*_: Any, **__: Any) -> bool:
-        if word in _ALWAYS:
-            return _ALWAYS[word]
-        if word in _DEVICES:
-            return _DEVICES[word]()
+    def is_available(*_: Any, **__: Any) -> bool:
+        if feature in _ALWAYS:
+            return _ALWAYS[feature]
+        if feature in _DEVICES:
+            return _DEVICES[feature]()
         return any(
             importlib.util.find_spec(name) is not None
-            for name in _PACKAGES[word].split()
+            for name in _PACKAGES[feature].split()
         )
 
-    ask.__name__ = ask.__qualname__ = f"is_{word}_available"
-    ask.__doc__ = f"Whether {word} can be used here; options of Accelerate's function are accepted."
-    return ask
+    is_available.__name__ = f"is_{feature}_available"
+    is_available.__qualname__ = is_available.__name__
+    is_available.__doc__ = f"Whether {feature} can be used here; options of Accelerate's function are accepted."
+    return is_available
 
 
 def __getattr__(name: str) -> Any:
-    word = name.removeprefix("is_").removesuffix("_available")
-    if name == f"is_{word}_available" and (
-        word in _PACKAGES or word in _DEVICES or word in _ALWAYS
-    ):
-        globals()[name] = found = probe(word)
-        return found
+    feature = name.removeprefix("is_").removesuffix("_available")
+    is_listed = feature in _PACKAGES or feature in _DEVICES or feature in _ALWAYS
+    if is_listed and name == f"is_{feature}_available":
+        function = probe(feature)
+        globals()[name] = function
+        return function
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -138,23 +139,22 @@ def compare_versions(
         >>> compare_versions("torch", ">=", "2.0"), compare_versions(Version("1.2"), "==", "1.2.0")
         (True, True)
     """
-    one = (
-        Version(version(library_or_version))
-        if isinstance(library_or_version, str)
-        else library_or_version
-    )
-    two = Version(requirement_version)
+    version_to_check = library_or_version
+    if isinstance(version_to_check, str):
+        version_to_check = Version(version(version_to_check))
+    requirement = Version(requirement_version)
     results = {
-        "<": one < two,
-        "<=": one <= two,
-        "==": one == two,
-        "!=": one != two,
-        ">=": one >= two,
-        ">": one > two,
+        "<": version_to_check < requirement,
+        "<=": version_to_check <= requirement,
+        "==": version_to_check == requirement,
+        "!=": version_to_check != requirement,
+        ">=": version_to_check >= requirement,
+        ">": version_to_check > requirement,
     }
     if operation not in results:
         raise ConfigurationError(
-            f"unknown comparison {operation!r}", fix=f"use one of: {', '.join(results)}"
+            f"unknown comparison {operation!r}",
+            fix=f"use one of: {', '.join(results)}",
         )
     return results[operation]
 
@@ -207,11 +207,13 @@ def is_transformer_engine_mxfp8_available() -> bool:
     )
 
 
-def _required(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _required(feature: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        if not probe(word)():
-            raise ImportError(f"{function.__name__} needs {word}: pip install {word}")
+        if not probe(feature)():
+            raise ImportError(
+                f"{function.__name__} needs {feature}: pip install {feature}"
+            )
         return function(*arguments, **options)
 
     return call

@@ -327,8 +327,10 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
 
 def accelerator_of(device: torch.device) -> LightningAccelerator:
     """The accelerator object of a device."""
-    word = "tpu" if device.type == "xla" else device.type
-    cls = _CLASSES.get(word)
+    key = device.type
+    if key == "xla":
+        key = "tpu"
+    cls = _CLASSES.get(key)
     if cls is None:
         raise AttributeError(
             f"Lightning has no accelerator for {device.type}: trainer.strategy.device is the device"
@@ -364,6 +366,10 @@ def _indices(devices: int | str | Sequence[int], count: int) -> list[int]:
     if devices in (-1, "-1", "auto"):
         return list(range(count))
     if isinstance(devices, str):
-        numbers = [int(part) for part in devices.split(",") if part.strip()]
-        return numbers if "," in devices else list(range(numbers[0]))
-    return list(range(devices)) if isinstance(devices, int) else list(devices)
+        numbers = [int(text) for text in devices.split(",") if text.strip()]
+        if "," in devices:
+            return numbers
+        return list(range(numbers[0]))
+    if isinstance(devices, int):
+        return list(range(devices))
+    return list(devices)

@@ -130,18 +130,18 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device) -> None:
         'cpu'
     """
     missing = []
-    for name, part in module.named_modules():
+    for name, submodule in module.named_modules():
         tensors: Iterable[torch.Tensor] = [
-            *part.parameters(recurse=False),
-            *part.buffers(recurse=False),
+            *submodule.parameters(recurse=False),
+            *submodule.buffers(recurse=False),
         ]
         if not any(tensor.is_meta for tensor in tensors):
             continue
-        reset = getattr(part, "reset_parameters", None)
+        reset = getattr(submodule, "reset_parameters", None)
         if reset is None:
-            missing.append(name or type(part).__name__)
+            missing.append(name or type(submodule).__name__)
             continue
-        part.to_empty(device=device, recurse=False)
+        submodule.to_empty(device=device, recurse=False)
         reset()
     if missing:
         raise ConfigurationError(

@@ -212,12 +212,11 @@ class Transformer(nn.Module):
             mask = nn.Transformer.generate_square_subsequent_mask(
                 inputs.size(1), device=inputs.device
             )
-        source, target = (
-            self.pos_encoder(self.embedding(words) * self.ninp**0.5)
-            for words in (inputs, target)
-        )
-        words = self.decoder(self.transformer(source, target, tgt_mask=mask))
-        return nn.functional.log_softmax(words, dim=-1).view(-1, self.vocab_size)
+        scale = self.ninp**0.5
+        source = self.pos_encoder(self.embedding(inputs) * scale)
+        target = self.pos_encoder(self.embedding(target) * scale)
+        logits = self.decoder(self.transformer(source, target, tgt_mask=mask))
+        return nn.functional.log_softmax(logits, dim=-1).view(-1, self.vocab_size)
 
 
 class _Position(nn.Module):
@@ -228,8 +227,8 @@ class _Position(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         even = torch.arange(0, self.dim, 2, device=x.device).float()
         angles = x.size(1) * torch.exp(even * (-math.log(10000.0) / self.dim))
-        place = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten()
-        return self.dropout(x + place.to(x.dtype))  # type: ignore[no-any-return]
+        encoding = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten()
+        return self.dropout(x + encoding.to(x.dtype))  # type: ignore[no-any-return]
 
 
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
@@ -245,15 +244,12 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         if download and not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             urlretrieve(_WORDS, self.path)
-        words = [
-            word
-            for line in self.path.read_text("utf8").splitlines()
-            for word in (*line.split(), "<eos>")
-        ]
-        self.dictionary = {
-            word: number for number, word in enumerate(dict.fromkeys(words))
-        }
-        self.data = torch.tensor([self.dictionary[word] for word in words])
+        tokens: list[str] = []
+        for line in self.path.read_text("utf8").splitlines():
+            tokens += [*line.split(), "<eos>"]
+        vocabulary = enumerate(dict.fromkeys(tokens))
+        self.dictionary = {token: number for number, token in vocabulary}
+        self.data = torch.tensor([self.dictionary[token] for token in tokens])
         self.block_size = block_size
 
     @property
@@ -265,8 +261,9 @@ class WikiText2(Dataset[tuple[Tensor, Tensor]]):
         return len(self.data) // self.block_size - 1
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start, end = index * self.block_size, (index + 1) * self.block_size
-        return self.data[start:end], self.data[start + 1 : end + 1]
+        start = index * self.block_size
+        stop = start + self.block_size
+        return self.data[start:stop], self.data[start + 1 : stop + 1]
 
 
 _WORDS: Final = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/train.txt"
@@ -320,12 +317,12 @@ class MNISTDataModule(DataModule):
         batch_size: int = 32,
     ) -> None:
         super().__init__()
-        self.data_dir, self.val_split, self.num_workers = (
-            data_dir,
-            val_split,
-            num_workers,
-        )
-        self.normalize, self.seed, self.batch_size = normalize, seed, batch_size
+        self.data_dir = data_dir
+        self.val_split = val_split
+        self.num_workers = num_workers
+        self.normalize = normalize
+        self.seed = seed
+        self.batch_size = batch_size
 
     def prepare_data(self) -> None:
         for train in (True, False):
@@ -360,13 +357,12 @@ class MNISTDataModule(DataModule):
     @property
     def default_transforms(self) -> Any:
         """To a tensor, and with ``normalize`` to [-1, 1]."""
-        known = torchvision().transforms
-        change = known.ToTensor()
-        return (
-            known.Compose([change, known.Normalize(mean=(0.5,), std=(0.5,))])
-            if self.normalize
-            else change
-        )
+        transforms = torchvision().transforms
+        to_tensor = transforms.ToTensor()
+        if not self.normalize:
+            return to_tensor
+        normalize = transforms.Normalize(mean=(0.5,), std=(0.5,))
+        return transforms.Compose([to_tensor, normalize])
 
     def _loader(self, images: Any, shuffle: bool = False) -> Any:
         options: dict[str, Any] = {

@@ -11,33 +11,34 @@ __all__ = ["ARGUMENTS", "ELSEWHERE", "LIBRARY", "PATHS"]
 LIBRARY: Final = "Lightning"
 
 
-def _at(module: str, *names: str, **renamed: str) -> dict[str, str]:
+def _locate(module: str, *names: str, **renamed: str) -> dict[str, str]:
     """The names that one module defines; keywords map Lightning's name to a different name there."""
-    return {name: f"{module}:{name}" for name in names} | {
-        name: f"{module}:{own}" for name, own in renamed.items()
-    }
+    locations = {name: f"{module}:{name}" for name in names}
+    for lightning_name, name in renamed.items():
+        locations[lightning_name] = f"{module}:{name}"
+    return locations
 
 
 def _utilities(*names: str, **renamed: str) -> dict[str, str]:
-    return _at("compat.lightning_utilities", *names, **renamed)
+    return _locate("compat.lightning_utilities", *names, **renamed)
 
 
-_MODULE = _at("core.module", LightningModule="TrainModule")
-_DATA_MODULE = _at("core.datamodule", LightningDataModule="DataModule")
-_CALLBACK = _at("core.hooks", "Callback")
-_SEED = _at("core.seed", "reset_seed", "seed_everything")
-_STATES = _at(
+_MODULE = _locate("core.module", LightningModule="TrainModule")
+_DATA_MODULE = _locate("core.datamodule", LightningDataModule="DataModule")
+_CALLBACK = _locate("core.hooks", "Callback")
+_SEED = _locate("core.seed", "reset_seed", "seed_everything")
+_STATES = _locate(
     "core.states", "RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"
 )
-_LOADER = _at("data", "CombinedLoader")
-_MOVE = _at("core.tensors", move_data_to_device="move_to_device")
+_LOADER = _locate("data", "CombinedLoader")
+_MOVE = _locate("core.tensors", move_data_to_device="move_to_device")
 _PRECISIONS = {
-    **_at("precision.native", "MixedPrecision"),
-    **_at("precision.precision", "Precision"),
-    **_at("precision.bitsandbytes", "BitsandbytesPrecision"),
-    **_at("precision.transformer_engine", "TransformerEnginePrecision"),
+    **_locate("precision.native", "MixedPrecision"),
+    **_locate("precision.precision", "Precision"),
+    **_locate("precision.bitsandbytes", "BitsandbytesPrecision"),
+    **_locate("precision.transformer_engine", "TransformerEnginePrecision"),
 }
-_PROFILERS = _at(
+_PROFILERS = _locate(
     "callbacks.profilers", "AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler"
 )
 _RANK_ZERO = _utilities(
@@ -50,7 +51,7 @@ _RANK_ZERO = _utilities(
     "rank_zero_only",
     "rank_zero_warn",
 )
-_SUMMARY = _at(
+_SUMMARY = _locate(
     "callbacks.model_summary",
     "summarize",
     LayerSummary="SummaryRow",
@@ -76,7 +77,7 @@ _TYPES = {
         OptimizerConfig="LRSchedulerConfigType",
         OptimizerLRSchedulerConfig="LRSchedulerConfigType",
     ),
-    **_at("step.optimizers", "LRSchedulerConfig"),
+    **_locate("step.optimizers", "LRSchedulerConfig"),
 }
 _UTILITIES = {
     **_LOADER,
@@ -92,7 +93,7 @@ _UTILITIES = {
         "grad_norm",
     ),
 }
-_ACCELERATORS = _at(
+_ACCELERATORS = _locate(
     "compat.accelerators",
     "CPUAccelerator",
     "CUDAAccelerator",
@@ -103,8 +104,8 @@ _ACCELERATORS = _at(
     Accelerator="LightningAccelerator",
     AcceleratorRegistry="ACCELERATORS",
 )
-_CHECKPOINT_IOS = _at("compat.checkpoint_io", "CheckpointIO", "TorchCheckpointIO")
-_PARSING = _at(
+_CHECKPOINT_IOS = _locate("compat.checkpoint_io", "CheckpointIO", "TorchCheckpointIO")
+_PARSING = _locate(
     "compat.lightning_parsing",
     "clean_namespace",
     "collect_init_args",
@@ -112,16 +113,18 @@ _PARSING = _at(
     "is_picklable",
     "parse_class_init_keys",
 )
-_REGISTRY = _at(
+_REGISTRY = _locate(
     "build", STRATEGY_REGISTRY="STRATEGY_REGISTRY", StrategyRegistry="STRATEGY_REGISTRY"
 )
-_TQDM = _at("compat.lightning_tqdm", "Tqdm")
-_ZERO = _at("compat.fabric_names", "convert_zero_checkpoint_to_fp32_state_dict")
-_WORDS = _at(
+_TQDM = _locate("compat.lightning_tqdm", "Tqdm")
+_ZERO = _locate("compat.fabric_names", "convert_zero_checkpoint_to_fp32_state_dict")
+_WORDS = _locate(
     "compat.lightning_demos", "LightningTransformer", "Transformer", "WikiText2"
 )
-_DEMOS = _at("compat.lightning_demos", "BoringDataModule", "BoringModel", "DemoModel")
-_SERVED = _at("compat.lightning_serve", "ServableModule", "ServableModuleValidator")
+_DEMOS = _locate(
+    "compat.lightning_demos", "BoringDataModule", "BoringModel", "DemoModel"
+)
+_SERVED = _locate("compat.lightning_serve", "ServableModule", "ServableModuleValidator")
 
 PATHS: Final[dict[str, dict[str, str]]] = {
     "": _utilities("cli_lightning_logo"),
@@ -131,40 +134,46 @@ PATHS: Final[dict[str, dict[str, str]]] = {
         for name in ("accelerator", "cpu", "cuda", "mps", "xla")
     },
     "callbacks.base": _CALLBACK,
-    "callbacks.batch_size_finder": _at("callbacks.tuning", "BatchSizeFinder"),
+    "callbacks.batch_size_finder": _locate("callbacks.tuning", "BatchSizeFinder"),
     "callbacks.callback": _CALLBACK,
-    "callbacks.device_stats_monitor": _at("callbacks.monitors", "DeviceStatsMonitor"),
-    "callbacks.gradient_accumulation_scheduler": _at(
+    "callbacks.device_stats_monitor": _locate(
+        "callbacks.monitors", "DeviceStatsMonitor"
+    ),
+    "callbacks.gradient_accumulation_scheduler": _locate(
         "callbacks.gradient_accumulation", "GradientAccumulationScheduler"
     ),
-    "callbacks.lambda_function": _at("callbacks.lambda_callback", "LambdaCallback"),
-    "callbacks.lr_finder": _at("callbacks.tuning", "LearningRateFinder"),
-    "callbacks.lr_monitor": _at("callbacks.monitors", "LearningRateMonitor"),
-    "callbacks.on_exception_checkpoint": _at(
+    "callbacks.lambda_function": _locate("callbacks.lambda_callback", "LambdaCallback"),
+    "callbacks.lr_finder": _locate("callbacks.tuning", "LearningRateFinder"),
+    "callbacks.lr_monitor": _locate("callbacks.monitors", "LearningRateMonitor"),
+    "callbacks.on_exception_checkpoint": _locate(
         "callbacks.leaving", "OnExceptionCheckpoint"
     ),
     "callbacks.progress": {
-        **_at("callbacks.progress_bar", "ProgressBar", "TQDMProgressBar"),
+        **_locate("callbacks.progress_bar", "ProgressBar", "TQDMProgressBar"),
         **_TQDM,
-        **_at("callbacks.rich_displays", "RichProgressBar"),
+        **_locate("callbacks.rich_displays", "RichProgressBar"),
     },
-    "callbacks.progress.base": _at("callbacks.progress_bar", "ProgressBar"),
-    "callbacks.progress.progress_bar": _at("callbacks.progress_bar", "ProgressBar"),
-    "callbacks.progress.rich_progress": _at(
+    "callbacks.progress.base": _locate("callbacks.progress_bar", "ProgressBar"),
+    "callbacks.progress.progress_bar": _locate("callbacks.progress_bar", "ProgressBar"),
+    "callbacks.progress.rich_progress": _locate(
         "callbacks.rich_displays", "RichProgressBar", "RichProgressBarTheme"
     ),
-    "callbacks.progress.tqdm_progress": _at("callbacks.progress_bar", "TQDMProgressBar")
+    "callbacks.progress.tqdm_progress": _locate(
+        "callbacks.progress_bar", "TQDMProgressBar"
+    )
     | _TQDM,
-    "callbacks.rich_model_summary": _at("callbacks.rich_displays", "RichModelSummary"),
-    "callbacks.spike": _at("callbacks.bad_steps", "SpikeDetection"),
-    "callbacks.stochastic_weight_avg": _at(
+    "callbacks.rich_model_summary": _locate(
+        "callbacks.rich_displays", "RichModelSummary"
+    ),
+    "callbacks.spike": _locate("callbacks.bad_steps", "SpikeDetection"),
+    "callbacks.stochastic_weight_avg": _locate(
         "callbacks.weight_averaging", "StochasticWeightAveraging"
     ),
-    "callbacks.throughput_monitor": _at("callbacks.monitors", "ThroughputMonitor"),
+    "callbacks.throughput_monitor": _locate("callbacks.monitors", "ThroughputMonitor"),
     "cli": {
         "__call__": "commands.cli:cli",
-        **_at("commands.cli", "SaveConfigCallback"),
-        **_at(
+        **_locate("commands.cli", "SaveConfigCallback"),
+        **_locate(
             "commands.lightning_cli",
             "ArgsType",
             "LightningArgumentParser",
@@ -181,18 +190,18 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     },
     "core": {**_MODULE, **_DATA_MODULE},
     "core.datamodule": _DATA_MODULE,
-    "core.hooks": _at("core.hooks", ModelHooks="ModuleHooks"),
+    "core.hooks": _locate("core.hooks", ModelHooks="ModuleHooks"),
     "core.lightning": _MODULE,
-    "core.mixins": _at("core.hparams", HyperparametersMixin="HParamsMixin"),
-    "core.mixins.hparams_mixin": _at(
+    "core.mixins": _locate("core.hparams", HyperparametersMixin="HParamsMixin"),
+    "core.mixins.hparams_mixin": _locate(
         "core.hparams", HyperparametersMixin="HParamsMixin"
     ),
     "core.module": _MODULE,
-    "core.optimizer": _at("step.optimizers", LightningOptimizer="OptimizerProxy"),
+    "core.optimizer": _locate("step.optimizers", LightningOptimizer="OptimizerProxy"),
     "demos": _DEMOS | _WORDS,
     "demos.boring_classes": {
         **_DEMOS,
-        **_at(
+        **_locate(
             "compat.lightning_demos",
             "ManualOptimBoringModel",
             "RandomDataset",
@@ -201,13 +210,15 @@ PATHS: Final[dict[str, dict[str, str]]] = {
             "RandomIterableDatasetWithLen",
         ),
     },
-    "demos.mnist_datamodule": _at("compat.lightning_demos", "MNIST", "MNISTDataModule"),
+    "demos.mnist_datamodule": _locate(
+        "compat.lightning_demos", "MNIST", "MNISTDataModule"
+    ),
     "demos.transformer": _WORDS,
     "loggers.base": _utilities("rank_zero_experiment")
-    | _at("core.protocols", "Logger", LightningLoggerBase="Logger"),
+    | _locate("core.protocols", "Logger", LightningLoggerBase="Logger"),
     "loggers.logger": {
-        **_at("core.protocols", "Logger"),
-        **_at("loggers.layout", "DummyLogger"),
+        **_locate("core.protocols", "Logger"),
+        **_locate("loggers.layout", "DummyLogger"),
         **_utilities("rank_zero_experiment"),
     },
     "plugins": _PRECISIONS | _CHECKPOINT_IOS,
@@ -216,36 +227,36 @@ PATHS: Final[dict[str, dict[str, str]]] = {
         for name in ("", ".checkpoint_plugin", ".torch_plugin")
     },
     "plugins.precision": _PRECISIONS,
-    "plugins.precision.amp": _at("precision.native", "MixedPrecision"),
-    "plugins.precision.bitsandbytes": _at(
+    "plugins.precision.amp": _locate("precision.native", "MixedPrecision"),
+    "plugins.precision.bitsandbytes": _locate(
         "precision.bitsandbytes", "BitsandbytesPrecision"
     ),
-    "plugins.precision.precision": _at("precision.precision", "Precision"),
-    "plugins.precision.transformer_engine": _at(
+    "plugins.precision.precision": _locate("precision.precision", "Precision"),
+    "plugins.precision.transformer_engine": _locate(
         "precision.transformer_engine", "TransformerEnginePrecision"
     ),
     "profiler": _PROFILERS,
     "profilers": _PROFILERS,
-    "profilers.advanced": _at("callbacks.profilers", "AdvancedProfiler"),
-    "profilers.pytorch": _at("callbacks.profilers", "PyTorchProfiler"),
-    "profilers.simple": _at("callbacks.profilers", "SimpleProfiler"),
+    "profilers.advanced": _locate("callbacks.profilers", "AdvancedProfiler"),
+    "profilers.pytorch": _locate("callbacks.profilers", "PyTorchProfiler"),
+    "profilers.simple": _locate("callbacks.profilers", "SimpleProfiler"),
     "serve": _SERVED,
-    "serve.servable_module": _at("compat.lightning_serve", "ServableModule"),
-    "serve.servable_module_validator": _at(
+    "serve.servable_module": _locate("compat.lightning_serve", "ServableModule"),
+    "serve.servable_module_validator": _locate(
         "compat.lightning_serve", "ServableModuleValidator"
     ),
     "strategies": _utilities("ParallelStrategy") | _REGISTRY,
     "strategies.parallel": _utilities("ParallelStrategy"),
-    "strategies.model_parallel": _at(
+    "strategies.model_parallel": _locate(
         "strategies.model_parallel", "ModelParallelStrategy"
     ),
-    "strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
+    "strategies.single_device": _locate("strategies.single", "SingleDeviceStrategy"),
     "trainer": {**_SEED, **_STATES},
     "trainer.states": _STATES,
     "trainer.supporters": _LOADER,
-    "trainer.trainer": _at("trainer", "Trainer"),
-    "tuner.lr_finder": _at("tuner.learning_rate", "lr_find"),
-    "tuner.tuning": _at("tuner", "Tuner"),
+    "trainer.trainer": _locate("trainer", "Trainer"),
+    "tuner.lr_finder": _locate("tuner.learning_rate", "lr_find"),
+    "tuner.tuning": _locate("tuner", "Tuner"),
     "utilities": _UTILITIES,
     "utilities.apply_func": _MOVE | _utilities("apply_to_collection"),
     "utilities.cloud_io": _utilities("get_filesystem"),
@@ -262,7 +273,7 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "utilities.grads": _utilities("grad_norm"),
     "utilities.imports": _utilities("_RICH_AVAILABLE", "_TORCHVISION_AVAILABLE"),
     "utilities.memory": {
-        **_at("accelerator.batch_size", garbage_collection_cuda="release_memory"),
+        **_locate("accelerator.batch_size", garbage_collection_cuda="release_memory"),
         **_utilities("is_oom_error"),
     },
     "utilities.model_helpers": _utilities("get_torchvision_model", "is_overridden"),
@@ -291,44 +302,46 @@ _FABRIC = (
 PATHS.update(
     {f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in _FABRIC}
 )
-_FABRIC_CLASS = _at("accelerator.fabric", "Fabric")
+_FABRIC_CLASS = _locate("accelerator.fabric", "Fabric")
 PATHS.update(
     {"fabric.utilities": _UTILITIES, "fabric.plugins": _PRECISIONS | _CHECKPOINT_IOS}
 )
 PATHS.update({"fabric": {**_FABRIC_CLASS, **_SEED}, "fabric.fabric": _FABRIC_CLASS})
-PATHS["fabric.utilities.cloud_io"] = PATHS["utilities.cloud_io"] | _at(
+PATHS["fabric.utilities.cloud_io"] = PATHS["utilities.cloud_io"] | _locate(
     "compat.fabric_names", _load="load_file"
 )
 PATHS["fabric.utilities.data"] = {
     **PATHS["utilities.data"],
-    **_at("compat.fabric_names", "has_len", "sized_len", "suggested_max_num_workers"),
+    **_locate(
+        "compat.fabric_names", "has_len", "sized_len", "suggested_max_num_workers"
+    ),
 }
 PATHS["fabric.utilities.distributed"] = {
     **_RANK_ZERO,
-    **_at(
+    **_locate(
         "compat.fabric_names", _distributed_is_initialized="distributed_is_initialized"
     ),
 }
 _FABRIC_STRATEGIES = {
     **_REGISTRY,
-    **_at("strategies", "DeepSpeedStrategy"),
-    **_at("strategies.ddp", "DDPStrategy"),
-    **_at("strategies.fsdp", "FSDPStrategy"),
-    **_at("strategies.single", "SingleDeviceStrategy"),
-    **_at("strategies.strategy", "Strategy"),
+    **_locate("strategies", "DeepSpeedStrategy"),
+    **_locate("strategies.ddp", "DDPStrategy"),
+    **_locate("strategies.fsdp", "FSDPStrategy"),
+    **_locate("strategies.single", "SingleDeviceStrategy"),
+    **_locate("strategies.strategy", "Strategy"),
     **_utilities("ParallelStrategy", ModelParallelStrategy="fabric_model_parallel"),
 }
 PATHS.update(
     {
         "fabric.loggers": {
-            **_at("core.protocols", "Logger"),
+            **_locate("core.protocols", "Logger"),
             **_utilities(
                 CSVLogger="fabric_csv_logger",
                 TensorBoardLogger="fabric_tensorboard_logger",
             ),
         },
         "fabric.loggers.csv_logs": _utilities(CSVLogger="fabric_csv_logger"),
-        "fabric.loggers.logger": _at("core.protocols", "Logger")
+        "fabric.loggers.logger": _locate("core.protocols", "Logger")
         | _utilities("rank_zero_experiment"),
         "fabric.loggers.tensorboard": _utilities(
             TensorBoardLogger="fabric_tensorboard_logger"
@@ -341,14 +354,14 @@ PATHS.update(
         "fabric.accelerators.registry": _ACCELERATORS,
         "fabric.plugins.io.checkpoint_io": _CHECKPOINT_IOS,
         "fabric.plugins.io.torch_io": _CHECKPOINT_IOS,
-        "fabric.strategies.deepspeed": _at("strategies", "DeepSpeedStrategy"),
+        "fabric.strategies.deepspeed": _locate("strategies", "DeepSpeedStrategy"),
         "fabric.strategies.registry": _REGISTRY,
         "fabric.utilities.enums": PATHS["utilities.enums"],
-        "fabric.utilities.init": _at(
+        "fabric.utilities.init": _locate(
             "compat.fabric_names", _materialize_meta_tensors="materialize_meta_tensors"
         ),
-        "fabric.utilities.load": _at("compat.fabric_names", _lazy_load="lazy_load"),
-        "fabric.utilities.throughput": _at(
+        "fabric.utilities.load": _locate("compat.fabric_names", _lazy_load="lazy_load"),
+        "fabric.utilities.throughput": _locate(
             "compat.throughput",
             "Throughput",
             "ThroughputMonitor",
@@ -357,18 +370,18 @@ PATHS.update(
         ),
         "fabric.utilities.imports": _utilities("_IS_WINDOWS"),
         "fabric.strategies": _FABRIC_STRATEGIES,
-        "fabric.strategies.ddp": _at("strategies.ddp", "DDPStrategy"),
-        "fabric.strategies.fsdp": _at("strategies.fsdp", "FSDPStrategy"),
+        "fabric.strategies.ddp": _locate("strategies.ddp", "DDPStrategy"),
+        "fabric.strategies.fsdp": _locate("strategies.fsdp", "FSDPStrategy"),
         "fabric.strategies.model_parallel": _utilities(
             ModelParallelStrategy="fabric_model_parallel"
         ),
         "fabric.strategies.parallel": _utilities("ParallelStrategy"),
-        "fabric.strategies.single_device": _at(
+        "fabric.strategies.single_device": _locate(
             "strategies.single", "SingleDeviceStrategy"
         ),
-        "fabric.strategies.strategy": _at("strategies.strategy", "Strategy"),
+        "fabric.strategies.strategy": _locate("strategies.strategy", "Strategy"),
         "fabric.wrappers": {
-            **_at(
+            **_locate(
                 "accelerator.fabric_module",
                 "is_wrapped",
                 _FabricModule="FabricModule",
@@ -377,14 +390,14 @@ PATHS.update(
         },
     }
 )
-_GROUPS = _at("compat.torch_collective", "CollectibleGroup")
+_GROUPS = _locate("compat.torch_collective", "CollectibleGroup")
 PATHS["fabric.utilities.types"] = {
     **_TYPES,
     **_utilities(LRScheduler="LRScheduler", Optimizable="Optimizer"),
     **_GROUPS,
-    **_at("compat.torch_collective", "RedOpType", "ReduceOp"),
+    **_locate("compat.torch_collective", "RedOpType", "ReduceOp"),
 }
-_COLLECTIVES = _at("compat.torch_collective", "Collective", "TorchCollective")
+_COLLECTIVES = _locate("compat.torch_collective", "Collective", "TorchCollective")
 PATHS["fabric.plugins.collectives"] = _COLLECTIVES
 PATHS["fabric.plugins.collectives.collective"] = PATHS[
     "fabric.plugins.collectives.torch_collective"
@@ -392,6 +405,17 @@ PATHS["fabric.plugins.collectives.collective"] = PATHS[
     **_COLLECTIVES,
     **_GROUPS,
 }
+_ENVIRONMENTS = (
+    "",
+    ".cluster_environment",
+    ".kubeflow",
+    ".lightning",
+    ".lsf",
+    ".mpi",
+    ".slurm",
+    ".torchelastic",
+    ".xla",
+)
 _ONLY_ELSEWHERE = (
     *("fabric.utilities.device_parser", "fabric.utilities.registry"),
     "callbacks.checkpoint",
@@ -424,23 +448,8 @@ _ONLY_ELSEWHERE = (
         "fabric.strategies.xla",
     ),
     "fabric.strategies.xla_fsdp",
-    *(
-        f"{room}.environments{name}"
-        for room in ("plugins", "fabric.plugins")
-        for name in (
-            "",
-            *(
-                ".cluster_environment",
-                ".kubeflow",
-                ".lightning",
-                ".lsf",
-                ".mpi",
-                ".slurm",
-                ".torchelastic",
-                ".xla",
-            ),
-        )
-    ),
+    *(f"plugins.environments{name}" for name in _ENVIRONMENTS),
+    *(f"fabric.plugins.environments{name}" for name in _ENVIRONMENTS),
 )
 PATHS.update({path: {} for path in _ONLY_ELSEWHERE})
 
@@ -451,7 +460,7 @@ _ENVIRONMENT = (
 )
 _HARDWARE = 'Trainer(accelerator="cpu"), "gpu" or what torch calls the device; trainer.strategy.device is its device'
 _LOOP = "this library has no loop objects; Trainer arguments and callback hooks change what the loop does"
-_GIVEN = "leave it out, or copy it into your project: nothing here needs it"
+_NOT_NEEDED = "leave it out, or copy it into your project: nothing here needs it"
 
 ELSEWHERE: Final[dict[str, str]] = {
     "AbstractClosure": _LOOP,
@@ -477,7 +486,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "GPUStatsMonitor": "from trainer_kit.callbacks import DeviceStatsMonitor",
     "HalfPrecision": 'Trainer(precision="bf16-true") or "16-true"',
     "KubeflowEnvironment": _ENVIRONMENT,
-    "LIGHTNING_LOGO": _GIVEN,
+    "LIGHTNING_LOGO": _NOT_NEEDED,
     "LSFEnvironment": _ENVIRONMENT,
     "LayerSync": "Trainer(sync_batchnorm=True)",
     "LightningDoublePrecisionModule": 'Trainer(precision="64-true")',
@@ -532,7 +541,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "lite": "trainer_kit.Fabric: setup, backward and your own loop",
     "load_hparams_from_yaml": "yaml.safe_load",
     "loops": _LOOP,
-    "merge_dicts": _GIVEN,
+    "merge_dicts": _NOT_NEEDED,
     "metrics": "the package torchmetrics",
     "module_available": "importlib.util.find_spec(name) is not None",
     "overrides": "leave it out: each sample counts once, on any number of processes",

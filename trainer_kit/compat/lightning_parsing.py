@@ -111,11 +111,10 @@ def _arguments(frame: FrameType) -> tuple[Any, dict[str, Any]]:
     if "__class__" not in values or frame.f_code.co_name != "__init__":
         return None, {}
     cls = values["__class__"]
-    first, rest, options = parse_class_init_keys(cls)
+    self_name, args_name, kwargs_name = parse_class_init_keys(cls)
     parameters = inspect.signature(cls.__init__).parameters
-    arguments = {
-        name: values[name] for name in parameters if name not in (first, rest, options)
-    }
-    if options is not None:
-        arguments.update(values[options])
-    return values[first], arguments
+    skipped = (self_name, args_name, kwargs_name)
+    arguments = {name: values[name] for name in parameters if name not in skipped}
+    if kwargs_name is not None:
+        arguments.update(values[kwargs_name])
+    return values[self_name], arguments

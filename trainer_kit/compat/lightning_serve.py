@@ -85,15 +85,17 @@ class ServableModuleValidator(Callback):
                 found=type(pl_module).__name__,
                 fix="inherit from it too: class Mine(TrainModule, ServableModule)",
             )
-        reading, writing = pl_module.configure_serialization()
+        readers, writers = pl_module.configure_serialization()
         body = json.loads(json.dumps(pl_module.configure_payload()))["body"]
-        inputs = _each(reading, body)
-        served: nn.Module = pl_module
-        before = served.training
-        served.eval()
-        found = pl_module.serve_step(**move_to_device(inputs, trainer.strategy.device))
-        served.train(before)
-        self.resp = json.loads(json.dumps(_each(writing, found)))
+        inputs = _each(readers, body)
+        module: nn.Module = pl_module
+        was_training = module.training
+        module.eval()
+        results = pl_module.serve_step(
+            **move_to_device(inputs, trainer.strategy.device)
+        )
+        module.train(was_training)
+        self.resp = json.loads(json.dumps(_each(writers, results)))
         expected = pl_module.configure_response()
         self.successful = expected is None or self.resp == expected
         if self.exit_on_failure and not self.successful:

@@ -265,18 +265,18 @@ def grad_norm(
         raise ConfigurationError(
             "the order of a norm is a positive number", found=f"norm_type={norm_type}"
         )
-    found = {
+    tensors = {
         name: p.grad.detach().norm(order)
         for name, p in module.named_parameters()
         if p.grad is not None
     }
     norms = {
         f"grad_{order}_norm{group_separator}{name}": float(norm)
-        for name, norm in found.items()
+        for name, norm in tensors.items()
     }
     if norms:
         norms[f"grad_{order}_norm_total"] = float(
-            torch.stack(list(found.values())).norm(order)
+            torch.stack(list(tensors.values())).norm(order)
         )
     return norms
 
@@ -327,8 +327,8 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
     Raises:
         ConfigurationError: torchvision is not installed.
     """
-    made: nn.Module = torchvision().models.get_model(model_name, **kwargs)
-    return made
+    model: nn.Module = torchvision().models.get_model(model_name, **kwargs)
+    return model
 
 
 class _AnyParallel(type):

@@ -110,15 +110,15 @@ _HOOKS: Final = {
 }
 
 
-def _hook_type(word: str | Enum) -> DDPCommunicationHookType:
-    text = word_of(word).lower().replace("powersgd", "power_sgd")  # Lightning's word
+def _hook_type(hook: str | Enum) -> DDPCommunicationHookType:
+    text = word_of(hook).lower().replace("powersgd", "power_sgd")  # Lightning's word
     try:
         return DDPCommunicationHookType(text)
     except ValueError:
-        words = [one.value for one in DDPCommunicationHookType]
-        fix = did_you_mean(text, words)
+        names = [member.value for member in DDPCommunicationHookType]
+        fix = did_you_mean(text, names)
         raise ConfigurationError(
-            "unknown communication hook", found=repr(word), fix=fix
+            "unknown communication hook", found=repr(hook), fix=fix
         ) from None
 
 
@@ -179,20 +179,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def exchange(self) -> dict[str, Any]:
         """The communication hook, as arguments of `DDPStrategy`."""
-        kinds = [_hook_type(word) for word in (self.comm_hook, self.comm_wrapper)]
-        hook, wrapper = map(_HOOKS.get, kinds)
-        found = {
+        hook = _HOOKS.get(_hook_type(self.comm_hook))
+        wrapper = _HOOKS.get(_hook_type(self.comm_wrapper))
+        state = self.comm_state_option or None
+        check_comm_hook(hook, state, wrapper)
+        return {
             "ddp_comm_hook": hook,
             "ddp_comm_wrapper": wrapper,
-            "ddp_comm_state": self.comm_state_option or None,
+            "ddp_comm_state": state,
         }
-        check_comm_hook(
-            *(
-                found[name]
-                for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
-            )
-        )
-        return found
 
 
 @dataclass
@@ -288,17 +283,16 @@ class ProfileKwargs(KwargsHandler):
 
     def torch_activities(self) -> list[Any] | None:
         """The activities as torch's profiler takes them; None for all that this machine has."""
-        known = {
-            name.lower(): value for name, value in ProfilerActivity.__members__.items()
-        }
+        members = ProfilerActivity.__members__.items()
+        activities = {name.lower(): member for name, member in members}
         for name in self.activities or ():
-            if name.lower() not in known:
+            if name.lower() not in activities:
                 raise ConfigurationError(
                     "unknown profiler activity",
                     found=f"activities={self.activities!r}",
-                    fix=f"{did_you_mean(name.lower(), known)}; known: {', '.join(known)}",
+                    fix=f"{did_you_mean(name.lower(), activities)}; known: {', '.join(activities)}",
                 )
-        return [known[name.lower()] for name in self.activities or ()] or None
+        return [activities[name.lower()] for name in self.activities or ()] or None
 
     def torch_schedule(self) -> Any:
         """The schedule of the profiler; None to record every step."""
@@ -391,7 +385,7 @@ class ProjectConfiguration:
         )
 
 
-_OF_FSDP1: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+_FSDP1_OPTIONS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "fsdp_version": (("2",), "this is FSDP2; leave it out"),
     "backward_prefetch": (
         (),
@@ -487,18 +481,18 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, (same, why) in _OF_FSDP1.items():
+        for name, (accepted, reason) in _FSDP1_OPTIONS.items():
             value = getattr(self, name)
-            if value is not None and str(value) not in same:
+            if value is not None and str(value) not in accepted:
                 warnings.warn(
-                    f"FullyShardedDataParallelPlugin({name}={value!r}) has no effect: {why}",
+                    f"FullyShardedDataParallelPlugin({name}={value!r}) has no effect: {reason}",
                     stacklevel=3,
                 )
 
     def make_strategy(self, **options: Any) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""
-        made: Strategy = STRATEGIES.get("fsdp")(**self.arguments(), **options)
-        return made
+        strategy: Strategy = STRATEGIES.get("fsdp")(**self.arguments(), **options)
+        return strategy
 
     def set_auto_wrap_policy(self, model: Any) -> None:
         """Accepted: the units of a model are found when it is prepared."""
@@ -507,45 +501,42 @@ class FullyShardedDataParallelPlugin:
         """The arguments of `FSDPStrategy`."""
         engine = variable("distributed_type")
         launched = engine is not None and engine.value == "FSDP"
-        given = (
-            {
-                name: str(chosen.value)
-                for name in FSDP_KEYS
-                if (chosen := variable(name)) is not None
-            }
-            if launched
-            else {}
-        )
-        found: dict[str, Any] = fsdp_from_launcher(given)
+        settings: dict[str, str] = {}
+        for name in FSDP_KEYS if launched else ():
+            setting = variable(name)
+            if setting is not None:
+                settings[name] = str(setting.value)
+        arguments: dict[str, Any] = fsdp_from_launcher(settings)
         if self.cpu_offload is not None:
-            found["cpu_offload"] = bool(self.cpu_offload)
-        word = self.sharding_strategy
+            arguments["cpu_offload"] = bool(self.cpu_offload)
+        sharding = self.sharding_strategy
         if not isinstance(self.reshard_after_forward, (bool, int, type(None))):
-            word = self.reshard_after_forward
+            sharding = self.reshard_after_forward
         elif self.reshard_after_forward is not None:
-            found["reshard_after_forward"] = self.reshard_after_forward
-        if word is not None:
-            found["sharding_strategy"] = str(getattr(word, "name", word))
+            arguments["reshard_after_forward"] = self.reshard_after_forward
+        if sharding is not None:
+            arguments["sharding_strategy"] = str(getattr(sharding, "name", sharding))
         if self.activation_checkpointing is not None:
-            found["activation_checkpointing_policy"] = bool(
+            arguments["activation_checkpointing_policy"] = bool(
                 self.activation_checkpointing
             )
         if self.activation_checkpointing_offload is not None:
-            found["offload_activations"] = self.activation_checkpointing_offload
+            arguments["offload_activations"] = self.activation_checkpointing_offload
         if self.mixed_precision_policy is not None:
-            found["mixed_precision"] = self.mixed_precision_policy
+            arguments["mixed_precision"] = self.mixed_precision_policy
         if self.ignored_modules is not None:
-            found["ignored_modules"] = self.ignored_modules
+            arguments["ignored_modules"] = self.ignored_modules
         policy = self.auto_wrap_policy
+        policy_name = str(policy).lower()
         if callable(policy):
-            found["auto_wrap_policy"] = policy
-        elif policy is not None and str(policy).lower() == "no_wrap":
-            found["auto_wrap_policy"] = []
-        elif policy is not None and str(policy).lower() == "size_based_wrap":
-            found["auto_wrap_policy"] = self.min_num_params or 100_000_000
+            arguments["auto_wrap_policy"] = policy
+        elif policy_name == "no_wrap":
+            arguments["auto_wrap_policy"] = []
+        elif policy_name == "size_based_wrap":
+            arguments["auto_wrap_policy"] = self.min_num_params or 100_000_000
         elif self.transformer_cls_names_to_wrap:
-            found["auto_wrap_policy"] = list(self.transformer_cls_names_to_wrap)
-        return found
+            arguments["auto_wrap_policy"] = list(self.transformer_cls_names_to_wrap)
+        return arguments
 
 
 @dataclass
@@ -597,12 +588,11 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options of ``torch.compile`` that differ from the defaults."""
-        given = super().to_kwargs()
-        given.pop("use_regional_compilation", None)
-        return {
-            **given,
-            **({"backend": self.backend.lower()} if "backend" in given else {}),
-        }
+        options = super().to_kwargs()
+        options.pop("use_regional_compilation", None)
+        if "backend" in options:
+            options["backend"] = self.backend.lower()
+        return options
 
 
 def micro_batches(steps: Any, owner: str) -> int:
@@ -636,24 +626,27 @@ def check_kind(name: str, value: Any, kind: type) -> None:
         )
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Check the types of an `Accelerator`'s arguments; None passes.
 
     Args:
-        given: the arguments by name.
+        arguments: the arguments by name.
     """
     for name, kind in _RECORDS.items():
-        if (value := given[name]) is not None:
+        value = arguments[name]
+        if value is not None:
             check_kind(name, value, kind)
             check_fields(value)  # a field may have been set after the record was made
     for name in _SWITCHES:
-        if (value := given[name]) is not None and value not in (True, False):
+        value = arguments[name]
+        if value not in (None, True, False):
             raise ConfigurationError(
                 f"{name} is True or False", found=f"{name}={value!r}"
             )
-    if not isinstance(given["seed"], Integral | None) or (given["seed"] or 0) < 0:
+    seed = arguments["seed"]
+    if not isinstance(seed, Integral | None) or (seed or 0) < 0:
         raise ConfigurationError(
-            "seed must be a whole number from 0", found=f"seed={given['seed']!r}"
+            "seed must be a whole number from 0", found=f"seed={seed!r}"
         )
 
 
@@ -679,20 +672,20 @@ def by_kind(handlers: Any) -> dict[type, Any]:
     Raises:
         ConfigurationError: an entry is not a handler, or a class occurs twice.
     """
-    found: dict[type, Any] = {}
+    by_class: dict[type, Any] = {}
     for handler in as_list(handlers, KwargsHandler):
         if not isinstance(handler, KwargsHandler):
+            is_class = isinstance(handler, type)
+            description = repr(handler) if is_class else type(handler).__name__
             raise ConfigurationError(
                 "expected a kwargs handler",
-                found=repr(handler)
-                if isinstance(handler, type)
-                else type(handler).__name__,
+                found=description,
                 fix="pass DistributedDataParallelKwargs(...)",
             )
         handler.__post_init__()  # a field may have been set since
-        if type(handler) in found:
+        if type(handler) in by_class:
             raise ConfigurationError(
                 "two kwargs handlers have the same class", found=type(handler).__name__
             )
-        found[type(handler)] = handler
-    return found
+        by_class[type(handler)] = handler
+    return by_class

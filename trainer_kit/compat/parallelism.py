@@ -48,14 +48,16 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        chosen = self.cp_comm_strategy or _launched("cp_comm_strategy") or "allgather"
-        if chosen not in ("allgather", "alltoall"):
+        strategy = (
+            self.cp_comm_strategy or _read_variable("cp_comm_strategy") or "allgather"
+        )
+        if strategy not in ("allgather", "alltoall"):
             raise ConfigurationError(
                 "unknown communication strategy for context parallelism",
-                found=f"cp_comm_strategy={chosen!r}",
+                found=f"cp_comm_strategy={strategy!r}",
                 fix='use "allgather" or "alltoall"',
             )
-        self.cp_comm_strategy = chosen
+        self.cp_comm_strategy = strategy
 
 
 @dataclass
@@ -108,7 +110,7 @@ class ParallelismConfig:
         check_fields(self)
         if self.sp_size != 1:
             raise refused("sp_size", f"sp_size={self.sp_size}")
-        self.cp_backend = self.cp_backend or _launched("cp_backend") or "torch"
+        self.cp_backend = self.cp_backend or _read_variable("cp_backend") or "torch"
         if self.cp_backend != "torch":
             raise refused("cp_backend", repr(self.cp_backend))
         if self.tp_size != 1 and self.tp_handler is None:
@@ -198,9 +200,11 @@ class ParallelismConfig:
             fsdp: options for sharding parameters along the data and context axes.
             options: further arguments of the strategy.
         """
-        more = {} if fsdp is None else fsdp.arguments()
-        recomputes = more.pop("activation_checkpointing_policy", False)
-        divides = any(
+        fsdp_options: dict[str, Any] = {}
+        if fsdp is not None:
+            fsdp_options = fsdp.arguments()
+        recomputes = fsdp_options.pop("activation_checkpointing_policy", False)
+        shards = any(
             self.sizes[axis] != 1 for axis in ("dp_replicate", "dp_shard", "cp")
         )
         for name in (
@@ -209,16 +213,16 @@ class ParallelismConfig:
             "mixed_precision",
             "ignored_modules",
         ):
-            if more.get(name) and not divides:
+            if fsdp_options.get(name) and not shards:
                 raise refused(name, f"tp_size={self.tp_size} alone")
-        made: Strategy = STRATEGIES.get("mesh")(
+        strategy: Strategy = STRATEGIES.get("mesh")(
             **self.sizes,
             plan=self.plan,
             activation_checkpointing_policy=recomputes,
-            fsdp=more if divides else None,
+            fsdp=fsdp_options if shards else None,
             **options,
         )
-        return made
+        return strategy
 
 
 @dataclass
@@ -245,13 +249,17 @@ class TorchTensorParallelPlugin:
         return ParallelismConfig(-1, 1, self.tp_size, 1, plan=self.plan)
 
 
-def _launched(name: str) -> str | None:
-    found = variable(f"parallelism_config_{name}")
-    return None if found is None else str(found.value)
+def _read_variable(name: str) -> str | None:
+    setting = variable(f"parallelism_config_{name}")
+    if setting is None:
+        return None
+    return str(setting.value)
 
 
-def _size(name: str, given: int | None) -> int:
-    text: Any = given if given is not None else _launched(name) or 1
+def _size(name: str, argument: int | None) -> int:
+    text: Any = argument
+    if argument is None:
+        text = _read_variable(name) or 1
     try:
         size = int(text) if isinstance(text, (Integral, str)) else 0
     except ValueError:

@@ -87,21 +87,24 @@ class Throughput:
                 than samples.
         """
         totals = (time, batches, samples, lengths)
-        found = f"time={time}, batches={batches}, samples={samples}, lengths={lengths}"
+        description = (
+            f"time={time}, batches={batches}, samples={samples}, lengths={lengths}"
+        )
         if samples < batches or (lengths is not None and lengths < samples):
             raise ConfigurationError(
-                "a batch has at least one sample, and a sample one item", found=found
+                "a batch has at least one sample, and a sample one item",
+                found=description,
             )
         if self._updates:
             previous = self._updates[-1]
             if (previous[3] is None) != (lengths is None):
                 raise ConfigurationError(
-                    "lengths= must be in every update or in none", found=found
+                    "lengths= must be in every update or in none", found=description
                 )
             if time <= previous[0] or _decrease(previous[1:], totals[1:]):
                 raise ConfigurationError(
                     "update takes totals since the loop began, which grow",
-                    found=f"{found}, after {previous}",
+                    found=f"{description}, after {previous}",
                 )
         self._updates.append(totals)
         if flops is not None:

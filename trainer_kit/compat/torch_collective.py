@@ -50,8 +50,8 @@ class Collective:
                 f"this {type(self).__name__} has no group",
                 fix="collective.create_group(ranks=[...])",
             )
-        found: CollectibleGroup = self._group
-        return found
+        group: CollectibleGroup = self._group
+        return group
 
 
 class TorchCollective(Collective):
@@ -137,8 +137,8 @@ class TorchCollective(Collective):
     @classmethod
     def new_group(cls, **options: Any) -> CollectibleGroup:
         """Make a group that no object owns, for example for ``DDPStrategy(process_group=...)``."""
-        made: CollectibleGroup = dist.new_group(**options)
-        return made
+        group: CollectibleGroup = dist.new_group(**options)
+        return group
 
     @classmethod
     def destroy_group(cls, group: CollectibleGroup) -> None:
@@ -266,11 +266,11 @@ def _operation(op: Any) -> Any:
     """Return torch's reduction for a word such as ``"sum"`` or ``"avg"``."""
     if not isinstance(op, str):
         return op
-    known = [name.lower() for name in RedOpType.__members__]
-    if op.lower() not in known:
+    operations = [name.lower() for name in RedOpType.__members__]
+    if op.lower() not in operations:
         raise ConfigurationError(
             f"unknown reduction {op!r}",
-            fix=did_you_mean(op, known, otherwise=", ".join(known)),
+            fix=did_you_mean(op, operations, otherwise=", ".join(operations)),
         )
     return getattr(ReduceOp, op.upper())
 
