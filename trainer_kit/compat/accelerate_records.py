@@ -73,19 +73,21 @@ def translated_record(value: Any) -> Any:
     if kind is None:
         return value
     default = record_class()
-    options = {
-        field.name: _plain(getattr(value, field.name))
-        for field in fields(value)
-        if getattr(value, field.name) != getattr(default, field.name)
-    }
+    options: dict[str, Any] = {}
+    for field in fields(value):
+        option = getattr(value, field.name)
+        if option != getattr(default, field.name):
+            options[field.name] = _read_enum_value(option)
     if kind is GradientAccumulationPlugin:
         # What passes Accelerate's record counts on Accelerate's division, as Transformers' Trainer does.
         options["fixed_divisor"] = True
     return kind(**options)
 
 
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Enum) else value
+def _read_enum_value(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return value
 
 
 def takes_accelerate_records(
@@ -95,14 +97,16 @@ def takes_accelerate_records(
 
     @wraps(construct)
     def translate(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
-        positional: Any = [_translated(value) for value in args]
-        named: Any = {name: _translated(value) for name, value in kwargs.items()}
+        positional: Any = [_translate_argument(value) for value in args]
+        named: Any = {
+            name: _translate_argument(value) for name, value in kwargs.items()
+        }
         return construct(*positional, **named)
 
     return translate
 
 
-def _translated(argument: Any) -> Any:
+def _translate_argument(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return [translated_record(value) for value in argument]
     if isinstance(argument, Mapping):

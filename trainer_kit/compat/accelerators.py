@@ -135,7 +135,7 @@ class CUDAAccelerator(LightningAccelerator):
     @staticmethod
     def parse_devices(devices: int | str | Sequence[int]) -> list[int]:
         """The indices of the devices."""
-        return _indices(devices, torch.cuda.device_count())
+        return _parse_indices(devices, torch.cuda.device_count())
 
     @staticmethod
     def get_parallel_devices(devices: Sequence[int]) -> list[torch.device]:
@@ -171,7 +171,7 @@ class MPSAccelerator(LightningAccelerator):
     @staticmethod
     def parse_devices(devices: int | str | Sequence[int]) -> list[int]:
         """The index of the device."""
-        return _indices(devices, 1)
+        return _parse_indices(devices, 1)
 
     @staticmethod
     def get_parallel_devices(devices: Sequence[int]) -> list[torch.device]:
@@ -362,7 +362,7 @@ def _check_type(device: torch.device, kind: str) -> None:
         )
 
 
-def _indices(devices: int | str | Sequence[int], count: int) -> list[int]:
+def _parse_indices(devices: int | str | Sequence[int], count: int) -> list[int]:
     if devices in (-1, "-1", "auto"):
         return list(range(count))
     if isinstance(devices, str):

@@ -78,7 +78,7 @@ def _adapted(callback: Any) -> Any:
     cls: type = type(callback)
     if lightning_base(cls) is not None:
         _refuse_part_of_loop(cls)
-        return _adapter_of(cls)(callback)
+        return _make_adapter_class(cls)(callback)
     hooks = [
         name for name in dir(cls) if name.startswith("on_") and hasattr(Callback, name)
     ]
@@ -93,11 +93,10 @@ def _adapted(callback: Any) -> Any:
 
 
 def _refuse_part_of_loop(cls: type) -> None:
-    name = next(
-        (name for name in NEEDS_LOOP if lightning_base(cls, name) is not None), None
-    )
-    if name is None:
+    bases = [name for name in NEEDS_LOOP if lightning_base(cls, name) is not None]
+    if not bases:
         return
+    name = bases[0]
     if cls.__module__.startswith(_PACKAGES):
         problem = f"Lightning's {cls.__name__} drives Lightning's own loop"
         fix = f"from trainer_kit.callbacks import {cls.__name__}"
@@ -150,8 +149,9 @@ _METHODS: Final = (
 
 
 @cache
-def _adapter_of(cls: type) -> type[LightningCallback]:
-    """The adapter class of a class: a module's callback replaces the Trainer's one of the same class."""
+def _make_adapter_class(cls: type) -> type[LightningCallback]:
+    """Make the adapter class of a class, once for each class."""
+    # A module's callback replaces the Trainer's one of the same class.
     is_late = any(lightning_base(cls, name) is not None for name in _CALLED_LATE)
     members: Mapping[str, Any] = {
         "__module__": cls.__module__,

@@ -96,9 +96,9 @@ class TorchCheckpointIO(CheckpointIO):
         """
         file = locate(path)
         source = file if isinstance(file, Path) else io.BytesIO(file.read_bytes())
-        content: dict[str, Any] = torch_load(
-            source, "cpu" if map_location is None else map_location
-        )
+        if map_location is None:
+            map_location = "cpu"
+        content: dict[str, Any] = torch_load(source, map_location)
         return content
 
     def remove_checkpoint(self, path: Any) -> None:

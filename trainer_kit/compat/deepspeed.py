@@ -213,6 +213,7 @@ class DeepSpeedPlugin:
 
         if self.enable_msamp:
             raise refused("enable_msamp")
+        # The launcher's values stand in for options that the script leaves out.
         for option in fields(self):
             if not option.init or getattr(self, option.name) is not None:
                 continue

@@ -198,6 +198,7 @@ def launched_recipe() -> FP8Recipe | None:
             is_true(switch) for switch in switches
         )
     recipe = _BACKENDS[options.pop("backend", "AO")]
+    # The launcher's section has the options of every backend.
     names = {field.name for field in fields(recipe)}
     return recipe(**{name: value for name, value in options.items() if name in names})
 

@@ -222,7 +222,8 @@ class Transformer(nn.Module):
 class _Position(nn.Module):
     def __init__(self, dim: int, dropout: float) -> None:
         super().__init__()
-        self.dropout, self.dim = nn.Dropout(dropout), dim
+        self.dropout = nn.Dropout(dropout)
+        self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
         even = torch.arange(0, self.dim, 2, device=x.device).float()
@@ -333,10 +334,9 @@ class MNISTDataModule(DataModule):
             self.data_dir, train=True, download=False, transform=self.default_transforms
         )
         sizes = [len(images) - self.val_split, self.val_split]
-        drawn = torch.Generator().manual_seed(42)
-        self.dataset_train, self.dataset_val = random_split(
-            images, sizes, generator=drawn
-        )
+        generator = torch.Generator().manual_seed(42)
+        splits = random_split(images, sizes, generator=generator)
+        self.dataset_train, self.dataset_val = splits
 
     def train_dataloader(self) -> Any:
         return self._loader(self.dataset_train, shuffle=True)
@@ -345,14 +345,13 @@ class MNISTDataModule(DataModule):
         return self._loader(self.dataset_val)
 
     def test_dataloader(self) -> Any:
-        return self._loader(
-            MNIST(
-                self.data_dir,
-                train=False,
-                download=False,
-                transform=self.default_transforms,
-            )
+        images = MNIST(
+            self.data_dir,
+            train=False,
+            download=False,
+            transform=self.default_transforms,
         )
+        return self._loader(images)
 
     @property
     def default_transforms(self) -> Any:

@@ -162,11 +162,9 @@ def rank_zero_experiment(function: Callable[[Any], _Returned]) -> Callable[[Any]
 
     @wraps(function)
     def experiment(self: Any) -> Any:
-        return (
-            function(self)
-            if getattr(rank_zero_only, "rank", 0) == 0
-            else DummyLogger().experiment
-        )
+        if getattr(rank_zero_only, "rank", 0) != 0:
+            return DummyLogger().experiment
+        return function(self)
 
     return experiment
 
@@ -192,14 +190,8 @@ def is_overridden(
     if instance is None:
         return False
     if parent is None:
-        parent = next(
-            (
-                cls
-                for cls in (TrainModule, DataModule, Callback)
-                if isinstance(instance, cls)
-            ),
-            None,
-        )
+        parents = (TrainModule, DataModule, Callback)
+        parent = next((cls for cls in parents if isinstance(instance, cls)), None)
     if parent is None:
         raise ConfigurationError(
             f"the base class of {type(instance).__name__} is unknown",
@@ -265,19 +257,16 @@ def grad_norm(
         raise ConfigurationError(
             "the order of a norm is a positive number", found=f"norm_type={norm_type}"
         )
-    tensors = {
+    norm_tensors = {
         name: p.grad.detach().norm(order)
         for name, p in module.named_parameters()
         if p.grad is not None
     }
-    norms = {
-        f"grad_{order}_norm{group_separator}{name}": float(norm)
-        for name, norm in tensors.items()
-    }
+    prefix = f"grad_{order}_norm{group_separator}"
+    norms = {f"{prefix}{name}": float(norm) for name, norm in norm_tensors.items()}
     if norms:
-        norms[f"grad_{order}_norm_total"] = float(
-            torch.stack(list(tensors.values())).norm(order)
-        )
+        total = torch.stack(list(norm_tensors.values())).norm(order)
+        norms[f"grad_{order}_norm_total"] = float(total)
     return norms
 
 
@@ -293,11 +282,9 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     Args:
         include_cuda: include the current accelerator.
     """
-    device = (
-        torch.accelerator.current_accelerator()
-        if include_cuda and torch.accelerator.is_available()
-        else None
-    )
+    device = None
+    if include_cuda and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
     with preserved_rng(device):
         yield
 

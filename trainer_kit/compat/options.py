@@ -502,6 +502,7 @@ class FullyShardedDataParallelPlugin:
         engine = variable("distributed_type")
         launched = engine is not None and engine.value == "FSDP"
         settings: dict[str, str] = {}
+        # The variables count only if the launcher has chosen FSDP.
         for name in FSDP_KEYS if launched else ():
             setting = variable(name)
             if setting is not None:

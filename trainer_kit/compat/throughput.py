@@ -120,7 +120,8 @@ class Throughput:
             raise ConfigurationError(
                 "there is nothing to compute", fix="call update first"
             )
-        first, last = self._updates[0], self._updates[-1]
+        first = self._updates[0]
+        last = self._updates[-1]
         values: dict[str, float] = {
             "time": last[0],
             "batches": last[1],
@@ -138,9 +139,8 @@ class Throughput:
         if first[3] is not None and last[3] is not None:
             rates["items"] = (last[3] - first[3]) / seconds
         if len(self._flops) == self.window_size:
-            rates["flops"] = (
-                (sum(self._flops) - self._flops[0]) / seconds / self.world_size
-            )
+            flops = sum(self._flops) - self._flops[0]
+            rates["flops"] = flops / seconds / self.world_size
         for name, rate in rates.items():
             values[f"device{self.separator}{name}_per_sec"] = rate
             if self.world_size > 1:

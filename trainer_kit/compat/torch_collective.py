@@ -84,7 +84,9 @@ class TorchCollective(Collective):
             options: arguments of ``torch.distributed.init_process_group``, such as ``backend`` and ``timeout``.
         """
         if not self.is_initialized():
-            with _set(MASTER_ADDR=main_address, MASTER_PORT=main_port):
+            with _set_missing_variables(
+                MASTER_ADDR=main_address, MASTER_PORT=main_port
+            ):
                 self.init_group(**options)
             TorchCollective.manages_default_group = True
         return self
@@ -165,12 +167,12 @@ class TorchCollective(Collective):
 
     def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
         """Reduce a tensor in place, on every rank."""
-        dist.all_reduce(tensor, _operation(op), group=self.group)
+        dist.all_reduce(tensor, _find_operation(op), group=self.group)
         return tensor
 
     def reduce(self, tensor: Tensor, dst: int, op: Any = "sum") -> Tensor:
         """Reduce a tensor in place, on one rank."""
-        dist.reduce(tensor, dst, _operation(op), group=self.group)
+        dist.reduce(tensor, dst, _find_operation(op), group=self.group)
         return tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
@@ -196,7 +198,7 @@ class TorchCollective(Collective):
         self, output: Tensor, input_list: list[Tensor], op: Any = "sum"
     ) -> Tensor:
         """Reduce lists, and overwrite a tensor with this rank's item."""
-        dist.reduce_scatter(output, input_list, _operation(op), group=self.group)
+        dist.reduce_scatter(output, input_list, _find_operation(op), group=self.group)
         return output
 
     def all_to_all(
@@ -262,7 +264,7 @@ class TorchCollective(Collective):
         )
 
 
-def _operation(op: Any) -> Any:
+def _find_operation(op: Any) -> Any:
     """Return torch's reduction for a word such as ``"sum"`` or ``"avg"``."""
     if not isinstance(op, str):
         return op
@@ -276,7 +278,7 @@ def _operation(op: Any) -> Any:
 
 
 @contextmanager
-def _set(**variables: Any) -> Iterator[None]:
+def _set_missing_variables(**variables: Any) -> Iterator[None]:
     """Set environment variables that have no value; remove them afterwards."""
     missing = {
         name: str(value)
