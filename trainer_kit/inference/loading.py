@@ -171,22 +171,25 @@ def load_weights(
     """
     places = None if devices is None else Places(devices, None)
     entries = match_weights(model, weights, checkpoint, strict)
-    later = [
-        entry
-        for entry in entries
-        if places and _stays_on_disk(entry.tied, places, offload_buffers)
-    ]
-    kept = [entry for entry in entries if entry not in later]
-    if later and not isinstance(weights, OnDisk) and offload_folder is None:
+    on_disk = []
+    in_memory = []
+    for entry in entries:
+        if places and _stays_on_disk(entry.tied, places, offload_buffers):
+            on_disk.append(entry)
+        else:
+            in_memory.append(entry)
+    if on_disk and not isinstance(weights, OnDisk) and offload_folder is None:
         raise ConfigurationError(
-            f"{first_names([entry.name for entry in later])} go to disk, and cannot be read from the checkpoint again",
+            f"{first_names([entry.name for entry in on_disk])} go to disk, "
+            "and cannot be read from the checkpoint again",
             found=f"{checkpoint}: no safetensors file, or its weights are quantised",
             fix="pass a directory for them as offload_folder",
         )
-    for entry in kept:
+    for entry in in_memory:
         _load(entry, weights, places, dtype_of)
-    noted: dict[str, tuple[OnDisk, str]] = {}
-    for group in [later] if isinstance(weights, OnDisk) else _groups(later):
+    groups = [on_disk] if isinstance(weights, OnDisk) else _group_by_size(on_disk)
+    origins: dict[str, tuple[OnDisk, str]] = {}
+    for group in groups:
         source = weights
         if not isinstance(source, OnDisk):
             source = write_weights(
@@ -194,9 +197,9 @@ def load_weights(
                 {entry.name: weights[entry.name] for entry in group},
             )
         for entry in group:
-            noted |= _leave(entry, source, dtype_of)
-    if noted:
-        note_sources(model, noted)
+            origins |= _leave_on_disk(entry, source, dtype_of)
+    if origins:
+        note_sources(model, origins)
 
 
 def load_checkpoint_and_dispatch(
@@ -292,7 +295,7 @@ def load_checkpoint_and_dispatch(
 def _refuse(
     full_state_dict: bool, broadcast_from_rank0: bool, offload_8bit_bnb: bool
 ) -> None:
-    for name, given, fix in (
+    for name, requested, fix in (
         (
             "full_state_dict=False",
             not full_state_dict,
@@ -305,7 +308,7 @@ def _refuse(
         ),
         ("offload_8bit_bnb=True", offload_8bit_bnb, "use load_and_quantize_model"),
     ):
-        if given:
+        if requested:
             raise ConfigurationError(f"load_checkpoint_in_model has no {name}", fix=fix)
 
 
@@ -342,57 +345,51 @@ def match_weights(
         CheckpointError: shapes differ; the content of a meta tensor is missing; with ``strict``, names differ; no name
             is equal; or two different tensors are stored for a shared weight.
     """
-    found = find_tied(model)
-    entries, missing = [], []
-    stored = {
-        state_name(name): name for name in weights
-    }  # of a compiled model, or of a plain one
-    for tied in found:
+    tensors = find_tied(model)
+    entries = []
+    missing = []
+    # the names may be those of a compiled model, or of a plain one
+    stored = {state_name(name): name for name in weights}
+    used: set[str] = set()
+    for tied in tensors:
         plain_names = [state_name(slot.name) for slot in tied.slots]
+        used.update(plain_names)
         names = [stored[name] for name in plain_names if name in stored]
         if names:
             entries.append(Entry(tied, names[0]))
         elif tied.persistent:
             missing.append(tied)
-    used = {state_name(slot.name) for tied in found for slot in tied.slots}
     unexpected = [
         name
         for name in weights
         if state_name(name) not in used and not name.endswith("_extra_state")
     ]
     for entry in entries:
-        held, wanted = (
-            list(tensor_like(weights, entry.name).shape),
-            list(entry.tied.tensor.shape),
-        )
-        if held != wanted:
-            reason = f"{held} in the checkpoint, and the model has {wanted}"
+        stored_shape = list(tensor_like(weights, entry.name).shape)
+        wanted = list(entry.tied.tensor.shape)
+        if stored_shape != wanted:
+            reason = f"{stored_shape} in the checkpoint, and the model has {wanted}"
             raise CheckpointError(
                 checkpoint,
                 entry.name,
                 reason,
                 fix="build the model as it was when the checkpoint was saved",
             )
-    _refuse_two(entries, weights, checkpoint)
-    lost = (
-        missing
-        if strict or not entries
-        else [tied for tied in missing if is_meta(tied.tensor)]
-    )
+    _refuse_different_copies(entries, weights, checkpoint)
+    lost = missing
+    if entries and not strict:
+        lost = [tied for tied in missing if is_meta(tied.tensor)]
     refused = bool(lost or (strict and unexpected))
     names = [tied.slots[0].name for tied in (lost if refused else missing)]
     differences = [f"lacks {first_names(names)}"] if names else []
-    differences += (
-        [f"has {first_names(unexpected)}, which the model does not have"]
-        if unexpected
-        else []
-    )
-    if refused:
-        near = (
-            f" ({names[0]!r}: {did_you_mean(names[0], unexpected)})"
-            if names and unexpected
-            else ""
+    if unexpected:
+        differences.append(
+            f"has {first_names(unexpected)}, which the model does not have"
         )
+    if refused:
+        near = ""
+        if names and unexpected:
+            near = f" ({names[0]!r}: {did_you_mean(names[0], unexpected)})"
         raise CheckpointError(
             checkpoint,
             names[0] if names else unexpected[0],
@@ -408,7 +405,7 @@ def match_weights(
     return entries
 
 
-def _refuse_two(
+def _refuse_different_copies(
     entries: Iterable[Entry], weights: Mapping[str, Tensor], checkpoint: object
 ) -> None:
     for entry in entries:
@@ -441,16 +438,9 @@ def _load(
     device = tied.tensor.device if not is_meta(tied.tensor) else torch.device("cpu")
     if places is not None:
         # Load to the first device that is not the disk; a later dispatch copies the tensor to the other devices.
-        device = resolve_device(
-            next(
-                (
-                    d
-                    for d in map(places.of, (s.name for s in tied.slots))
-                    if d != "disk"
-                ),
-                "cpu",
-            )
-        )
+        devices = [places.of(slot.name) for slot in tied.slots]
+        in_memory = [device for device in devices if device != "disk"]
+        device = resolve_device(in_memory[0] if in_memory else "cpu")
     # A tensor of a mapped file must not outlive the file: always copy it.
     content = read_one(weights, entry.name, device).to(
         device, dtype, copy=not isinstance(weights, Lazy)
@@ -458,26 +448,25 @@ def _load(
     if is_meta(tied.tensor) == is_meta(content) and tied.tensor.dtype == content.dtype:
         tied.tensor.data = content
         return
-    made = parameter_like(tied.tensor, content)
+    parameter = parameter_like(tied.tensor, content)
     for slot in tied.slots:
-        put(slot.module, slot.key, made)
+        put(slot.module, slot.key, parameter)
 
 
-def _leave(
+def _leave_on_disk(
     entry: Entry, source: OnDisk, dtype_of: DtypeOf
 ) -> dict[str, tuple[OnDisk, str]]:
     """Leave a tensor on disk: put a meta tensor into the model, and return its origin by its names."""
     tied = entry.tied
     dtype = dtype_of(tied.slots[0].name, tied.tensor)
-    made = parameter_like(
-        tied.tensor, torch.empty(tied.tensor.shape, dtype=dtype, device="meta")
-    )
+    empty = torch.empty(tied.tensor.shape, dtype=dtype, device="meta")
+    parameter = parameter_like(tied.tensor, empty)
     for slot in tied.slots:
-        put(slot.module, slot.key, made)
+        put(slot.module, slot.key, parameter)
     return {slot.name: (source, entry.name) for slot in tied.slots}
 
 
-def _groups(entries: list[Entry]) -> list[list[Entry]]:
+def _group_by_size(entries: list[Entry]) -> list[list[Entry]]:
     """Divide weights into groups that are small enough for memory, each for one file."""
     groups: list[list[Entry]] = []
     filled = _FILE
@@ -531,12 +520,9 @@ def init_on_device(
     moved: Any = WeakIdKeyDictionary()  # keeps tensors that are registered twice shared
 
     def move(module: nn.Module, name: str, tensor: Any) -> Any:
-        if (
-            tensor is None
-            or tensor.device == device
-            or threading.get_ident() != thread
-            or is_lazy(tensor)
-        ):
+        if tensor is None or tensor.device == device:
+            return None
+        if threading.get_ident() != thread or is_lazy(tensor):
             return None
         if tensor not in moved:
             moved[tensor] = parameter_like(tensor, tensor.detach().to(device))

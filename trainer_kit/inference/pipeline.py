@@ -61,22 +61,21 @@ def prepare_pippy(
         >>> net(torch.ones(3, 4)).shape  # one process has it all
         torch.Size([3, 2])
     """
-    here = Environment.detect()
+    environment = Environment.detect()
     on_cpu = is_true(choose("use_cpu", None, False).value)
-    device = pick_device("cpu" if on_cpu else "auto", here.local_rank)
-    chunks = here.world_size if num_chunks is None else num_chunks
+    device = pick_device("cpu" if on_cpu else "auto", environment.local_rank)
+    chunks = environment.world_size if num_chunks is None else num_chunks
     if chunks < 1:
         raise StrategyError(
             "num_chunks must be at least 1", found=f"num_chunks={num_chunks}"
         )
-    if here.world_size == 1:
+    if environment.world_size == 1:
         return model.to(device)
-    _untie(model)
+    _untie_parameters(model)
     plan = PipelinePlan(model="", split_points=split_points)
-    blocks = lay_out(model, plan, here.world_size).blocks
-    _refuse_inside(
-        model, blocks[0][0].rpartition(".")[0], no_split_module_classes or ()
-    )
+    blocks = lay_out(model, plan, environment.world_size).blocks
+    container = blocks[0][0].rpartition(".")[0]
+    _refuse_inside(model, container, no_split_module_classes or ())
     world = join_world(device)
     pipeline = Pipeline(world, world, device, "GPipe")
     pipeline.has(model)  # raises an error if another pipeline has split the model
@@ -102,13 +101,13 @@ class _Chunked:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.pipeline.share((args, kwargs), last=False)
-        sizes = _sizes((args, kwargs), self.chunks)
-        outputs = self.pipeline.infer(_divided((args, kwargs), sizes))
-        output = _together(outputs, sizes) if self.pipeline.last else None
+        sizes = _chunk_sizes((args, kwargs), self.chunks)
+        outputs = self.pipeline.infer(_split_inputs((args, kwargs), sizes))
+        output = _merge_outputs(outputs, sizes) if self.pipeline.last else None
         return self.pipeline.share(output) if self.gathers else output
 
 
-def _sizes(inputs: Any, chunks: int) -> list[int]:
+def _chunk_sizes(inputs: Any, chunks: int) -> list[int]:
     """Return the sizes of the micro-batches, none of them empty; the batch is as long as its first tensor."""
     tensors = [
         leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim
@@ -121,49 +120,46 @@ def _sizes(inputs: Any, chunks: int) -> list[int]:
                 fix="pass num_chunks=1",
             )
         return [0]
-    return [
-        len(part)
-        for part in torch.arange(len(tensors[0])).tensor_split(chunks)
-        if len(part)
-    ] or [0]
+    indices = torch.arange(len(tensors[0]))
+    sizes = [len(chunk) for chunk in indices.tensor_split(chunks) if len(chunk)]
+    return sizes or [0]
 
 
-def _divided(
+def _split_inputs(
     inputs: tuple[tuple[Any, ...], dict[str, Any]], sizes: Sequence[int]
 ) -> list[Any]:
     """Return the inputs of each micro-batch; tensors that are not as long as the batch go to all of them."""
     if len(sizes) == 1:
         return [inputs]
-    whole, made, start = sum(sizes), [], 0
+    batch_size = sum(sizes)
+    chunks = []
+    start = 0
     for size in sizes:
 
-        def part(tensor: Tensor, start: int = start, size: int = size) -> Tensor:
-            return (
-                tensor.narrow(0, start, size)
-                if tensor.ndim and len(tensor) == whole
-                else tensor
-            )
+        def narrow(tensor: Tensor, start: int = start, size: int = size) -> Tensor:
+            if tensor.ndim and len(tensor) == batch_size:
+                return tensor.narrow(0, start, size)
+            return tensor
 
-        made.append(map_tensors(inputs, part))
+        chunks.append(map_tensors(inputs, narrow))
         start += size
-    return made
+    return chunks
 
 
-def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     if len(outputs) == 1:
         return outputs[0]
     flat = [tree_flatten(output) for output in outputs]
-    made = []
+    merged = []
     for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
         if all(
             isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n
             for leaf, n in zip(leaves, sizes, strict=True)
         ):
-            made.append(torch.cat(leaves))
-        elif all(
-            _same(leaf, leaves[0]) for leaf in leaves
-        ):  # for example tables and flags
-            made.append(leaves[0])
+            merged.append(torch.cat(leaves))
+        # for example tables and flags
+        elif all(_are_equal(leaf, leaves[0]) for leaf in leaves):
+            merged.append(leaves[0])
         else:
             shapes = [
                 tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
@@ -174,38 +170,36 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
                 found=f"{shapes} for parts of {list(sizes)} samples",
                 fix="return outputs with one entry per sample (no loss, use_cache=False), or pass num_chunks=1",
             )
-    return tree_unflatten(made, flat[0][1])
+    return tree_unflatten(merged, flat[0][1])
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(
-            one, other
-        )  # sync point: not for outputs of samples
-    return isinstance(one, _PLAIN) and one == other
+def _are_equal(leaf: object, other: object) -> bool:
+    if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+        # sync point: not for outputs of samples
+        return leaf.shape == other.shape and torch.equal(leaf, other)
+    return isinstance(leaf, _PLAIN) and leaf == other
 
 
-def _untie(model: nn.Module) -> None:
+def _untie_parameters(model: nn.Module) -> None:
     """Give each layer its own object for a shared parameter: layers may be on different processes."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in seen:
-                module._parameters[name] = nn.Parameter(
-                    parameter.detach(), parameter.requires_grad
-                )
-            elif parameter is not None:
-                seen.add(id(parameter))
+            if parameter is None:
+                continue
+            if id(parameter) in visited:
+                copy = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                module._parameters[name] = copy
+            visited.add(id(parameter))
 
 
 def _refuse_inside(model: nn.Module, container: str, classes: Sequence[str]) -> None:
     """Refuse to divide the blocks of a module that must stay whole."""
-    for name, part in model.named_modules():
-        if type(part).__name__ in classes and (
-            f"{container}.".startswith(f"{name}.") or not name
-        ):
+    for name, module in model.named_modules():
+        contains_blocks = not name or f"{container}.".startswith(f"{name}.")
+        if contains_blocks and type(module).__name__ in classes:
             raise StrategyError(
-                f"{type(part).__name__} must stay on one process, but contains the blocks to split",
+                f"{type(module).__name__} must stay on one process, but contains the blocks to split",
                 found=f"{container or type(model).__name__}, no_split_module_classes={list(classes)}",
                 fix="name the class of the blocks, or give split_points",
             )

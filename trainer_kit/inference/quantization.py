@@ -85,36 +85,34 @@ class BnbQuantizationConfig:
                 "llm_int8_threshold applies to 8-bit quantisation only",
                 fix="leave it out, or pass load_in_8bit=True",
             )
-        self.bnb_4bit_compute_dtype = _dtype(
+        self.bnb_4bit_compute_dtype = _resolve_dtype(
             "bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype
         )
-        rest = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
-        self.torch_dtype = (
-            rest
-            if self.torch_dtype is None
-            else _dtype("torch_dtype", self.torch_dtype)
-        )
+        if self.torch_dtype is not None:
+            self.torch_dtype = _resolve_dtype("torch_dtype", self.torch_dtype)
+        elif self.load_in_8bit:
+            self.torch_dtype = torch.float16
+        else:
+            self.torch_dtype = self.bnb_4bit_compute_dtype
 
     @property
     def mode(self) -> str:
         """The precision's name for these options."""
         if self.load_in_8bit:
             return "int8"
-        return (
-            f"{self.bnb_4bit_quant_type}-dq"
-            if self.bnb_4bit_use_double_quant
-            else self.bnb_4bit_quant_type
-        )
+        if self.bnb_4bit_use_double_quant:
+            return f"{self.bnb_4bit_quant_type}-dq"
+        return self.bnb_4bit_quant_type
 
 
-def _dtype(name: str, given: torch.dtype | str) -> torch.dtype:
-    found = _DTYPES.get(given) if isinstance(given, str) else given
-    if not isinstance(found, torch.dtype):
+def _resolve_dtype(option: str, value: torch.dtype | str) -> torch.dtype:
+    dtype = _DTYPES.get(value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype):
         raise PrecisionError(
-            f"{name}={given!r} is not a dtype",
+            f"{option}={value!r} is not a dtype",
             fix='use "fp32", "fp16", "bf16" or a torch.dtype',
         )
-    return found
+    return dtype
 
 
 def load_and_quantize_model(
@@ -168,32 +166,31 @@ def load_and_quantize_model(
             fix="pass a checkpoint as weights_location",
         )
     weights = None if weights_location is None else open_weights(weights_location)
-    rest = config.torch_dtype
-    assert isinstance(rest, torch.dtype)
-    layers = _exchange(model, config, rest)
+    unquantized_dtype = config.torch_dtype
+    assert isinstance(unquantized_dtype, torch.dtype)
+    layers = _quantize_layers(model, config, unquantized_dtype)
     model.__dict__.update(
         is_loaded_in_4bit=config.load_in_4bit, is_loaded_in_8bit=config.load_in_8bit
     )
-    exact = {
-        f"{name}.{key}": p.dtype
-        for name, layer in layers.items()
-        for key, p in _parts(layer).items()
-    }
-    floats = pick_dtype(rest, config.keep_in_fp32_modules)
+    exact = {}
+    for name, layer in layers.items():
+        for key, parameter in _quantized_parameters(layer).items():
+            exact[f"{name}.{key}"] = parameter.dtype
+    pick_float_dtype = pick_dtype(unquantized_dtype, config.keep_in_fp32_modules)
     if device_map is None:
         device_map = {"": 0 if torch.accelerator.is_available() else "cpu"}
-    given = resolve_device_map(
+    resolved_map = resolve_device_map(
         model,
         device_map,
         max_memory,
         no_split_module_classes,
-        rest,
+        unquantized_dtype,
         special_dtypes=exact,
     )
-    devices = check_device_map(model, given)
+    devices = check_device_map(model, resolved_map)
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
-        return exact[name] if name in exact else floats(name, tensor)
+        return exact[name] if name in exact else pick_float_dtype(name, tensor)
 
     if weights is None:
         for tied in find_tied(model):
@@ -201,7 +198,7 @@ def load_and_quantize_model(
                 dtype_of(tied.slots[0].name, tied.tensor)
             )
     else:
-        quantised = _Quantised(weights, layers, rest)
+        quantised = _QuantizedWeights(weights, layers, unquantized_dtype)
         load_weights(
             model,
             quantised,
@@ -210,23 +207,30 @@ def load_and_quantize_model(
             dtype_of,
             offload_folder=offload_folder,
         )
-    return dispatch_model(model, given, offload_dir=offload_folder)
+    return dispatch_model(model, resolved_map, offload_dir=offload_folder)
 
 
-def _exchange(
-    model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype
+def _quantize_layers(
+    model: nn.Module, config: BnbQuantizationConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    kept = [*(_head(model) if config.skip_modules is None else config.skip_modules)]
-    kept += config.keep_in_fp32_modules or []
+    if config.skip_modules is None:
+        skipped = _find_head(model)
+    else:
+        skipped = list(config.skip_modules)
+    skipped += config.keep_in_fp32_modules or []
     linear = {
-        name: part for name, part in model.named_modules() if type(part) is nn.Linear
+        name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear
     }
-    stays = [name for name in linear if any(f".{key}." in f".{name}." for key in kept)]
-    wanted = {name: part for name, part in linear.items() if name and name not in stays}
-    if not wanted:
+    stays = [
+        name for name in linear if any(f".{key}." in f".{name}." for key in skipped)
+    ]
+    to_quantize = [
+        layer for name, layer in linear.items() if name and name not in stays
+    ]
+    if not to_quantize:
         raise PrecisionError(
             "no layer of this model can be quantised",
-            found=f"{len(linear)} linear layers, of which {len(stays)} are kept by name ({first_names(kept)})",
+            found=f"{len(linear)} linear layers, of which {len(stays)} are kept by name ({first_names(skipped)})",
             fix="name fewer layers in skip_modules; only nn.Linear is quantised, not for example Conv1D of GPT-2",
         )
     precision = BitsandbytesPrecision(
@@ -234,42 +238,43 @@ def _exchange(
         config.bnb_4bit_compute_dtype,  # type: ignore[arg-type]
         base="32-true",
     )
-    for part in wanted.values():
-        part.weight.requires_grad_(False)
-        part.weight.data = part.weight.data.to(rest)
+    for linear_layer in to_quantize:
+        linear_layer.weight.requires_grad_(False)
+        linear_layer.weight.data = linear_layer.weight.data.to(dtype)
     precision.exchange(model, stays)
-    found: dict[str, Any] = {
-        name: part
-        for name, part in model.named_modules()
-        if isinstance(part, QuantizedLayer)
+    quantized: dict[str, Any] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLayer)
     }
-    for layer in found.values() if config.load_in_8bit else ():
-        layer.threshold = config.llm_int8_threshold
-    return found
+    if config.load_in_8bit:
+        for layer in quantized.values():
+            layer.threshold = config.llm_int8_threshold
+    return quantized
 
 
-def _head(model: nn.Module) -> list[str]:
+def _find_head(model: nn.Module) -> list[str]:
     """Return the modules to skip: the last one, which needs the highest accuracy, and those with tied weights."""
-    shared = [
-        slot.path
-        for tied in find_tied(model)
-        if len(tied.slots) > 1
-        for slot in tied.slots
-    ]
+    shared = []
+    for tied in find_tied(model):
+        if len(tied.slots) > 1:
+            shared += [slot.path for slot in tied.slots]
     prefix = getattr(model, "base_model_prefix", None)
     headless = isinstance(prefix, str) and not hasattr(model, prefix)
     children = [name for name, _ in model.named_children()]
-    return (
-        shared if (headless and not shared) or not children else [*shared, children[-1]]
-    )
+    if not children or (headless and not shared):
+        return shared
+    return [*shared, children[-1]]
 
 
-def _parts(layer: nn.Module) -> dict[str, nn.Parameter]:
-    return {key: p for key, p in layer.named_parameters(recurse=False) if key != "bias"}
+def _quantized_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
+    parameters = dict(layer.named_parameters(recurse=False))
+    parameters.pop("bias", None)
+    return parameters
 
 
 @final
-class _Quantised(Lazy):
+class _QuantizedWeights(Lazy):
     """A checkpoint's weights in the format of quantised layers; each access quantises the stored floats."""
 
     def __init__(
@@ -280,57 +285,51 @@ class _Quantised(Lazy):
     ) -> None:
         self._weights = weights
         self._dtype = dtype
-        like = {
-            name: tensor_like(weights, name)
-            for name in (f"{layer}.weight" for layer in layers)
-            if name in weights
-        }
-        self._layers = {
-            n: layer for n, layer in layers.items() if f"{n}.weight" in like
-        }
-        self._layers = {
-            n: one
-            for n, one in self._layers.items()
-            if like[f"{n}.weight"].is_floating_point()
-        }
-        self._made = {
-            f"{n}.{key}": (n, key)
-            for n, one in self._layers.items()
-            for key in _parts(one)
-        }
+        self._layers: dict[str, Any] = {}
+        self._computed: dict[str, tuple[str, str]] = {}
+        for layer_name, layer in layers.items():
+            weight = f"{layer_name}.weight"
+            # already quantised weights are not floats, and are read unchanged
+            if weight in weights and tensor_like(weights, weight).is_floating_point():
+                self._layers[layer_name] = layer
+                for key in _quantized_parameters(layer):
+                    self._computed[f"{layer_name}.{key}"] = (layer_name, key)
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def __contains__(self, name: object) -> bool:
-        return name in self._made or name in self._weights
+        return name in self._computed or name in self._weights
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**dict.fromkeys(self._weights), **self._made})
+        return iter({**dict.fromkeys(self._weights), **self._computed})
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._made:
+        if name not in self._computed:
             return self._weights[name]
-        layer, key = self._made[name]
-        if self._last[0] != layer:
+        layer, key = self._computed[name]
+        last_layer, tensors = self._last
+        if last_layer != layer:
             floats = self._weights[f"{layer}.weight"].to(self._dtype)
-            self._last = layer, self._layers[layer].quantize(floats)
-        return self._last[1][key]
+            tensors = self._layers[layer].quantize(floats)
+            self._last = layer, tensors
+        return tensors[key]
 
     def like(self, name: str) -> Tensor:
         """Return a tensor of the same shape and dtype."""
-        if name in self._made:
-            layer, key = self._made[name]
-            held: Tensor = getattr(self._layers[layer], key)
-            wanted = [self._layers[layer].out_features, self._layers[layer].in_features]
-            # A weight of another shape belongs to another model: return it, so that loading reports the shapes.
-            if (
-                key != "weight"
-                or list(tensor_like(self._weights, name).shape) == wanted
-            ):
-                return held
-        return tensor_like(self._weights, name)
+        if name not in self._computed:
+            return tensor_like(self._weights, name)
+        layer_name, key = self._computed[name]
+        layer = self._layers[layer_name]
+        quantized: Tensor = getattr(layer, key)
+        if key != "weight":
+            return quantized
+        stored = tensor_like(self._weights, name)
+        # A weight of another shape belongs to another model: return it, so that loading reports the shapes.
+        if list(stored.shape) != [layer.out_features, layer.in_features]:
+            return stored
+        return quantized
 
     def read(
         self, names: Iterable[str], device: torch.device | str = "cpu"
