@@ -266,37 +266,35 @@ class _Attempt:
             prefix=AGENT_DIRECTORY, ignore_cleanup_errors=True
         ) as name:
             reports = Path(name)
-            agent = self._agent(output.files(name), output.role)
+            agent = self._make_agent(output.files(name), output.role)
             monitor = _ProcessMonitor(
                 agent, self.nproc, reports, self.peer_grace, self.signal_grace
             )
             failed = True
             monitor.start()
             try:
-                with _signals(monitor):
+                with _handle_signals(monitor):
                     result = agent.run()
                 failed = result.is_failed()
             except SignalException:
-                return self._stopped(
-                    monitor, reports, monitor.stop_signal or signal.SIGTERM
-                )
+                number = monitor.stop_signal or signal.SIGTERM
+                return self._describe_stop(monitor, reports, number)
             except PeerFailed as error:
-                return self._ended(self._stopped_by_peer(monitor.pids()), 1, str(error))
+                stopped = self._stopped_by_peer(monitor.pids())
+                return self._describe_end(stopped, 1, str(error))
             finally:
                 monitor.stop(sweep=failed)
-            failures = (
-                self._failures(result.failures, monitor, read_reports(reports))
-                if failed
-                else []
-            )
+            failures: list[RankFailure] = []
+            if failed:
+                reported = read_reports(reports)
+                failures = self._collect_failures(result.failures, monitor, reported)
             status = root_first(failures)[0].exit_status if failures else 0
-            if (
-                status - 128 in monitor.forwarded
-            ):  # the ranks ended because of a forwarded signal
-                return self._stopped(monitor, reports, status - 128)
-            return self._ended(failures, status, "")
+            # the ranks ended because of a forwarded signal
+            if status - 128 in monitor.forwarded:
+                return self._describe_stop(monitor, reports, status - 128)
+            return self._describe_end(failures, status, "")
 
-    def _agent(self, logs: DefaultLogsSpecs, role: str) -> LocalElasticAgent:
+    def _make_agent(self, logs: DefaultLogsSpecs, role: str) -> LocalElasticAgent:
         spec = WorkerSpec(
             role=role,
             local_world_size=self.nproc,
@@ -310,46 +308,49 @@ class _Attempt:
         )
         agent = LocalElasticAgent(spec, logs_specs=logs)
         if self.machines.count > 1:
-            # torch would wait 300 s for a machine that has failed; `_ended` asks how the others ended.
+            # torch would wait 300 s for a machine that has failed; `_describe_end` asks how the others ended.
             agent._exit_barrier = lambda: None  # type: ignore[method-assign]
         return agent
 
     def _stopped_by_peer(self, pids: Mapping[int, int]) -> list[RankFailure]:
         """Describe this machine's ranks as stopped because another machine failed."""
-        host, now = socket.gethostname(), time.time_ns()
+        host = socket.gethostname()
+        stopped_at = time.time_ns()
         return [
-            RankFailure(rank, None, now, host=host, pid=pid, stopped=True)
+            RankFailure(rank, None, stopped_at, host=host, pid=pid, stopped=True)
             for rank, pid in pids.items()
         ]
 
-    def _ended(
-        self, own: list[RankFailure], status: int, reason: str
+    def _describe_end(
+        self, local: list[RankFailure], status: int, reason: str
     ) -> tuple[int, str]:
         """Return the same status and headline on every machine; only the failed rank's machine gets the traceback."""
-        failures, worst = self.machines.outcome(self.number, own, status, _REPLY_TIME)
+        failures, worst = self.machines.outcome(self.number, local, status, _REPLY_TIME)
         causes = [failure for failure in failures if not failure.stopped]
         if self.machines.gone:
             reason = f"machine {', '.join(map(str, self.machines.gone))} is gone"
         if not causes or (reason and all(failure.followed for failure in causes)):
-            return worst, reason or (
-                "" if worst == 0 else "another machine received a stop signal"
-            )
-        message, root = (
-            describe(failures, self.nproc * self.machines.count),
-            root_first(causes)[0],
-        )
-        return root.exit_status, message if root in own else message.splitlines()[0]
+            if worst != 0 and not reason:
+                reason = "another machine received a stop signal"
+            return worst, reason
+        message = describe(failures, self.nproc * self.machines.count)
+        root = root_first(causes)[0]
+        if root not in local:
+            message = message.splitlines()[0]
+        return root.exit_status, message
 
-    def _stopped(
+    def _describe_stop(
         self, monitor: _ProcessMonitor, reports: Path, number: int
     ) -> tuple[int, str]:
         """Return status and message after a signal; ranks that ended regularly are not listed."""
-        found = [
-            one
-            for one in read_reports(reports).values()
-            if one.type not in ("SystemExit", "KeyboardInterrupt")
+        failures = [
+            failure
+            for failure in read_reports(reports).values()
+            if failure.type not in ("SystemExit", "KeyboardInterrupt")
         ]
-        lines = [describe(found, self.nproc * self.machines.count)] if found else []
+        lines = []
+        if failures:
+            lines.append(describe(failures, self.nproc * self.machines.count))
         if monitor.killed:
             ranks = ", ".join(map(str, sorted(monitor.killed)))
             lines.append(f"ranks {ranks} did not end by themselves and were killed")
@@ -357,32 +358,32 @@ class _Attempt:
         self.machines.outcome(self.number, [], 128 + number, 0)
         return 128 + number, "\n".join(lines)
 
-    def _failures(
+    def _collect_failures(
         self,
         failures: Mapping[int, Any],
         monitor: _ProcessMonitor,
         reports: Mapping[int, RankFailure],
     ) -> list[RankFailure]:
         first = min(monitor.deaths.values(), default=0)
-        alone = sum(at == first for at in monitor.deaths.values()) == 1
-        found = []
+        first_is_unique = list(monitor.deaths.values()).count(first) == 1
+        host = socket.gethostname()
+        collected = []
         for rank, failure in failures.items():
-            death, code = monitor.deaths.get(rank, 0), failure.exitcode
+            death = monitor.deaths.get(rank, 0)
+            code = failure.exitcode
             # torch's agent ends the others with SIGTERM; a rank that SIGTERM ended first was not ended by the agent.
-            by_agent = code in (-signal.SIGTERM, 128 + signal.SIGTERM) and not (
-                alone and death == first
-            )
-            stopped = rank in monitor.killed or by_agent
+            died_first = first_is_unique and death == first
+            by_sigterm = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+            stopped = rank in monitor.killed or (by_sigterm and not died_first)
             if rank in reports and not stopped:
-                found.append(reports[rank])
-            else:
-                host = socket.gethostname()
-                found.append(
-                    RankFailure(
-                        rank, code, death, host=host, pid=failure.pid, stopped=stopped
-                    )
+                collected.append(reports[rank])
+                continue
+            collected.append(
+                RankFailure(
+                    rank, code, death, host=host, pid=failure.pid, stopped=stopped
                 )
-        return with_early_ends(found, monitor.ends.values())
+            )
+        return with_early_ends(collected, monitor.ends.values())
 
 
 def _silence_torch() -> None:
@@ -394,7 +395,7 @@ def _silence_torch() -> None:
 
 
 @contextlib.contextmanager
-def _signals(monitor: _ProcessMonitor) -> Iterator[None]:
+def _handle_signals(monitor: _ProcessMonitor) -> Iterator[None]:
     """The first stop signal gives the ranks a grace period to end; a second one kills them."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -454,8 +455,11 @@ class _ProcessMonitor(threading.Thread):
         self.stop_signal: int | None = None
         self.forwarded: set[int] = set()
         self.ends: dict[int, RankFailure] = {}  # of ranks that ended with exit code 0
-        self._agent, self._nproc, self._reports = agent, nproc, reports
-        self._peer_grace, self._signal_grace = peer_grace, signal_grace
+        self._agent = agent
+        self._nproc = nproc
+        self._reports = reports
+        self._peer_grace = peer_grace
+        self._signal_grace = signal_grace
         self._deadline: float | None = None
         self._handles: dict[int, int] = {}
         self._over = threading.Event()
@@ -463,12 +467,12 @@ class _ProcessMonitor(threading.Thread):
     def pids(self) -> dict[int, int]:
         """Process IDs by rank; empty while the agent is still starting the ranks."""
         workers = self._agent.get_worker_group().workers
-        found = {
+        pids = {
             worker.global_rank: worker.id
             for worker in workers
             if isinstance(worker.id, int)
         }
-        return found if len(found) == self._nproc else {}
+        return pids if len(pids) == self._nproc else {}
 
     def _living(self) -> dict[int, int]:
         return {
@@ -481,17 +485,18 @@ class _ProcessMonitor(threading.Thread):
             while not self._over.is_set():
                 self._wait()
                 for rank, pid in self._living().items():
-                    if (code := self._exit_code(rank, pid)) is not None:
-                        self.deaths[rank] = time.time_ns()
-                        if code != 0:
-                            self._set_deadline(self._peer_grace)
-                        else:
-                            self._note_early_end(rank, pid)
+                    code = self._exit_code(rank, pid)
+                    if code is None:
+                        continue
+                    self.deaths[rank] = time.time_ns()
+                    if code != 0:
+                        self._set_deadline(self._peer_grace)
+                    else:
+                        self._note_early_end(rank, pid)
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + 1.0
-                    if any(
-                        self._reports.rglob("error.json")
-                    ):  # a rank may hang after it has reported its exception
+                    # a rank may hang after it has reported its exception
+                    if any(self._reports.rglob("error.json")):
                         self._set_deadline(_EXIT_TIME)
                 if self._deadline is not None and time.monotonic() >= self._deadline:
                     self.kill()
@@ -524,23 +529,26 @@ class _ProcessMonitor(threading.Thread):
     def _exit_code(self, rank: int, pid: int) -> int | None:
         """The exit code of a rank that has ended (negative for a signal); torch's agent still collects the process."""
         try:
-            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            result = os.waitid(os.P_PID, pid, options)
         except ChildProcessError:  # rare: torch's agent was faster; a reported exception still shows the failure
             return 1 if rank in read_reports(self._reports) else 0
-        if end is None:
+        if result is None:
             return None
-        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        by_signal = result.si_code != os.CLD_EXITED
+        return -result.si_status if by_signal else result.si_status
 
     def _set_deadline(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        if self.stop_signal is None and (
-            self._deadline is None or deadline < self._deadline
-        ):
+        if self.stop_signal is not None:
+            return  # the signal has set the deadline
+        if self._deadline is None or deadline < self._deadline:
             self._deadline = deadline
 
     def note_signal(self, number: int) -> None:
         """Record the signal that stops the agent: from now on the ranks have the longer grace period."""
-        self._deadline, self.stop_signal = time.monotonic() + self._signal_grace, number
+        self._deadline = time.monotonic() + self._signal_grace
+        self.stop_signal = number
 
     def forward(self, number: int) -> None:
         """Send a signal to every living rank."""

@@ -66,18 +66,19 @@ class _Reporter:
         if self.reported is error or path is None:
             return path is not None
         try:
-            text, where = str(error), self.where() if self.where is not None else ""
+            text = str(error)
+            position = self.where() if self.where is not None else ""
         except Exception as second:
-            text, where = f"<its message cannot be printed: {second!r}>", ""
+            text = f"<its message cannot be printed: {second!r}>"
+            position = ""
         # The intended code: an interpreter with a live process group sometimes aborts at exit.
-        code = (
-            error.code & 0xFF
-            if isinstance(error, SystemExit) and isinstance(error.code, int)
-            else 1
-        )
-        rank, stack = int(os.environ.get("RANK", "0")), "".join(_format(error))
+        code = 1
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            code = error.code & 0xFF
+        rank = int(os.environ.get("RANK", "0"))
+        stack = "".join(_format(error))
         if not write_report(
-            path, rank, qualified_name(error), text, stack, where, code, self.pid
+            path, rank, qualified_name(error), text, stack, position, code, self.pid
         ):
             return False
         self.reported = error
@@ -181,9 +182,9 @@ def _is_users(file: str) -> bool:
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     library = os.path.dirname(os.__file__)
     installed = "site-packages" in file or "dist-packages" in file
-    return not file.startswith(package + os.sep) and (
-        installed or not file.startswith(library + os.sep)
-    )
+    if file.startswith(package + os.sep):
+        return False
+    return installed or not file.startswith(library + os.sep)
 
 
 def _explains_itself(error: BaseException) -> bool:
@@ -285,9 +286,8 @@ def main() -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        _REPORTER.write(
-            error
-        )  # at once: an exception hook of the script may not call this module's hook
+        # at once: an exception hook of the script may not call this module's hook
+        _REPORTER.write(error)
         raise
     _leave()
 

@@ -131,18 +131,17 @@ def read_configuration(path: Path) -> ConfigurationFile:
         else:
             _take(reading, TOP, key, value, "")
     _take_tpu_file(reading)
-    old, line = reading.values.pop("fp16", False), reading.lines.pop("fp16", 1)
-    if old:  # written by versions of Accelerate without mixed_precision
+    fp16 = reading.values.pop("fp16", False)
+    line = reading.lines.pop("fp16", 1)
+    if fp16:  # written by versions of Accelerate without mixed_precision
         reading.add("mixed_precision", "fp16", line)
     return ConfigurationFile(path, reading.values, reading.lines)
 
 
 def _take_tpu_file(reading: _Reading) -> None:
     """Add the values of the file that ``tpu_config_file`` names, with the line of that key."""
-    name, line = (
-        reading.values.pop("tpu_config_file", None),
-        reading.lines.pop("tpu_config_file", 1),
-    )
+    name = reading.values.pop("tpu_config_file", None)
+    line = reading.lines.pop("tpu_config_file", 1)
     if name is None:
         return
     other = read_configuration(reading.path.parent / Path(name).expanduser())
@@ -194,10 +193,12 @@ def _line(node: Any) -> int:
 
 def _content(node: Any) -> Any:
     """The text of a scalar, None for a null, the nodes of a list, or the pairs of nodes of a mapping."""
-    null = (
-        node.tag.endswith(":null") or str(node.value).lower() == "none"
-    )  # Accelerate writes none
-    return None if node.id == "scalar" and node.style is None and null else node.value
+    is_plain = node.id == "scalar" and node.style is None
+    if is_plain and node.tag.endswith(":null"):
+        return None
+    if is_plain and str(node.value).lower() == "none":  # Accelerate writes none
+        return None
+    return node.value
 
 
 def _pairs(reading: _Reading, node: Any, otherwise: str) -> list[tuple[Any, Any]]:
@@ -205,48 +206,43 @@ def _pairs(reading: _Reading, node: Any, otherwise: str) -> list[tuple[Any, Any]
         return []
     if node.id != "mapping":
         raise reading.wrong(_line(node), otherwise)
-    seen: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in node.value:
         if not isinstance(_content(key), str):
             raise reading.wrong(_line(key), "a key is a word")
-        before = seen.setdefault(key.value, value)
-        if before is not value and (
-            before.id != "scalar" or _content(before) != _content(value)
-        ):
+        first = values.setdefault(key.value, value)
+        if first is value:
+            continue
+        if first.id != "scalar" or _content(first) != _content(value):
             raise reading.wrong(
                 _line(key),
-                f"{key.value}: is given twice, first in line {_line(before)}",
+                f"{key.value}: is given twice, first in line {_line(first)}",
             )
     return list(node.value)
 
 
 def _take(
-    reading: _Reading, known: Mapping[str, Option], key: Any, node: Any, section: str
+    reading: _Reading, options: Mapping[str, Option], key: Any, node: Any, section: str
 ) -> None:
     """Store one value under the name of its option."""
-    by_name = {
-        alias: option
-        for option in known.values()
-        for alias in (option.name, *option.aliases)
-    }
+    by_name: dict[str, Option] = {}
+    for option in options.values():
+        by_name |= dict.fromkeys((option.name, *option.aliases), option)
     name = key.value
-    option = by_name.get(name)
-    if option is None:
-        names = sorted({*by_name, *SECTIONS}) if not section else sorted(by_name)
-        hint = "a variable for the script belongs under environment:"
-        near = (
-            hint
-            if name.isupper()
-            else did_you_mean(name[:60], names, "no key of a configuration is like it")
-        )
+    if name not in by_name:
+        names = sorted(by_name) if section else sorted({*by_name, *SECTIONS})
+        near = did_you_mean(name[:60], names, "no key of a configuration is like it")
+        if name.isupper():
+            near = "a variable for the script belongs under environment:"
         raise reading.wrong(_line(key), f"{section}{name}: unknown key, {near}")
+    option = by_name[name]
     try:
-        value = _value(option, node)
+        value = _read_value(option, node)
     except ValueError as error:
         kinds = {"sequence": "a list", "mapping": "a mapping"}
-        found = kinds.get(node.id) or repr(str(_content(node))[:60])
+        content = kinds.get(node.id) or repr(str(_content(node))[:60])
         raise reading.wrong(
-            _line(node), f"{section}{name}: {error}, not {found}"
+            _line(node), f"{section}{name}: {error}, not {content}"
         ) from None
     if value is None:
         return
@@ -259,29 +255,30 @@ def _take(
     reading.lines[option.name] = _line(key)
 
 
-def _value(option: Option, node: Any) -> Any:
+def _read_value(option: Option, node: Any) -> Any:
     content = _content(node)
     if option.free:
-        return _plain(node)
-    if option.many or (option.name == "gpu_ids" and node.id == "sequence"):
+        return _to_python(node)
+    is_gpu_ids = option.name == "gpu_ids"
+    if option.many or (is_gpu_ids and node.id == "sequence"):
         items = content if node.id == "sequence" else [node]
         if any(item.id != "scalar" for item in items):
             raise ValueError("is a list of words")
         texts = [text for text in map(_content, items) if text is not None]
-        return ",".join(texts) if option.name == "gpu_ids" else texts or None
+        if is_gpu_ids:
+            return ",".join(texts)
+        return texts or None
     if node.id != "scalar":
         raise ValueError("is one value")
     return None if content is None else option.value(content)
 
 
-def _plain(node: Any) -> Any:
+def _to_python(node: Any) -> Any:
     if node.id == "mapping":
-        return {str(_content(key)): _plain(value) for key, value in node.value}
-    return (
-        [_plain(item) for item in node.value]
-        if node.id == "sequence"
-        else _content(node)
-    )
+        return {str(_content(key)): _to_python(value) for key, value in node.value}
+    if node.id == "sequence":
+        return [_to_python(item) for item in node.value]
+    return _content(node)
 
 
 def our_default() -> Path:
@@ -386,18 +383,13 @@ def resolve(
     defaults = {name: Chosen(value, "default") for name, value in _DEFAULTS.items()}
     environment: dict[str, Chosen] = {}
     for name, option in all_options().items():
-        found = None if option.free or option.many else variable(name, environ)
-        if found is not None:
-            environment[name] = _read(option, found)
-    return Resolved(
-        with_kind(
-            defaults,
-            environment,
-            {} if file is None else _with_priority(file, environment),
-            flags,
-        ),
-        file,
-    )
+        if option.free or option.many:
+            continue
+        text = variable(name, environ)
+        if text is not None:
+            environment[name] = _read(option, text)
+    in_file = {} if file is None else _with_priority(file, environment)
+    return Resolved(with_kind(defaults, environment, in_file, flags), file)
 
 
 def _with_priority(

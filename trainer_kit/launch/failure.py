@@ -143,9 +143,15 @@ def root_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
         >>> [failure.rank for failure in root_first([echo, RankFailure(1, -9, 2.0)])]
         [1, 0]
     """
+    # (stopped, followed): causes first, then lost connections, then ranks that were stopped
     return sorted(
         failures,
-        key=lambda f: (2 if f.stopped else 1 if f.followed else 0, f.time_ns, f.rank),
+        key=lambda failure: (
+            failure.stopped,
+            failure.followed and not failure.stopped,
+            failure.time_ns,
+            failure.rank,
+        ),
     )
 
 
@@ -160,11 +166,8 @@ def with_early_ends(
     """
     lost = [failure for failure in failures if failure.followed]
     early = min(ends, key=lambda end: (end.time_ns, end.rank), default=None)
-    if (
-        early is None
-        or not lost
-        or any(not (failure.followed or failure.stopped) for failure in failures)
-    ):
+    has_cause = any(not (failure.followed or failure.stopped) for failure in failures)
+    if early is None or not lost or has_cause:
         return list(failures)
     first = min(lost, key=lambda failure: failure.time_ns)
     return [replace(early, where=early.where or first.where), *failures]
@@ -241,37 +244,33 @@ def describe(failures: Sequence[RankFailure], world_size: int) -> str:
         failures: at least one.
         world_size: number of ranks.
     """
-    root, *others = root_first(failures)
-    at = f" at {root.where}" if root.where else ""
+    root, *later = root_first(failures)
+    position = f" at {root.where}" if root.where else ""
     host = f"{root.host}, " if root.host else ""
     verb = "ended" if root.exit_code == 0 else "failed"
     lines = [
-        f"rank {root.rank} of {world_size} {verb}{at} ({host}pid {root.pid}): {root.cause}"
+        f"rank {root.rank} of {world_size} {verb}{position} ({host}pid {root.pid}): {root.cause}"
     ]
     if root.traceback and root.type != "SystemExit":
         lines.append(textwrap.indent(root.traceback.rstrip(), "  "))
     groups: dict[str, list[int]] = {}
-    for other in others:
-        ending = (
-            "stopped"
-            if other.stopped
-            else "lost the connection"
-            if other.followed
-            else other.cause
-        )
-        groups.setdefault(ending, []).append(other.rank)
+    for failure in later:
+        ending = failure.cause
+        if failure.stopped:
+            ending = "stopped"
+        elif failure.followed:
+            ending = "lost the connection"
+        groups.setdefault(ending, []).append(failure.rank)
     if groups:
-        lines.append(
-            "after it: "
-            + "; ".join(f"{_ranks(ranks)} {ending}" for ending, ranks in groups.items())
-        )
+        endings = [f"{_ranks(ranks)} {ending}" for ending, ranks in groups.items()]
+        lines.append("after it: " + "; ".join(endings))
     return "\n".join(lines)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     names = ", ".join(str(rank) for rank in sorted(ranks)[:8])
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
+    omitted = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}{omitted}"
 
 
 def read_reports(directory: Path) -> dict[int, RankFailure]:

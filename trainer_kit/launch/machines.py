@@ -121,24 +121,26 @@ class Machines:
                 lambda key=key: control.present(key),  # type: ignore[misc]
                 f"machine {other}, to come to {self.address}:{self.port}",
             )
-            theirs = json.loads(control.get(key))
-            differing = [name for name in about if theirs.get(name) != about[name]]
+            peer_options = json.loads(control.get(key))
+            differing = [
+                name for name in about if peer_options.get(name) != about[name]
+            ]
             if differing:
                 raise LaunchError(
                     "the machines were started with different options",
                     found="; ".join(
-                        f"{name}={about[name]} on machine {self.rank}, {theirs.get(name)} on machine {other}"
+                        f"{name}={about[name]} on machine {self.rank}, {peer_options.get(name)} on machine {other}"
                         for name in differing
                     ),
                 )
 
     def store(self, attempt: int) -> tuple[Any, int]:
         """The store of the ranks of one attempt, and its port; every attempt has a new store."""
-        control, key = self._control, f"port/{attempt}"
+        control = self._control
+        key = f"port/{attempt}"
         if self.rank == 0 or control is None:
-            self._served = serve_store(
-                self.address, self.port if control is None else 0
-            )
+            port = self.port if control is None else 0
+            self._served = serve_store(self.address, port)
             if control is not None:
                 control.set(key, str(self._served.port))
             return self._served, self._served.port
@@ -176,33 +178,36 @@ class Machines:
         Returns:
             The failures of all ranks of all machines, and the largest status.
         """
-        found, statuses = list(failures), [status]
+        collected = list(failures)
+        statuses = [status]
         control = self._control
         if control is None:
-            return found, status
+            return collected, status
         try:
             report = {
                 "status": status,
-                "failures": [asdict(failure) for failure in found],
+                "failures": [asdict(failure) for failure in collected],
             }
             control.set(f"outcome/{attempt}/{self.rank}", json.dumps(report))
             if status:
                 control.set(f"failed/{attempt}", str(self.rank))
             for other in set(range(self.count)) - {self.rank}:
-                if not self._reported(control, attempt, other, grace):
+                if not self._wait_for_report(control, attempt, other, grace):
                     statuses.append(1)
                     self.gone.append(other)
                     continue
-                theirs = json.loads(control.get(f"outcome/{attempt}/{other}"))
-                statuses.append(theirs["status"])
-                found += [RankFailure(**failure) for failure in theirs["failures"]]
+                peer_report = json.loads(control.get(f"outcome/{attempt}/{other}"))
+                statuses.append(peer_report["status"])
+                collected += [
+                    RankFailure(**failure) for failure in peer_report["failures"]
+                ]
             control.set(f"received/{attempt}/{self.rank}", "")
         except RuntimeError:
             statuses.append(1)
             self.gone.append(0)  # machine 0 served the store
-        return found, max(statuses)
+        return collected, max(statuses)
 
-    def _reported(
+    def _wait_for_report(
         self, control: SignedStore, attempt: int, other: int, grace: float
     ) -> bool:
         failed: float | None = None
@@ -222,11 +227,12 @@ class Machines:
         deadline = time.monotonic() + grace
         if self._control is not None and self.rank == 0:
             keys = [f"received/{attempt}/{other}" for other in range(1, self.count)]
-            while (
-                not all(map(self._control.holds, keys)) and time.monotonic() < deadline
-            ):
+            while not all(map(self._control.holds, keys)):
+                if time.monotonic() >= deadline:
+                    break
                 time.sleep(_PERIOD)
-        self._control = self._served = None
+        self._control = None
+        self._served = None
 
     def _can_connect(self) -> bool:
         try:
@@ -315,13 +321,13 @@ class SignedStore:
         return text
 
     def _read(self, key: str) -> str | None:
-        raw = self._store.get(key).decode(errors="replace")
-        proof, text = raw[:64], raw[64:]
-        return (
-            text
-            if hmac.compare_digest(proof.encode(), self._proof(key, text).encode())
-            else None
-        )
+        raw: str = self._store.get(key).decode(errors="replace")
+        proof = raw[:64]
+        text = raw[64:]
+        expected = self._proof(key, text)
+        if not hmac.compare_digest(proof.encode(), expected.encode()):
+            return None
+        return text
 
     def _proof(self, key: str, text: str) -> str:
         return hmac.new(

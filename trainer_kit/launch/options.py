@@ -33,8 +33,8 @@ def _boolean(text: str) -> bool:
     raise ValueError("is true or false")
 
 
-def _whole(
-    what: str = "a whole number", least: float = -math.inf, most: float = math.inf
+def _make_integer_reader(
+    kind: str = "a whole number", low: float = -math.inf, high: float = math.inf
 ) -> Callable[[str], int]:
     """Make a reader of whole numbers; the text of its ValueError follows the option's name.
 
@@ -44,17 +44,20 @@ def _whole(
     """
 
     def read(text: str) -> int:
-        if not re.fullmatch(r"[+-]?\d{1,15}", text) or not least <= int(text) <= most:
-            raise ValueError(f"is {what}")
-        return int(text)
+        if not re.fullmatch(r"[+-]?\d{1,15}", text):
+            raise ValueError(f"is {kind}")
+        number = int(text)
+        if not low <= number <= high:
+            raise ValueError(f"is {kind}")
+        return number
 
     return read
 
 
-_integer: Final = _whole()
-_natural: Final = _whole("a whole number, 0 or more", 0)
-positive: Final = _whole("a whole number, 1 or more", 1)
-_port: Final = _whole("a port, 0 to 65535", 0, 65535)
+_integer: Final = _make_integer_reader()
+_natural: Final = _make_integer_reader("a whole number, 0 or more", 0)
+positive: Final = _make_integer_reader("a whole number, 1 or more", 1)
+_port: Final = _make_integer_reader("a port, 0 to 65535", 0, 65535)
 
 
 def _number(text: str) -> float:
@@ -69,8 +72,10 @@ def _automatic(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """A reader that also accepts ``auto``, which DeepSpeed replaces by a value, and ``none``."""
 
     def convert(text: str) -> Any:
-        word = text.lower()
-        return word if word == "auto" else None if word == "none" else read(text)
+        lower = text.lower()
+        if lower == "auto":
+            return "auto"
+        return None if lower == "none" else read(text)
 
     return convert
 
@@ -140,20 +145,17 @@ class Option:
         """
         if not self.words:
             return self.read(text)
-        by_word = {word.lower(): word for word in self.words}
-        found = by_word.get(text.lower())
+        choices = {choice.lower(): choice for choice in self.words}
+        choice = choices.get(text.lower())
         # A number refers to torch's enumeration, which counts from 1.
-        if (
-            self.section == "fsdp_config"
-            and re.fullmatch("[1-9]", text)
-            and int(text) <= len(self.words)
-        ):
-            found = self.words[int(text) - 1]
+        if self.section == "fsdp_config" and re.fullmatch("[1-9]", text):
+            if int(text) <= len(self.words):
+                choice = self.words[int(text) - 1]
         if text.lower() == "false":  # in JSON; YAML writes: no
-            found = by_word.get("no")
-        if found is None:
+            choice = choices.get("no")
+        if choice is None:
             raise ValueError(f"is one of {', '.join(self.words)}")
-        return found
+        return choice
 
 
 ENGINES: Final = {"TP": "tensor parallelism"}
@@ -358,10 +360,11 @@ def all_options() -> dict[str, Option]:
         >>> len(all_options()) > 100
         True
     """
-    found = dict(TOP)
+    options = dict(TOP)
     for section in SECTIONS.values():
-        found |= {name: option for name, option in section.items() if name not in found}
-    return found
+        for name, option in section.items():
+            options.setdefault(name, option)
+    return options
 
 
 _DEVICES: Final = ("cpu", "multi_gpu", "tpu")
@@ -398,12 +401,11 @@ def _derived(
     level: Mapping[str, Chosen], chosen: Mapping[str, Chosen]
 ) -> dict[str, Chosen]:
     """``distributed_type`` and ``use_cpu`` as the options of one level set them, else their earlier values."""
-    devices, engines = (
-        [word for word in words if _is_on(level, word)]
-        for words in (_DEVICES, ENGINE_WORDS)
-    )
-    given, on_cpu = chosen["distributed_type"], chosen["use_cpu"]
-    kind = given
+    devices = [name for name in _DEVICES if _is_on(level, name)]
+    engines = [name for name in ENGINE_WORDS if _is_on(level, name)]
+    earlier_kind = chosen["distributed_type"]
+    kind = earlier_kind
+    on_cpu = chosen["use_cpu"]
     _only_one(level, devices)
     _only_one(level, engines)
     if "tpu" in devices:
@@ -411,42 +413,38 @@ def _derived(
     if devices:
         on_cpu = Chosen(devices[0] == "cpu", level[devices[0]].origin)
     if engines:
-        engine, origin = ENGINE_WORDS[engines[0]], level[engines[0]].origin
-        if (
-            "distributed_type" in level
-            and given.value in _ENGINES
-            and given.value != engine
-        ):
+        engine = ENGINE_WORDS[engines[0]]
+        contradicts = earlier_kind.value in _ENGINES and earlier_kind.value != engine
+        if contradicts and "distributed_type" in level:
             _only_one(level, ["distributed_type", engines[0]])
-        if engine is not None or not _on_several(given):
-            kind = Chosen(engine, origin)
+        if engine is not None or not _on_several(earlier_kind):
+            kind = Chosen(engine, level[engines[0]].origin)
     if "tpu" in devices:
         kind = Chosen("XLA", level["tpu"].origin)
     elif "cpu" in devices and kind.value not in _ENGINES:
         kind = Chosen("MULTI_CPU", level["cpu"].origin)
-    elif (
-        "multi_gpu" in devices
-        and kind.value not in _ENGINES
-        and not (_on_several(kind) and kind.value != "MULTI_CPU")
-    ):
-        kind = Chosen("MULTI_GPU", level["multi_gpu"].origin)
+    elif "multi_gpu" in devices and kind.value not in _ENGINES:
+        # a more exact kind, such as MULTI_NPU, stays
+        if kind.value == "MULTI_CPU" or not _on_several(kind):
+            kind = Chosen("MULTI_GPU", level["multi_gpu"].origin)
     return {"distributed_type": kind, "use_cpu": on_cpu}
 
 
-def _is_on(level: Mapping[str, Chosen], word: str) -> bool:
-    return word in level and bool(level[word].value)
+def _is_on(level: Mapping[str, Chosen], name: str) -> bool:
+    return name in level and bool(level[name].value)
 
 
 def _on_several(kind: Chosen) -> bool:
     return str(kind.value).startswith("MULTI_")
 
 
-def _only_one(level: Mapping[str, Chosen], words: Iterable[str]) -> None:
-    several = list(words)
-    if len(several) > 1:
+def _only_one(level: Mapping[str, Chosen], names: Iterable[str]) -> None:
+    conflicting = list(names)
+    if len(conflicting) > 1:
         raise ConfigurationError(
             "only one kind of run can be chosen",
             found=", ".join(
-                f"{word}={level[word].value} ({level[word].origin})" for word in several
+                f"{name}={level[name].value} ({level[name].origin})"
+                for name in conflicting
             ),
         )

@@ -103,7 +103,11 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
             fix="add --cpu, or choose another configuration",
         )
     ids = _gpu_ids(options) if accelerated else None
-    devices = 1 if not accelerated else available_devices() if ids is None else len(ids)
+    devices = 1
+    if ids is not None:
+        devices = len(ids)
+    elif accelerated:
+        devices = available_devices()
     machines = _machines(options, here)
     around = here.world_size if here.launched and here.world_size > 1 else None
     total = _total(options, around, devices, machines.count)
@@ -121,7 +125,7 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
             fix="start one task on each machine, or as many as --num_processes",
         )
     in_place = around == total
-    asked = any(options[name] for name in _OF_THE_AGENT)
+    needs_agent = any(options[name] for name in _OF_THE_AGENT)
     ignored = dict.fromkeys(
         _OF_THE_AGENT if in_place else (), f"{here.source} has started the processes"
     )
@@ -135,19 +139,20 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
         in_place=in_place,
         environ=_environ(options, ids),
         max_restarts=options["max_restarts"],
-        supervised=not in_place and (asked or processes > 1 or machines.count > 1),
+        supervised=not in_place
+        and (needs_agent or processes > 1 or machines.count > 1),
         ignored=_ignored(options, ignored),
     )
 
 
 def _ignored(options: Resolved, more: Mapping[str, str]) -> dict[str, str]:
     """The configured options without an effect: those that the option table marks, and ``more`` of this plan."""
-    found = dict(more)
+    reasons = dict(more)
     for table in (TOP, *SECTIONS.values()):
-        found |= {
+        reasons |= {
             option.name: option.ignored for option in table.values() if option.ignored
         }
-    return {name: reason for name, reason in found.items() if options[name]}
+    return {name: reason for name, reason in reasons.items() if options[name]}
 
 
 def _on_xla(options: Resolved) -> Plan:
@@ -187,20 +192,20 @@ def _pod(options: Resolved, name: str) -> ConfigurationError:
 
 
 def _machines(options: Resolved, here: Environment) -> Machines:
-    waits = _patience(options)
+    patience = _patience(options)
     if here.launched and here.world_size > 1:
-        count, rank, address, port = (
+        if here.num_nodes <= 1:
+            return Machines()
+        return Machines(
             here.num_nodes,
             here.node_rank,
             here.master_addr,
             here.master_port,
+            patience,
         )
-        return Machines(count, rank, address, port, waits) if count > 1 else Machines()
-    count, rank, address = (
-        options["num_machines"],
-        options["machine_rank"],
-        options["main_process_ip"],
-    )
+    count = options["num_machines"]
+    rank = options["machine_rank"]
+    address = options["main_process_ip"]
     port = options["main_process_port"]
     if not 0 <= rank < count:
         raise options.wrong(
@@ -216,7 +221,7 @@ def _machines(options: Resolved, here: Environment) -> Machines:
             "several machines need the address of the first",
             fix="add --main_process_ip, the same on every machine",
         )
-    return Machines(count, rank, address, port or _PORT, waits)
+    return Machines(count, rank, address, port or _PORT, patience)
 
 
 def _patience(options: Resolved) -> float:
@@ -289,15 +294,15 @@ def _total(
 def _accelerator() -> str | None:
     from trainer_kit.core.devices import present_accelerator
 
-    found = present_accelerator()
-    return None if found is None else found.type
+    accelerator = present_accelerator()
+    return None if accelerator is None else accelerator.type
 
 
 def _gpu_ids(options: Resolved) -> list[str] | None:
     text = str(options["gpu_ids"] or "all").strip()
     if text == "all":
         return None
-    ids = [part.strip() for part in text.split(",") if part.strip()]
+    ids = [index.strip() for index in text.split(",") if index.strip()]
     if not ids or len(set(ids)) < len(ids):
         raise options.wrong("gpu_ids are different devices, such as 0,1", "gpu_ids")
     return ids
@@ -320,28 +325,29 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
             for name, option in SECTIONS["fp8_config"].items()
             if not option.ignored
         ]
-    found = _variables(options)
+    environ = _variables(options)
     origins: dict[str, str] = {}
     for name in passed:
         value = options[name]
         if options.given(name) and value is not None and value != "auto":
-            found[f"TRAINER_KIT_{name.upper()}"] = _text(value)
+            environ[f"TRAINER_KIT_{name.upper()}"] = _text(value)
             origins[name] = options.origin(name)
     if options["distributed_type"] == "MULTI_CPU":
-        found["TRAINER_KIT_USE_CPU"] = "1"
+        environ["TRAINER_KIT_USE_CPU"] = "1"
         origins.setdefault("use_cpu", options.origin("distributed_type"))
-    found[ORIGINS] = json.dumps(origins)
+    environ[ORIGINS] = json.dumps(origins)
     visible = _VISIBLE.get(_accelerator() or "")
     if gpu_ids is not None and visible is not None:
-        if found.get(visible, ",".join(gpu_ids)) != ",".join(gpu_ids):
+        visible_ids = ",".join(gpu_ids)
+        if environ.get(visible, visible_ids) != visible_ids:
             raise ConfigurationError(
                 "the devices of this machine are given twice",
-                found=f"{options.describe('gpu_ids')}, {visible}={found[visible]} ({options.origin('environment')})",
+                found=f"{options.describe('gpu_ids')}, {visible}={environ[visible]} ({options.origin('environment')})",
             )
-        found[visible] = ",".join(gpu_ids)
+        environ[visible] = visible_ids
     if options.given("num_cpu_threads_per_process"):
-        found["OMP_NUM_THREADS"] = str(options["num_cpu_threads_per_process"])
-    return found
+        environ["OMP_NUM_THREADS"] = str(options["num_cpu_threads_per_process"])
+    return environ
 
 
 def _variables(options: Resolved) -> dict[str, str]:

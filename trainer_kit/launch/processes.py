@@ -149,12 +149,11 @@ def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
         >>> run_beside([lambda: 1 + 1, lambda: "a" * 3])
         [2, 'aaa']
     """
-    beside: list[tuple[Any, Connection[Any, Any]]] = []
-    possible = (
-        "fork" in multiprocessing.get_all_start_methods()
-        and not multiprocessing.current_process().daemon
-    )
-    if possible and usable_cores() > 1 and _device_in_use() is None:
+    forks: list[tuple[Any, Connection[Any, Any]]] = []
+    has_fork = "fork" in multiprocessing.get_all_start_methods()
+    is_daemon = multiprocessing.current_process().daemon  # it may have no children
+    can_fork = has_fork and not is_daemon
+    if can_fork and usable_cores() > 1 and _device_in_use() is None:
         with no_garbage_in_forks(), warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message=".*fork.*", category=DeprecationWarning
@@ -162,26 +161,27 @@ def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
             context = multiprocessing.get_context("fork")
             for function in functions[1 : usable_cores()]:
                 reader, writer = context.Pipe(duplex=False)
-                process = context.Process(target=_call_beside, args=(function, writer))
+                process = context.Process(target=_send_result, args=(function, writer))
                 process.start()
                 writer.close()
-                beside.append((process, reader))
+                forks.append((process, reader))
     try:
         results = [functions[0]()]
-        for function, (_, reader) in zip(functions[1:], beside, strict=False):
+        for function, (_, reader) in zip(functions[1:], forks, strict=False):
             try:
                 results.append(pickle.loads(reader.recv_bytes()))
             except Exception:  # it failed there, or its result cannot be read here
                 results.append(function())
-        return results + [function() for function in functions[1 + len(beside) :]]
+        not_forked = functions[1 + len(forks) :]
+        return results + [function() for function in not_forked]
     finally:
-        for process, reader in beside:
+        for process, reader in forks:
             reader.close()
             process.kill()
             process.join()
 
 
-def _call_beside(function: Callable[[], Any], writer: Connection[Any, Any]) -> None:
+def _send_result(function: Callable[[], Any], writer: Connection[Any, Any]) -> None:
     if sys.platform == "linux":
         die_with_parent()
     torch.set_num_threads(1)
@@ -348,21 +348,25 @@ class Ranks:
             False at the timeout.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        peers: float | None = None
+        peer_deadline: float | None = None
         while self.running:
-            if self._failures and peers is None:
-                peers = time.monotonic() + self.peer_grace
-            ends = [end for end in (deadline, peers) if end is not None]
-            left = min(ends) - time.monotonic() if ends else None
-            if left is not None and left <= 0:
-                if peers is None:
+            if self._failures and peer_deadline is None:
+                peer_deadline = time.monotonic() + self.peer_grace
+            deadlines = [
+                limit for limit in (deadline, peer_deadline) if limit is not None
+            ]
+            remaining = None
+            if deadlines:
+                remaining = min(deadlines) - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                if peer_deadline is None:
                     return False
                 self._stop_peers()
                 break
-            self._collect(left)
+            self._collect_messages(remaining)
         return True
 
-    def _collect(self, timeout: float | None) -> None:
+    def _collect_messages(self, timeout: float | None) -> None:
         waiting = {self._readers[rank]: rank for rank in self.running}
         for reader in connection.wait(list(waiting), timeout):
             rank = waiting[reader]  # type: ignore[index]
@@ -381,9 +385,8 @@ class Ranks:
                     rank, 0, time.time_ns(), pid=self._processes[rank].pid
                 )
             else:
-                self._errors[rank] = (
-                    pickle.loads(message["error"]) if message["error"] else None
-                )
+                pickled = message["error"]
+                self._errors[rank] = pickle.loads(pickled) if pickled else None
                 self._failures[rank] = message["failure"]
 
     def _stop_peers(self) -> None:

@@ -54,30 +54,34 @@ def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
         (['-O'], ['-m', 'package.module', '-v'])
     """
     options: list[str] = []
-    rest = list(command[1:])
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
-        if word.startswith("--"):
-            options += (
-                [word, rest.pop(0)] if word == "--check-hash-based-pycs" else [word]
-            )
+    remaining = list(command[1:])
+    while remaining and remaining[0].startswith("-") and remaining[0] != "-":
+        argument = remaining.pop(0)
+        if argument.startswith("--"):
+            options.append(argument)
+            if argument == "--check-hash-based-pycs":  # the one that has a value
+                options.append(remaining.pop(0))
             continue
         letters = ""
-        for at, letter in enumerate(word[1:], start=1):
-            value = word[at + 1 :]
+        for index, letter in enumerate(argument[1:], start=1):
+            value = argument[index + 1 :]
             if letter in "cm":
-                options += [f"-{letters}"] if letters else []
-                return options, [f"-{letter}", *([value] if value else []), *rest]
+                if letters:
+                    options.append(f"-{letters}")
+                if value:
+                    remaining.insert(0, value)
+                return options, [f"-{letter}", *remaining]
             if letter in "WX":
-                options += [
-                    f"-{letters}{letter}{value}",
-                    *([] if value else [rest.pop(0)]),
-                ]
+                options.append(f"-{letters}{letter}{value}")
+                if not value:
+                    options.append(remaining.pop(0))
                 letters = ""
                 break
-            letters += letter if letter != "i" else ""
-        options += [f"-{letters}"] if letters else []
-    return options, rest
+            if letter != "i":
+                letters += letter
+        if letters:
+            options.append(f"-{letters}")
+    return options, remaining
 
 
 def rerun_command() -> tuple[list[str], list[str]]:
@@ -87,8 +91,10 @@ def rerun_command() -> tuple[list[str], list[str]]:
         LaunchError: the program cannot be run again: in an interactive session, a notebook, ``python -c``, a
             test under pytest, a child process, or off the main thread.
     """
-    options, words = split_command(sys.orig_argv)
-    script = _script(words[0]) if words and not words[0].startswith("-") else None
+    options, program = split_command(sys.orig_argv)
+    script = None
+    if program and not program[0].startswith("-"):
+        script = _find_script(program[0])
     reason = None
     if multiprocessing.parent_process() is not None:
         reason = "a child process of multiprocessing"
@@ -96,12 +102,12 @@ def rerun_command() -> tuple[list[str], list[str]]:
         reason = "a test under pytest"
     elif hasattr(builtins, "get_ipython"):
         reason = "a notebook or an IPython session"
-    elif words and words[0] == "-c":
+    elif program and program[0] == "-c":
         reason = "code given with python -c"
-    elif hasattr(sys, "ps1") or not words or words[0] == "-":
+    elif hasattr(sys, "ps1") or not program or program[0] == "-":
         reason = "an interactive session or code from standard input"
     elif script is not None and not script.exists():
-        reason = f"{words[0]}, which does not exist any more"
+        reason = f"{program[0]}, which does not exist any more"
     elif not sys.executable or getattr(sys, "frozen", False):
         reason = "a frozen program without a Python interpreter"
     elif threading.current_thread() is not threading.main_thread():
@@ -112,15 +118,17 @@ def rerun_command() -> tuple[list[str], list[str]]:
             found=reason,
             fix='move it into a script (python train.py), or use strategy="ddp_notebook"',
         )
-    return options, words if script is None else [str(script), *words[1:]]
+    if script is not None:
+        program[0] = str(script)
+    return options, program
 
 
-def _script(word: str) -> Path:
+def _find_script(argument: str) -> Path:
     """The script's absolute path, also when the program has changed its directory."""
     running = getattr(sys.modules["__main__"], "__file__", None)
-    if running is not None and Path(running).name == Path(word).name:
+    if running is not None and Path(running).name == Path(argument).name:
         return Path(running).absolute()
-    return Path(START_DIRECTORY, word)
+    return Path(START_DIRECTORY, argument)
 
 
 def script() -> str | None:
@@ -147,26 +155,27 @@ def arguments(words: list[str] | None = None) -> list[str]:
         >>> arguments(["--lr", "0.1", "--api-key=abc", "--hf-token", "def", "store=s3://me:pw@host/data"])
         ['--lr', '0.1', '--api-key=***', '--hf-token', '***', 'store=s3://me:***@host/data']
     """
-    masked, name = [], ""
-    for word in sys.argv[1:] if words is None else words:
-        option = _OPTION.fullmatch(word)
+    masked = []
+    name = ""  # of the option whose value is the next argument
+    for argument in sys.argv[1:] if words is None else words:
+        option = _OPTION.fullmatch(argument)
         if option is not None:
-            masked.append(
-                f"{option[1]}={mask_secrets(option[2], option[1].lstrip('-'))}"
-            )
+            flag, value = option.groups()
+            masked.append(f"{flag}={mask_secrets(value, flag.lstrip('-'))}")
+            name = ""
         else:
-            masked.append(mask_secrets(word, name))
-        name = word.lstrip("-") if word.startswith("-") and option is None else ""
+            masked.append(mask_secrets(argument, name))
+            name = argument.lstrip("-") if argument.startswith("-") else ""
     return masked
 
 
 def handed_over(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The run that all ranks and restarts of our agent share: ``id``, ``seed``, the state of ``loggers``; or {}."""
     try:
-        found = json.loads(environ.get(HANDED_OVER, "{}"))
+        run = json.loads(environ.get(HANDED_OVER, "{}"))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return run if isinstance(run, dict) else {}
 
 
 def launches(environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
@@ -179,21 +188,26 @@ def launches(environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
         >>> launches({"SLURM_JOB_ID": "71", "SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "exp4"})
         {'slurm 71': True, 'torchrun exp4': False}
     """
-    found: dict[str, bool] = {}
-    here = socket.gethostname()
-    if job := environ.get("SLURM_JOB_ID"):
-        found[f"slurm {job}"] = _counts(environ, "SLURM_RESTART_COUNT")
-    if agent := environ.get("TRAINER_KIT_AGENT_PID"):
-        name = handed_over(environ).get("id", f"{agent} on {here}")
-        found[f"agent {name}"] = _counts(environ, "TRAINER_KIT_RESTART_COUNT")
-    elif run := environ.get("TORCHELASTIC_RUN_ID"):
+    restarted: dict[str, bool] = {}
+    host = socket.gethostname()
+    job = environ.get("SLURM_JOB_ID")
+    agent = environ.get("TRAINER_KIT_AGENT_PID")
+    run = environ.get("TORCHELASTIC_RUN_ID")
+    if job:
+        restarted[f"slurm {job}"] = _is_positive(environ, "SLURM_RESTART_COUNT")
+    if agent:
+        name = handed_over(environ).get("id", f"{agent} on {host}")
+        launcher = f"agent {name}"
+        restarted[launcher] = _is_positive(environ, "TRAINER_KIT_RESTART_COUNT")
+    elif run:
         # Without a rendezvous torchrun names every run "none": the launching process identifies the run instead.
-        name = run if run != "none" else f"{os.getppid()} on {here}"
-        found[f"torchrun {name}"] = _counts(environ, "TORCHELASTIC_RESTART_COUNT")
-    return found
+        name = run if run != "none" else f"{os.getppid()} on {host}"
+        launcher = f"torchrun {name}"
+        restarted[launcher] = _is_positive(environ, "TORCHELASTIC_RESTART_COUNT")
+    return restarted
 
 
-def _counts(environ: Mapping[str, str], name: str) -> bool:
+def _is_positive(environ: Mapping[str, str], name: str) -> bool:
     value = environ.get(name, "0")
     return value.isdigit() and int(value) > 0
 
@@ -206,10 +220,8 @@ def requeue() -> str:
     job = os.environ.get("SLURM_JOB_ID")
     if not job:
         return ""
-    array, task = (
-        os.environ.get("SLURM_ARRAY_JOB_ID"),
-        os.environ.get("SLURM_ARRAY_TASK_ID"),
-    )
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
     name = f"{array}_{task}" if array and task else job
     try:
         subprocess.run(

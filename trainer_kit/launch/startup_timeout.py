@@ -82,41 +82,40 @@ def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
         SignedStore(store).set("rank 0", "")
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    return (
-        PrefixStore(hashlib.sha256(run_token()).hexdigest(), store)
-        if run_token()
-        else store
-    )
+    token = run_token()
+    if not token:
+        return store
+    return PrefixStore(hashlib.sha256(token).hexdigest(), store)
 
 
 def _serve_as_master(here: Environment) -> Any:
     try:
         return serve_store(here.master_addr, here.master_port)
     except LaunchError as error:
-        own = (
-            None if _is_own(here.master_addr) else own_address_towards(here.master_addr)
-        )
-        if own is None:
+        listen_address = None
+        if not _is_local(here.master_addr):
+            listen_address = own_address_towards(here.master_addr)
+        if listen_address is None:
             raise LaunchError(
                 error.problem,
                 found=error.found,
                 fix="set MASTER_ADDR to an address of the machine of rank 0, and MASTER_PORT to a free port",
             ) from None
     print(
-        f"rank 0 listens at {own}:{here.master_port}: MASTER_ADDR={here.master_addr} is not an address of this machine",
+        f"rank 0 listens at {listen_address}:{here.master_port}: "
+        f"MASTER_ADDR={here.master_addr} is not an address of this machine",
         file=sys.stderr,
         flush=True,
     )
-    return serve_store(own, here.master_port)
+    return serve_store(listen_address, here.master_port)
 
 
-def _is_own(address: str) -> bool:
+def _is_local(address: str) -> bool:
     try:
-        family, _, _, _, where = socket.getaddrinfo(
-            address, 0, type=socket.SOCK_STREAM
-        )[0]
+        candidates = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        family, _, _, _, socket_address = candidates[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(where)
+            probe.bind(socket_address)
     except OSError:
         return False
     return True
@@ -138,19 +137,18 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
     if store.add(_COUNT, 1) >= size:
         store.set(_ALL, "")
 
-    def wait(left: timedelta) -> None:
-        ends, pause = time.monotonic() + left.total_seconds(), 0.001
+    def wait(remaining: timedelta) -> None:
+        deadline = time.monotonic() + remaining.total_seconds()
+        pause = 0.001
         while not store.check([_ALL]):  # its wait() prints a C++ warning at the timeout
-            if time.monotonic() > ends:
+            if time.monotonic() > deadline:
                 raise TimeoutError
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
 
     def missing() -> str:
-        return _named(
-            [rank for rank in range(size) if not store.check([f"{_COUNT}/{rank}"])],
-            size,
-        )
+        absent = [rank for rank in range(size) if not store.check([f"{_COUNT}/{rank}"])]
+        return _named(absent, size)
 
     def first() -> bool:
         return not any(store.check([f"{_COUNT}/{rank}"]) for rank in range(here.rank))
