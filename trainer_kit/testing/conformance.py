@@ -188,9 +188,8 @@ class _Weighed(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens = 1 + batch[1]
-        return (
-            F.cross_entropy(self.net(batch[0]), batch[1], reduction="none") * tokens
-        ).sum() / tokens.sum()
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+        return (losses * tokens).sum() / tokens.sum()
 
     def loss_weight(self, batch: Any) -> Tensor:
         return (1 + batch[1]).sum()  # type: ignore[no-any-return]
@@ -376,7 +375,7 @@ def _compare(
     options["precision"] = precision
     for count in counts:
         try:
-            trainer, found = fit(strategy(), make, count, _PER_RANK, world, **options)
+            trainer, state = fit(strategy(), make, count, _PER_RANK, world, **options)
             assert trainer.world_size == world, (
                 "the strategy does not train on all ranks"
             )
@@ -388,7 +387,7 @@ def _compare(
                 1,
                 **options,
             )
-            assert_same(found, expected, _TOLERANCES[precision])
+            assert_same(state, expected, _TOLERANCES[precision])
             assert trainer.global_step == alone.global_step
             assert trainer.progress.samples == alone.progress.samples
         except BaseException as error:
@@ -439,13 +438,16 @@ def _token_weights(strategy: _Make, precision: str) -> None:
 
 def _evaluation(strategy: _Make, precision: str) -> None:
     """Each sample counts once, and predictions are in order, during ``fit`` and alone."""
-    world, tolerance = torch.distributed.get_world_size(), _TOLERANCES[precision]
+    world = torch.distributed.get_world_size()
+    tolerance = _TOLERANCES[precision]
     for count in (26, 19, 1):
-        seen: list[list[Any]] = []
-        size, group = _PER_RANK, None
-        for chosen, devices in ((strategy(), world), ("auto", 1)):
+        results: list[list[Any]] = []
+        size = _PER_RANK
+        group = None
+        for trainer_strategy, devices in ((strategy(), world), ("auto", 1)):
             torch.manual_seed(7)
-            module, seconds = _Evaluated(), _Evaluated()
+            module = _Evaluated()
+            predictor = _Evaluated()
             settings: dict[str, Any] = {
                 "barebones": True,
                 "precision": precision,
@@ -453,7 +455,7 @@ def _evaluation(strategy: _Make, precision: str) -> None:
                 "accelerator": "cpu",
             }
             trainer = Trainer(
-                devices=devices, strategy=chosen, max_epochs=2, **settings
+                devices=devices, strategy=trainer_strategy, max_epochs=2, **settings
             )
             trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
             loader = DataLoader(_samples(count), batch_size=size)
@@ -463,25 +465,23 @@ def _evaluation(strategy: _Make, precision: str) -> None:
                 module.counted,
             ]
             torch.manual_seed(7)
-            predictions = trainer.predict(seconds, [loader, loader])
+            predictions = trainer.predict(predictor, [loader, loader])
             assert predictions is not None
-            values += [torch.cat(list(one)) for one in predictions]
-            seen.append(values)
+            values += [torch.cat(list(batches)) for batches in predictions]
+            results.append(values)
             if group is None:  # ranks that share a batch count as one
                 group = trainer.strategy.data
                 size *= group.size
-        (mine, counted, *found), (theirs, alone, *expected) = seen
-        assert mine.keys() == theirs.keys()
-        assert all(
-            abs(mine[name] - theirs[name]) < 10 * tolerance for name in theirs
-        ), (
-            mine,
-            theirs,
-        )
+        metrics, counted, *predicted = results[0]
+        expected_metrics, alone, *expected = results[1]
+        assert metrics.keys() == expected_metrics.keys()
+        for name, value in expected_metrics.items():
+            difference = abs(metrics[name] - value)
+            assert difference < 10 * tolerance, (metrics, expected_metrics)
         assert group is not None
         total = group.all_reduce(torch.tensor(counted))
         assert int(total) == alone, "a padding batch was counted"
-        assert_same(dict(enumerate(found)), dict(enumerate(expected)), tolerance)  # type: ignore[arg-type]
+        assert_same(dict(enumerate(predicted)), dict(enumerate(expected)), tolerance)  # type: ignore[arg-type]
 
 
 def _frozen_parts(strategy: _Make, precision: str) -> None:
