@@ -76,12 +76,10 @@ def _package_directory(package: str) -> Path | None:
 def _files(root: Path, module: str) -> list[Path]:
     """The files in which a class that is imported from a module may stand; packages often import them lazily."""
     inside = root.joinpath(*module.split(".")[1:])
-    named = [
-        path
-        for path in (inside.with_suffix(".py"), *inside.glob("*.py"))
-        if path.is_file()
-    ]
-    return list(dict.fromkeys([*named, *_files_for_lightning(root)]))[:_SOURCES]
+    candidates = [inside.with_suffix(".py"), *inside.glob("*.py")]
+    files = [path for path in candidates if path.is_file()]
+    files += _files_for_lightning(root)
+    return list(dict.fromkeys(files))[:_SOURCES]
 
 
 @cache

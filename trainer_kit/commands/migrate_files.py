@@ -123,14 +123,14 @@ def _add_python(project: Project, sources: dict[Path, bytes]) -> list[Finding]:
     A file that names none of the packages is parsed only if it names a class that extends one of theirs.
     """
     findings = []
-    waiting = {
+    texts = {
         file: content.decode("utf-8", "replace") for file, content in sources.items()
     }
-    naming = {file for file, text in waiting.items() if mentions(text)}
+    naming = {file for file, text in texts.items() if mentions(text)}
     selected = set(naming)
     while selected:
         for file in sorted(selected):
-            del waiting[file]
+            del texts[file]
             finding = _parse(project, file, sources[file])
             if finding is not None:
                 findings.append(finding)
@@ -139,8 +139,8 @@ def _add_python(project: Project, sources: dict[Path, bytes]) -> list[Finding]:
         if not names:
             break
         pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
-        selected = {file for file, text in waiting.items() if pattern.search(text)}
-    project.add_text("\n".join(waiting.values()))
+        selected = {file for file, text in texts.items() if pattern.search(text)}
+    project.add_text("\n".join(texts.values()))
     for file in set(sources) - naming:
         del sources[file]
     return findings

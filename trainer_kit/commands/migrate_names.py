@@ -131,24 +131,21 @@ def look_up(name: str) -> Any:
         ImportError: the name does not exist.
         AttributeError: the same, of a class or an object.
     """
-    first, *rest = name.split(".")
-    found: Any = _module(first)
-    for part in rest:
-        found = (
-            imported(found.__name__, part)
-            if isinstance(found, ModuleType)
-            else getattr(found, part)
-        )
-    return found
+    package, *attributes = name.split(".")
+    value: Any = _module(package)
+    for attribute in attributes:
+        if isinstance(value, ModuleType):
+            value = imported(value.__name__, attribute)
+        else:
+            value = getattr(value, attribute)
+    return value
 
 
 def needs(error: BaseException) -> str | None:
     """The package that a name needs and that is not installed; None if the name itself does not exist."""
-    package = (
-        (error.name or "").partition(".")[0]
-        if isinstance(error, ModuleNotFoundError)
-        else ""
-    )
+    if not isinstance(error, ModuleNotFoundError):
+        return None
+    package = (error.name or "").partition(".")[0]
     return None if package in ("", "trainer_kit") else package
 
 
@@ -157,23 +154,28 @@ def reason(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, TrainerKitError):
         return error.problem, error.fix
     text = str(error)
-    if found := re.search(r"^(.*?)\n\s*(?:found:.*\n\s*)?fix: +(.*)$", text, re.DOTALL):
-        return found[1], found[2]
-    if found := re.fullmatch(
+    match = re.search(r"^(.*?)\n\s*(?:found:.*\n\s*)?fix: +(.*)$", text, re.DOTALL)
+    if match:
+        return match[1], match[2]
+    match = re.fullmatch(
         r"(?:type object )?'(\w+)'(?: object)? has no attribute '(\w+)'.*", text
-    ):
-        return f"{found[1]} has no {found[2]!r}", None
+    )
+    if match:
+        return f"{match[1]} has no {match[2]!r}", None
     problem, colon, fix = text.partition(": ")
     return problem, fix if colon else None
 
 
 def dotted(node: ast.AST) -> str | None:
     """``a.b.c`` as a text; None for other expressions."""
-    parts = []
+    names = []
     while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
+        names.append(node.attr)
         node = node.value
-    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
+    if not isinstance(node, ast.Name):
+        return None
+    names.append(node.id)
+    return ".".join(reversed(names))
 
 
 def bound_names(tree: ast.AST) -> dict[str, str]:
@@ -181,7 +183,7 @@ def bound_names(tree: ast.AST) -> dict[str, str]:
 
     A name that an import of another package binds too (``pl`` may be polars) is left out.
     """
-    return _of_packages(ast.walk(tree))[0]
+    return _imported_names(ast.walk(tree))[0]
 
 
 def visible_names(
@@ -195,41 +197,40 @@ def visible_names(
         scope: a module, function, lambda or comprehension.
         outside: the names that are visible around it.
     """
-    nodes = list(_own_nodes(scope))
-    here, others = _of_packages(nodes)
-    given = {
-        name
-        for one in nodes
-        if isinstance(one, (ast.Global, ast.Nonlocal))
-        for name in one.names
-    }
-    hidden = {name for one in nodes for name in _binds(one)} - given
-    visible = {
-        name: full for name, full in outside.items() if name not in hidden | others
-    }
-    return visible | here, hidden | others | here.keys()
+    nodes = list(_scope_nodes(scope))
+    imported_here, hidden = _imported_names(nodes)
+    declared: set[str] = set()
+    assigned: set[str] = set()
+    for node in nodes:
+        assigned.update(_assigned_names(node))
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            declared.update(node.names)
+    hidden |= assigned - declared
+    visible = {name: full for name, full in outside.items() if name not in hidden}
+    return visible | imported_here, hidden | imported_here.keys()
 
 
-def _of_packages(nodes: Iterable[ast.AST]) -> tuple[dict[str, str], set[str]]:
+def _imported_names(nodes: Iterable[ast.AST]) -> tuple[dict[str, str], set[str]]:
     """What the imports among some nodes bind: names of the packages, and other names."""
-    bound, others = {}, set()
+    bound: dict[str, str] = {}
+    unrelated: set[str] = set()
     for node in nodes:
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
-        package = (
-            "." * node.level + (node.module or "")
-            if isinstance(node, ast.ImportFrom)
-            else None
-        )
         for alias in node.names:
             root = alias.name.partition(".")[0]
-            name, full = alias.asname or root, alias.name if alias.asname else root
-            full = full if package is None else f"{package}.{alias.name}"
-            if renamed(full) is None:
-                others.add(name)
+            name = alias.asname or root
+            if isinstance(node, ast.ImportFrom):
+                full_name = f"{'.' * node.level}{node.module or ''}.{alias.name}"
             else:
-                bound[name] = full
-    return {name: full for name, full in bound.items() if name not in others}, others
+                full_name = alias.name if alias.asname else root
+            if renamed(full_name) is None:
+                unrelated.add(name)
+            else:
+                bound[name] = full_name
+    for name in unrelated:
+        bound.pop(name, None)
+    return bound, unrelated
 
 
 _SCOPES: Final = (
@@ -238,17 +239,17 @@ _SCOPES: Final = (
 )
 
 
-def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+def _scope_nodes(scope: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a scope; of the scopes inside it only the nodes that begin them."""
-    waiting = list(ast.iter_child_nodes(scope))
-    while waiting:
-        node = waiting.pop()
+    pending = list(ast.iter_child_nodes(scope))
+    while pending:
+        node = pending.pop()
         yield node
         if not isinstance(node, _SCOPES):
-            waiting += ast.iter_child_nodes(node)
+            pending += ast.iter_child_nodes(node)
 
 
-def _binds(node: ast.AST) -> Iterator[str]:
+def _assigned_names(node: ast.AST) -> Iterator[str]:
     """The names that one node binds, other than by an import."""
     match node:
         case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store() | ast.Del()):

@@ -72,22 +72,19 @@ def wrong_arguments(
         given: by name, the value where it is a constant (else None), and its source.
     """
     try:
-        known = inspect.signature(callee).parameters
+        parameters = inspect.signature(callee).parameters
     except (TypeError, ValueError):  # a builtin
         return
-    takes_all = [
-        name
-        for name, parameter in known.items()
-        if parameter.kind is parameter.VAR_KEYWORD
-    ]
-    if takes_all not in ([], ["unknown"]):  # what arrives in `unknown` is refused
-        return
+    names = list(parameters)
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            if name != "unknown":  # what arrives in `unknown` is refused
+                return
+            names.remove(name)
     for name, (value, source) in given.items():
         try:
-            if name not in known:
-                _refuse_argument(
-                    callee, name, source, [each for each in known if each != "unknown"]
-                )
+            if name not in parameters:
+                _refuse_argument(callee, name, source, names)
             elif callee is Trainer and isinstance(value, (str, int)):
                 _check_word(name, value)
         except TrainerKitError as error:
@@ -95,27 +92,31 @@ def wrong_arguments(
             yield name, Answer("argument", f"{problem} ({name}={source})", fix)
 
 
-def _refuse_argument(callee: Any, name: str, source: str, known: Sequence[str]) -> None:
+def _refuse_argument(callee: Any, name: str, source: str, names: Sequence[str]) -> None:
     if isinstance(callee, type):
         former = FORMER_ARGUMENTS if callee is Trainer else {}
-        constructor = next(
-            vars(one)["__init__"] for one in callee.__mro__ if "__init__" in vars(one)
-        )
+        constructor = _constructor(callee)
         known_arguments(former)(constructor)(**{name: _Shown(source)})
-    fix = did_you_mean(name, known, otherwise="leave it out")
+    fix = did_you_mean(name, names, otherwise="leave it out")
     raise TrainerKitError(f"{callee.__name__} has no argument {name!r}", fix=fix)
+
+
+def _constructor(cls: type) -> Any:
+    """The function that a class, or the nearest base that has one, constructs its objects with."""
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            return vars(base)["__init__"]
+    raise AssertionError  # object has one
 
 
 def _check_word(name: str, value: Any) -> None:
     """Refuse values of Trainer arguments that are wrong on every device."""
-    if name == "strategy" and value != "auto" and value not in STRATEGIES.names():
-        STRATEGIES.get(value)
-    if (
-        name == "precision"
-        and str(value).lower() not in WORDS
-        and value not in PRECISIONS.names()
-    ):
-        make_precision(value)
+    if name == "strategy":
+        if value != "auto" and value not in STRATEGIES.names():
+            STRATEGIES.get(value)
+    elif name == "precision":
+        if str(value).lower() not in WORDS and value not in PRECISIONS.names():
+            make_precision(value)
 
 
 def wrong_members(
@@ -129,78 +130,68 @@ def wrong_members(
         body: what it defines.
     """
     for member in body:
+        value = None
         if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            attribute, value = member.name, _stub(member)
+            attribute = member.name
+            value = _stub(member)
+            if value is None:
+                continue
         elif isinstance(member, ast.Assign) and isinstance(member.targets[0], ast.Name):
-            attribute, value = member.targets[0].id, None
+            attribute = member.targets[0].id
         else:
             continue
-        if value is None and not isinstance(member, ast.Assign):
-            continue
         try:
-            wrong = _refused_member(name, bases, attribute, value)
+            answer = _refused_member(name, bases, attribute, value)
         except TypeError:  # these bases combine only with the user's own bases
             return
-        if wrong is not None:
-            yield member, wrong
+        if answer is not None:
+            yield member, answer
 
 
 def _refused_member(
     owner: str, bases: tuple[type, ...], name: str, value: Any
 ) -> Answer | None:
     """Why the library refuses one member of a class, when the class is created or when an object of it is used."""
+    members = {"__module__": "migrated", name: value}
     try:
-        made = types.new_class(
-            owner,
-            bases,
-            {},
-            lambda space: space.update({"__module__": "migrated", name: value}),
-        )
-        if specifications := [
-            one for one in (Callback, ModuleHooks, DataHooks) if issubclass(made, one)
-        ]:
-            check_hooks(made, *specifications)
+        cls = types.new_class(owner, bases, {}, lambda space: space.update(members))
+        specifications = [
+            specification
+            for specification in (Callback, ModuleHooks, DataHooks)
+            if issubclass(cls, specification)
+        ]
+        if specifications:
+            check_hooks(cls, *specifications)
         for root in (Callback, Strategy, DirectoryLogger):
-            check_overrides(made, root)
+            check_overrides(cls, root)
     except TrainerKitError as error:
         return Answer("hook", *reason(error))
-    return (
-        _uncallable(owner, name, value)
-        if inspect.isfunction(value) and issubclass(made, TrainModule)
-        else None
-    )
+    if inspect.isfunction(value) and issubclass(cls, TrainModule):
+        return _uncallable(owner, name, value)
+    return None
 
 
 def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
     """Make a function with the parameters of a parsed one and an empty body; None for a property and the like."""
-    if any(
-        not isinstance(one, ast.Name)
-        or one.id in ("property", "staticmethod", "classmethod")
-        for one in function.decorator_list
-    ):
-        return None
+    for decorator in function.decorator_list:
+        if not isinstance(decorator, ast.Name):
+            return None
+        if decorator.id in ("property", "staticmethod", "classmethod"):
+            return None
     parameters = copy.deepcopy(function.args)
-    for one in [
-        *parameters.posonlyargs,
-        *parameters.args,
-        *parameters.kwonlyargs,
-        parameters.vararg,
-        parameters.kwarg,
-    ]:
-        if one is not None:
-            one.annotation = None
+    for parameter in ast.walk(parameters):
+        if isinstance(parameter, ast.arg):
+            parameter.annotation = None
     parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
     parameters.kw_defaults = [
-        one and ast.Constant(None) for one in parameters.kw_defaults
+        default and ast.Constant(None) for default in parameters.kw_defaults
     ]
-    made = ast.FunctionDef(
+    definition = ast.FunctionDef(
         function.name, parameters, [ast.Pass()], [], None, lineno=1, col_offset=0
     )
+    module = ast.fix_missing_locations(ast.Module([definition], []))
     space: dict[str, Any] = {"__name__": "migrated"}
-    exec(
-        compile(ast.fix_missing_locations(ast.Module([made], [])), "<stub>", "exec"),
-        space,
-    )
+    exec(compile(module, "<stub>", "exec"), space)
     return space[function.name]
 
 
@@ -252,38 +243,33 @@ def follow(
         stored: whether the last one is assigned to.
     """
     for position, name in enumerate(attributes, 1):
+        is_last = position == len(attributes)
         owner = value.__name__ if isinstance(value, type) else type(value).__name__
         if name.startswith("_") and not name.startswith("__"):
             public = name.lstrip("_")
             fix = f"use {public}" if public in dir(value) else None
-            return None, Answer(
-                "private",
-                f"{owner}.{name} is private: here it is absent or another thing",
-                fix,
-            )
-        own = getattr(type(value), name, None) if not isinstance(value, type) else None
-        if (
-            stored
-            and position == len(attributes)
-            and isinstance(own, property)
-            and own.fset is None
-        ):
+            problem = f"{owner}.{name} is private: here it is absent or another thing"
+            return None, Answer("private", problem, fix)
+        if stored and is_last and _is_read_only(value, name):
             return None, Answer("attribute", f"{owner}.{name} cannot be set")
         try:
             value = getattr(value, name)
         except AttributeError as error:
-            if stored and position == len(attributes) and name not in dir(type(value)):
+            if stored and is_last and name not in dir(type(value)):
                 return None, None  # a user-defined attribute
             problem, fix = reason(error)
-            return None, Answer(
-                "attribute",
-                problem,
-                fix or did_you_mean(name, dir(value), otherwise="") or None,
-            )
+            fix = fix or did_you_mean(name, dir(value), otherwise="") or None
+            return None, Answer("attribute", problem, fix)
         except Exception:  # the attribute exists only during a run
             return None, None
-        if not type(value).__module__.startswith("trainer_kit") and position < len(
-            attributes
-        ):
+        if not is_last and not type(value).__module__.startswith("trainer_kit"):
             return None, None
     return value, None
+
+
+def _is_read_only(value: object, name: str) -> bool:
+    """Whether an attribute of an object is a property without a setter."""
+    if isinstance(value, type):
+        return False
+    member = getattr(type(value), name, None)
+    return isinstance(member, property) and member.fset is None

@@ -6,9 +6,9 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, final
 
 from torch import nn
@@ -98,8 +98,10 @@ class _Source:
     def new_name(self, node: ast.AST) -> str | None:
         """The dotted name of an expression after the move; None if it is not a name of the packages."""
         name = dotted(node) or ""
-        root, dot, rest = name.partition(".")
-        return renamed(f"{self.bound[root]}{dot}{rest}") if root in self.bound else None
+        root, dot, attributes = name.partition(".")
+        if root not in self.bound:
+            return None
+        return renamed(f"{self.bound[root]}{dot}{attributes}")
 
     def library(self, node: ast.AST) -> Any:
         """The object of this library that an expression names after the move, or None."""
@@ -120,20 +122,25 @@ class _Source:
         is_lightning = any(re.match(r"(pytorch_)?lightning\b", name) for name in names)
         return is_lightning and not any("fabric" in name.lower() for name in names)
 
+    def names_accelerate(self) -> bool:
+        """Whether the file imports something of Accelerate."""
+        packages = (name.partition(".")[0] for name in self.bound.values())
+        return "accelerate" in packages
+
     def keeps_divisor(self, call: ast.Call) -> bool:
         """Whether a call asks Accelerate for accumulation, so that it is rewritten to divide losses in the same way."""
         name = dotted(call.func) or ""
         if not foreign(self.bound.get(name.partition(".")[0], "")):
             return False  # it is written for this library
         callee = self.library(call.func)
-        given = {one.arg: one.value for one in call.keywords}
+        arguments = {keyword.arg: keyword.value for keyword in call.keywords}
         if callee is GradientAccumulationPlugin:
-            return "fixed_divisor" not in given
-        steps = given.get("gradient_accumulation_steps")
-        one = isinstance(steps, ast.Constant) and steps.value == 1
-        return callee is Accelerator and not (
-            steps is None or one or "gradient_accumulation_plugin" in given
-        )
+            return "fixed_divisor" not in arguments
+        if callee is not Accelerator or "gradient_accumulation_plugin" in arguments:
+            return False
+        steps = arguments.get("gradient_accumulation_steps")
+        is_one = isinstance(steps, ast.Constant) and steps.value == 1
+        return steps is not None and not is_one
 
 
 @cache
@@ -162,7 +169,8 @@ class Project:
     """
 
     def __init__(self) -> None:
-        self.names = self.resolved = 0
+        self.names = 0
+        self.resolved = 0
         self.keeps_divisor = False
         self._sources: list[_Source] = []
         self._classes: dict[str, list[tuple[_Source, ast.ClassDef]]] = {}
@@ -172,6 +180,11 @@ class Project:
         self._findings: list[Finding] = []
         self._subclasses: set[str] = set()
 
+    def count_name(self, *, resolved: bool) -> None:
+        """Count one imported name of the packages."""
+        self.names += 1
+        self.resolved += resolved
+
     def add_python(self, path: str, tree: ast.AST, bound: Mapping[str, str]) -> None:
         """Add a Python file and the names that its imports bind."""
         source = _Source(path, tree, bound)
@@ -180,65 +193,51 @@ class Project:
             if isinstance(node, ast.ClassDef):
                 self._classes.setdefault(node.name, []).append((source, node))
                 self._attributes.add(node.name)
-                targets = [
-                    t
-                    for s in node.body
-                    for t in getattr(s, "targets", [getattr(s, "target", None)])
-                ]
-                self._attributes.update(
-                    target.id for target in targets if isinstance(target, ast.Name)
-                )
+                self._attributes.update(_class_attributes(node))
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._attributes.add(node.name)
-                calls = (
-                    one.func for one in ast.walk(node) if isinstance(one, ast.Call)
-                )
-                self._called.update(
-                    f.attr
-                    for f in calls
-                    if isinstance(f, ast.Attribute) and f.attr != node.name
-                )
+                self._called.update(_called_methods(node))
             elif isinstance(node, ast.Call):
                 self.keeps_divisor |= source.keeps_divisor(node)
             elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 self._attributes.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(
-                node.value, str
-            ):  # register_buffer("mean", ...)
-                self._attributes.add(node.value)
+            else:  # register_buffer("mean", ...)
+                text = _constant_text(node)
+                if text is not None:
+                    self._attributes.add(text)
 
     def add_yaml(self, path: str, text: str) -> None:
         """Report classes of a configuration that do not exist here, and arguments that its classes do not take."""
-        for part in configured(text):
-            if part.class_name is None:
-                self._report_former_arguments(path, part)
+        for entry in configured(text):
+            if entry.class_name is None:
+                self._report_former_arguments(path, entry)
                 continue
             try:
-                callee = look_up(part.class_name)
+                callee = look_up(entry.class_name)
             except (ImportError, AttributeError) as error:
-                self.report(path, part.line, Answer("configuration", *reason(error)))
+                self.report(path, entry.line, Answer("configuration", *reason(error)))
                 continue
-            steps = part.arguments.get("gradient_accumulation_steps")
+            steps = entry.arguments.get("gradient_accumulation_steps")
             if callee is Accelerator and steps is not None and steps.value != "1":
                 self.report(path, steps.line, _OWN_DIVISOR)
-            given = {
+            arguments = {
                 name: (argument.value, argument.source)
-                for name, argument in part.arguments.items()
+                for name, argument in entry.arguments.items()
             }
-            for name, answer in wrong_arguments(callee, given):
-                self.report(path, part.arguments[name].line, answer)
+            for name, answer in wrong_arguments(callee, arguments):
+                self.report(path, entry.arguments[name].line, answer)
 
-    def _report_former_arguments(self, path: str, part: Configured) -> None:
+    def _report_former_arguments(self, path: str, entry: Configured) -> None:
         """Report former arguments of Lightning's Trainer under a ``trainer:`` that names no class."""
         former = {
             name: argument
-            for name, argument in part.arguments.items()
+            for name, argument in entry.arguments.items()
             if name in FORMER_ARGUMENTS
         }
-        given = {
+        values = {
             name: (argument.value, argument.source) for name, argument in former.items()
         }
-        for name, answer in wrong_arguments(Trainer, given):
+        for name, answer in wrong_arguments(Trainer, values):
             self.report(path, former[name].line, answer)
 
     def add_text(self, text: str) -> None:
@@ -249,17 +248,17 @@ class Project:
         """The names of classes that extend one of the packages, without those that an earlier call has returned."""
         names = {
             name
-            for name, places in self._classes.items()
-            if self._extends_a_package(places)
+            for name, definitions in self._classes.items()
+            if self._extends_a_package(definitions)
         }
         new = names - self._subclasses
         self._subclasses |= names
         return new
 
     def _extends_a_package(
-        self, places: Sequence[tuple[_Source, ast.ClassDef]]
+        self, definitions: Sequence[tuple[_Source, ast.ClassDef]]
     ) -> bool:
-        return any(self.bases(source, node)[0] for source, node in places)
+        return any(self.bases(source, node)[0] for source, node in definitions)
 
     def findings(self) -> list[Finding]:
         """Everything that will not move."""
@@ -291,32 +290,35 @@ class Project:
         return method in self._called
 
     def bases(
-        self, source: _Source, cls: ast.ClassDef, seen: tuple[str, ...] = ()
+        self, source: _Source, cls: ast.ClassDef, visited: tuple[str, ...] = ()
     ) -> tuple[tuple[type, ...], bool]:
         """The classes of this library that a class extends, and whether all its bases are known."""
-        found: list[type] = []
-        known = True
+        classes: list[type] = []
+        complete = True
         for base in cls.bases:
             node = base.value if isinstance(base, ast.Subscript) else base
-            name = (dotted(node) or "").rpartition(".")[2]
-            here = source.library(node)
-            if isinstance(here, type):
-                found.append(here)
+            name = _last_name(node)
+            value = source.library(node)
+            if isinstance(value, type):
+                classes.append(value)
                 continue
-            homes = [] if name in seen else self._classes.get(name, [])
-            homes = [one for one in homes if one[0].path == source.path] or homes
-            if len(homes) == 1:
-                above, complete = self.bases(*homes[0], (*seen, name))
-                found += above
-                known &= complete
-            else:
-                known &= name in _PLAIN
-        several = list(dict.fromkeys(found))
-        return tuple(
-            o
-            for o in several
-            if not any(o is not p and issubclass(p, o) for p in several)
-        ), known
+            definition = None if name in visited else self._definition(source, name)
+            if definition is None:
+                complete &= name in _PLAIN
+                continue
+            inherited, is_complete = self.bases(*definition, (*visited, name))
+            classes += inherited
+            complete &= is_complete
+        return _without_bases(classes), complete
+
+    def _definition(
+        self, source: _Source, name: str
+    ) -> tuple[_Source, ast.ClassDef] | None:
+        """The class of a name, preferably of the same file; None if there is none, or if there are several."""
+        definitions = self._classes.get(name, [])
+        same_file = [each for each in definitions if each[0].path == source.path]
+        candidates = same_file or definitions
+        return candidates[0] if len(candidates) == 1 else None
 
 
 @final
@@ -325,11 +327,14 @@ class _Reader(ast.NodeVisitor):
 
     def __init__(self, project: Project, source: _Source) -> None:
         visible, _ = visible_names(source.tree, {})
-        self._project, self._source = project, replace(source, bound=visible)
+        self._project = project
+        self._source = replace(source, bound=visible)
         self._types: dict[str, type] = {}
         """The variables known to hold a Trainer or an Accelerator, by dotted name."""
-        self._own: tuple[tuple[type, ...], bool] = (), False
-        """The bases of the class being read, and whether all of them are known."""
+        self._bases: tuple[type, ...] = ()
+        """The classes of this library that the class being read extends."""
+        self._knows_bases = False
+        """Whether all bases of that class are known."""
         self._modules: dict[str, str] = {}
         """The modules of other packages that the file imports whole, by the name that it binds."""
         # Scripts for Accelerate and Fabric choose the names of their own files.
@@ -343,29 +348,34 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if (new := renamed(alias.name)) is not None:
-                self._import(node, alias.name, lambda new=new: look_up(new))
+            new = renamed(alias.name)
+            if new is not None:
+                self._import(node, alias.name, partial(look_up, new))
+            elif alias.asname:
+                self._modules[alias.asname] = alias.name
             else:
                 package = alias.name.partition(".")[0]
-                self._modules[alias.asname or package] = (
-                    alias.name if alias.asname else package
-                )
+                self._modules[package] = package
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        if node.level:
+            return  # of a module of the project
         package = node.module or ""
-        new = None if node.level else renamed(package)
+        new = renamed(package)
         if new is None:
-            for alias in node.names if self._has_trainer and not node.level else ():
-                self._check_other_package(node, package, alias.name)
+            if self._has_trainer:
+                for alias in node.names:
+                    self._check_other_package(node, package, alias.name)
             return
         for alias in node.names:
-            old = f"{package}.{alias.name}"
+            full_name = f"{package}.{alias.name}"
             if alias.name == "__version__":
                 self._report(node, _VERSION if foreign(package) else None)
-            elif alias.name == "*" or old in PACKAGES:
-                self._import(node, old, lambda old=old: look_up(PACKAGES.get(old, new)))
+            elif alias.name == "*" or full_name in PACKAGES:
+                target = PACKAGES.get(full_name, new)
+                self._import(node, full_name, partial(look_up, target))
             else:
-                self._import(node, old, lambda name=alias.name: imported(new, name))
+                self._import(node, full_name, partial(imported, new, alias.name))
 
     def _check_other_package(
         self, node: ast.stmt | ast.expr, module: str, name: str
@@ -377,91 +387,93 @@ class _Reader(ast.NodeVisitor):
             )
             self._report(node, answer_callback(module, name, is_rewritten))
 
-    def _import(self, node: ast.stmt, old: str, find: Any) -> None:
-        self._project.names += 1
+    def _import(self, node: ast.stmt, name: str, find: Callable[[], object]) -> None:
         try:
             find()
         except (ImportError, AttributeError) as error:
-            if needs(error) is None:
+            # A package that is not installed may well have the name.
+            is_missing = needs(error) is None
+            self._project.count_name(resolved=not is_missing)
+            if is_missing:
                 problem, fix = reason(error)
-                self._report(
-                    node,
-                    Answer("import", f"{old}: {problem}", _fix_of_missing(old, fix)),
-                )
-            else:
-                self._project.resolved += 1
+                fix = _fix_of_missing(name, fix)
+                self._report(node, Answer("import", f"{name}: {problem}", fix))
             return
-        self._project.resolved += 1
+        self._project.count_name(resolved=True)
 
     # -- classes and functions -----------------------------------------------------------------------------------
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        outside, types = self._own, self._types
-        bases, _ = self._own = self._project.bases(self._source, node)
-        if bases:
+        outer_bases, outer_knows_bases = self._bases, self._knows_bases
+        outer_types = self._types
+        self._bases, self._knows_bases = self._project.bases(self._source, node)
+        if self._bases:
             self._has_trainer = True
-            for member, answer in wrong_members(node.name, bases, node.body):
-                name = getattr(member, "name", "")
-                own = "is not a hook" in answer.problem or name.endswith("_dataloader")
-                if not own or not self._project.calls(name):
-                    self._report(member, answer)
-            if any(issubclass(base, (TrainModule, DataModule)) for base in bases):
-                self._types = {**types, "self.trainer": Trainer}
+            self._check_members(node)
+            if any(issubclass(base, (TrainModule, DataModule)) for base in self._bases):
+                self._types = {**outer_types, "self.trainer": Trainer}
             self._check_saved_objects(node)
-        self._types = {**self._types, **self._held(node)}
+        self._types = {**self._types, **self._attribute_types(node)}
         self.generic_visit(node)
-        self._own, self._types = outside, types
+        self._bases, self._knows_bases = outer_bases, outer_knows_bases
+        self._types = outer_types
+
+    def _check_members(self, node: ast.ClassDef) -> None:
+        for member, answer in wrong_members(node.name, self._bases, node.body):
+            name = getattr(member, "name", "")
+            no_hook = "is not a hook" in answer.problem
+            may_be_helper = no_hook or name.endswith("_dataloader")
+            if not may_be_helper or not self._project.calls(name):
+                self._report(member, answer)
 
     def _check_saved_objects(self, node: ast.ClassDef) -> None:
         """Report objects that ``on_save_checkpoint`` stores whole: attributes that hold an object of a class."""
         objects = {}
-        for assignment in ast.walk(node):
-            if isinstance(assignment, ast.Assign) and isinstance(
-                assignment.value, ast.Call
-            ):
-                class_name = (dotted(assignment.value.func) or "").rpartition(".")[2]
-                if class_name[:1].isupper():
-                    objects.update(
-                        {dotted(target): class_name for target in assignment.targets}
-                    )
-        hooks = (
-            member
-            for member in node.body
-            if getattr(member, "name", "") == "on_save_checkpoint"
-        )
-        for statement in (statement for hook in hooks for statement in ast.walk(hook)):
-            if not isinstance(statement, ast.Assign) or not isinstance(
-                statement.targets[0], ast.Subscript
-            ):
+        for assignment in _assignments(node):
+            if not isinstance(assignment.value, ast.Call):
                 continue
-            name = dotted(statement.value)
-            if name in objects:
-                problem = f"on_save_checkpoint stores {name}, an object of {objects[name]}: checkpoints hold no pickle"
-                self._report(statement, Answer("checkpoint", problem, _OBJECT_FIX))
+            class_name = _last_name(assignment.value.func)
+            if class_name[:1].isupper():
+                for target in assignment.targets:
+                    objects[dotted(target)] = class_name
+        for hook in node.body:
+            if getattr(hook, "name", "") != "on_save_checkpoint":
+                continue
+            for assignment in _assignments(hook):
+                name = dotted(assignment.value)
+                is_item = isinstance(assignment.targets[0], ast.Subscript)
+                if is_item and name in objects:
+                    stored = f"{name}, an object of {objects[name]}"
+                    problem = f"on_save_checkpoint stores {stored}: checkpoints hold no pickle"
+                    self._report(assignment, Answer("checkpoint", problem, _OBJECT_FIX))
 
-    def _held(self, node: ast.ClassDef) -> dict[str, type]:
+    def _attribute_types(self, node: ast.ClassDef) -> dict[str, type]:
         """The attributes to which the methods of a class assign a Trainer or an Accelerator, and nothing else."""
-        made: dict[str, set[Any]] = {}
-        for one in (one for one in ast.walk(node) if isinstance(one, ast.Assign)):
-            for target in one.targets:
-                if (name := dotted(target) or "").startswith("self."):
-                    made.setdefault(name, set()).add(self._made_by(one.value))
+        kinds_by_name: dict[str, set[Any]] = {}
+        for assignment in _assignments(node):
+            kind = self._constructed_type(assignment.value)
+            for target in assignment.targets:
+                name = dotted(target) or ""
+                if name.startswith("self."):
+                    kinds_by_name.setdefault(name, set()).add(kind)
         return {
             name: kinds.pop()
-            for name, kinds in made.items()
+            for name, kinds in kinds_by_name.items()
             if len(kinds) == 1 and None not in kinds
         }
 
-    def _made_by(self, value: ast.expr) -> Any:
+    def _constructed_type(self, value: ast.expr) -> Any:
         """`Trainer`, `Accelerator` or `Fabric`, if an expression constructs one."""
-        made = self._source.library(value.func) if isinstance(value, ast.Call) else None
-        return made if made in FACES else None
+        if not isinstance(value, ast.Call):
+            return None
+        callee = self._source.library(value.func)
+        return callee if callee in FACES else None
 
     def _visit_scope(self, node: ast.AST) -> None:
         """Read a scope, in which parameters and variables hide names from outside."""
-        source, types = self._enter(node)
+        outer_source, outer_types = self._enter(node)
         self.generic_visit(node)
-        self._source, self._types = source, types
+        self._source, self._types = outer_source, outer_types
 
     visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = (
         visit_GeneratorExp
@@ -469,63 +481,73 @@ class _Reader(ast.NodeVisitor):
 
     def _enter(self, node: ast.AST) -> tuple[_Source, dict[str, type]]:
         """Begin a scope; return what was known around it."""
-        source, types = self._source, self._types
-        visible, hidden = visible_names(node, source.bound)
-        self._source = replace(source, bound=visible)
+        outer_source, outer_types = self._source, self._types
+        visible, hidden = visible_names(node, outer_source.bound)
+        self._source = replace(outer_source, bound=visible)
         self._types = {
             name: kind
-            for name, kind in types.items()
+            for name, kind in outer_types.items()
             if name.partition(".")[0] not in hidden
         }
-        return source, types
+        return outer_source, outer_types
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        own_types = self._types
         parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        outside = [
+        self._visit_outside_scope(node, parameters)
+        outer_source, outer_types = self._enter(node)
+        for name, kind in outer_types.items():
+            if name.startswith("self."):
+                self._types[name] = kind
+        is_callback = any(issubclass(base, Callback) for base in self._bases)
+        is_hook = is_callback and _gets_trainer(node.name)
+        for position, parameter in enumerate(parameters):
+            kind = self._annotated_type(parameter)
+            if kind in FACES:
+                self._types[parameter.arg] = kind
+            elif is_hook and position == 1:
+                self._types[parameter.arg] = Trainer
+            elif is_hook and position == 2:
+                self._types[f"{parameter.arg}.trainer"] = Trainer
+        for statement in node.body:
+            self.visit(statement)
+        self._source, self._types = outer_source, outer_types
+
+    def _visit_outside_scope(
+        self,
+        node: ast.FunctionDef | ast.AsyncFunctionDef,
+        parameters: Sequence[ast.arg],
+    ) -> None:
+        """Read decorators, defaults and annotations, whose names are those around the function."""
+        expressions = [
             *node.decorator_list,
             *node.args.defaults,
             *node.args.kw_defaults,
             node.returns,
         ]
-        every = [*parameters, node.args.vararg, node.args.kwarg]
-        for one in filter(
-            None, [*outside, *(each and each.annotation for each in every)]
-        ):
-            self.visit(one)  # outside of the function's scope
-        source, types = self._enter(node)
-        self._types |= {
-            name: kind for name, kind in own_types.items() if name.startswith("self.")
-        }
-        hook = any(
-            issubclass(base, Callback) for base in self._own[0]
-        ) and _gets_trainer(node.name)
-        for place, one in enumerate(parameters):
-            annotation = one.annotation
-            if isinstance(annotation, ast.Constant) and isinstance(
-                annotation.value, str
-            ):
-                annotation = _parsed(annotation.value)
-            kind = None if annotation is None else self._source.library(annotation)
-            if kind in FACES:
-                self._types[one.arg] = kind
-            elif hook and place == 1 and len(parameters) > 1:
-                self._types[one.arg] = Trainer
-            elif hook and place == 2:
-                self._types[f"{one.arg}.trainer"] = Trainer
-        for statement in node.body:
-            self.visit(statement)
-        self._source, self._types = source, types
+        for parameter in [*parameters, node.args.vararg, node.args.kwarg]:
+            if parameter is not None:
+                expressions.append(parameter.annotation)
+        for expression in expressions:
+            if expression is not None:
+                self.visit(expression)
+
+    def _annotated_type(self, parameter: ast.arg) -> Any:
+        """The object of this library that a parameter's annotation names, or None."""
+        annotation = parameter.annotation
+        text = None if annotation is None else _constant_text(annotation)
+        if text is not None:
+            annotation = _parsed(text)
+        return None if annotation is None else self._source.library(annotation)
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)
-        made = self._made_by(node.value)
+        kind = self._constructed_type(node.value)
         for target in node.targets:
             name = dotted(target)
-            if name is not None and made is not None:
-                self._types[name] = made
+            if name is not None and kind is not None:
+                self._types[name] = kind
             else:
                 self._types.pop(name or "", None)
             self.visit(target)
@@ -537,20 +559,18 @@ class _Reader(ast.NodeVisitor):
         if name is None:
             self.generic_visit(node)
             return
-        root, _, rest = name.partition(".")
+        root, _, attributes = name.partition(".")
         if root in self._source.bound:
-            if rest == "__version__":
-                self._report(
-                    node, _VERSION if foreign(self._source.bound[root]) else None
-                )
-            else:
+            if attributes != "__version__":
                 self._check_name(node)
+            elif foreign(self._source.bound[root]):
+                self._report(node, _VERSION)
             return
         if self._has_trainer and root in self._modules and "Callback" in node.attr:
-            inside = rest.rpartition(".")[0]
-            module = (
-                f"{self._modules[root]}.{inside}" if inside else self._modules[root]
-            )
+            module = self._modules[root]
+            submodule = attributes.rpartition(".")[0]
+            if submodule:
+                module = f"{module}.{submodule}"
             self._check_other_package(node, module, node.attr)
         self._report(node, self._resolve(node, name)[1])
 
@@ -571,75 +591,73 @@ class _Reader(ast.NodeVisitor):
 
     def _resolve(self, node: ast.Attribute, name: str) -> tuple[Any, Answer | None]:
         stored = not isinstance(node.ctx, ast.Load)
-        for known, kind in self._types.items():
-            if name.startswith(f"{known}."):
-                return follow(
-                    example_of(kind), name[len(known) + 1 :].split("."), stored
-                )
-        bases, known_all = self._own
-        first, *rest = name.split(".")
-        if first != "self" or not bases or not rest or self._project.defines(rest[0]):
+        for variable, kind in self._types.items():
+            if name.startswith(f"{variable}."):
+                attributes = name.removeprefix(f"{variable}.").split(".")
+                return follow(example_of(kind), attributes, stored)
+        root, *attributes = name.split(".")
+        if root != "self" or not self._bases or not attributes:
             return None, None
-        base = bases[0]
-        if (
-            hasattr(base, rest[0])
-            or rest[0] in dir(_made(base))
-            or rest[0] in _assigned(base)
-        ):
-            return getattr(base, rest[0], None) if len(rest) == 1 else None, None
-        if (
-            not known_all or stored or hasattr(nn.Module, rest[0])
-        ):  # a callback may be a module as well
+        attribute, base = attributes[0], self._bases[0]
+        if self._project.defines(attribute):
             return None, None
-        public = rest[0].lstrip("_")
+        if _has_attribute(base, attribute):
+            value = getattr(base, attribute, None) if len(attributes) == 1 else None
+            return value, None
+        if not self._knows_bases or stored:
+            return None, None
+        if hasattr(nn.Module, attribute):  # a callback may be a module as well
+            return None, None
+        public = attribute.lstrip("_")
         fix = f"self.{public}" if public in dir(base) else None
-        return None, Answer(
-            "attribute",
-            f"nothing defines self.{rest[0]}: {base.__name__} has no such attribute",
-            fix,
+        problem = (
+            f"nothing defines self.{attribute}: {base.__name__} has no such attribute"
         )
+        return None, Answer("attribute", problem, fix)
 
     def visit_Call(self, node: ast.Call) -> None:
         callee = self._source.library(node.func)
         name = dotted(node.func)
         if callee is None and isinstance(node.func, ast.Attribute) and name is not None:
             callee = self._resolve(node.func, name)[0]
-        given = {
-            one.arg: (
-                one.value.value if isinstance(one.value, ast.Constant) else None,
-                ast.unparse(one.value),
-            )
-            for one in node.keywords
-            if one.arg is not None
-        }
         if callable(callee):
-            for argument, answer in wrong_arguments(callee, given):
-                line = next(one.value for one in node.keywords if one.arg == argument)
-                self._report(line, answer)
+            self._check_arguments(node, callee)
         if self._source.keeps_divisor(node):
             self._report(node, _KEPT_DIVISOR)
-        if (
-            self._has_trainer
-            and name == "torch.load"
-            and _CHECKPOINT.search(ast.unparse(node))
-        ):
-            self._report(node, _AS_PICKLE)
-        first = node.args[0] if node.args else None
-        if (
-            name is not None
-            and _PROBES.search(name)
-            and isinstance(first, ast.Constant)
-        ):
-            package = re.match(r"[\w.]*", str(first.value))
-            if (
-                package is not None
-                and foreign(package[0])
-                and name_here(package[0]) is None
-            ):
-                problem = f"{name}({first.value!r}) asks for the other library"
-                self._report(node, Answer("probe", problem, "leave it out"))
+        if self._has_trainer and name == "torch.load":
+            if _CHECKPOINT.search(ast.unparse(node)):
+                self._report(node, _AS_PICKLE)
+        self._check_probe(node, name)
         self._check_log_filter(node, name)
         self.generic_visit(node)
+
+    def _check_arguments(self, node: ast.Call, callee: Any) -> None:
+        """Report the keyword arguments that the class or function of this library refuses."""
+        expressions = {
+            keyword.arg: keyword.value
+            for keyword in node.keywords
+            if keyword.arg is not None
+        }
+        arguments = {
+            name: (_constant_value(value), ast.unparse(value))
+            for name, value in expressions.items()
+        }
+        for name, answer in wrong_arguments(callee, arguments):
+            self._report(expressions[name], answer)
+
+    def _check_probe(self, node: ast.Call, name: str | None) -> None:
+        """Report a call that asks whether the other library is installed, or for its version."""
+        if name is None or not node.args or not _PROBES.search(name):
+            return
+        argument = node.args[0]
+        if not isinstance(argument, ast.Constant):
+            return
+        package = re.match(r"[\w.]*", str(argument.value))
+        if package is None or not foreign(package[0]):
+            return
+        if name_here(package[0]) is None:
+            problem = f"{name}({argument.value!r}) asks for the other library"
+            self._report(node, Answer("probe", problem, "leave it out"))
 
     def _check_log_filter(self, node: ast.Call, name: str | None) -> None:
         """Report a logger or a filter of warnings that is chosen by the name of the other library."""
@@ -671,14 +689,12 @@ class _Reader(ast.NodeVisitor):
 
     def _check_product(self, node: ast.stmt | ast.expr, *factors: ast.expr) -> None:
         """Report a loss that is multiplied by the number of micro-batches, in a script for Accelerate."""
-        names = [(dotted(one) or "").rpartition(".")[2] for one in factors]
-        accelerates = any(
-            old.partition(".")[0] == "accelerate" for old in self._source.bound.values()
-        )
-        of_loss = "gradient_accumulation_steps" in names and any(
-            name.endswith("loss") for name in names
-        )
-        if accelerates and of_loss and not self._project.keeps_divisor:
+        names = [_last_name(factor) for factor in factors]
+        if "gradient_accumulation_steps" not in names:
+            return
+        if not any(name.endswith("loss") for name in names):
+            return
+        if self._source.names_accelerate() and not self._project.keeps_divisor:
             self._report(node, _STEPS_IN_LOSS)
 
     def visit_Expr(self, node: ast.Expr) -> None:
@@ -686,26 +702,20 @@ class _Reader(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
-        if not isinstance(node.value, str):
+        text = node.value
+        if not isinstance(text, str):
             return
-        if self._has_trainer and _FILE.fullmatch(node.value):
-            problem = (
-                f"{node.value!r}: checkpoints are directories, named without a suffix"
-            )
+        if self._has_trainer and _FILE.fullmatch(text):
+            problem = f"{text!r}: checkpoints are directories, named without a suffix"
             self._report(node, Answer("checkpoint", problem, _AS_FILE))
-        head, _, _ = node.value.partition(".")
-        package = (
-            head
-            if head in ("pytorch_lightning", "lightning_fabric")
-            else ".".join(node.value.split(".")[:2])
-        )
-        is_name = (
-            package in PACKAGES
-            and foreign(package)
-            and re.fullmatch(r"\w+(\.\w+)+", node.value)
-        )
-        if is_name and name_here(node.value) is None:
-            self._report(node, Answer("string", f"{node.value!r} names nothing here"))
+        root, *attributes = text.split(".")
+        package = root
+        if root not in ("pytorch_lightning", "lightning_fabric"):
+            package = ".".join([root, *attributes[:1]])
+        if package not in PACKAGES or not foreign(package):
+            return
+        if re.fullmatch(r"\w+(\.\w+)+", text) and name_here(text) is None:
+            self._report(node, Answer("string", f"{text!r} names nothing here"))
 
 
 def _fix_of_missing(name: str, fix: str | None) -> str | None:
@@ -725,10 +735,56 @@ def _parsed(text: str) -> ast.expr | None:
         return None
 
 
-def _made(base: type) -> Any:
+def _class_attributes(cls: ast.ClassDef) -> Iterator[str]:
+    """The names that the statements directly in a class assign."""
+    for statement in cls.body:
+        target = getattr(statement, "target", None)
+        for each in getattr(statement, "targets", [target]):
+            if isinstance(each, ast.Name):
+                yield each.id
+
+
+def _called_methods(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """The methods that a function calls, without those of its own name."""
+    for node in ast.walk(function):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr != function.name:
+            yield node.func.attr
+
+
+def _last_name(node: ast.AST) -> str:
+    """``c`` of ``a.b.c``; empty for other expressions."""
+    return (dotted(node) or "").rpartition(".")[2]
+
+
+def _assignments(node: ast.AST) -> Iterator[ast.Assign]:
+    return (child for child in ast.walk(node) if isinstance(child, ast.Assign))
+
+
+def _without_bases(classes: Sequence[type]) -> tuple[type, ...]:
+    """The distinct classes, without those that another one of them extends."""
+    distinct = tuple(dict.fromkeys(classes))
+    return tuple(
+        cls
+        for cls in distinct
+        if not any(cls is not other and issubclass(other, cls) for other in distinct)
+    )
+
+
+def _has_attribute(base: type, name: str) -> bool:
+    """Whether a class, or an object of it after its constructor, has an attribute."""
+    if hasattr(base, name) or name in dir(_example(base)):
+        return True
+    return name in _assigned(base)
+
+
+def _example(base: type) -> Any:
     """Make an object of a class, for attributes that its constructor sets; return the class if that fails."""
+    if not issubclass(base, (TrainModule, DataModule, Callback)):
+        return base
     try:
-        return base() if issubclass(base, (TrainModule, DataModule, Callback)) else base
+        return base()
     except Exception:  # it needs arguments, or a package that is not installed
         return base
 
@@ -737,9 +793,10 @@ def _made(base: type) -> Any:
 def _gets_trainer(hook: str) -> bool:
     """Whether a callback's hook of this name gets the Trainer as its first argument."""
     method = getattr(Callback, hook, None)
-    return inspect.isfunction(method) and list(inspect.signature(method).parameters)[
-        1:2
-    ] == ["trainer"]
+    if not inspect.isfunction(method):
+        return False
+    _self, *parameters = inspect.signature(method).parameters
+    return parameters[:1] == ["trainer"]
 
 
 @cache
@@ -758,12 +815,10 @@ def _assigned(base: type) -> frozenset[str]:
 
 def _assigned_by(node: ast.AST) -> str | None:
     """The attribute of ``self`` that one node assigns."""
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.ctx, ast.Store)
-        and dotted(node) == f"self.{node.attr}"
-    ):
-        return None if node.attr.startswith("_") else node.attr
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if node.attr.startswith("_") or dotted(node) != f"self.{node.attr}":
+            return None
+        return node.attr
     if isinstance(node, ast.Call) and dotted(node.func) == "self.__dict__.setdefault":
         return _constant_text(node.args[0])
     if isinstance(node, ast.Subscript) and dotted(node.value) == "self.__dict__":
@@ -771,9 +826,11 @@ def _assigned_by(node: ast.AST) -> str | None:
     return None
 
 
+def _constant_value(node: ast.AST) -> object:
+    return node.value if isinstance(node, ast.Constant) else None
+
+
 def _constant_text(node: ast.AST) -> str | None:
-    return (
-        node.value
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        else None
-    )
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    return None

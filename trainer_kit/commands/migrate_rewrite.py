@@ -58,9 +58,9 @@ def _root_of(node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def _expression(name: str) -> cst.Attribute | cst.Name:
-    made = cst.parse_expression(name)
-    assert isinstance(made, (cst.Attribute, cst.Name))
-    return made
+    expression = cst.parse_expression(name)
+    assert isinstance(expression, (cst.Attribute, cst.Name))
+    return expression
 
 
 def _alias(alias: cst.ImportAlias) -> cst.ImportAlias:
@@ -70,21 +70,21 @@ def _alias(alias: cst.ImportAlias) -> cst.ImportAlias:
 
 def _with_argument(call: cst.Call, name: str, value: str) -> cst.Call:
     """Add a keyword argument after the others, on a line of its own where they are."""
-    new = cst.Arg(cst.Name(value), keyword=cst.Name(name), equal=_EQUAL)
+    argument = cst.Arg(cst.Name(value), keyword=cst.Name(name), equal=_EQUAL)
     if not call.args:
-        return call.with_changes(args=[new])
+        return call.with_changes(args=[argument])
     last = call.args[-1]
-    lines = isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace)
-    comma = cst.Comma(
-        whitespace_after=call.whitespace_before_args
-        if lines
-        else cst.SimpleWhitespace(" ")
-    )
-    new = new.with_changes(
+    separator = call.whitespace_before_args
+    if not isinstance(separator, cst.ParenthesizedWhitespace):
+        separator = cst.SimpleWhitespace(" ")
+    argument = argument.with_changes(
         comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
     )
-    last = last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
-    return call.with_changes(args=[*call.args[:-1], last, new])
+    last = last.with_changes(
+        comma=cst.Comma(whitespace_after=separator),
+        whitespace_after_arg=cst.SimpleWhitespace(""),
+    )
+    return call.with_changes(args=[*call.args[:-1], last, argument])
 
 
 _EQUAL: Final = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
@@ -102,8 +102,8 @@ class _Rewrite(cst.CSTTransformer):
         # Packages that are imported under their own names: each use of these names changes too.
         self._plain = {
             name: PACKAGES[name]
-            for name, old in bound.items()
-            if name == old and foreign(name)
+            for name, full_name in bound.items()
+            if name == full_name and foreign(name)
         }
 
     def needs_scopes(self, source: bytes) -> bool:
@@ -128,7 +128,7 @@ class _Rewrite(cst.CSTTransformer):
         self, original_node: cst.Import, updated_node: cst.Import
     ) -> cst.Import:
         return updated_node.with_changes(
-            names=[_alias(one) for one in original_node.names]
+            names=[_alias(alias) for alias in original_node.names]
         )
 
     def leave_ImportFrom(
@@ -159,12 +159,12 @@ class _Rewrite(cst.CSTTransformer):
         scope = self.get_metadata(ScopeProvider, node, None)
         if scope is None or not isinstance(node, cst.Name):
             return False
-        found = scope[node.value]
-        defined = any(
-            isinstance(getattr(one, "node", None), (cst.FunctionDef, cst.ClassDef))
-            for one in found
-        )
-        return not defined and any(isinstance(one, ImportAssignment) for one in found)
+        assignments = scope[node.value]
+        for assignment in assignments:
+            definition = getattr(assignment, "node", None)
+            if isinstance(definition, (cst.FunctionDef, cst.ClassDef)):
+                return False
+        return any(isinstance(each, ImportAssignment) for each in assignments)
 
     def leave_Name(
         self, original_node: cst.Name, updated_node: cst.Name
@@ -177,12 +177,10 @@ class _Rewrite(cst.CSTTransformer):
     def leave_Attribute(
         self, original_node: cst.Attribute, updated_node: cst.Attribute
     ) -> cst.BaseExpression:
-        root, _, rest = _name_of(original_node).partition(".")
-        new = (
-            PACKAGES.get(f"{self._bound[root]}.{rest}")
-            if root in self._bound and rest
-            else None
-        )
+        root, _, attributes = _name_of(original_node).partition(".")
+        new = None
+        if root in self._bound and attributes:
+            new = PACKAGES.get(f"{self._bound[root]}.{attributes}")
         if new is None or not self._is_imported(_root_of(original_node)):
             return updated_node.with_changes(attr=original_node.attr)
         package = renamed(self._bound[root])
@@ -192,43 +190,43 @@ class _Rewrite(cst.CSTTransformer):
         return _expression(root + new[len(package) :])
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        root, dot, rest = _name_of(original_node.func).partition(".")
-        package, _, called = f"{self._bound.get(root, '')}{dot}{rest}".rpartition(".")
-        if package.partition(".")[0] != "accelerate" or not self._is_imported(
-            _root_of(original_node.func)
-        ):
+        root, dot, attributes = _name_of(original_node.func).partition(".")
+        full_name = f"{self._bound.get(root, '')}{dot}{attributes}"
+        package, _, called = full_name.rpartition(".")
+        if package.partition(".")[0] != "accelerate":
             return updated_node
-        given = {_name_of(one.keyword): one for one in updated_node.args}
+        if not self._is_imported(_root_of(original_node.func)):
+            return updated_node
+        arguments = {_name_of(arg.keyword): arg for arg in updated_node.args}
         if called == "GradientAccumulationPlugin":
-            return (
-                updated_node
-                if "fixed_divisor" in given
-                else _with_argument(updated_node, "fixed_divisor", "True")
-            )
-        steps = given.get("gradient_accumulation_steps")
-        if (
-            called != "Accelerator"
-            or steps is None
-            or "gradient_accumulation_plugin" in given
-        ):
+            if "fixed_divisor" in arguments:
+                return updated_node
+            return _with_argument(updated_node, "fixed_divisor", "True")
+        steps = arguments.get("gradient_accumulation_steps")
+        if called != "Accelerator" or steps is None:
+            return updated_node
+        if "gradient_accumulation_plugin" in arguments:
             return updated_node
         if isinstance(steps.value, cst.Integer) and steps.value.value == "1":
             return updated_node
-        plugin = "GradientAccumulationPlugin"
-        if dot:
-            plugin = f"{_name_of(updated_node.func).partition('.')[0]}.{plugin}"
-        else:
-            self.lacks_plugin |= plugin not in self._bound
-        made = cst.Call(
-            _expression(plugin),
-            [cst.Arg(steps.value, keyword=cst.Name("num_steps"), equal=_EQUAL)],
-        )
-        changed = steps.with_changes(
-            keyword=cst.Name("gradient_accumulation_plugin"),
-            value=_with_argument(made, "fixed_divisor", "True"),
-        )
+        plugin = self._plugin_argument(_name_of(updated_node.func), steps)
         return updated_node.with_changes(
-            args=[changed if one is steps else one for one in updated_node.args]
+            args=[plugin if arg is steps else arg for arg in updated_node.args]
+        )
+
+    def _plugin_argument(self, callee: str, steps: cst.Arg) -> cst.Arg:
+        """The argument that replaces ``gradient_accumulation_steps`` of an Accelerator."""
+        name = "GradientAccumulationPlugin"
+        root, dot, _ = callee.partition(".")
+        if dot:
+            name = f"{root}.{name}"
+        else:
+            self.lacks_plugin |= name not in self._bound
+        num_steps = cst.Arg(steps.value, keyword=cst.Name("num_steps"), equal=_EQUAL)
+        plugin = cst.Call(_expression(name), [num_steps])
+        return steps.with_changes(
+            keyword=cst.Name("gradient_accumulation_plugin"),
+            value=_with_argument(plugin, "fixed_divisor", "True"),
         )
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:

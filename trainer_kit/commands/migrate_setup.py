@@ -54,9 +54,10 @@ def setup_findings(path: PurePath, text: str) -> Iterator[Finding]:
     lists_requirements = _REQUIREMENTS.fullmatch(path.name) is not None
     for number, line in enumerate(text.splitlines(), 1):
         code = line.partition("#")[0]
-        requirement = _REQUIREMENT.search(code) if lists_requirements else None
-        if requirement is not None:
-            yield _requirement(path, number, requirement["name"])
+        if lists_requirements:
+            requirement = _REQUIREMENT.search(code)
+            if requirement is not None:
+                yield _requirement(path, number, requirement["name"])
         yield from command_findings(str(path), number, code)
 
 
