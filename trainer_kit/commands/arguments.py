@@ -141,9 +141,11 @@ class Parsed:
     def seed(self) -> int | None:
         """The seed, or None. True gives 0: ranks that another launcher starts cannot agree on a random seed."""
         seed = self.values.seed_everything
-        return (
-            None if seed is False or seed is None else 0 if seed is True else int(seed)
-        )
+        if seed is None or seed is False:
+            return None
+        if seed is True:
+            return 0
+        return int(seed)
 
     def entry_point_arguments(self) -> dict[str, Any]:
         """The arguments of the entry point itself."""
@@ -186,9 +188,8 @@ class Arguments:
         trainer_defaults: Mapping[str, Any],
         extension: Extension = Extension(),
     ) -> None:
-        for (
-            name
-        ) in _callbacks.__all__:  # import them, so that their bare names are known
+        # Import all callbacks, so that their bare names are known.
+        for name in _callbacks.__all__:
             getattr(_callbacks, name)
         self._kinds: dict[str, type[Any]] = {
             "trainer.callbacks": Callback,
@@ -219,12 +220,11 @@ class Arguments:
     def _make_parser(
         self, command: str, description: str | None
     ) -> jsonargparse.ArgumentParser:
-        given = self._extension.parser_options
-        options = (
-            given.get(command, {})
-            if command
-            else {k: v for k, v in given.items() if k not in _COMMANDS}
-        )
+        by_command = self._extension.parser_options
+        if command:
+            options = by_command.get(command, {})
+        else:
+            options = {k: v for k, v in by_command.items() if k not in _COMMANDS}
         # With abbreviations a misspelt option could match another option.
         standard = {
             "description": description,
@@ -236,7 +236,8 @@ class Arguments:
     def _make_command(
         self, command: str, description: str | None
     ) -> jsonargparse.ArgumentParser:
-        parser, more = self._make_parser(command, description), self._extension
+        parser = self._make_parser(command, description)
+        extension = self._extension
         parser.add_argument(
             *("-c", "--config"),
             action="config",
@@ -245,14 +246,14 @@ class Arguments:
         parser.add_argument(
             "--seed_everything",
             type=int | bool,
-            default=more.seed,
+            default=extension.seed,
             help="seed of Python, NumPy, torch and the order of the data; false seeds none",
         )
         parser.add_class_arguments(
-            class_of(more.trainer),
+            class_of(extension.trainer),
             "trainer",
             skip=set(_PARTS),
-            instantiate=more.instantiates_trainer,
+            instantiate=extension.instantiates_trainer,
         )
         for name, (kind, default, text) in _PARTS.items():
             parser.add_argument(
@@ -262,9 +263,9 @@ class Arguments:
             if name == "trainer.callbacks" or name in _OPTIMIZERS:
                 continue
             if self._choose[name]:
-                needed = name == "model" or self._needs_data
+                required = name == "model" or self._needs_data
                 parser.add_subclass_arguments(
-                    kind, name, required=needed, fail_untyped=False
+                    kind, name, required=required, fail_untyped=False
                 )
             else:
                 parser.add_class_arguments(kind, name, fail_untyped=False)
@@ -283,8 +284,8 @@ class Arguments:
                 help="take only the weights from it",
             )
         parser.set_defaults(self._defaults)
-        more.extend(parser)
-        if more.optimizers:
+        extension.extend(parser)
+        if extension.optimizers:
             _add_optimizer_arguments(parser)
         return parser
 
@@ -294,27 +295,15 @@ class Arguments:
         Raises:
             SystemExit: 2 and one line on standard error for a wrong one; 0 after ``--help`` and ``--print_config``.
         """
-        # The shell does not expand a tilde after "=".
-        words = [
-            f"{_CONFIG}{os.path.expanduser(w[len(_CONFIG) :])}"
-            if w.startswith(_CONFIG)
-            else w
-            for w in words
-        ]
-        files = _config_files(words)
-        alone = not self._extension.commands
-        command = (
-            ""
-            if alone
-            else next((word for word in words if word in self._parsers), "fit")
-        )
-        prog = f"{os.path.basename(sys.argv[0])}{f' {command}' if command in words else ''}"
-        early = words[0].partition("=")[0] if words else ""
-        if not alone and early.startswith("-") and early not in ("-h", "--help"):
-            _refuse(
-                f"{prog}: {early}: options stand after the command: {', '.join(_COMMANDS)}"
-            )
-        known = [
+        command_line = [_expand_config_path(argument) for argument in words]
+        files = _config_files(command_line)
+        command = self._find_command(command_line)
+        prog = os.path.basename(sys.argv[0])
+        if command in command_line:
+            prog = f"{prog} {command}"
+        if self._extension.commands and command_line:
+            _refuse_early_option(prog, command_line[0].partition("=")[0])
+        options = [
             option
             for option in self._parsers[command]._option_string_actions
             if option.startswith("--")
@@ -322,18 +311,23 @@ class Arguments:
         try:
             for file in files:
                 _check_file(file)
-            _check_words(prog, words)
-            _check_keys(prog, words, files, known, self._kinds)
-            added = self._from_checkpoint(command, words, files, known)
-            found = self.parser.parse_args([*words, *added.options])
-            _check_keys(
-                prog, words, files, known, self._kinds
-            )  # parsing has imported more classes
+            _check_words(prog, command_line)
+            _check_keys(prog, command_line, files, options, self._kinds)
+            hparams = self._from_checkpoint(command, command_line, files, options)
+            values = self.parser.parse_args([*command_line, *hparams.options])
+            # Parsing has imported more classes, whose keys could not be checked before.
+            _check_keys(prog, command_line, files, options, self._kinds)
         except _FileProblem as problem:
             _refuse(str(problem))
         except jsonargparse.ArgumentError as error:
-            _refuse(_complaint(str(error), prog, words, files, known, self._kinds))
-        return self._parsed(found, added.line)
+            text = str(error)
+            _refuse(_complaint(text, prog, command_line, files, options, self._kinds))
+        return self._parsed(values, hparams.line)
+
+    def _find_command(self, command_line: Sequence[str]) -> str:
+        if not self._extension.commands:
+            return ""
+        return next((word for word in command_line if word in self._parsers), "fit")
 
     def _from_checkpoint(
         self,
@@ -362,19 +356,33 @@ class Arguments:
         except (jsonargparse.ArgumentError, KeyError, TypeError, ValueError) as error:
             _refuse(" ".join(str(error).split()))
 
-    def _parsed(self, found: Any, line: str = "") -> Parsed:
-        command = found.subcommand if self._extension.commands else ""
-        return Parsed(
-            command, self._parsers[command], found[command] if command else found, line
-        )
+    def _parsed(self, values: Any, checkpoint_line: str = "") -> Parsed:
+        command = values.subcommand if self._extension.commands else ""
+        if command:
+            values = values[command]
+        return Parsed(command, self._parsers[command], values, checkpoint_line)
+
+
+def _expand_config_path(argument: str) -> str:
+    """Expand a tilde after ``--config=``, which the shell leaves as it is."""
+    if not argument.startswith(_CONFIG):
+        return argument
+    return _CONFIG + os.path.expanduser(argument.removeprefix(_CONFIG))
+
+
+def _refuse_early_option(prog: str, option: str) -> None:
+    """Refuse an option before the command, other than ``--help``."""
+    if option.startswith("-") and option not in ("-h", "--help"):
+        commands = ", ".join(_COMMANDS)
+        _refuse(f"{prog}: {option}: options stand after the command: {commands}")
 
 
 def _config_files(words: Sequence[str]) -> list[str]:
-    after = [value for word, value in pairwise(words) if word in ("-c", "--config")]
-    return [
-        *after,
-        *(word.partition("=")[2] for word in words if word.startswith("--config=")),
+    separate = [
+        file for option, file in pairwise(words) if option in ("-c", "--config")
     ]
+    joined = [word.removeprefix(_CONFIG) for word in words if word.startswith(_CONFIG)]
+    return [*separate, *joined]
 
 
 def _refuse(line: str) -> NoReturn:
@@ -426,20 +434,20 @@ def use_optimizer(
     Raises:
         ConfigurationError: a scheduler without an optimizer, or without a monitored value.
     """
-    optimizer, scheduler = values.optimizer, values.lr_scheduler
+    optimizer_choice, scheduler_choice = values.optimizer, values.lr_scheduler
     interval, monitor = values.lr_scheduler_interval, values.lr_scheduler_monitor
-    if optimizer is None:
-        if scheduler is not None:
+    if optimizer_choice is None:
+        if scheduler_choice is not None:
             raise ConfigurationError(
                 "--lr_scheduler needs --optimizer",
                 fix="add --optimizer: the scheduler sets its learning rate",
             )
         return
-    plateau = scheduler is not None and issubclass(
-        class_of(scheduler.class_path), ReduceLROnPlateau
+    plateau = scheduler_choice is not None and issubclass(
+        class_of(scheduler_choice.class_path), ReduceLROnPlateau
     )
     if plateau and monitor is None:
-        monitor = _init_args(scheduler).get("monitor")  # of Lightning's class
+        monitor = _init_args(scheduler_choice).get("monitor")  # of Lightning's class
     if plateau and monitor is None and compose is None:
         raise ConfigurationError(
             "ReduceLROnPlateau needs --lr_scheduler_monitor",
@@ -451,25 +459,25 @@ def use_optimizer(
         )
 
     def configure_optimizers() -> Any:
-        made = class_of(optimizer.class_path)(
-            module.parameters(), **_init_args(optimizer)
-        )
-        schedule = (
-            None
-            if scheduler is None
-            else class_of(scheduler.class_path)(made, **_init_args(scheduler))
-        )
+        optimizer = _construct(optimizer_choice, module.parameters())
+        scheduler = None
+        if scheduler_choice is not None:
+            scheduler = _construct(scheduler_choice, optimizer)
         if compose is not None:
-            return compose(module, made, schedule)
-        if schedule is None:
-            return made
-        config = {"scheduler": schedule, "interval": interval}
-        return {
-            "optimizer": made,
-            "lr_scheduler": {**config, "monitor": monitor} if plateau else config,
-        }
+            return compose(module, optimizer, scheduler)
+        if scheduler is None:
+            return optimizer
+        config = {"scheduler": scheduler, "interval": interval}
+        if plateau:
+            config["monitor"] = monitor
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
     module.configure_optimizers = configure_optimizers
+
+
+def _construct(choice: Any, argument: Any) -> Any:
+    """Make an object of a chosen class, with one positional argument before its options."""
+    return class_of(choice.class_path)(argument, **_init_args(choice))
 
 
 def class_of(maker: Any) -> Any:
@@ -477,7 +485,9 @@ def class_of(maker: Any) -> Any:
     if isinstance(maker, str):
         module, _, name = maker.rpartition(".")
         return getattr(importlib.import_module(module), name)
-    return maker if isinstance(maker, type) else jsonargparse.class_from_function(maker)  # type: ignore[attr-defined]
+    if isinstance(maker, type):
+        return maker
+    return jsonargparse.class_from_function(maker)  # type: ignore[attr-defined]
 
 
 def _init_args(named: Any) -> dict[str, Any]:
@@ -488,6 +498,9 @@ _MOST_BYTES: Final = 1_000_000
 _MOST_DEPTH: Final = 50
 _MOST_VALUES: Final = 2_000  # jsonargparse copies a list once for each of its values
 _UNTYPED: Final = (inspect.Parameter.empty, Any, "Any", "typing.Any", object, "object")
+
+
+_NULL: Final = "tag:yaml.org,2002:null"
 
 
 class _FileProblem(Exception):
@@ -525,7 +538,7 @@ def _check_words(prog: str, words: Sequence[str]) -> None:
     Raises:
         _FileProblem: option and reason.
     """
-    for option, value in _given(words):
+    for option, value in _options_with_values(words):
         try:
             guarded_root(value, _MOST_VALUES, _MOST_DEPTH)
         except YamlProblem as problem:
@@ -552,7 +565,7 @@ def _check_keys(
             "",
             lambda key, line, file=file: f"{file}:{line}: {key}",  # type: ignore[misc]
         )
-    for option, value in _given(words):
+    for option, value in _options_with_values(words):
         try:
             node = yaml.compose(value, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, OverflowError):
@@ -564,7 +577,7 @@ def _check_keys(
         )
 
 
-def _given(words: Sequence[str]) -> list[tuple[str, str]]:
+def _options_with_values(words: Sequence[str]) -> list[tuple[str, str]]:
     """The options on the command line, and their values."""
     joined = [
         word.partition("=")[::2]
@@ -583,41 +596,44 @@ def _given(words: Sequence[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _check_nodes(path: str, node: yaml.Node | None) -> None:
-    if node is not None and not isinstance(node, yaml.MappingNode):
+def _check_nodes(path: str, root: yaml.Node | None) -> None:
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
         raise _FileProblem(f"{path}:1: there must be keys and values at the top")
-    seen: set[int] = set()
-    rest = [node] if node is not None else []
-    while rest:
-        one = rest.pop()
-        if id(one) in seen:
+    visited: set[int] = set()  # an alias of YAML repeats a node
+    pending: list[yaml.Node] = [root]
+    while pending:
+        node = pending.pop()
+        if id(node) in visited:
             continue
-        seen.add(id(one))
-        if one.tag not in yaml.SafeLoader.yaml_constructors:
-            tag = _short(one.tag.replace("tag:yaml.org,2002:", "!!"))
+        visited.add(id(node))
+        if node.tag not in yaml.SafeLoader.yaml_constructors:
+            tag = _short(node.tag.replace("tag:yaml.org,2002:", "!!"))
             raise _FileProblem(
-                f"{path}:{one.start_mark.line + 1}: {tag}: this tag is not read; a class is a class_path"
+                f"{path}:{node.start_mark.line + 1}: {tag}: this tag is not read; a class is a class_path"
             )
-        if isinstance(one, yaml.MappingNode):
-            keys: set[str] = set()
-            for key, value in one.value:
-                word = (
-                    isinstance(key, yaml.ScalarNode)
-                    and key.tag != "tag:yaml.org,2002:null"
-                )
-                if not word or key.value in keys:
-                    what = (
-                        f"{_short(key.value)}: given twice"
-                        if word
-                        else "a key must be a word"
-                    )
-                    raise _FileProblem(f"{path}:{key.start_mark.line + 1}: {what}")
-                keys.add(key.value)
-                rest += (
-                    [key, value] if key.tag != "tag:yaml.org,2002:merge" else [value]
-                )
-        elif isinstance(one, yaml.SequenceNode):
-            rest += one.value
+        if isinstance(node, yaml.MappingNode):
+            _check_mapping_keys(path, node)
+            for key, value in node.value:
+                if key.tag != "tag:yaml.org,2002:merge":
+                    pending.append(key)
+                pending.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            pending += node.value
+
+
+def _check_mapping_keys(path: str, node: yaml.MappingNode) -> None:
+    """Refuse a key that is no text, or that stands twice in one mapping."""
+    keys: set[str] = set()
+    for key, _ in node.value:
+        is_text = isinstance(key, yaml.ScalarNode) and key.tag != _NULL
+        position = f"{path}:{key.start_mark.line + 1}"
+        if not is_text:
+            raise _FileProblem(f"{position}: a key must be a word")
+        if key.value in keys:
+            raise _FileProblem(f"{position}: {_short(key.value)}: given twice")
+        keys.add(key.value)
 
 
 def _complaint(
@@ -638,108 +654,99 @@ def _complaint(
         options: every option of the command.
         kinds: by key, the base class of the classes that can be chosen there.
     """
-    if found := re.search(r"unrecognized arguments: (\S+)", text):
-        name = found[1].partition("=")[0]
+    if match := re.search(r"unrecognized arguments: (\S+)", text):
+        name = match[1].partition("=")[0]
         if not name.startswith("--"):
             return f"{prog}: {_short(name)}: unexpected"
-        return f"{prog}: {name}: unknown option{_meant(name, options)}"
-    if found := re.search(
+        return f"{prog}: {name}: unknown option{_suggestion(name, options)}"
+    if match := re.search(
         r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*?)\)", text
     ):
-        commands = re.findall(r"\w+", found[2])
-        return (
-            f"{prog}: {_short(found[1])}: unknown command{_meant(found[1], commands)}"
-        )
-    if found := re.search(r'expected "subcommand" to be one of \{(.*?)\}', text):
-        return (
-            f"{prog}: a command is missing: {found[1].replace(',', ', ')}; see --help"
-        )
-    if found := re.search(r"does not accept option '([^']+)'", text):
-        keys = {option.removeprefix("--") for option in options}
-        keys |= {part for key in keys for part in _prefixes(key)}
-        unknown = next(
-            (part for part in _prefixes(found[1]) if part not in keys), found[1]
-        )
-        return (
-            f"{_place(unknown, prog, words, files)}: unknown key{_meant(unknown, keys)}"
-        )
+        name = match[1]
+        suggestion = _suggestion(name, re.findall(r"\w+", match[2]))
+        return f"{prog}: {_short(name)}: unknown command{suggestion}"
+    if match := re.search(r'expected "subcommand" to be one of \{(.*?)\}', text):
+        commands = match[1].replace(",", ", ")
+        return f"{prog}: a command is missing: {commands}; see --help"
+    if match := re.search(r"does not accept option '([^']+)'", text):
+        keys: set[str] = set()
+        for option in options:
+            keys.update(_prefixes(option.removeprefix("--")))
+        prefixes = _prefixes(match[1])
+        unknown = next((prefix for prefix in prefixes if prefix not in keys), match[1])
+        location = _locate(unknown, prog, words, files)
+        return f"{location}: unknown key{_suggestion(unknown, keys)}"
     chain = re.findall(r'Parser key "([^"]+)":', text)
     if chain:
-        inner = _inner(text, chain, kinds)
-        return f"{_place(chain[0], prog, words, files, inner[0])}: {inner[1]}"
-    if found := re.search(r"the following arguments are required: (.*)", text):
-        names = [
-            name.strip().partition(".")[2] or name.strip()
-            for name in found[1].split(",")
-        ]
-        return f"{prog}: {', '.join(f'--{name}' for name in names)}: required"
-    if found := re.search(r"argument (\S+?):? (expected .*)", text):
-        return f"{prog}: {found[1].rstrip(':')}: {found[2]}"
-    if found := re.search(r'Spaces not allowed in keys: "(.*)"', text):
-        return f"{_place(found[1], prog, words, files, anywhere=True)}: a key must be a word"
+        inner_key, problem = _inner_problem(text, chain, kinds)
+        return f"{_locate(chain[0], prog, words, files, inner_key)}: {problem}"
+    if match := re.search(r"the following arguments are required: (.*)", text):
+        names = [name.strip() for name in match[1].split(",")]
+        required = [f"--{name.partition('.')[2] or name}" for name in names]
+        return f"{prog}: {', '.join(required)}: required"
+    if match := re.search(r"argument (\S+?):? (expected .*)", text):
+        return f"{prog}: {match[1].rstrip(':')}: {match[2]}"
+    if match := re.search(r'Spaces not allowed in keys: "(.*)"', text):
+        location = _locate(match[1], prog, words, files, anywhere=True)
+        return f"{location}: a key must be a word"
     return f"{', '.join(files) or prog}: {_short(text, 300)}"
 
 
-def _inner(
+def _inner_problem(
     text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]
 ) -> tuple[str | None, str]:
     """The innermost key, and its problem."""
     classes = re.findall(r"Problem with given class_path '([^']+)'", text)
-    kind = classes[-1] if classes else None
-    if kind and (found := re.search(r"Option '([^']+)' is not accepted", text)):
-        return (
-            found[1],
-            f"{kind} does not take {found[1]!r}{_meant(found[1], _parameter_names(_imported(kind)))}",
-        )
-    if kind and (found := re.search(r"following arguments are required: (.*)", text)):
-        return None, f"{kind} needs {found[1]}"
-    if found := re.search(r"Expected a dot import path string: (\S+)", text):
-        names = {
-            one.__name__
-            for one in _subclasses(kinds.get(chain[0]))
-            if not one.__name__.startswith("_")
-        }
-        return (
-            None,
-            f"no class is called {found[1]!r}{_meant(found[1], names, 'write package.module.Class')}",
-        )
-    given = re.search(r"Given value: (.*?)\s*$", text, re.M)
-    if found := re.search(
+    if classes:
+        problem = _class_problem(text, classes[-1])
+        if problem is not None:
+            return problem
+    if match := re.search(r"Expected a dot import path string: (\S+)", text):
+        names = [cls.__name__ for cls in _subclasses(kinds.get(chain[0]))]
+        public = {name for name in names if not name.startswith("_")}
+        suggestion = _suggestion(match[1], public, "write package.module.Class")
+        return None, f"no class is called {match[1]!r}{suggestion}"
+    value = re.search(r"Given value: (.*?)\s*$", text, re.M)
+    if match := re.search(
         r"Import path (?:\S+ )?does not correspond to a subclass of (\w+)", text
     ):
-        return (
-            None,
-            f"{_short(given[1]) if given else 'this class'} is not a subclass of {found[1]}",
-        )
-    if found := re.search(
+        subject = _short(value[1]) if value else "this class"
+        return None, f"{subject} is not a subclass of {match[1]}"
+    if match := re.search(
         r"(?:No module named|module) '[^']+'(?: has no attribute '[^']+')?", text
     ):
-        return None, f"{kind or chain[0]} cannot be imported: {found[0]}"
-    if len(chain) > 1 and (
-        found := re.search(r"Expected (?:an? )?(.+?)\. Got value: (.*)", text)
-    ):
-        return (
-            chain[-1],
-            f"{chain[-1]}: expected {_kind(found[1])}, found {_shown(found[2], chain[-1])}",
-        )
-    given = given or re.search(r"Got value: (.*?)\s*$", text, re.M)
-    expected = [
-        _kind(name) for name in re.findall(r"Expected (?:an? )?(<class '[^']+'>)", text)
-    ]
-    if expected and given:
-        return (
-            None,
-            f"expected {' or '.join(dict.fromkeys(expected))}, found {_shown(given[1], chain[-1])}",
-        )
+        subject = classes[-1] if classes else chain[0]
+        return None, f"{subject} cannot be imported: {match[0]}"
+    key = chain[-1]
+    match = re.search(r"Expected (?:an? )?(.+?)\. Got value: (.*)", text)
+    if len(chain) > 1 and match:
+        shown = _display_value(match[2], key)
+        return key, f"{key}: expected {_type_name(match[1])}, found {shown}"
+    value = value or re.search(r"Got value: (.*?)\s*$", text, re.M)
+    expected = re.findall(r"Expected (?:an? )?(<class '[^']+'>)", text)
+    if expected and value:
+        types = " or ".join(dict.fromkeys(map(_type_name, expected)))
+        return None, f"expected {types}, found {_display_value(value[1], key)}"
     return None, _short(re.sub(r'Parser key "[^"]+":', "", text), 300)
 
 
-def _kind(text: str) -> str:
+def _class_problem(text: str, path: str) -> tuple[str | None, str] | None:
+    """The key and the problem of a wrong or missing argument of a class."""
+    if match := re.search(r"Option '([^']+)' is not accepted", text):
+        name = match[1]
+        suggestion = _suggestion(name, _parameter_names(_imported(path)))
+        return name, f"{path} does not take {name!r}{suggestion}"
+    if match := re.search(r"following arguments are required: (.*)", text):
+        return None, f"{path} needs {match[1]}"
+    return None
+
+
+def _type_name(text: str) -> str:
     name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", text)
     return "null" if name == "NoneType" else name
 
 
-def _place(
+def _locate(
     key: str,
     prog: str,
     words: Sequence[str],
@@ -748,36 +755,38 @@ def _place(
     anywhere: bool = False,
 ) -> str:
     """The option, or the line of the file, that contains ``key``."""
-    if any(
-        word.partition("=")[0].removeprefix("--").rstrip("+").startswith(key)
-        for word in words
-    ):
-        return f"{prog}: --{key}"
+    for word in words:
+        option = word.partition("=")[0].removeprefix("--").rstrip("+")
+        if option.startswith(key):
+            return f"{prog}: --{key}"
     for file in reversed(files):
-        line = _line(file, "", key) if anywhere else _line(file, key, inner)
+        line = _find_line(file, "", key) if anywhere else _find_line(file, key, inner)
         if line is not None:
             return f"{file}:{line}: {key}"
     return f"{files[-1] if files else prog}: {key}"
 
 
-def _line(file: str, key: str, inner: str | None) -> int | None:
-    node, line = _root(file), None
+def _find_line(file: str, key: str, inner: str | None) -> int | None:
+    """The line of a key, or of the first ``inner`` below it; None if the file lacks it."""
+    node = _root(file)
+    line = None
     while key:  # a key may itself contain dots
-        entry = next(
-            (entry for part in _prefixes(key) if (entry := _entry(node, part))), None
-        )
+        entries = (_entry(node, prefix) for prefix in _prefixes(key))
+        entry = next(filter(None, entries), None)
         if entry is None:
             return None
-        line, node = entry[0].start_mark.line + 1, entry[1]
-        key = key[len(entry[0].value) + 1 :]
-    rest = [node] if inner else []
-    while rest:
-        one = rest.pop(0)
-        entry = _entry(one, inner or "")
+        key_node, node = entry
+        line = key_node.start_mark.line + 1
+        key = key[len(key_node.value) + 1 :]
+    pending = [node] if inner else []
+    while pending:
+        node = pending.pop(0)
+        entry = _entry(node, inner or "")
         if entry is not None:
             return int(entry[0].start_mark.line) + 1
-        rest += [value for _, value in _pairs(one)]
-        rest += one.value if isinstance(one, yaml.SequenceNode) else []
+        pending += [value for _, value in _pairs(node)]
+        if isinstance(node, yaml.SequenceNode):
+            pending += node.value
     return line
 
 
@@ -797,26 +806,23 @@ def _pairs(node: Any) -> list[tuple[Any, Any]]:
     return node.value if isinstance(node, yaml.MappingNode) else []
 
 
-def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> str:
+def _suggestion(name: str, names: Iterable[str], otherwise: str = "see --help") -> str:
     former = name.removeprefix("--").partition("trainer.")[2]
     if former in FORMER_ARGUMENTS:
         return f"; instead of it: {FORMER_ARGUMENTS[former].format(value='...')}"
-    near = did_you_mean(name, known, otherwise="")
+    near = did_you_mean(name, names, otherwise="")
     return f", {near}" if near else f"; {otherwise}"
 
 
-def _shown(value: str, key: str) -> str:
+def _display_value(value: str, key: str) -> str:
     """A value for the message; nested values are left out, because some may be secrets."""
-    inside = value.startswith(("{", "[", "Namespace(", "NestedArg("))
-    return (
-        "what was given"
-        if inside
-        else _short(mask_secrets(value, key.rpartition(".")[2]))
-    )
+    if value.startswith(("{", "[", "Namespace(", "NestedArg(")):
+        return "what was given"
+    return _short(mask_secrets(value, key.rpartition(".")[2]))
 
 
-def _short(value: Any, most: int = 80) -> str:
-    return printable(" ".join(str(value).split()), most)
+def _short(value: Any, max_length: int = 80) -> str:
+    return printable(" ".join(str(value).split()), max_length)
 
 
 @final
@@ -831,81 +837,98 @@ class _Keys:
     """
 
     def __init__(self, options: Iterable[str], kinds: Mapping[str, type[Any]]) -> None:
-        known = {option for option in options if not option.endswith(".help")}
-        around = {part for option in known for part in _prefixes(option)[:-1]}
-        self._places, self._leaves, self._kinds = known | around, known - around, kinds
+        keys = {option for option in options if not option.endswith(".help")}
+        parents: set[str] = set()
+        for key in keys:
+            parents.update(_prefixes(key)[:-1])
+        self._known_keys = keys | parents
+        self._leaves = keys - parents
+        self._kinds = kinds
 
-    def check(self, node: Any, key: str, place: Callable[[str, int], str]) -> None:
+    def check(self, node: Any, key: str, locate: Callable[[str, int], str]) -> None:
         """Check a node of PyYAML.
 
         Args:
             node: of a file, or of the value of an option.
             key: the path to it; empty for a whole file.
-            place: returns a text from a key and its line, from 1.
+            locate: returns a text from a key and its line, from 1.
 
         Raises:
             _FileProblem: its place and the reason.
         """
-        self._place = place
+        self._locate = locate
         outer, _, name = key.rpartition(".")
         if outer in self._kinds:
             self._check_class(self._kinds[outer], name, node, key, 1)
-        self._below(node, key)
+        self._check_below(node, key)
 
     def _refuse(self, key: str, line: int, reason: str) -> None:
-        raise _FileProblem(f"{self._place(key, line)}: {reason}")
+        raise _FileProblem(f"{self._locate(key, line)}: {reason}")
 
-    def _below(self, node: Any, key: str) -> None:
-        for item in node.value if isinstance(node, yaml.SequenceNode) else ():
-            self._below(item, key)
+    def _check_below(self, node: Any, key: str) -> None:
+        if isinstance(node, yaml.SequenceNode):
+            for item in node.value:
+                self._check_below(item, key)
         pairs = _pairs(node)
-        path = next(
-            (str(value.value) for name, value in pairs if name.value == "class_path"),
-            None,
+        paths = (
+            str(value.value) for name, value in pairs if name.value == "class_path"
         )
-        kind = self._kinds.get(key) if path is None else self._class(path)
+        path = next(paths, None)
+        if path is None:
+            self._check_entries(pairs, key)
+            return
+        kind = self._class(path)
         for name, value in pairs:
-            if path is not None and name.value in ("init_args", "dict_kwargs"):
-                self._check_arguments(
-                    value, key, path, kind if name.value == "init_args" else None
+            if name.value == "init_args":
+                self._check_arguments(value, key, path, kind)
+            elif name.value == "dict_kwargs":
+                self._check_arguments(value, key, path, None)
+            else:
+                self._check_below(
+                    value, f"{key}.{name.value}" if key else str(name.value)
                 )
-                continue
-            inner, line = (
-                f"{key}.{name.value}" if key else str(name.value),
-                name.start_mark.line + 1,
-            )
-            inside = any(part in self._leaves for part in _prefixes(inner)[:-1])
-            if (
-                _is_empty(value)
-                and path is None
-                and not inside
-                and inner not in self._places
-            ):
-                near = did_you_mean(inner, self._places, otherwise="see --help")
-                self._refuse(inner, line, f"unknown key, {near}")
-            if path is None and kind is not None:
-                self._check_class(kind, name.value, value, inner, line)
-            self._below(value, inner)
+
+    def _check_entries(self, pairs: Sequence[tuple[Any, Any]], outer: str) -> None:
+        """Check the keys of a mapping that chooses no class."""
+        kind = self._kinds.get(outer)
+        for name, value in pairs:
+            key = f"{outer}.{name.value}" if outer else str(name.value)
+            line = name.start_mark.line + 1
+            if _is_empty(value) and not self._is_known(key):
+                near = did_you_mean(key, self._known_keys, otherwise="see --help")
+                self._refuse(key, line, f"unknown key, {near}")
+            if kind is not None:
+                self._check_class(kind, name.value, value, key, line)
+            self._check_below(value, key)
+
+    def _is_known(self, key: str) -> bool:
+        """Whether a key is one of the options, or lies inside the value of one."""
+        if key in self._known_keys:
+            return True
+        return any(prefix in self._leaves for prefix in _prefixes(key)[:-1])
 
     def _check_arguments(self, node: Any, key: str, path: str, kind: Any) -> None:
-        for name, value in _pairs(node):
-            line = name.start_mark.line + 1
-            if kind is not None and _is_empty(value) and not _takes(kind, name.value):
-                near = did_you_mean(
-                    name.value, _parameter_names(kind), otherwise="see --help"
-                )
-                self._refuse(key, line, f"{path} does not take {name.value!r}, {near}")
+        for name_node, value in _pairs(node):
             if kind is not None:
-                self._check_class(kind, name.value, value, f"{key}.{name.value}", line)
-            self._below(value, key)
+                self._check_argument(name_node, value, key, path, kind)
+            self._check_below(value, key)
+
+    def _check_argument(
+        self, name_node: Any, value: Any, key: str, path: str, kind: Any
+    ) -> None:
+        name = name_node.value
+        line = name_node.start_mark.line + 1
+        if _is_empty(value) and not _takes(kind, name):
+            names = _parameter_names(kind)
+            near = did_you_mean(name, names, otherwise="see --help")
+            self._refuse(key, line, f"{path} does not take {name!r}, {near}")
+        self._check_class(kind, name, value, f"{key}.{name}", line)
 
     def _check_class(
         self, kind: Any, name: str, value: Any, key: str, line: int
     ) -> None:
-        if (
-            any(inner.value == "class_path" for inner, _ in _pairs(value))
-            and _annotation(kind, name) in _UNTYPED
-        ):
+        chooses_class = any(inner.value == "class_path" for inner, _ in _pairs(value))
+        if chooses_class and _annotation(kind, name) in _UNTYPED:
             reason = f"{name!r} of {kind.__name__} has no type, so no class is made for it; annotate it with one"
             self._refuse(key, line, reason)
 
@@ -913,15 +936,11 @@ class _Keys:
         """An imported class by its path, or a known class by its bare name."""
         if "." in path:
             return _imported(path)
-        return next(
-            (
-                one
-                for kind in self._kinds.values()
-                for one in _subclasses(kind)
-                if one.__name__ == path
-            ),
-            None,
-        )
+        for kind in self._kinds.values():
+            for cls in _subclasses(kind):
+                if cls.__name__ == path:
+                    return cls
+        return None
 
 
 def _imported(path: str) -> Any:
@@ -937,54 +956,55 @@ def _is_empty(node: Any) -> bool:
 
 def _constructors(kind: Any) -> list[tuple[str, Mapping[str, inspect.Parameter]]]:
     """The module and the parameters of each constructor in a class's method resolution order."""
-    own = [
-        base
-        for base in getattr(kind, "__mro__", ())
-        if "__init__" in vars(base) and base is not object
-    ]
-    return [
-        (base.__module__, inspect.signature(base.__init__).parameters) for base in own
-    ]
+    constructors: list[tuple[str, Mapping[str, inspect.Parameter]]] = []
+    for base in getattr(kind, "__mro__", ()):
+        if "__init__" in vars(base) and base is not object:
+            parameters = inspect.signature(base.__init__).parameters
+            constructors.append((base.__module__, parameters))
+    return constructors
 
 
 def _annotation(kind: Any, name: str) -> Any:
     """The annotation of an argument of a constructor; None if no constructor names it."""
-    return next(
-        (found[name].annotation for _, found in _constructors(kind) if name in found),
-        None,
-    )
+    for _, parameters in _constructors(kind):
+        if name in parameters:
+            return parameters[name].annotation
+    return None
 
 
 def _takes(kind: Any, name: str) -> bool:
     # torch's constructors take any keyword only to refuse it.
-    found = [
-        given
-        for module, given in _constructors(kind)
+    signatures = [
+        parameters
+        for module, parameters in _constructors(kind)
         if not module.startswith("torch.")
     ]
-    anything = not found or any(
-        one.kind is inspect.Parameter.VAR_KEYWORD for one in found[-1].values()
-    )
-    return anything or any(name in one for one in found)
+    if not signatures or any(name in parameters for parameters in signatures):
+        return True
+    outermost = signatures[-1].values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in outermost)
 
 
 def _parameter_names(kind: Any) -> list[str]:
     """The parameters of the constructors of a class and of its bases."""
-    return [name for _, found in _constructors(kind) for name in found]
+    names: list[str] = []
+    for _, parameters in _constructors(kind):
+        names += parameters
+    return names
 
 
 def _prefixes(key: str) -> list[str]:
     """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
-    parts = key.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    names = key.split(".")
+    return [".".join(names[:n]) for n in range(1, len(names) + 1)]
 
 
 def _subclasses(kind: type[Any] | None) -> list[type[Any]]:
     """A class and all its imported subclasses."""
-    found: list[type[Any]] = []
-    rest = [] if kind is None else [kind]
-    while rest:
-        one = rest.pop()
-        found.append(one)
-        rest += one.__subclasses__()
-    return found
+    classes: list[type[Any]] = []
+    pending = [] if kind is None else [kind]
+    while pending:
+        cls = pending.pop()
+        classes.append(cls)
+        pending += cls.__subclasses__()
+    return classes
