@@ -63,14 +63,13 @@ def words_from_checkpoint(
         (entry["ckpt_path"] for entry in reversed(settings) if entry.get("ckpt_path")),
         None,
     )
-    hparams = (
-        {}
-        if not isinstance(path, str) or path in ("last", "best")
-        else read_hyper_parameters(path)
-    )
+    hparams: dict[str, Any] = {}
+    if isinstance(path, str) and path not in ("last", "best"):
+        hparams = read_hyper_parameters(path)
     explicit = {name for entry in settings for name in _model_arguments(entry)}
     accepted = _accepted(settings, known, kinds)
-    taken, refused = {}, []
+    texts: dict[str, str] = {}
+    refused: list[str] = []
     for name, value in hparams.items():
         if name in explicit or name not in accepted:
             continue
@@ -78,10 +77,10 @@ def words_from_checkpoint(
         if text is None:
             refused.append(name)
         else:
-            taken[name] = text
-    if not taken and not refused:
+            texts[name] = text
+    if not texts and not refused:
         return CheckpointWords()
-    shown = mask_secrets({name: hparams[name] for name in taken})
+    shown = mask_secrets({name: hparams[name] for name in texts})
     listed = ", ".join(f"{name}={value!r}" for name, value in shown.items())
     line = f"hyperparameters of {path}: {listed or 'none'}"
     overridden = [name for name in hparams if name in explicit and name in accepted]
@@ -92,7 +91,7 @@ def words_from_checkpoint(
     if refused:
         line += f"; to be passed, since no option can hold them: {', '.join(refused)}"
     return CheckpointWords(
-        tuple(f"--{_MODEL}.{name}={text}" for name, text in taken.items()), line
+        tuple(f"--{_MODEL}.{name}={text}" for name, text in texts.items()), line
     )
 
 
@@ -101,17 +100,14 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     location = locate(path)
     try:
         if is_complete(location):
-            parts = [
-                part
-                for part in ("hyper_parameters",)
-                if part in read_manifest(location)["parts"]
-            ]
-            found = read_checkpoint(location, parts=parts).get("hyper_parameters", {})
+            has_hparams = "hyper_parameters" in read_manifest(location)["parts"]
+            names = ["hyper_parameters"] if has_hparams else []
+            hparams = read_checkpoint(location, parts=names).get("hyper_parameters", {})
         else:
-            found = read_module(location)["hyper_parameters"]
+            hparams = read_module(location)["hyper_parameters"]
     except CheckpointError:  # the entry point raises it
         return {}
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in hparams.items()}
 
 
 def _options(words: Sequence[str]) -> list[tuple[str, Any]]:
@@ -139,17 +135,16 @@ def _parsed(option: str, text: str) -> Any:
 
 def _model_arguments(entry: Mapping[str, Any]) -> set[str]:
     """The arguments of the module that one setting gives."""
-    names = set()
+    names: set[str] = set()
     for key, value in entry.items():
         if key == _MODEL and isinstance(value, Mapping):
             inner = value.get("init_args")
-            names |= set(value) | (set(inner) if isinstance(inner, Mapping) else set())
+            names.update(value)
+            if isinstance(inner, Mapping):
+                names.update(inner)
         elif key.startswith(f"{_MODEL}."):
-            names.add(
-                key.removeprefix(f"{_MODEL}.")
-                .removeprefix("init_args.")
-                .partition(".")[0]
-            )
+            name = key.removeprefix(f"{_MODEL}.").removeprefix("init_args.")
+            names.add(name.partition(".")[0])
     return names
 
 
@@ -166,12 +161,14 @@ def _accepted(
             for option in known
             if option.startswith(prefix)
         }
-    named = ""
+    class_name = ""
     for entry in settings:
-        value = entry.get(f"{_MODEL}.class_path", entry.get(_MODEL, named))
-        named = value.get("class_path", named) if isinstance(value, Mapping) else value
+        value = entry.get(f"{_MODEL}.class_path", entry.get(_MODEL, class_name))
+        class_name = (
+            value.get("class_path", class_name) if isinstance(value, Mapping) else value
+        )
     for kind in kinds:
-        if named in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
+        if class_name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
             return set(inspect.signature(kind).parameters)
     return set()
 
@@ -193,14 +190,12 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         items = {str(key): _plain(item) for key, item in value.items()}
-        return (
-            _UNWRITABLE
-            if set(items) == {"repr"} or _UNWRITABLE in items.values()
-            else items
-        )
+        if set(items) == {"repr"} or _UNWRITABLE in items.values():
+            return _UNWRITABLE
+        return items
     if isinstance(value, (list, tuple)):
-        parts = [_plain(item) for item in value]
-        return _UNWRITABLE if any(part is _UNWRITABLE for part in parts) else parts
+        elements = [_plain(element) for element in value]
+        return _UNWRITABLE if _UNWRITABLE in elements else elements
     if callable(value):
         name = import_path(value)
         return _UNWRITABLE if name is None else name

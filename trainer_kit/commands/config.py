@@ -74,19 +74,19 @@ def _accelerator() -> tuple[str | None, int]:
     """The type and the number of the accelerators of this machine."""
     from trainer_kit.core.devices import count_accelerators, present_accelerator
 
-    found = present_accelerator()
-    return (None, 0) if found is None else (found.type, count_accelerators())
+    device = present_accelerator()
+    return (None, 0) if device is None else (device.type, count_accelerators())
 
 
 def _ask(option: Option, default: str) -> Any:
     if option.words:
         return choose(
-            f"{option.name}?", [(word, word) for word in option.words], default
+            f"{option.name}?", [(name, name) for name in option.words], default
         )
     return ask(f"{option.name}?", default, option.value)
 
 
-def _processes(answers: dict[str, Any], kind: str) -> None:
+def _ask_processes(answers: dict[str, Any], kind: str) -> None:
     """Ask for machines, processes, and how the model is distributed."""
     device, count = _accelerator()
     machines = ask("How many machines?", "1", positive)
@@ -99,30 +99,30 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
         answers["main_process_port"] = ask(
             "Port there?", "29500", TOP["main_process_port"].value
         )
-    each = max(2, os.cpu_count() or 1) if kind == "MULTI_CPU" else max(count, 1)
-    found = (
-        f" ({count} of type {device} here)"
-        if device is not None and kind.startswith("MULTI_")
-        else ""
-    )
+    per_machine = max(count, 1)
+    if kind == "MULTI_CPU":
+        per_machine = max(2, os.cpu_count() or 1)
+    hint = ""
+    if device is not None and kind.startswith("MULTI_"):
+        hint = f" ({count} of type {device} here)"
     answers["num_processes"] = ask(
-        f"How many processes, on all machines together?{found}",
-        str(each * machines),
+        f"How many processes, on all machines together?{hint}",
+        str(per_machine * machines),
         positive,
     )
     if kind.startswith("MULTI_") and kind != "MULTI_CPU":
-        held = choose("How is the model held?", _HOLDS, "DDP")
-        if held in _ENGINES:
-            section = f"{held.lower()}_config"
-            answers["distributed_type"] = held
+        engine = choose("How is the model held?", _HOLDS, "DDP")
+        if engine in _ENGINES:
+            section = f"{engine.lower()}_config"
+            answers["distributed_type"] = engine
             answers[section] = {
                 name: _ask(SECTIONS[section][name], default)
-                for name, default in _ENGINES[held].items()
+                for name, default in _ENGINES[engine].items()
             }
         answers["gpu_ids"] = "all"
 
 
-def _answers() -> dict[str, Any]:
+def _ask_everything() -> dict[str, Any]:
     """The wizard: its questions depend on the answers, its defaults on this machine."""
     device, count = _accelerator()
     answers: dict[str, Any] = {
@@ -150,10 +150,10 @@ def _answers() -> dict[str, Any]:
         if kind == "NO":
             answers.update(num_machines=1, num_processes=1)
         else:
-            _processes(answers, kind)
-    words = [(word, word) for word in ("no", "bf16", "fp16", "fp8")]
+            _ask_processes(answers, kind)
+    precisions = [(name, name) for name in ("no", "bf16", "fp16", "fp8")]
     answers["mixed_precision"] = choose(
-        "Mixed precision?", words, "no" if device is None else "bf16"
+        "Mixed precision?", precisions, "no" if device is None else "bf16"
     )
     compiled = choose(
         "Compile models with torch.compile?",
@@ -178,11 +178,10 @@ def _write(path: Path, answers: Mapping[str, Any]) -> None:
 
     filled = {name: value for name, value in answers.items() if value not in (None, {})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = (
-        json.dumps(filled, indent=2)
-        if path.suffix == ".json"
-        else yaml.safe_dump(filled, sort_keys=True)
-    )
+    if path.suffix == ".json":
+        text = json.dumps(filled, indent=2)
+    else:
+        text = yaml.safe_dump(filled, sort_keys=True)
     replace_file(path, text.encode())
 
 
@@ -202,7 +201,7 @@ def config(context: click.Context, config_file: Path | None) -> None:
     from trainer_kit.launch.configuration import our_default
 
     path = config_file or our_default()
-    answers = _answers()
+    answers = _ask_everything()
     if (
         path.exists()
         and choose(f"Replace {path}?", [("yes", "yes"), ("no", "no")], "yes") == "no"
@@ -211,9 +210,8 @@ def config(context: click.Context, config_file: Path | None) -> None:
         return
     _write(path, answers)
     click.echo(f"written: {path}")
-    click.echo(
-        f"use it:  trainer-kit launch {'' if config_file is None else f'--config_file {path} '}train.py"
-    )
+    option = "" if config_file is None else f"--config_file {path} "
+    click.echo(f"use it:  trainer-kit launch {option}train.py")
 
 
 @config.command("default")
@@ -237,11 +235,11 @@ def _default(
         raise click.ClickException(
             f"{path} is there and stays as it is; --force replaces it"
         )
-    _write(path, _basic(mixed_precision))
+    _write(path, _basic_configuration(mixed_precision))
     click.echo(f"written: {path}")
 
 
-def _basic(mixed_precision: str) -> dict[str, Any]:
+def _basic_configuration(mixed_precision: str) -> dict[str, Any]:
     device, count = _accelerator()
     several = count > 1
     return {
@@ -272,18 +270,18 @@ def write_basic_config(
     """
     from trainer_kit.launch.configuration import our_default
 
-    word = mixed_precision.lower()
-    if word not in _PRECISIONS:
+    precision = mixed_precision.lower()
+    if precision not in _PRECISIONS:
         raise ConfigurationError(
             "unknown precision",
             found=repr(mixed_precision),
-            fix=did_you_mean(word, _PRECISIONS),
+            fix=did_you_mean(precision, _PRECISIONS),
         )
     path = our_default() if save_location is None else Path(save_location)
     if path.exists():
         click.echo(f"{path} is there and stays as it is")
         return False
-    _write(path, _basic(word))
+    _write(path, _basic_configuration(precision))
     return path
 
 
@@ -311,7 +309,7 @@ def _show(context: click.Context, config_file: Path | None) -> None:
             found=f"neither {our_default()} nor {accelerates_default()}",
             fix="write one with: trainer-kit config, or trainer-kit config default",
         )
-    found = read_configuration(path)
+    configuration = read_configuration(path)
     click.echo(path)
-    for name, value in mask_secrets(dict(found.values)).items():
-        click.echo(f"{found.lines[name]:>4}  {name}: {value}")
+    for name, value in mask_secrets(dict(configuration.values)).items():
+        click.echo(f"{configuration.lines[name]:>4}  {name}: {value}")

@@ -52,64 +52,65 @@ def doctor(directory: Path, devices: int | None, as_json: bool) -> None:
     from trainer_kit.core.environment import Environment
 
     try:
-        here = Environment.detect()
+        environment = Environment.detect()
     except TrainerKitError:  # check_machine says what is wrong with it
-        findings, made = check_machine(directory), None
+        findings = check_machine(directory)
+        survey: Survey | None = None
     else:
-        findings, made = (
-            _on_ranks(directory) if here.launched else _here(directory, devices)
-        )
-        if here.rank > 0:
-            sys.exit(_code(findings))
+        if environment.launched:
+            findings, survey = _on_ranks(directory)
+        else:
+            findings, survey = _check_this_machine(directory, devices)
+        if environment.rank > 0:
+            sys.exit(_exit_code(findings))
     if as_json:
-        click.echo(json.dumps(_as_json(findings, made), indent=2))
+        click.echo(json.dumps(_as_json(findings, survey), indent=2))
     else:
-        _print(findings, made)
-    sys.exit(_code(findings))
+        _print(findings, survey)
+    sys.exit(_exit_code(findings))
 
 
-def _here(directory: Path, devices: int | None) -> tuple[list[Finding], Survey | None]:
+def _check_this_machine(
+    directory: Path, devices: int | None
+) -> tuple[list[Finding], Survey | None]:
     """Start ranks, if there are to be several, then check this machine; a fork must come before CUDA is used."""
     from trainer_kit.core.environment import available_devices
     from trainer_kit.launch.processes import run_forked
 
     count = devices or available_devices()
-    findings, made = list[Finding](), None
+    findings: list[Finding] = []
+    result: Survey | None = None
     try:
-        made = (
-            run_forked(partial(_measure, directory), count)
-            if count > 1
-            else _measure_alone(directory)
-        )
+        if count > 1:
+            result = run_forked(partial(_measure, directory), count)
+        else:
+            result = _measure_alone(directory)
+        findings = list(result.findings)
     except Exception as error:
         findings = [
             Finding(
                 "speeds",
-                _line(error),
+                _first_line(error),
                 "fix",
                 "start with fewer ranks, or look at the traceback above",
             )
         ]
-    return [
-        *check_machine(directory),
-        *findings,
-        *(() if made is None else made.findings),
-    ], made
+    return [*check_machine(directory), *findings], result
 
 
 def _on_ranks(directory: Path) -> tuple[list[Finding], Survey | None]:
     """Survey the ranks that a launcher has started; the first rank of each machine checks it."""
     try:
-        made = _measure(directory, 0, machine=True)
+        result = _measure(directory, 0, machine=True)
     except Exception as error:
-        wrong = Finding(
+        finding = Finding(
             "ranks",
-            f"do not connect: {_line(error)}",
+            f"do not connect: {_first_line(error)}",
             "fix",
             "see the lines about network and ports",
         )
-        return [*check_machine(directory), wrong], None
-    return list(made.findings), made
+        return [*check_machine(directory), finding], None
+    return list(result.findings), result
 
 
 def _measure(directory: Path, rank: int, machine: bool = False) -> Survey:
@@ -118,17 +119,20 @@ def _measure(directory: Path, rank: int, machine: bool = False) -> Survey:
     from trainer_kit.health.survey import survey
     from trainer_kit.strategies.process_group import join_world
 
-    here = Environment.detect()
-    device = (
-        pick_device(local_rank=here.local_rank)
-        if _has_devices(here.local_world_size)
-        else pick_device("cpu")
-    )
+    environment = Environment.detect()
+    if _has_devices(environment.local_world_size):
+        device = pick_device(local_rank=environment.local_rank)
+    else:
+        device = pick_device("cpu")
     group = join_world(device, timeout=_TIMEOUT)
-    beside = check_machine(directory) if machine and here.local_rank == 0 else []
-    if here.rank > 0:  # what is OK on every machine is printed once
-        beside = [found for found in beside if found.level != "OK"]
-    return survey(group, device, directory, beside)
+    machine_findings: list[Finding] = []
+    if machine and environment.local_rank == 0:
+        machine_findings = check_machine(directory)
+    if environment.rank > 0:  # what is OK on every machine is printed once
+        machine_findings = [
+            finding for finding in machine_findings if finding.level != "OK"
+        ]
+    return survey(group, device, directory, machine_findings)
 
 
 def _has_devices(ranks: int) -> bool:
@@ -148,39 +152,38 @@ def _measure_alone(directory: Path) -> Survey:
     return survey(Alone(), pick_device(), directory)
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+def _first_line(error: Exception) -> str:
+    line = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {line}"
 
 
-def _code(findings: list[Finding]) -> int:
-    return int(any(each.level == "fix" for each in findings))
+def _exit_code(findings: list[Finding]) -> int:
+    return int(any(finding.level == "fix" for finding in findings))
 
 
-def _print(findings: list[Finding], made: Survey | None) -> None:
-    hosts = set() if made is None else {rank.host for rank in made.ranks}
-    width = max(len(each.about) for each in findings)
-    for each in findings:
-        where = (
-            f" [{each.host}]"
-            if len(hosts) > 1 and each.host and each.host not in each.text
-            else ""
-        )
-        click.echo(f"{each.level:8}{each.about:{width}}  {each.text}{where}")
-        if each.fix and each.level != "OK":
-            click.echo(f"{'':8}{'':{width}}  → {each.fix}")
-    wrong, warned = (
-        sum(each.level == level for each in findings) for level in ("fix", "warning")
-    )
+def _print(findings: list[Finding], survey: Survey | None) -> None:
+    hosts = set() if survey is None else {rank.host for rank in survey.ranks}
+    width = max(len(finding.about) for finding in findings)
+    for finding in findings:
+        host = ""
+        if len(hosts) > 1 and finding.host and finding.host not in finding.text:
+            host = f" [{finding.host}]"
+        click.echo(f"{finding.level:8}{finding.about:{width}}  {finding.text}{host}")
+        if finding.fix and finding.level != "OK":
+            click.echo(f"{'':8}{'':{width}}  → {finding.fix}")
+    levels = [finding.level for finding in findings]
+    errors = levels.count("fix")
+    warnings = levels.count("warning")
     click.echo(
-        f"{len(findings)} checks: {wrong} to fix, {warned} warning{'s' * (warned != 1)}"
+        f"{len(findings)} checks: {errors} to fix, {warnings} warning{'s' * (warnings != 1)}"
     )
 
 
-def _as_json(findings: list[Finding], made: Survey | None) -> dict[str, Any]:
+def _as_json(findings: list[Finding], survey: Survey | None) -> dict[str, Any]:
     return {
-        "findings": [asdict(each) for each in findings],
-        "ranks": [] if made is None else [asdict(rank) for rank in made.ranks],
-        "seconds": None if made is None else round(made.seconds, 3),
+        "findings": [asdict(finding) for finding in findings],
+        "ranks": [] if survey is None else [asdict(rank) for rank in survey.ranks],
+        "seconds": None if survey is None else round(survey.seconds, 3),
     }
 
 

@@ -27,13 +27,13 @@ class _SeveralDtypes(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from trainer_kit.planning.memory import DTYPES
 
-        words: list[str] = []
-        for word in args:
-            again = (
-                words[-2:-1] == ["--dtypes"] and words[-1] in DTYPES and word in DTYPES
-            )
-            words += ["--dtypes", word] if again else [word]
-        return super().parse_args(ctx, words)
+        arguments: list[str] = []
+        for argument in args:
+            follows_dtype = arguments[-2:-1] == ["--dtypes"] and arguments[-1] in DTYPES
+            if follows_dtype and argument in DTYPES:
+                arguments.append("--dtypes")
+            arguments.append(argument)
+        return super().parse_args(ctx, arguments)
 
 
 @click.command("estimate-memory", cls=_SeveralDtypes)
@@ -89,9 +89,9 @@ def estimate_memory(
         cells = ["-" if size is None else in_units(size) for size in sizes]
         rows.append((each.dtype, *cells))  # type: ignore[arg-type]
     largest = max(shapes.layers, key=lambda name: shapes.layers[name], default="")
-    home = repr(largest) if largest else "the model itself"
+    layer = repr(largest) if largest else "the model itself"
     click.echo(
-        f"{model}: {shapes.parameters:,} numbers, {shapes.trainable:,} trained; the largest layer is {home}"
+        f"{model}: {shapes.parameters:,} numbers, {shapes.trainable:,} trained; the largest layer is {layer}"
     )
     table(rows)
     click.echo(
@@ -128,60 +128,60 @@ def _mapping(text: str) -> dict[str, Any]:
 
     try:
         guarded_events(text)
-        found = yaml.safe_load(text)
+        mapping = yaml.safe_load(text)
     except (YamlProblem, yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(
             f"--args cannot be read: {error}", found=text, fix='write "{width: 512}"'
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(mapping, dict):
         raise ConfigurationError(
             "--args must map names to values", found=text, fix='write "{width: 512}"'
         )
-    return found
+    return mapping
 
 
 def _from_class(model: str, arguments: dict[str, Any]) -> Any:
     module, _, name = model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        home = importlib.import_module(module)
+        module_object = importlib.import_module(module)
     except ImportError as error:
         raise ConfigurationError(
             f"{module} cannot be imported",
             found=str(error),
             fix="run the command in a directory from which it can be imported",
         ) from error
-    if not hasattr(home, name):
+    if not hasattr(module_object, name):
         raise ConfigurationError(
-            f"{module} has no {name!r}", fix=did_you_mean(name, vars(home))
+            f"{module} has no {name!r}", fix=did_you_mean(name, vars(module_object))
         )
-    make = getattr(home, name)
+    make = getattr(module_object, name)
 
     def build() -> Any:
-        made = make(**arguments)
-        if hasattr(made, "configure_model"):
-            made.configure_model()
-        return made
+        model_object = make(**arguments)
+        if hasattr(model_object, "configure_model"):
+            model_object.configure_model()
+        return model_object
 
-    return _built(name, build)
+    return _build_module(name, build)
 
 
-def _built(name: str, build: Callable[[], Any]) -> Any:
+def _build_module(name: str, build: Callable[[], Any]) -> Any:
     import torch
     from torch import nn
 
     try:
         with torch.device("meta"):
-            made = build()
+            module = build()
     except Exception as error:  # a constructor of the user may raise anything
         raise ConfigurationError(
             f"{name} cannot be constructed without its weights",
             found=f"{type(error).__name__}: {error}",
             fix="pass its arguments as --args '{name: value}'; a constructor that reads weights is not supported",
         ) from error
-    if not isinstance(made, nn.Module):
-        raise ConfigurationError(f"{name} is not a module", found=type(made).__name__)
-    return made
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(f"{name} is not a module", found=type(module).__name__)
+    return module
 
 
 def _library(name: str, found: str) -> Any:
@@ -196,40 +196,41 @@ def _library(name: str, found: str) -> Any:
 
 
 def _from_library(library: str, name: str, arguments: dict[str, Any]) -> Any:
-    home = _library(library, name)
+    package = _library(library, name)
     if library == "timm":
-        return _built(
-            name, lambda: home.create_model(name, pretrained=False, **arguments)
+        return _build_module(
+            name, lambda: package.create_model(name, pretrained=False, **arguments)
         )
-    made_by = getattr(home, name, None)
-    configuration = getattr(made_by, "config_class", None)
-    if made_by is None or configuration is None:
+    model_class = getattr(package, name, None)
+    configuration = getattr(model_class, "config_class", None)
+    if model_class is None or configuration is None:
         raise ConfigurationError(
             f"transformers has no model class {name!r}",
-            fix=did_you_mean(name, dir(home)),
+            fix=did_you_mean(name, dir(package)),
         )
-    return _built(name, lambda: made_by(configuration(**arguments)))
+    return _build_module(name, lambda: model_class(configuration(**arguments)))
 
 
-def _code_elsewhere(config: Any) -> str | None:
+def _find_remote_code(config: Any) -> str | None:
     """The first class in an ``auto_map`` of the configuration, or of one inside it, that is in another repository."""
     if isinstance(config, list):
-        return next(filter(None, map(_code_elsewhere, config)), None)
+        return next(filter(None, map(_find_remote_code, config)), None)
     if not isinstance(config, dict):
         return None
     classes = config.get("auto_map")
-    named = list(classes.values()) if isinstance(classes, dict) else []
-    flat = [
-        name for each in named for name in (each if isinstance(each, list) else [each])
-    ]
-    own = next((name for name in flat if isinstance(name, str) and "--" in name), None)
-    return own or _code_elsewhere(list(config.values()))
+    if isinstance(classes, dict):
+        for value in classes.values():
+            names = value if isinstance(value, list) else [value]
+            for name in names:
+                if isinstance(name, str) and "--" in name:
+                    return name
+    return _find_remote_code(list(config.values()))
 
 
 def _from_config(path: Path, trust_remote_code: bool) -> Any:
     elsewhere = None
     with suppress(ValueError, OSError):  # transformers says what is wrong with the file
-        elsewhere = _code_elsewhere(
+        elsewhere = _find_remote_code(
             json.loads((path / "config.json").read_text("utf-8"))
         )
     if elsewhere is not None:
@@ -255,7 +256,7 @@ def _from_config(path: Path, trust_remote_code: bool) -> Any:
         if name.startswith("AutoModelFor")
     ]
     maker = getattr(transformers, heads[0] if heads else "AutoModel")
-    return _built(
+    return _build_module(
         path.name,
         lambda: maker.from_config(config, trust_remote_code=trust_remote_code),
     )

@@ -95,18 +95,18 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def _warn_ignored(found: Plan, options: Resolved) -> Iterator[str]:
-    for name, reason in found.ignored.items():
+def _warn_ignored(run_plan: Plan, options: Resolved) -> Iterator[str]:
+    for name, reason in run_plan.ignored.items():
         yield f"has no effect yet: {options.describe(name)}: {reason}"
 
 
-def _flags(given: Mapping[str, Any]) -> dict[str, Chosen]:
+def _flags(values: Mapping[str, Any]) -> dict[str, Chosen]:
     """The flags by option, each with its name as the origin."""
     return {
         name: Chosen(
             list(value) if isinstance(value, tuple) else value, f"flag --{name}"
         )
-        for name, value in given.items()
+        for name, value in values.items()
         if value not in (None, ())
     }
 
@@ -114,24 +114,22 @@ def _flags(given: Mapping[str, Any]) -> dict[str, Chosen]:
 def _masked(name: str, chosen: Chosen) -> Chosen:
     value = mask_secrets(chosen.value, name)
     if name == "tpu_env" and isinstance(value, list):
-        value = [
-            f"{key}={mask_secrets(text, key)}"
-            for key, _, text in (pair.partition("=") for pair in value)
-        ]
+        pairs = [pair.partition("=") for pair in value]
+        value = [f"{key}={mask_secrets(text, key)}" for key, _, text in pairs]
     return Chosen(value, chosen.origin)
 
 
-def _words(
+def _script_words(
     script: str, arguments: tuple[str, ...], module: bool, no_python: bool
 ) -> list[str]:
     if no_python:
-        found = shutil.which(script)
-        if module or found is None:
+        program = shutil.which(script)
+        if module or program is None:
             raise ConfigurationError(
                 "--no_python runs a program",
                 found=f"--module {script}" if module else f"no program {script}",
             )
-        return ["--exec", found, *arguments]
+        return ["--exec", program, *arguments]
     if module:
         return ["-m", script, *arguments]
     if not Path(script).is_file():
@@ -171,9 +169,9 @@ def launch(
 
     options = resolve(_flags(given), config_file)
     _print_sagemaker(options, script, arguments)
-    found = plan(options, Environment.detect())
-    words = _words(script, arguments, module, no_python)
-    if found.through and no_python:
+    run_plan = plan(options, Environment.detect())
+    command = _script_words(script, arguments, module, no_python)
+    if run_plan.through and no_python:
         raise ConfigurationError(
             "torch_xla starts Python scripts only, one on each device",
             found=f"--no_python {script}",
@@ -184,15 +182,19 @@ def launch(
             click.echo(f"trainer-kit: configuration from {options.file.path}", err=True)
         for name in options.before_file():
             click.echo(f"trainer-kit: {options.describe(name)}", err=True)
-        for line in _warn_ignored(found, options):
+        for line in _warn_ignored(run_plan, options):
             click.echo(f"trainer-kit: {line}", err=True)
-        if found.machines.count > 1 and found.machines.rank == 0 and not run_token():
-            where = f"any host that reaches {found.machines.address} can send commands to this run"
+        if (
+            run_plan.machines.count > 1
+            and run_plan.machines.rank == 0
+            and not run_token()
+        ):
+            warning = f"any host that reaches {run_plan.machines.address} can send commands to this run"
             click.echo(
-                f"trainer-kit: {where}; set {RUN_TOKEN} to one value on all machines",
+                f"trainer-kit: {warning}; set {RUN_TOKEN} to one value on all machines",
                 err=True,
             )
-    _run([*found.through, *words], found, options)
+    _run([*run_plan.through, *command], run_plan, options)
 
 
 def _print_sagemaker(
@@ -206,18 +208,16 @@ def _print_sagemaker(
             click.echo(line)
 
 
-def _run(words: list[str], found: Plan, options: Resolved) -> NoReturn:
+def _run(program: list[str], run_plan: Plan, options: Resolved) -> NoReturn:
     from trainer_kit.launch.program import split_command
 
     interpreter, _ = split_command(sys.orig_argv)
-    if not found.supervised:  # this process becomes the script
+    if not run_plan.supervised:  # this process becomes the script
         sys.stdout.flush()
-        command = (
-            words[1:]
-            if words[0] == "--exec"
-            else [sys.executable, *interpreter, *words]
-        )
-        os.execve(command[0], command, {**os.environ, **found.environ})
+        command = [sys.executable, *interpreter, *program]
+        if program[0] == "--exec":
+            command = program[1:]
+        os.execve(command[0], command, {**os.environ, **run_plan.environ})
     from trainer_kit.launch.agent import Output, run_ranks
 
     log_dir = options["log_dir"]
@@ -227,12 +227,12 @@ def _run(words: list[str], found: Plan, options: Resolved) -> NoReturn:
         role=options["role"] or Output.role,
     )
     run_ranks(
-        words,
-        found.processes,
+        program,
+        run_plan.processes,
         options=interpreter,
-        machines=found.machines,
-        extra_env=found.environ,
-        max_restarts=found.max_restarts,
+        machines=run_plan.machines,
+        extra_env=run_plan.environ,
+        max_restarts=run_plan.max_restarts,
         output=output,
         monitor_interval=options["monitor_interval"] or 0.1,
     )
@@ -268,25 +268,25 @@ def explain(
     ):
         click.echo(line)
     _print_sagemaker(options, script, arguments)
-    here = Environment.detect()
-    found = plan(options, here)
-    by = (
-        f"as rank {here.rank} of {here.world_size} ({here.source})"
-        if found.in_place
-        else "by an agent"
+    environment = Environment.detect()
+    run_plan = plan(options, environment)
+    starter = "by an agent"
+    if run_plan.in_place:
+        starter = f"as rank {environment.rank} of {environment.world_size} ({environment.source})"
+    single_process = run_plan.processes == run_plan.machines.count == 1
+    click.echo(
+        f"\nprocesses here: {run_plan.processes}{'' if single_process else f', {starter}'}"
     )
-    alone = found.processes == found.machines.count == 1
-    click.echo(f"\nprocesses here: {found.processes}{'' if alone else f', {by}'}")
-    click.echo(f"machines: {found.machines.count}, this is {found.machines.rank}")
-    if found.machines.count > 1:
+    click.echo(f"machines: {run_plan.machines.count}, this is {run_plan.machines.rank}")
+    if run_plan.machines.count > 1:
         click.echo(f"run token: {'given' if run_token() else f'none ({RUN_TOKEN})'}")
-    for name, value in found.environ.items():
+    for name, value in run_plan.environ.items():
         if name != "TRAINER_KIT_ORIGINS":
             click.echo(f"the script receives {name}={mask_secrets(value, name)}")
-    for line in _warn_ignored(found, options):
+    for line in _warn_ignored(run_plan, options):
         click.echo(line)
     if script is not None:
-        words = _words(script, arguments, module, no_python)
+        command = _script_words(script, arguments, module, no_python)
         click.echo(
-            f"runs: {' '.join([*found.through, *(words[1:] if no_python else words)])}"
+            f"runs: {' '.join([*run_plan.through, *(command[1:] if no_python else command)])}"
         )

@@ -43,14 +43,14 @@ class OutputPath(FilePath):
         parameter: click.Parameter | None,
         context: click.Context | None,
     ) -> Any:
-        found = super().convert(value, parameter, context)
-        if not os.access(Path(found).absolute().parent, os.W_OK):
+        path = super().convert(value, parameter, context)
+        if not os.access(Path(path).absolute().parent, os.W_OK):
             self.fail(
-                f"{Path(found).absolute().parent} is not a writable directory",
+                f"{Path(path).absolute().parent} is not a writable directory",
                 parameter,
                 context,
             )
-        return found
+        return path
 
 
 def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
@@ -82,40 +82,45 @@ def choose(question: str, choices: Sequence[tuple[str, str]], default: str) -> s
     Returns:
         The value.
     """
-    at = max(
+    selected = max(
         (number for number, (value, _) in enumerate(choices) if value == default),
         default=0,
     )
     if not _on_terminal():
-        return choices[_by_number(question, choices, at)][0]
+        return choices[_ask_number(question, choices, selected)][0]
     with _keys() as keys:
         click.echo(f"{question}  (arrow keys, Return)")
-        _draw(choices, at)
+        _draw(choices, selected)
         for key in keys:
             if key in ("\r", "\n"):
                 break
             if key in _UP + _DOWN:
-                at = (at + (1 if key in _DOWN else -1)) % len(choices)
+                step = 1 if key in _DOWN else -1
+                selected = (selected + step) % len(choices)
             elif key.isdigit() and 0 < int(key) <= len(choices):
-                at = int(key) - 1
+                selected = int(key) - 1
             click.echo(f"\x1b[{len(choices)}A", nl=False)
-            _draw(choices, at)
-        click.echo(f"\x1b[{len(choices) + 1}A\x1b[J{question}: {choices[at][1]}")
-    return choices[at][0]
+            _draw(choices, selected)
+        click.echo(f"\x1b[{len(choices) + 1}A\x1b[J{question}: {choices[selected][1]}")
+    return choices[selected][0]
 
 
-def _draw(choices: Sequence[tuple[str, str]], at: int) -> None:
+def _draw(choices: Sequence[tuple[str, str]], selected: int) -> None:
     for number, (_, text) in enumerate(choices):
-        click.echo(f"\x1b[2K{' ➔ ' if number == at else '   '}{text}")
+        click.echo(f"\x1b[2K{' ➔ ' if number == selected else '   '}{text}")
 
 
-def _by_number(question: str, choices: Sequence[tuple[str, str]], at: int) -> int:
+def _ask_number(
+    question: str, choices: Sequence[tuple[str, str]], selected: int
+) -> int:
     click.echo(question)
     for number, (_, text) in enumerate(choices, start=1):
         click.echo(f"  {number}  {text}")
     return (
         int(
-            click.prompt("number", type=click.IntRange(1, len(choices)), default=at + 1)
+            click.prompt(
+                "number", type=click.IntRange(1, len(choices)), default=selected + 1
+            )
         )
         - 1
     )
@@ -140,12 +145,12 @@ def _keys() -> Iterator[Iterator[str]]:
     import tty
 
     terminal = sys.stdin.fileno()
-    before = termios.tcgetattr(terminal)
+    settings = termios.tcgetattr(terminal)
     tty.setcbreak(terminal, termios.TCSANOW)
     try:
         yield _pressed(terminal)
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
 
 
 def _pressed(terminal: int) -> Iterator[str]:
@@ -163,8 +168,5 @@ def table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        click.echo(
-            "  ".join(
-                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-            ).rstrip()
-        )
+        cells = map(str.ljust, row, widths)
+        click.echo("  ".join(cells).rstrip())

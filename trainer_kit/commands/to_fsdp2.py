@@ -123,17 +123,14 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
             fix="replace each alias with its values",
         )
     root: Any = guarded_root(text)
-    section = (
-        next((value for key, value in root.value if key.value == _SECTION), None)
-        if root is not None
-        else None
-    )
+    pairs = [] if root is None else root.value
+    section = next((value for key, value in pairs if key.value == _SECTION), None)
     if section is None or section.id != "mapping" or not section.value:
         return text, [f"{name}: no {_SECTION}, nothing to convert"]
-    found = {
+    entries = {
         key.value.removeprefix("fsdp_"): (key, value) for key, value in section.value
     }
-    if "version" in found and found["version"][1].value == "2":
+    if "version" in entries and entries["version"][1].value == "2":
         return text, [
             f"{name}: {_SECTION} is FSDP2 already (fsdp_version: 2), nothing to convert"
         ]
@@ -143,22 +140,23 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
         raise _refusal(
             "a mapping in braces is not rewritten", name, first, _SECTION, "{...}", fix
         )
-    if {"sharding_strategy", "reshard_after_forward"} <= found.keys():
-        key, value = found["reshard_after_forward"]
+    if {"sharding_strategy", "reshard_after_forward"} <= entries.keys():
+        key, value = entries["reshard_after_forward"]
         fix = "keep one of it and fsdp_sharding_strategy"
         raise _refusal(
             "two keys have one meaning", name, key, key.value, value.value, fix
         )
-    edits, notes = [], []
-    for word, (key, value) in found.items():
-        if word in _LEFT_OUT:
-            edits.append(_whole_line(text, key, value))
+    edits: list[_Edit] = []
+    notes: list[str] = []
+    for option, (key, value) in entries.items():
+        if option in _LEFT_OUT:
+            edits.append(_remove_lines(text, key, value))
             notes.append(
-                f"{name}:{key.start_mark.line + 1}: {key.value}: {value.value} is left out: {_LEFT_OUT[word]}"
+                f"{name}:{key.start_mark.line + 1}: {key.value}: {value.value} is left out: {_LEFT_OUT[option]}"
             )
         else:
-            edits += _converted(name, word, key, value)
-    if "version" not in found:
+            edits += _convert_entry(name, option, key, value)
+    if "version" not in entries:
         start = first.start_mark.index - first.start_mark.column
         ending = "\r\n" if "\r\n" in text else "\n"
         prefix = "fsdp_" if first.value.startswith("fsdp_") else ""
@@ -170,53 +168,57 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
             )
         )
     # From the end, so that positions stay valid; where a line is removed, the insertion follows.
-    for edit in sorted(edits, key=lambda one: (one.start, one.end), reverse=True):
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
         text = text[: edit.start] + edit.text + text[edit.end :]
     return text, notes
 
 
-def _converted(name: str, word: str, key: yaml.Node, value: yaml.Node) -> list[_Edit]:
+def _convert_entry(
+    name: str, option: str, key: yaml.Node, value: yaml.Node
+) -> list[_Edit]:
     """The edits of a key that FSDP2 has, perhaps under another name."""
-    if word == "version":
-        return [_replaced(value, "2")]
-    given = str(value.value).upper()
-    if word == "state_dict_type" and given == "LOCAL_STATE_DICT":
+    if option == "version":
+        return [_replace_value(value, "2")]
+    strategy = str(value.value).upper()
+    if option == "state_dict_type" and strategy == "LOCAL_STATE_DICT":
         raise _refusal(
-            _NO_COUNTERPART, name, key, key.value, value.value, _INSTEAD[given]
+            _NO_COUNTERPART, name, key, key.value, value.value, _INSTEAD[strategy]
         )
-    if word not in ("sharding_strategy", "reshard_after_forward"):
+    if option not in ("sharding_strategy", "reshard_after_forward"):
         return []
-    if given.isdecimal() and 0 < int(given) <= len(_NUMBERS):
-        given = _NUMBERS[int(given) - 1]
-    if given not in _STRATEGIES:
+    if strategy.isdecimal() and 0 < int(strategy) <= len(_NUMBERS):
+        strategy = _NUMBERS[int(strategy) - 1]
+    if strategy not in _STRATEGIES:
         return []
-    reshards = _STRATEGIES[given]
+    reshards = _STRATEGIES[strategy]
     if reshards is None:
-        instead = _INSTEAD["NO_SHARD" if given == "NO_SHARD" else "HYBRID_SHARD"]
-        raise _refusal(_NO_COUNTERPART, name, key, key.value, given, instead)
+        instead = _INSTEAD["NO_SHARD" if strategy == "NO_SHARD" else "HYBRID_SHARD"]
+        raise _refusal(_NO_COUNTERPART, name, key, key.value, strategy, instead)
     return [
-        _replaced(key, key.value.replace("sharding_strategy", "reshard_after_forward")),
-        _replaced(value, reshards),
+        _replace_value(
+            key, key.value.replace("sharding_strategy", "reshard_after_forward")
+        ),
+        _replace_value(value, reshards),
     ]
 
 
 def _refusal(
-    problem: str, name: str, at: yaml.Node, key: str, value: object, fix: str
+    problem: str, name: str, node: yaml.Node, key: str, value: object, fix: str
 ) -> ConfigurationError:
     return ConfigurationError(
-        problem, found=f"{name}:{at.start_mark.line + 1}: {key}: {value}", fix=fix
+        problem, found=f"{name}:{node.start_mark.line + 1}: {key}: {value}", fix=fix
     )
 
 
-def _replaced(node: yaml.Node, text: str) -> _Edit:
+def _replace_value(node: yaml.Node, text: str) -> _Edit:
     start, end = node.start_mark.index, node.end_mark.index
     return _Edit(
         start, end, text if start < end else f" {text}"
     )  # an empty value begins at the colon
 
 
-def _whole_line(text: str, key: yaml.Node, value: yaml.Node) -> _Edit:
+def _remove_lines(text: str, key: yaml.Node, value: yaml.Node) -> _Edit:
     """Remove the lines of a key and its value, with a comment after it."""
     start = key.start_mark.index - key.start_mark.column
-    end = text.find("\n", max(key.end_mark.index, value.end_mark.index))
-    return _Edit(start, len(text) if end < 0 else end + 1, "")
+    newline = text.find("\n", max(key.end_mark.index, value.end_mark.index))
+    return _Edit(start, len(text) if newline < 0 else newline + 1, "")

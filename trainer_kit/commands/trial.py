@@ -47,14 +47,14 @@ def trial(
     Without options it uses the saved configuration, or all devices. Exits with 0 for OK, with 1 for a wrong result, and
     with 124 if the time is over, without a result.
     """
-    given = {
+    values = {
         "devices": devices,
         "accelerator": accelerator,
         "strategy": strategy,
         "precision": precision,
     }
     options = [
-        f"--{name}={value}" for name, value in given.items() if value is not None
+        f"--{name}={value}" for name, value in values.items() if value is not None
     ]
     file = config_file or (None if options else default_file())
     if config_file is not None and options:
@@ -65,36 +65,38 @@ def trial(
     launch = [] if file is None else ["launch", "--quiet", f"--config_file={file}"]
     if file is not None:
         click.echo(f"    as {file} says")
-    end = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory(prefix="trainer_kit-test-") as place:
-        first, second = Path(place, "first"), Path(place, "second")
-        for directory, more in ((first, []), (second, [f"--resume={first}"])):
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="trainer_kit-test-") as root:
+        first, second = Path(root, "first"), Path(root, "second")
+        for directory, resume_options in ((first, []), (second, [f"--resume={first}"])):
             directory.mkdir()
             starter = ["trainer_kit", *launch, "-m"] if launch else []
-            words = [
+            command = [
                 sys.executable,
                 "-m",
                 *starter,
                 "trainer_kit.commands.trial_run",
                 str(directory),
                 *options,
-                *more,
+                *resume_options,
             ]
             began = time.monotonic()
-            _run(words, end, "resumed" if more else "started", timeout)
-            if not more:
+            _run(command, deadline, "resumed" if resume_options else "started", timeout)
+            if not resume_options:
                 about = json.loads((first / "about.json").read_text())
-                what = "{world_size} x {device}, {strategy}, {precision}".format(
+                setup = "{world_size} x {device}, {strategy}, {precision}".format(
                     **about
                 )
-                click.echo(f"OK  trained on {what} in {time.monotonic() - began:.1f} s")
+                click.echo(
+                    f"OK  trained on {setup} in {time.monotonic() - began:.1f} s"
+                )
                 _check_weights(first, about)
         _check_resume(first, second, about)
 
 
-def _run(words: list[str], end: float, verb: str, timeout: float) -> None:
+def _run(command: list[str], deadline: float, verb: str, timeout: float) -> None:
     process = subprocess.Popen(
-        words,
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -102,7 +104,7 @@ def _run(words: list[str], end: float, verb: str, timeout: float) -> None:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
+        output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         click.echo(
             f"TIMEOUT  the run that was {verb} did not end: {timeout:g} s are over for all runs{_load()}"
@@ -110,16 +112,16 @@ def _run(words: list[str], end: float, verb: str, timeout: float) -> None:
         click.echo(
             f"    try --timeout={3 * timeout:g}; if that is not enough, the run hangs"
         )
-        _show(_end(process))
+        _show(_stop(process))
         sys.exit(124)
     except BaseException:
-        _end(process)
+        _stop(process)
         raise
     if process.returncode:
         _fail(f"the run that was {verb} left with {process.returncode}", output)
 
 
-def _end(process: subprocess.Popen[str]) -> str:
+def _stop(process: subprocess.Popen[str]) -> str:
     """Stop the process and all that it started. Returns the output."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
@@ -134,20 +136,20 @@ def _check_weights(directory: Path, about: dict[str, Any]) -> None:
     from trainer_kit.commands.trial_run import STEPS, plain_weights
     from trainer_kit.core.errors import CheckpointError
 
-    found = checkpoints(directory / "checkpoints")
-    if [record.info.get("step") for record in found] != [STEPS // 2, STEPS]:
+    records = checkpoints(directory / "checkpoints")
+    if [record.info.get("step") for record in records] != [STEPS // 2, STEPS]:
         _fail(
             f"checkpoints of steps {STEPS // 2} and {STEPS} are missing",
-            ", ".join(str(r.path.name) for r in found),
+            ", ".join(str(r.path.name) for r in records),
         )
     try:
-        for record in found:
+        for record in records:
             verify_checkpoint(record.path)
     except CheckpointError as error:
         _fail("a checkpoint is damaged", str(error))
-    click.echo(f"OK  saved and verified {len(found)} checkpoints")
+    click.echo(f"OK  saved and verified {len(records)} checkpoints")
     before, after = plain_weights(about["world_size"])
-    weights = read_weights(found[-1].path)
+    weights = read_weights(records[-1].path)
     moved = max(float((after[name] - before[name]).abs().max()) for name in after)
     difference = max(
         float((after[name] - weights[name].to(after[name].dtype)).abs().max())
@@ -165,13 +167,12 @@ def _check_resume(first: Path, second: Path, about: dict[str, Any]) -> None:
 
     from trainer_kit.checkpoint import checkpoints, read_weights
 
-    one, two = (
-        read_weights(checkpoints(place / "checkpoints")[-1].path)
-        for place in (first, second)
-    )
-    exact = all(torch.equal(one[name], two[name]) for name in one)
+    weights = read_weights(checkpoints(first / "checkpoints")[-1].path)
+    resumed_weights = read_weights(checkpoints(second / "checkpoints")[-1].path)
+    exact = all(torch.equal(weights[name], resumed_weights[name]) for name in weights)
     close = all(
-        torch.allclose(one[name].float(), two[name].float(), atol=1e-4) for name in one
+        torch.allclose(weights[name].float(), resumed_weights[name].float(), atol=1e-4)
+        for name in weights
     )
     if not (exact or (close and about["device"] != "cpu")):
         _fail(

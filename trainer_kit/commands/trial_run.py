@@ -46,11 +46,11 @@ class TrialModule(TrainModule):
 
 def trial_data(world_size: int) -> TensorDataset:
     """The samples that all ranks take in `STEPS` steps."""
-    made = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(11)
     samples = STEPS * _BATCH * world_size
     return TensorDataset(
-        torch.randn(samples, 32, generator=made),
-        torch.randn(samples, 4, generator=made),
+        torch.randn(samples, 32, generator=generator),
+        torch.randn(samples, 4, generator=generator),
     )
 
 
@@ -59,7 +59,8 @@ def plain_weights(world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]
     module = TrialModule()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     optimizer = module.configure_optimizers()
-    for x, y in DataLoader(trial_data(world_size), batch_size=_BATCH * world_size):
+    batch_size = _BATCH * world_size
+    for x, y in DataLoader(trial_data(world_size), batch_size=batch_size):
         optimizer.zero_grad()
         module.loss(x, y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -81,20 +82,18 @@ def main() -> None:
         type=Path,
         help="a directory of an earlier run, whose first checkpoint is resumed",
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        trainer = _make_trainer(given)
+        trainer = _make_trainer(options)
     except ConfigurationError as error:
         raise SystemExit(str(error)) from error
-    first = (
-        None
-        if given.resume is None
-        else checkpoints(given.resume / "checkpoints")[0].path
-    )
+    checkpoint = None
+    if options.resume is not None:
+        checkpoint = checkpoints(options.resume / "checkpoints")[0].path
     trainer.fit(
         TrialModule(),
         DataLoader(trial_data(trainer.world_size), batch_size=_BATCH),
-        ckpt_path=first,
+        ckpt_path=checkpoint,
     )
     if trainer.is_global_zero:
         about = {
@@ -103,22 +102,22 @@ def main() -> None:
             "strategy": trainer.strategy.name,
             "precision": trainer.precision,
         }
-        (given.directory / "about.json").write_text(json.dumps(about))
+        (options.directory / "about.json").write_text(json.dumps(about))
 
 
-def _make_trainer(given: argparse.Namespace) -> Trainer:
+def _make_trainer(options: argparse.Namespace) -> Trainer:
     return Trainer(
-        accelerator=given.accelerator,
-        devices=given.devices,
-        strategy=given.strategy,
-        precision=given.precision,
+        accelerator=options.accelerator,
+        devices=options.devices,
+        strategy=options.strategy,
+        precision=options.precision,
         max_steps=STEPS,
         logger=False,
-        default_root_dir=given.directory,
+        default_root_dir=options.directory,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=ModelCheckpoint(
-            given.directory / "checkpoints",
+            options.directory / "checkpoints",
             every_n_train_steps=STEPS // 2,
             save_top_k=-1,
         ),
