@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count, islice, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, Final, Literal, NamedTuple, final
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -46,7 +46,7 @@ class Leaf(NamedTuple):
     """Batches per pass, None if unknown."""
     open: Callable[[int, int], Iterator[Any]]
     """``open(turn, start)`` returns the batches of pass ``turn`` from batch ``start``."""
-    again: Callable[[int, int], Iterator[Any]] | None = None
+    reread: Callable[[int, int], Iterator[Any]] | None = None
     """Like ``open``, to read earlier batches again without recording the position."""
 
 
@@ -113,7 +113,7 @@ class CombinedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         leaves = [
-            Leaf(length_of(loader), partial(_reopened, loader))
+            Leaf(length_of(loader), partial(_open_undivided, loader))
             for loader in self.flattened
         ]
         return combine(self.mode, leaves, self.join)
@@ -123,10 +123,12 @@ class CombinedLoader:
         return tree_unflatten(parts, self._spec)
 
 
-def _reopened(loader: Iterable[Any], turn: int, start: int) -> Iterator[Any]:
+def _open_undivided(loader: Iterable[Any], turn: int, start: int) -> Iterator[Any]:
     """Open a loader that is not divided among ranks."""
     iterator = iter(loader)
-    return islice(iterator, start, None) if start else iterator
+    if start:
+        return islice(iterator, start, None)
+    return iterator
 
 
 def is_tree(loader: Any) -> bool:
@@ -140,25 +142,29 @@ def is_tree(loader: Any) -> bool:
     """
     if isinstance(loader, Mapping):
         return True
+    if not isinstance(loader, (list, tuple)):
+        return False
     # The first members suffice: do not search a list of a million batches.
-    members = islice(loader, 2) if isinstance(loader, (list, tuple)) else ()
-    return any(_is_loader(member) or _holds_loader(member) for member in members)
+    return _any_loader(islice(loader, 2))
 
 
 def read_together(loader: Any) -> Any:
     """Return a loader unchanged, and a container of loaders as a `CombinedLoader` that cycles, as in Lightning."""
-    return CombinedLoader(loader, "max_size_cycle") if is_tree(loader) else loader
+    if is_tree(loader):
+        return CombinedLoader(loader, "max_size_cycle")
+    return loader
+
+
+def _any_loader(members: Iterable[Any]) -> bool:
+    return any(_is_loader(member) or _holds_loader(member) for member in members)
 
 
 def _holds_loader(node: Any) -> bool:
-    members = (
-        node.values()
-        if isinstance(node, Mapping)
-        else node
-        if isinstance(node, (list, tuple))
-        else ()
-    )
-    return any(_is_loader(member) or _holds_loader(member) for member in members)
+    if isinstance(node, Mapping):
+        return _any_loader(node.values())
+    if isinstance(node, (list, tuple)):
+        return _any_loader(node)
+    return False
 
 
 def _is_loader(node: Any) -> bool:
@@ -168,8 +174,9 @@ def _is_loader(node: Any) -> bool:
 
 
 def _is_node(node: Any, root: Any) -> bool:
+    # What the user passes as a list is a list of loaders; a list inside it may be a list of batches.
     if node is root and isinstance(root, (list, tuple)):
-        return any(isinstance(member, Iterable) for member in root) or not root
+        return not root or any(isinstance(member, Iterable) for member in root)
     return is_tree(node)
 
 
@@ -180,12 +187,16 @@ def combined_length(mode: Mode, lengths: list[int | None]) -> int | None:
         >>> combined_length("min_size", [3, None]), combined_length("max_size", [3, None])
         (3, None)
     """
-    known = [length for length in lengths if length is not None]
+    if not lengths:
+        return 0
+    numbers = [length for length in lengths if length is not None]
     if mode == "min_size":
-        return min(known, default=0 if not lengths else None)
-    if len(known) < len(lengths):
+        return min(numbers, default=None)
+    if len(numbers) < len(lengths):
         return None
-    return sum(known) if mode == "sequential" else max(known, default=0)
+    if mode == "sequential":
+        return sum(numbers)
+    return max(numbers)
 
 
 def spots_at(
@@ -236,49 +247,62 @@ def combine(
     if spots is None:
         spots = spots_at(mode, [leaf.length for leaf in leaves], start)
     if mode == "sequential":
-        parts = (
-            _sequential(leaves, start) if spots is None else map(_opened, leaves, spots)
-        )
-        return chain.from_iterable(parts)
+        if spots is None:
+            return chain.from_iterable(_sequential(leaves, start))
+        return chain.from_iterable(map(_open_leaf, leaves, spots))
     if spots is None:
         # The position in passes of unknown length is only found by reading them.
         return islice(combine(mode, leaves, join), start, None)
     if mode == "max_size_cycle":
         return _cycled(leaves, join, spots)
-    iterators = [_opened(leaf, spot) for leaf, spot in zip(leaves, spots, strict=True)]
+    iterators = list(map(_open_leaf, leaves, spots))
     if mode == "min_size":
-        return (
-            MISSING if _has_empty(parts) else join(parts)
-            for parts in zip(*iterators, strict=False)
-        )
-    return (_join_ended(parts, join) for parts in zip_longest(*iterators))
+        return _until_shortest(iterators, join)
+    return (_join_ended(batches, join) for batches in zip_longest(*iterators))
 
 
-def _opened(leaf: Leaf, spot: Spot) -> Iterator[Any]:
-    return iter(()) if spot.over else leaf.open(spot.turn, spot.batch)
+def _open_leaf(leaf: Leaf, spot: Spot) -> Iterator[Any]:
+    if spot.over:
+        return iter(())
+    return leaf.open(spot.turn, spot.batch)
 
 
-def _has_empty(parts: Iterable[Any]) -> bool:
-    # Not `MISSING in parts`: that would compare tensors.
-    return any(part is MISSING for part in parts)
+def _has_missing(batches: Iterable[Any]) -> bool:
+    # Not `MISSING in batches`: that would compare tensors.
+    return any(batch is MISSING for batch in batches)
 
 
-def _join_ended(parts: tuple[Any, ...], join: Callable[[Any], Any]) -> Any:
-    if not _has_empty(parts):
-        return join(parts)
-    kept = [None if part is MISSING else part for part in parts]
-    return MISSING if all(part is None for part in kept) else join(kept)
+def _until_shortest(
+    iterators: list[Iterator[Any]], join: Callable[[Any], Any]
+) -> Iterator[Any]:
+    for batches in zip(*iterators, strict=False):
+        if _has_missing(batches):
+            yield MISSING
+        else:
+            yield join(batches)
+
+
+def _join_ended(batches: Sequence[Any], join: Callable[[Any], Any]) -> Any:
+    if not _has_missing(batches):
+        return join(batches)
+    present = [None if batch is MISSING else batch for batch in batches]
+    if all(batch is None for batch in present):
+        return MISSING
+    return join(present)
 
 
 def _sequential(leaves: list[Leaf], start: int) -> Iterator[Iterator[Any]]:
+    """Yield the opened loaders one after the other; a loader of unknown length is read to learn where it ends."""
     for leaf in leaves:
-        if start and leaf.length is not None and start >= leaf.length:
-            start -= leaf.length
-        elif start and leaf.length is None:
+        if not start:
+            yield leaf.open(0, 0)
+        elif leaf.length is None:
             iterator = leaf.open(0, 0)
             while start and next(iterator, _END) is not _END:
                 start -= 1
             yield iterator
+        elif start >= leaf.length:
+            start -= leaf.length
         else:
             yield leaf.open(0, start)
             start = 0
@@ -288,50 +312,50 @@ _END = object()
 
 
 def _cycled(
-    leaves: list[Leaf], join: Callable[[Any], Any], places: Sequence[Spot]
+    leaves: list[Leaf], join: Callable[[Any], Any], spots: Sequence[Spot]
 ) -> Iterator[Any]:
-    turns, positions = (
-        [place.turn for place in places],
-        [place.batch for place in places],
-    )
+    turns = [spot.turn for spot in spots]
+    positions = [spot.batch for spot in spots]
     ended = [turn > 0 for turn in turns]
     if not leaves or all(ended):
         return
     iterators = [
-        leaf.open(place.turn, place.batch)
-        for leaf, place in zip(leaves, places, strict=True)
+        leaf.open(spot.turn, spot.batch)
+        for leaf, spot in zip(leaves, spots, strict=True)
     ]
-    parts: list[Any] = [None] * len(leaves)
+    batches: list[Any] = [None] * len(leaves)
     while True:
-        before = list(parts)
+        previous = list(batches)
         for i, iterator in enumerate(iterators):
-            parts[i] = next(iterator, _END)
-            ended[i] = ended[i] or parts[i] is _END
+            batches[i] = next(iterator, _END)
+            ended[i] = ended[i] or batches[i] is _END
         if all(ended):
             return
         for i, leaf in enumerate(leaves):
-            if parts[i] is _END:
-                turns[i], positions[i] = turns[i] + 1, 0
+            if batches[i] is _END:
+                turns[i] += 1
+                positions[i] = 0
                 iterators[i] = leaf.open(turns[i], 0)
-                parts[i] = next(iterators[i], _END)
-                if parts[i] is _END:
-                    return
+                batches[i] = next(iterators[i], _END)
+                if batches[i] is _END:
+                    return  # an empty loader cannot restart
             positions[i] += 1
+        # A loader in its first pass has a batch for this rank: the others repeat their previous one.
         fresh = any(
-            part is not MISSING and not over
-            for part, over in zip(parts, ended, strict=True)
+            batch is not MISSING and not over
+            for batch, over in zip(batches, ended, strict=True)
         )
         for i, leaf in enumerate(leaves):
-            if parts[i] is MISSING and fresh and positions[i] > 1:
-                known = before[i] is not None
-                parts[i] = (
-                    before[i]
-                    if known
-                    else next(
-                        (leaf.again or leaf.open)(turns[i], positions[i] - 2), MISSING
-                    )
-                )
-        yield MISSING if _has_empty(parts) else join(parts)
+            if batches[i] is not MISSING or not fresh or positions[i] <= 1:
+                continue
+            batches[i] = previous[i]
+            if previous[i] is None:  # the first batch after a resume
+                reopen = leaf.reread or leaf.open
+                batches[i] = next(reopen(turns[i], positions[i] - 2), MISSING)
+        if _has_missing(batches):
+            yield MISSING
+        else:
+            yield join(batches)
 
 
 _PASSES = 2**20
@@ -354,25 +378,20 @@ class CombinedSource(Source):
         self.combined = combined
         # One seed per loader: two loaders over one dataset must have different orders.
         # The position of a loader that has ended lies beyond its end.
-        places = (
-            replace(place, seed=derive_seed(place.seed, 1 + i), turn=None)
-            for i in count()
-        )
-        self.sources = [
-            opened(loader, own)
-            for loader, own in zip(combined.flattened, places, strict=False)
-        ]
+        self.sources: list[Source] = []
+        for number, loader in enumerate(combined.flattened, 1):
+            seed = derive_seed(place.seed, number)
+            leaf_options = replace(place, seed=seed, turn=None)
+            self.sources.append(opened(loader, leaf_options))
         sizes = {source.per_rank_batch_size for source in self.sources}
         self.per_rank_batch_size = sizes.pop() if len(sizes) == 1 else None
         self.rolls = any(source.rolls for source in self.sources)
-        self.generators = [
-            generator for source in self.sources for generator in source.generators
-        ]
+        self.generators = _concatenate(source.generators for source in self.sources)
         self.indexed = all(source.indexed for source in self.sources)
         self.exact = all(source.exact for source in self.sources)
         self.stateful = not place.ordered and (bool(self.generators) or not self.exact)
-        self.counts = [one for source in self.sources for one in source.counts]
-        self.workers = [number for source in self.sources for number in source.workers]
+        self.counts = _concatenate(source.counts for source in self.sources)
+        self.workers = _concatenate(source.workers for source in self.sources)
         self._spots: list[Spot] = []
         self._states: list[Any] = []
 
@@ -381,9 +400,8 @@ class CombinedSource(Source):
         return [source.alone for source in self.sources]
 
     def leave_alone(self, alone: Any) -> None:
-        for source, value in zip(
-            self.sources, alone or [False] * len(self.sources), strict=False
-        ):
+        values = alone or [False] * len(self.sources)
+        for source, value in zip(self.sources, values, strict=False):
             source.leave_alone(value)
 
     def close(self) -> None:
@@ -402,33 +420,32 @@ class CombinedSource(Source):
 
     @property
     def stride(self) -> list[tuple[str, int]]:
-        parts = [part for source in self.sources for part in source.stride]
-        if self.combined.mode in ("min_size", "max_size"):
-            return parts
-        return [(f"{unit} of a {self.combined.mode}", number) for unit, number in parts]
+        strides = _concatenate(source.stride for source in self.sources)
+        mode = self.combined.mode
+        if mode in ("min_size", "max_size"):
+            return strides
+        return [(f"{unit} of a {mode}", number) for unit, number in strides]
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        return [fact for source in self.sources for fact in source.facts]
+        return _concatenate(source.facts for source in self.sources)
 
     def describe(self) -> str:
         mode = self.combined.mode
-        return f"{mode} ({MODES[mode]}) of: " + "; ".join(
-            source.describe() for source in self.sources
-        )
+        descriptions = "; ".join(source.describe() for source in self.sources)
+        return f"{mode} ({MODES[mode]}) of: {descriptions}"
 
     def state(self) -> Any:
         if not self.stateful:
             return None
-        return [
-            {
-                "spot": list(spot),
-                "state": source.state()
-                if _reads(spot)
-                else generator_states(source.generators),
-            }
-            for source, spot in zip(self.sources, self._spots, strict=True)
-        ]
+        states = []
+        for source, spot in zip(self.sources, self._spots, strict=True):
+            if _within_pass(spot):
+                state = source.state()
+            else:
+                state = generator_states(source.generators)
+            states.append({"spot": list(spot), "state": state})
+        return states
 
     def resharded(self, state: Any, further: int) -> Any:
         raise CheckpointError(
@@ -443,81 +460,83 @@ class CombinedSource(Source):
     ) -> Iterator[Any]:
         # A length that is only a hint gives no position.
         lengths = [source.length if source.exact else None for source in self.sources]
-        spots = (
-            spots_at(self.combined.mode, lengths, start)
-            if state is None
-            else [Spot(*leaf["spot"]) for leaf in state]
-        )
-        none = [Spot(0, 0, False)] * len(lengths)
-        self._spots = list(spots or none)
-        states = (
-            [None] * len(lengths)
-            if state is None
-            else [leaf["state"] for leaf in state]
-        )
+        mode = self.combined.mode
+        states: list[Any] = [None] * len(lengths)
+        if state is None:
+            spots = spots_at(mode, lengths, start)
+        else:
+            spots = [Spot(*leaf["spot"]) for leaf in state]
+            states = [leaf["state"] for leaf in state]
+        self._spots = list(spots or [Spot(0, 0, False)] * len(lengths))
+        # Each pass of a leaf within a pass of the whole has a different order.
+        passes = _PASSES * turn
         leaves = []
-        for i, (spot, leaf_state) in enumerate(zip(self._spots, states, strict=True)):
-            if not _reads(spot) and leaf_state is not None:
-                restore_generators(self.sources[i].generators, leaf_state)
-                leaf_state = None
-            # Each pass of a leaf within a pass of the whole has a different order.
-            opened = partial(
-                _open, self.sources[i], epoch, _PASSES * turn, spot, leaf_state
-            )
-            noted = partial(self._noted, i, opened) if self.stateful else opened
-            leaf = Leaf(lengths[i], noted, opened)
+        for i, source in enumerate(self.sources):
+            spot = self._spots[i]
+            if states[i] is not None and not _within_pass(spot):
+                restore_generators(source.generators, states[i])
+                states[i] = None
+            opener = partial(_open_source, source, epoch, passes, spot, states[i])
+            leaf = Leaf(lengths[i], opener, opener)
+            if self.stateful:
+                leaf = leaf._replace(open=partial(self._open_recorded, i, opener))
             # Ranks compare the first batches at one time, also of a loader that they reach at different times.
-            early = (
-                self.combined.mode == "sequential"
-                and self.sources[i].alone is None
-                and not start
-            )
-            leaves.append(_opened_early(leaf) if early else leaf)
-        return combine(self.combined.mode, leaves, self._join, start, spots)
+            if mode == "sequential" and source.alone is None and not start:
+                leaf = _open_early(leaf)
+            leaves.append(leaf)
+        return combine(mode, leaves, self._join, start, spots)
 
-    def _join(self, parts: Sequence[tuple[Any, int] | None]) -> tuple[Any, int]:
+    def _join(self, pairs: Sequence[tuple[Any, int] | None]) -> tuple[Any, int]:
         """Return one batch in the user's shape, with the number of samples of the first loader that has not ended."""
-        batches = [None if part is None else part[0] for part in parts]
-        first = parts[0]
+        batches = [None if pair is None else pair[0] for pair in pairs]
+        first = pairs[0]
         if first is None:
-            first = next(part for part in parts if part is not None)
+            first = next(pair for pair in pairs if pair is not None)
         return self.combined.join(batches), first[1]
 
-    def _noted(
+    def _open_recorded(
         self,
         leaf: int,
-        opened: Callable[[int, int], Iterator[Any]],
+        opener: Callable[[int, int], Iterator[Any]],
         turn: int,
         batch: int,
     ) -> Iterator[Any]:
-        return self._read(
-            leaf, opened(turn, batch), turn, batch
-        )  # opened now: ranks may compare its first batch
+        # Opened now, not at the first batch: ranks may compare their first batches.
+        batches = opener(turn, batch)
+        return self._read(leaf, batches, turn, batch)
 
     def _read(
-        self, leaf: int, parts: Iterator[Any], turn: int, batch: int
+        self, leaf: int, batches: Iterator[Any], turn: int, position: int
     ) -> Iterator[Any]:
-        for part in parts:
-            batch += 1
-            self._spots[leaf] = Spot(turn, batch, False)
-            yield part
-        self._spots[leaf] = Spot(turn, batch, True)
+        for batch in batches:
+            position += 1
+            self._spots[leaf] = Spot(turn, position, False)
+            yield batch
+        self._spots[leaf] = Spot(turn, position, True)
 
 
-def _opened_early(leaf: Leaf) -> Leaf:
+def _concatenate(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+def _open_early(leaf: Leaf) -> Leaf:
     """Open the first pass of a loader now."""
-    first = [leaf.open(0, 0)]
-    return leaf._replace(
-        open=lambda turn, start: first.pop() if first else leaf.open(turn, start)
-    )
+    opened = [leaf.open(0, 0)]
+
+    def open_next(turn: int, start: int) -> Iterator[Any]:
+        if opened:
+            return opened.pop()
+        return leaf.open(turn, start)
+
+    return leaf._replace(open=open_next)
 
 
-def _reads(spot: Spot) -> bool:
+def _within_pass(spot: Spot) -> bool:
     """Whether a loader is in the middle of a pass; otherwise its state is only that of its generators."""
     return spot.batch > 0 and not spot.over
 
 
-def _open(
+def _open_source(
     source: Source,
     epoch: int,
     passes: int,
@@ -526,5 +545,7 @@ def _open(
     turn: int,
     start: int,
 ) -> Iterator[Any]:
-    known = (turn, start) == (first.turn, first.batch)
-    return source.epoch(epoch, start, passes + turn, state if known else None)
+    # The saved state is that of the first position only.
+    if (turn, start) != (first.turn, first.batch):
+        state = None
+    return source.epoch(epoch, start, passes + turn, state)

@@ -99,17 +99,17 @@ def loader_parts(loader: Any, names: tuple[str, ...] = _PARTS) -> Iterator[Any]:
         >>> any(isinstance(part, SequentialSampler) for part in loader_parts(DataLoader(range(3))))
         True
     """
-    seen: set[int] = set()
+    yielded: set[int] = set()  # loaders may contain themselves
     level = [loader]
     for _ in range(_DEEPEST):
-        inside: list[Any] = []
-        for part in level:
-            if id(part) in seen:
+        next_level: list[Any] = []
+        for member in level:
+            if id(member) in yielded:
                 continue
-            seen.add(id(part))
-            yield part
-            inside += _members(part, names)
-        level = inside
+            yielded.add(id(member))
+            yield member
+            next_level += _members(member, names)
+        level = next_level
 
 
 def _members(part: Any, names: tuple[str, ...]) -> list[Any]:
@@ -133,16 +133,17 @@ def worker_parts(loader: Any) -> list[Any]:
     return list(loader_parts(loader, _WORKER_PARTS))[1:]
 
 
-def _division_of(part: Any) -> Division | None:
-    for owner in (
-        part,
-        *(getattr(part, "__dict__", {}).get(name) for name in _ENVIRONMENTS),
-    ):
-        attributes = getattr(owner, "__dict__", {})
+def _read_division(member: Any) -> Division | None:
+    # ``__dict__``, not getattr: properties of user classes may compute, or raise.
+    attributes = getattr(member, "__dict__", {})
+    environments = [attributes.get(name) for name in _ENVIRONMENTS]
+    for owner in (member, *environments):
+        owner_attributes = getattr(owner, "__dict__", {})
         for size_name, rank_name in _RANKS:
-            size, rank = attributes.get(size_name), attributes.get(rank_name)
+            size = owner_attributes.get(size_name)
+            rank = owner_attributes.get(rank_name)
             if isinstance(size, int) and isinstance(rank, int):
-                return Division(part, size, rank)
+                return Division(member, size, rank)
     return None
 
 
@@ -158,8 +159,8 @@ def divide_by_itself(loader: Any, names: tuple[str, ...] = _PARTS) -> Division |
         >>> division.ranks, division.rank
         (2, 1)
     """
-    for part in loader_parts(loader, names):
-        division = _division_of(part)
+    for member in loader_parts(loader, names):
+        division = _read_division(member)
         if division is not None and division.ranks > 1:
             return division
     return None
@@ -189,22 +190,25 @@ def fingerprint(batch: Any) -> int:
 def _crc(value: Any, crc: int, depth: int = 0) -> int:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            crc = _crc(item, _crc(key, crc, depth), depth)
+            crc = _crc(key, crc, depth)
+            crc = _crc(item, crc, depth)
         return crc
     if isinstance(value, (list, tuple)):
         for item in value:
             crc = _crc(item, crc, depth)
         return crc
+    type_name = type(value).__qualname__.encode()
     if not isinstance(value, _PLAIN):
-        crc = zlib.crc32(type(value).__qualname__.encode(), crc)
+        crc = zlib.crc32(type_name, crc)
         attributes = getattr(value, "__dict__", None)
         if depth == _DEEPEST or not isinstance(attributes, dict):
             return crc
         return _crc(attributes, crc, depth + 1)
     try:
-        return zlib.crc32(_content(value), crc)
+        content = _content(value)
     except Exception:  # a tensor whose values cannot be read here: its type counts
-        return zlib.crc32(type(value).__qualname__.encode(), crc)
+        content = type_name
+    return zlib.crc32(content, crc)
 
 
 def _content(value: Any) -> bytes:
@@ -213,4 +217,6 @@ def _content(value: Any) -> bytes:
         return host.flatten().view(torch.uint8).numpy().tobytes()
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tobytes()
-    return value if isinstance(value, bytes) else repr(value).encode()
+    if isinstance(value, bytes):
+        return value
+    return repr(value).encode()

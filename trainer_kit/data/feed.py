@@ -63,7 +63,7 @@ class LoaderState:
         self._warn_of_end = warn_of_end
         self._states: dict[int, Any] = {}
         self._epoch = -1
-        self._at = 0
+        self._batches_read = 0  # of the epoch that is being read
         self._ended = False
         self._opened: tuple[int, int] | None = None
         self._before: dict[str, Any] | None = None
@@ -84,17 +84,20 @@ class LoaderState:
 
     def reopen(self) -> None:
         """Read from the position that `load_state_dict` is given next, as in a new process."""
-        self._states, self._before, self._opened = {}, None, None
-        self._epoch, self._at, self._ended = -1, 0, False
+        self._states = {}
+        self._before = None
+        self._opened = None
+        self._epoch = -1
+        self._batches_read = 0
+        self._ended = False
 
     def epoch(self, epoch: int, start: int) -> Iterator[Any]:
         """Return the batches of an epoch from ``start``; see `Feed.epoch`."""
         source = self._source
         drains = not source.indexed and not source.stateful
         if drains and not start and not (source.once and self._rng):
-            self._rng = (
-                rng_state()
-            )  # a stream must draw the same order when it is read again
+            # A stream must draw the same order when it is read again.
+            self._rng = rng_state()
         unread = self._opened is None
         before = self.state_dict(epoch, start)
         if unread and before is not None:
@@ -105,45 +108,53 @@ class LoaderState:
         self._before = before
         self._opened = (epoch, start)
         self._epoch = epoch
-        self._at = start
+        self._batches_read = start
         self._ended = False
         if not source.stateful:
             return iterator
         self._states = {}
-        if unread and before is None and not start:
-            self._states[0] = None  # a new loader needs no state
-        elif (
-            unread
-            and before is not None
-            and before["epoch"] == epoch
-            and not before["divided"]
-        ):
-            self._states[before["batch"]] = before["state"]
-            if before["skip"]:
-                self._states[start] = source.state()
+        if unread:
+            self._record_start(before, epoch, start)
         return self._recorded(iterator, start)
 
-    def _recorded(self, batches: Iterator[Any], at: int) -> Iterator[Any]:
-        state, states = self._source.state, self._states
+    def _record_start(
+        self, before: dict[str, Any] | None, epoch: int, start: int
+    ) -> None:
+        """Record the states that are known before the first batch is read."""
+        if before is None:
+            if not start:
+                self._states[0] = None  # a new loader needs no state
+            return
+        if before["epoch"] != epoch or before["divided"]:
+            return
+        self._states[before["batch"]] = before["state"]
+        if before["skip"]:
+            self._states[start] = self._source.state()
+
+    def _recorded(self, batches: Iterator[Any], position: int) -> Iterator[Any]:
+        read_state = self._source.state
+        states = self._states
         for batch in batches:
-            at += 1
-            if (
-                batch is not MISSING
-            ):  # the loader may have ended: keep the state before its end
-                states[at] = state()
+            position += 1
+            # At `MISSING` the loader may have ended: the state before its end is the one to save.
+            if batch is not MISSING:
+                states[position] = read_state()
                 if self._check is not None:
-                    check, self._check = self._check, None
-                    check(states[at])
-            self._at = at
+                    check = self._check
+                    self._check = None
+                    check(states[position])
+            self._batches_read = position
             yield batch
         self._ended = True
 
     def forget(self, first: int) -> None:
         """Drop old states: the loop has loaded a window that begins with batch ``first``."""
         states = self._states
-        keep = min(first, max(states, default=0)) - 1
-        for at in [at for at in states if at < keep]:
-            del states[at]
+        # A checkpoint holds the state before its last batch.
+        earliest = min(first, max(states, default=0)) - 1
+        outdated = [position for position in states if position < earliest]
+        for position in outdated:
+            del states[position]
 
     def state_dict(
         self, epoch: int | None = None, batch: int = 0, read: int = 0
@@ -160,27 +171,28 @@ class LoaderState:
             return self._before
         inside = epoch == self._epoch
         if not source.stateful and not source.indexed and (inside or source.once):
-            passed = read - batch if source.once else 0
-            return {
-                **self._record(batch, source.state()),
-                "epoch": epoch,
-                "passed": passed,
-                "rng": self._rng,
-            }
+            record = self._record(batch, source.state())
+            record["epoch"] = epoch
+            record["rng"] = self._rng
+            if source.once:
+                record["passed"] = read - batch
+            return record
         if not source.stateful and not source.generators:
             return None
         if not source.stateful and inside:
             return self._record(batch, source.state())
         record = self._record(0, None)
         if inside or source.rolls:
-            last = min(batch, self._at) if inside else self._at
+            last = self._batches_read
+            if inside:
+                last = min(batch, last)
             # An epoch of one batch has no state before that batch.
-            previous = max((at for at in self._states if at < last), default=last)
+            earlier = (position for position in self._states if position < last)
+            previous = max(earlier, default=last)
             record = self._record(previous, self._states.get(previous))
+            record["skip"] = last - previous
             # If this rank's data ended before the other ranks', a resume starts at the end.
-            record.update(
-                skip=last - previous, ended=self._ended and (not inside or batch > last)
-            )
+            record["ended"] = self._ended and (not inside or batch > last)
         if not inside:
             record["generators"] = generator_states(source.generators)
         return record
@@ -215,23 +227,25 @@ class LoaderState:
         """
         last = ranks[-1]
         if last is not None and list(last["kind"]) == self._kind:
-            self._source.leave_alone(
-                last.get("alone", False)
-            )  # older checkpoints: every stream was divided here
-        saved = (
-            ranks[rank]
-            if len(ranks) == self._size
-            else self._resharded(last, len(ranks))
-        )
+            # Older checkpoints have no such entry: every stream was divided by this library.
+            self._source.leave_alone(last.get("alone", False))
+        if len(ranks) == self._size:
+            saved = ranks[rank]
+        else:
+            saved = self._resharded(last, len(ranks))
         if saved is None or list(saved["kind"]) != self._kind:
             return  # the state of another kind of loader: only the position is used
-        then, now = list(saved["workers"]), list(self._source.workers)
-        if then != now and (saved["state"] is not None or saved["skip"]):
+        saved_workers = list(saved["workers"])
+        workers = list(self._source.workers)
+        needs_state = saved["state"] is not None or saved["skip"]
+        if saved_workers != workers and needs_state:
+            saved_numbers = ", ".join(map(str, saved_workers))
+            numbers = ", ".join(map(str, workers))
             raise CheckpointError(
                 "loaders",
                 "workers",
-                f"the position in the data is known for {_named(then)} worker processes, and there are {_named(now)}",
-                fix=f"resume with num_workers={_named(then)}",
+                f"the position in the data is known for {saved_numbers} worker processes, and there are {numbers}",
+                fix=f"resume with num_workers={saved_numbers}",
             )
         self._before = dict(saved)
 
@@ -246,17 +260,17 @@ class LoaderState:
                 "the loader divides the data among the ranks itself, and its position is known only for their number",
                 fix="resume with the same number of ranks, or from the end of an epoch",
             )
-        if last is None or not self._source.stateful:
-            return None if last is None else dict(last)
+        if last is None:
+            return None
         saved = dict(last)
-        if (
-            saved["generators"] is not None and saved["ended"]
-        ):  # the next pass starts from the beginning
+        if not self._source.stateful:
+            return saved
+        if saved["generators"] is not None and saved["ended"]:
+            # The next pass starts from the beginning.
             return {**saved, "state": None, "skip": 0, "ended": False}
         if saved["state"] is not None or saved["skip"]:
-            saved["state"] = self._source.resharded(
-                saved["state"], saved["skip"] * ranks
-            )
+            further = saved["skip"] * ranks
+            saved["state"] = self._source.resharded(saved["state"], further)
         return {**saved, "skip": 0, "divided": True}
 
     def _resume(
@@ -269,24 +283,20 @@ class LoaderState:
         if saved["epoch"] == epoch and saved["passed"]:
             return source.epoch(epoch, start + saved["passed"])
         if saved["epoch"] == epoch:
-            iterator = source.epoch(
-                epoch, saved["batch"] if source.stateful else start, 0, saved["state"]
-            )
+            first = saved["batch"] if source.stateful else start
+            iterator = source.epoch(epoch, first, 0, saved["state"])
             read = _skip(iterator, saved)
             ends_early = read < saved["skip"] and not saved["ended"]
             if ends_early and self._warn_of_end is not None:
                 self._warn_of_end(start)
             return iterator
         if saved["state"] is not None or saved["skip"]:
-            _skip(
-                source.epoch(saved["epoch"], saved["batch"], 0, saved["state"]), saved
+            previous_epoch = source.epoch(
+                saved["epoch"], saved["batch"], 0, saved["state"]
             )
+            _skip(previous_epoch, saved)
         restore_generators(source.generators, saved["generators"] or ())
         return source.epoch(epoch, start)
-
-
-def _named(workers: Sequence[int]) -> str:
-    return ", ".join(map(str, workers))
 
 
 def _skip(batches: Iterator[Any], saved: Mapping[str, Any]) -> int:
@@ -377,7 +387,7 @@ class Feed:
                 "a feed's rank is one of 0 to size - 1",
                 found=f"rank={rank}, size={size}",
             )
-        place = Place(
+        options = Place(
             rank=rank,
             size=size,
             seed=seed,
@@ -395,7 +405,7 @@ class Feed:
         self.reproducible = reproducible
         self.interleave = interleave
         self._asks = rank == 0
-        self._source = _open(loader, place)
+        self._source = _open(loader, options)
         warn_of_end = partial(warn_of_early_end, loader) if rank == 0 else None
         self.loader_state = LoaderState(self._source, size, warn_of_end)
         self.per_rank_batch_size = self._source.per_rank_batch_size
@@ -458,9 +468,9 @@ class Feed:
         indices = self._source.indices(epoch, batch)
         if indices is None:
             return name
-        shown = ", ".join(map(str, indices[:_SHOWN])) + (
-            ", …" if len(indices) > _SHOWN else ""
-        )
+        shown = ", ".join(map(str, indices[:_SHOWN]))
+        if len(indices) > _SHOWN:
+            shown += ", …"
         return f"{name} (samples {shown} of the dataset)"
 
     def record_indices(self) -> None:
@@ -504,32 +514,35 @@ def _open(loader: Any, place: Place) -> Source:
     if isinstance(loader, CombinedLoader):
         return CombinedSource(loader, place, _open)
     if isinstance(loader, DataLoader):
-        kind = (
-            StreamSource
-            if isinstance(loader.dataset, IterableDataset)
-            else IndexedSource
-        )
-        return kind(loader, place)
+        if isinstance(loader.dataset, IterableDataset):
+            return StreamSource(loader, place)
+        return IndexedSource(loader, place)
     if isinstance(loader, Sequence) and not isinstance(loader, (str, bytes)):
         return ListSource(loader, place)
-    one = isinstance(loader, (str, bytes, Tensor)) or (
-        isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
-    )
-    if one or not isinstance(loader, Iterable):
-        fix = (
-            "call it and pass what it returns"
-            if callable(loader)
-            else "pass a DataLoader or a list of batches"
-        )
-        if isinstance(loader, (Dataset, Tensor)):
-            data = (
-                "TensorDataset(inputs, targets)"
-                if isinstance(loader, Tensor)
-                else "dataset"
-            )
-            fix = f"pass a DataLoader: DataLoader({data}, batch_size=32), with shuffle=True for training"
+    if _holds_samples(loader) or not isinstance(loader, Iterable):
+        fix = _fix_for(loader)
         raise DataError("this is not a loader", found=type(loader).__name__, fix=fix)
     return StreamSource(loader, place)
+
+
+def _holds_samples(value: Any) -> bool:
+    """Whether this can be iterated, but yields samples (or characters) instead of batches."""
+    if isinstance(value, (str, bytes, Tensor)):
+        return True
+    return isinstance(value, Dataset) and not isinstance(value, IterableDataset)
+
+
+def _fix_for(value: Any) -> str:
+    data = None
+    if isinstance(value, Tensor):
+        data = "TensorDataset(inputs, targets)"
+    elif isinstance(value, Dataset):
+        data = "dataset"
+    if data is not None:
+        return f"pass a DataLoader: DataLoader({data}, batch_size=32), with shuffle=True for training"
+    if callable(value):
+        return "call it and pass what it returns"
+    return "pass a DataLoader or a list of batches"
 
 
 def _pinned(batch: Any) -> Any:
@@ -537,11 +550,13 @@ def _pinned(batch: Any) -> Any:
 
     def pin(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            host = leaf.device.type == "cpu" and leaf.layout == torch.strided
-            return leaf.pin_memory() if host else leaf
-        return (
-            leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
-        )
+            # Only dense tensors in host memory can be pinned.
+            if leaf.device.type == "cpu" and leaf.layout == torch.strided:
+                return leaf.pin_memory()
+            return leaf
+        if callable(getattr(leaf, "pin_memory", None)):
+            return leaf.pin_memory()
+        return leaf
 
     return map_leaves(batch, pin)
 
@@ -549,12 +564,10 @@ def _pinned(batch: Any) -> Any:
 @cache
 def _side_stream(device: torch.device) -> torch.Stream | None:
     """Return the copy stream of a device. There is only one: torch does not reuse memory across streams."""
-    drives = torch.accelerator.current_accelerator()
-    return (
-        torch.Stream(device)
-        if drives is not None and drives.type == device.type
-        else None
-    )
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    return torch.Stream(device)
 
 
 @final
@@ -586,9 +599,9 @@ class Ahead:
         self._iterator = iter(iterator)
         self._move = move
         self._device = device
-        self._stream = (
-            None if device is None or device.type in BLOCKING else _side_stream(device)
-        )
+        self._stream: torch.Stream | None = None
+        if device is not None and device.type not in BLOCKING:
+            self._stream = _side_stream(device)
         self._waiting: _Ready | None = None
 
     def __iter__(self) -> Iterator[Any]:

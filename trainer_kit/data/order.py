@@ -85,15 +85,16 @@ def drawn(sampler: Iterable[Any], seed: int, chunk: int = _CHUNK) -> Iterator[An
     with preserved_rng():
         seed_globals(seed)
         iterator = iter(sampler)
-        taken = list(islice(iterator, chunk))
-        state = rng_state() if len(taken) == chunk else None
-    yield from taken
-    while state is not None:
+        items = list(islice(iterator, chunk))
+        state = rng_state()
+    yield from items
+    # A short chunk is the last one. The sampler is not asked again: it may be user code that fails after its end.
+    while len(items) == chunk:
         with preserved_rng():
             restore_rng(state)
-            taken = list(islice(iterator, chunk))
-            state = rng_state() if len(taken) == chunk else None
-        yield from taken
+            items = list(islice(iterator, chunk))
+            state = rng_state()
+        yield from items
 
 
 def seed_globals(seed: int) -> None:
@@ -171,15 +172,16 @@ class Split(ABC):
         self.handed = 0
         self.empty = False
         self.sizes: deque[int] = deque()
-        self.shares = None if self.shares is None else deque()
-        self._known: dict[
-            int, int
-        ] = {}  # samples of global micro-batches that reading has shown
+        if self.shares is not None:
+            self.shares = deque()
+        # samples of the global micro-batches whose size only reading has shown
+        self._sizes_read: dict[int, int] = {}
         self._drawn = drawn(self.order, seed, self._chunk)
 
     def draw(self) -> None:
         """Begin to draw the order now, not at the loader's first request."""
-        self._drawn = chain(list(islice(self._drawn, 1)), self._drawn)
+        first = list(islice(self._drawn, 1))
+        self._drawn = chain(first, self._drawn)
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]: ...
@@ -233,60 +235,69 @@ class SampleBlocks(Split):
         super().__init__(order, rank, size, pad, _CHUNK)
 
     def __len__(self) -> int:
-        count, whole = len(self.order), self.batch_size * self.size  # type: ignore[arg-type]
+        count = len(self.order)  # type: ignore[arg-type]  # a sampler without a length raises TypeError, as len does
+        block_size = self.batch_size * self.size
         if not self.drop_last:
-            return -(-count // whole)
-        return (count + self._padding_of(count % whole)) // whole
+            return -(-count // block_size)
+        padding = self._count_padding(count % block_size)
+        return (count + padding) // block_size
 
-    def _padding_of(self, count: int) -> int:
+    def _count_padding(self, count: int) -> int:
         """Return the number of repeated samples in a last global micro-batch of ``count`` samples."""
         if not self.pad or not count:
             return 0
         if self.interleave:
             return -count % self.size
-        # A batch that is to be dropped is not filled up.
-        return 0 if self.drop_last else self.batch_size * self.size - count
+        if self.drop_last:  # a batch that is to be dropped is not filled up
+            return 0
+        return self.batch_size * self.size - count
 
     def __iter__(self) -> Iterator[list[Any]]:
-        whole, first = (
-            self.batch_size * self.size,
-            self._start * self.batch_size * self.size,
-        )
-        low, high = self.rank * self.batch_size, (self.rank + 1) * self.batch_size
+        block_size = self.batch_size * self.size
+        first = self._start * block_size
+        low = self.rank * self.batch_size
+        high = low + self.batch_size
         head: list[Any] = []
-        order, sizes = self._from(first, head), self.sizes
-        while len(block := list(islice(order, whole))) == whole:
+        order = self._order_from(first, head)
+        sizes = self.sizes
+        block = list(islice(order, block_size))
+        while len(block) == block_size:
             self.handed += 1
             sizes.append(self.batch_size)
             if self.interleave:
-                yield self._marked(block[self.rank :: self.size], first + self.rank)
+                share = block[self.rank :: self.size]
+                yield self._record_share(share, first + self.rank)
             else:
-                yield self._marked(
-                    block if self.size == 1 else block[low:high], first + low
-                )
-            first += whole
-        padding = self._padding_of(len(block))
-        if not block or (self.drop_last and len(block) + padding < whole):
+                share = block if self.size == 1 else block[low:high]
+                yield self._record_share(share, first + low)
+            first += block_size
+            block = list(islice(order, block_size))
+        padding = self._count_padding(len(block))
+        if not block or (self.drop_last and len(block) + padding < block_size):
             return
-        self._known[first // whole] = len(block)
+        self._sizes_read[first // block_size] = len(block)
         block += islice(cycle(head or block), padding)
         yield from self._last_share(block, first)
 
     def _last_share(self, block: list[Any], first: int) -> Iterator[list[Any]]:
         """Yield this rank's samples of an incomplete global micro-batch, unless it has none."""
-        each, more = divmod(len(block), self.size)
-        low = self.rank * each + min(self.rank, more)
-        share = block[low : low + each + (self.rank < more)]
+        share_size, remainder = divmod(len(block), self.size)
+        low = self.rank * share_size + min(self.rank, remainder)
+        if self.rank < remainder:
+            share_size += 1
+        share = block[low : low + share_size]
         if self.interleave:
-            low, share = self.rank, block[self.rank :: self.size]
+            low = self.rank
+            share = block[self.rank :: self.size]
         if share:
             self.handed += 1
             self.sizes.append(len(share))
-            yield self._marked(share, first + low)
+            yield self._record_share(share, first + low)
         else:
             self.empty = True
 
-    def _marked(self, share: list[Any], first: int) -> list[Any]:
+    def _record_share(self, share: list[Any], first: int) -> list[Any]:
+        """Record this rank's indices if asked to, and return them, seeded if the samples are."""
         if self.shares is not None:
             self.shares.append(list(share))
         if self._sample_seed is None:
@@ -294,29 +305,38 @@ class SampleBlocks(Split):
         step = self.size if self.interleave else 1
         return SeededIndices(share, self._sample_seed, first, step)
 
-    def _from(self, first: int, head: list[Any]) -> Iterator[Any]:
+    def _order_from(self, first: int, head: list[Any]) -> Iterator[Any]:
         """Return the order from sample ``first``; with ``pad`` fill ``head`` with the start of the order."""
-        wanted = self.batch_size * self.size if self.pad else 0
+        head_size = self.batch_size * self.size if self.pad else 0
         if type(self.order) is SequentialSampler:
-            everything = range(len(self.order.data_source))
-            head += everything[:wanted]
-            return iter(everything[first:])
-        head += islice(self._drawn, wanted)
-        return chain(head[first:], islice(self._drawn, max(0, first - wanted), None))
+            # A range is sliced without counting up to ``first``.
+            indices = range(len(self.order.data_source))
+            head += indices[:head_size]
+            return iter(indices[first:])
+        head += islice(self._drawn, head_size)
+        skipped = max(0, first - head_size)
+        remaining = islice(self._drawn, skipped, None)
+        return chain(head[first:], remaining)
 
     def samples(self, index: int) -> int | None:
-        whole = self.batch_size * self.size
+        block_size = self.batch_size * self.size
         # For yielded micro-batches the number is known; for later ones only the sampler's length can tell.
-        if self._known and index >= min(self._known):
-            return self._known.get(index)
+        if self._sizes_read and index >= min(self._sizes_read):
+            return self._sizes_read.get(index)
         if index < self._start + self.handed:
-            return whole
+            return block_size
         count = length_of(self.order)
-        left = 0 if count is None else count - index * whole
-        if left >= whole:
-            return whole
-        complete = left + self._padding_of(left) >= whole
-        return left if left > 0 and (complete or not self.drop_last) else None
+        if count is None:
+            return None
+        remaining = count - index * block_size
+        if remaining >= block_size:
+            return block_size
+        if remaining <= 0:
+            return None
+        complete = remaining + self._count_padding(remaining) >= block_size
+        if self.drop_last and not complete:
+            return None
+        return remaining
 
 
 @final
@@ -352,32 +372,32 @@ class BatchTurns(Split):
     def __iter__(self) -> Iterator[Any]:
         head = list(islice(self._drawn, self.size)) if self.pad else []
         first = self._start * self.size
-        order = chain(
-            head[first:], islice(self._drawn, max(0, first - len(head)), None)
-        )
-        at, sizes = self._start * self.size + self.rank, self.sizes
-        after = list(islice(order, self.size))
-        while turn := after:
-            after = list(islice(order, self.size))
+        skipped = max(0, first - len(head))
+        order = chain(head[first:], islice(self._drawn, skipped, None))
+        position = first + self.rank
+        sizes = self.sizes
+        # Only the last turn is padded, so each turn is drawn before the previous one is yielded.
+        next_turn = list(islice(order, self.size))
+        while next_turn:
+            turn = next_turn
+            next_turn = list(islice(order, self.size))
             if self.sized:
-                self._known[at // self.size] = sum(map(len, turn))
-            if self.rank < len(turn) or head:
-                share = (
-                    turn[self.rank]
-                    if self.rank < len(turn)
-                    else head[(self.rank - len(turn)) % len(head)]
-                )
-                if self.whole is not None and not after and len(share) < self.whole:
-                    share = [
-                        *share,
-                        *islice(cycle(chain(*head)), self.whole - len(share)),
-                    ]
-                yield self._handed(share, at, sizes)
+                self._sizes_read[position // self.size] = sum(map(len, turn))
+            if self.rank < len(turn):
+                share = turn[self.rank]
+            elif head:
+                share = head[(self.rank - len(turn)) % len(head)]
             else:
                 self.empty = True
-            at += self.size
+                return
+            if self.whole is not None and not next_turn and len(share) < self.whole:
+                filling = islice(cycle(chain(*head)), self.whole - len(share))
+                share = [*share, *filling]
+            yield self._record_batch(share, position, sizes)
+            position += self.size
 
-    def _handed(self, batch: Any, at: int, sizes: deque[int]) -> Any:
+    def _record_batch(self, batch: Any, position: int, sizes: deque[int]) -> Any:
+        """Count and record a batch of the user's batch sampler, and return it, seeded if its samples are."""
         self.handed += 1
         if self.sized:
             sizes.append(len(batch))
@@ -385,7 +405,7 @@ class BatchTurns(Split):
             self.shares.append(list(batch) if self.sized else [batch])
         if not self.sized or self._sample_seed is None:
             return batch
-        return SeededIndices(list(batch), derive_seed(self._sample_seed, at), 0)
+        return SeededIndices(list(batch), derive_seed(self._sample_seed, position), 0)
 
     def samples(self, index: int) -> int | None:
-        return self._known.get(index)
+        return self._sizes_read.get(index)

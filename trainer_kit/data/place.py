@@ -24,11 +24,11 @@ __all__ = [
     "Place",
     "Source",
     "copied",
+    "draws_each_batch",
     "end_workers",
+    "find_generators",
     "generator_states",
     "kind_of",
-    "one_for_one",
-    "own_generators",
     "refuse_batch_size",
     "restore_generators",
     "set_epoch",
@@ -38,21 +38,21 @@ __all__ = [
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-def own_generators(*owners: Any) -> list[Any]:
+def find_generators(*owners: Any) -> list[Any]:
     """Return every generator among the attributes of these objects, once each.
 
     Example:
         >>> shared = torch.Generator()
         >>> sampler = torch.utils.data.RandomSampler(range(3), generator=shared)
-        >>> own_generators(sampler, torch.utils.data.BatchSampler(sampler, 2, False), None) == [shared]
+        >>> find_generators(sampler, torch.utils.data.BatchSampler(sampler, 2, False), None) == [shared]
         True
     """
-    found = {}
+    generators = {}  # by identity: a generator may be shared, and equal ones are not the same
     for owner in owners:
         for value in getattr(owner, "__dict__", {}).values():
             if isinstance(value, _KINDS):
-                found[id(value)] = value
-    return list(found.values())
+                generators[id(value)] = value
+    return list(generators.values())
 
 
 def generator_states(generators: Iterable[Any]) -> list[Any]:
@@ -72,7 +72,9 @@ def restore_generators(generators: Iterable[Any], states: Sequence[Any]) -> None
         elif isinstance(generator, np.random.RandomState):
             generator.set_state(state)
         else:
-            generator.setstate((state[0], tuple(state[1]), state[2]))
+            # A checkpoint may hold the inner tuple as a list.
+            version, internal, gauss_next = state
+            generator.setstate((version, tuple(internal), gauss_next))
 
 
 def _state(generator: Any) -> Any:
@@ -105,7 +107,9 @@ class Place:
     @property
     def part(self) -> tuple[int, int]:
         """(rank, size) of the division by this library."""
-        return (self.rank, self.size) if self.shard else (0, 1)
+        if not self.shard:
+            return (0, 1)
+        return (self.rank, self.size)
 
 
 class Source(ABC):
@@ -144,7 +148,8 @@ class Source(ABC):
     @property
     def doubt(self) -> str | None:
         """The reason why the numbers of samples may be wrong; None if they are certain, or nothing was read yet."""
-        return next((one.doubt for one in self.counts if one.doubt is not None), None)
+        doubts = (sizes.doubt for sizes in self.counts if sizes.doubt is not None)
+        return next(doubts, None)
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -206,16 +211,19 @@ class Source(ABC):
         return state
 
 
-def kind_of(thing: Any) -> str:
-    return type(thing).__name__
+def kind_of(instance: object) -> str:
+    return type(instance).__name__
 
 
 def set_epoch(epoch: int, *parts: Any) -> None:
-    seen: set[int] = set()
-    for part in parts:
-        if id(part) not in seen and callable(found := getattr(part, "set_epoch", None)):
-            found(epoch)
-        seen.add(id(part))
+    called: set[int] = set()
+    for owner in parts:
+        if id(owner) in called:
+            continue
+        called.add(id(owner))
+        setter = getattr(owner, "set_epoch", None)
+        if callable(setter):
+            setter(epoch)
 
 
 def warn_of_early_end(loader: Any, start: int) -> None:
@@ -236,16 +244,14 @@ def refuse_batch_size(loader: Any, place: Place) -> None:
         )
 
 
-def one_for_one(loader: DataLoader[Any]) -> bool:
+def draws_each_batch(loader: DataLoader[Any]) -> bool:
     """Whether a loader yields one batch for each list of indices that it draws, in the order of the lists."""
     kind: Any = type(loader)
-    made_by = {
-        kind.__iter__.__module__.partition(".")[0],
-        kind._get_iterator.__module__.partition(".")[0],
-    }
-    return made_by <= {"torch", "torchdata"} and (
-        loader.num_workers == 0 or getattr(loader, "in_order", True)
-    )
+    # A subclass that overrides either method may drop, repeat or merge batches.
+    for method in (kind.__iter__, kind._get_iterator):
+        if method.__module__.partition(".")[0] not in ("torch", "torchdata"):
+            return False
+    return loader.num_workers == 0 or getattr(loader, "in_order", True)
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
@@ -255,9 +261,8 @@ def end_workers(loader: DataLoader[Any]) -> None:
     five seconds for each.
     """
     iterator = loader._iterator
-    if isinstance(
-        iterator, _MultiProcessingDataLoaderIter
-    ):  # torchdata's keeps a state, and is another class
+    # torchdata's iterator keeps a state, and is another class.
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):
         loader.__dict__["_iterator"] = None
         iterator._shutdown_workers()
 
@@ -271,17 +276,13 @@ def _hidden_from_workers(loader: DataLoader[Any]) -> Any:
 
     Such workers would read every epoch in the order of the first one. They are started again for each epoch.
     """
-    parts = [
-        part
-        for part in worker_parts(loader)
-        if callable(getattr(part, "set_epoch", None))
-    ]
-    hidden = (part for part in parts if _package(part) not in _SHARED_EPOCH)
-    return next(hidden, None)
-
-
-def _package(part: Any) -> str:
-    return type(part).__module__.partition(".")[0]
+    for member in worker_parts(loader):
+        if not callable(getattr(member, "set_epoch", None)):
+            continue
+        package = type(member).__module__.partition(".")[0]
+        if package not in _SHARED_EPOCH:
+            return member
+    return None
 
 
 def _end_workers_each_epoch(loader: DataLoader[Any], part: Any, warns: bool) -> None:
@@ -305,20 +306,25 @@ def copied(
         loader: the user's.
         warns: warn where the copy behaves differently.
     """
-    mine = copy.copy(loader)
-    generator = torch.Generator() if loader.generator is None else None
-    # DataLoader.__setattr__ refuses to set these.
-    mine.__dict__.update(_iterator=None, generator=generator or loader.generator)
-    hidden = _hidden_from_workers(loader) if loader.persistent_workers else None
-    if hidden is not None:
-        _end_workers_each_epoch(mine, hidden, warns)
+    duplicate = copy.copy(loader)
+    # Written into ``__dict__``: DataLoader.__setattr__ refuses to set these after the constructor.
+    attributes = duplicate.__dict__
+    attributes["_iterator"] = None
+    generator = None
+    if loader.generator is None:
+        generator = torch.Generator()
+        attributes["generator"] = generator
+    if loader.persistent_workers:
+        hidden = _hidden_from_workers(loader)
+        if hidden is not None:
+            _end_workers_each_epoch(duplicate, hidden, warns)
     if loader.num_workers:
-        mine.__dict__["worker_init_fn"] = EndsWithParent(
-            loader.worker_init_fn, loader.num_workers
-        )
-        mine.multiprocessing_context = checked_context(loader.multiprocessing_context)
-    if "_initial_iter_for_state_dict" in mine.__dict__:
-        mine.__dict__["_initial_iter_for_state_dict"] = (
-            False  # the iterator belongs to the user's loader
-        )
-    return mine, generator
+        ends_with_parent = EndsWithParent(loader.worker_init_fn, loader.num_workers)
+        attributes["worker_init_fn"] = ends_with_parent
+        context = checked_context(loader.multiprocessing_context)
+        # Through the property, which validates it.
+        duplicate.multiprocessing_context = context
+    if "_initial_iter_for_state_dict" in attributes:
+        # torchdata's: the iterator belongs to the user's loader.
+        attributes["_initial_iter_for_state_dict"] = False
+    return duplicate, generator

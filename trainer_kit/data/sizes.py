@@ -43,8 +43,8 @@ def batch_size_of(batch: Any) -> int:
         >>> batch_size_of({"scale": torch.tensor(2.0), "x": torch.zeros(3, 5)}), batch_size_of([["a", "b"]])
         (3, 2)
     """
-    for _, found in _tensors(batch, ()):
-        return _rows(found)
+    for _, tensor in _tensors(batch, ()):
+        return _rows(tensor)
     return _strings(batch) or 1
 
 
@@ -71,24 +71,24 @@ class BatchSizes:
 
     def pairs(self, batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
         """Return each batch with its number of samples."""
-        return chain.from_iterable(self._parts(iter(batches)))
+        return chain.from_iterable(self._runs_of_pairs(iter(batches)))
 
     def total(self, batches: Sequence[Any]) -> int:
         """Return the number of samples of several batches."""
-        return (
-            sum(map(itemgetter(1), map(self._reader(batches[0]), batches)))
-            if batches
-            else 0
-        )
+        if not batches:
+            return 0
+        pairs = map(self._reader(batches[0]), batches)
+        return sum(map(itemgetter(1), pairs))
 
-    def _parts(self, batches: Iterator[Any]) -> Iterator[Iterable[tuple[Any, int]]]:
+    def _runs_of_pairs(
+        self, batches: Iterator[Any]
+    ) -> Iterator[Iterable[tuple[Any, int]]]:
         for batch in batches:
             read = self._reader(batch)
             yield (read(batch),)
-            del batch
-            yield map(
-                read, batches
-            )  # adds no Python frame between the loader and the reader
+            del batch  # its memory is free while the next one is read
+            # ``map`` adds no Python frame between the loader and the reader.
+            yield map(read, batches)
 
     def _reader(self, batch: Any) -> Callable[[Any], tuple[Any, int]]:
         if self._read is None:
@@ -98,17 +98,15 @@ class BatchSizes:
 
 
 def _doubt(batch: Any) -> str | None:
-    rows = list(dict.fromkeys(_rows(found) for _, found in _tensors(batch, ())))
+    rows = list(dict.fromkeys(_rows(tensor) for _, tensor in _tensors(batch, ())))
     if len(rows) > 1:
         return f"its tensors have {' and '.join(map(str, rows[:4]))} rows; {rows[0]} are counted"
     if rows or _strings(batch):
         return None
-    found = next(_opaque(batch), None)
-    return (
-        None
-        if found is None
-        else f"a {type(found).__name__} shows no tensor; 1 is counted"
-    )
+    opaque = next(_opaque(batch), None)
+    if opaque is None:
+        return None
+    return f"a {type(opaque).__name__} shows no tensor; 1 is counted"
 
 
 def _pair(batch: Any) -> tuple[Any, int]:
@@ -124,11 +122,14 @@ def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
         >>> read((torch.zeros(2, 5), torch.zeros(2)))[1], read({"x": torch.zeros(4)})[1]
         (2, 4)
     """
-    path, found = next(iter(_tensors(batch, ())), ((), None))
-    if not isinstance(found, Tensor) or any(how == "field" for how, _ in path):
+    path, tensor = next(_tensors(batch, ()), ((), None))
+    if not isinstance(tensor, Tensor):
         return _pair
-    steps, node = list[tuple[Any, Any]](), batch
-    for _, key in path:
+    steps: list[tuple[Any, Any]] = []
+    node = batch
+    for access, key in path:
+        if access == "field":  # read as an attribute, not by ``node[key]``
+            return _pair
         steps.append((type(node), key))
         node = node[key]
 
@@ -140,12 +141,8 @@ def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
                     return _pair(batch)
                 inner = inner[key]
             return batch, inner.size(0)
-        except (
-            AttributeError,
-            IndexError,
-            KeyError,
-            TypeError,
-        ):  # a batch of another structure
+        except (AttributeError, IndexError, KeyError, TypeError):
+            # a batch of another structure
             return _pair(batch)
 
     return read
@@ -162,10 +159,10 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
             yield from _tensors(child, (*path, step))
 
 
-def _rows(found: Any) -> int:
-    if isinstance(found, PackedSequence):
-        return int(found.batch_sizes[0])  # on the host: no synchronisation
-    return int(found.shape[0])
+def _rows(tensor: Any) -> int:
+    if isinstance(tensor, PackedSequence):
+        return int(tensor.batch_sizes[0])  # on the host: no synchronization
+    return int(tensor.shape[0])
 
 
 def _opaque(node: Any) -> Iterator[Any]:
@@ -179,14 +176,12 @@ def _opaque(node: Any) -> Iterator[Any]:
 
 def _strings(node: Any) -> int:
     """Return the length of the first list of strings; 0 if there is none."""
-    if (
-        isinstance(node, (list, tuple))
-        and node
-        and all(isinstance(child, (str, bytes)) for child in node)
-    ):
-        return len(node)
+    if isinstance(node, (list, tuple)) and node:
+        if all(isinstance(child, (str, bytes)) for child in node):
+            return len(node)
     for _, child in children(node):
-        if count := _strings(child):
+        count = _strings(child)
+        if count:
             return count
     return 0
 
@@ -213,40 +208,41 @@ def limit_batches(
     """
     if limit is None:
         return length
-    found = f"{name}={limit!r}"
+    argument = f"{name}={limit!r}"
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 0:
         raise DataError(
             f"{name} must be a number of batches or a fraction",
-            found=found,
+            found=argument,
             fix="pass a value such as 100 or 0.25",
         )
     if isinstance(limit, int):
-        return limit if length is None else min(length, limit)
+        if length is None:
+            return limit
+        return min(length, limit)
     if not limit <= 1.0:
         raise DataError(
             f"{name} as a float must be a fraction from 0.0 to 1.0",
-            found=found,
+            found=argument,
             fix="pass an int to count batches",
         )
-    if limit in (0.0, 1.0):
-        return length if limit else 0
+    if limit == 0.0:
+        return 0
+    if limit == 1.0:
+        return length
     if length is None:
-        found, fix = (
-            f"{found} for a loader without __len__",
-            "pass a number of batches (an int), or 1.0 for all",
-        )
         raise DataError(
             f"{name} is a fraction, but the number of batches is unknown",
-            found=found,
-            fix=fix,
+            found=f"{argument} for a loader without __len__",
+            fix="pass a number of batches (an int), or 1.0 for all",
         )
-    if length and int(length * limit) == 0:
-        found, fix = (
-            f"{found} of {length} batches is less than one",
-            f"at least {1 / length:.3g}, or an int",
+    count = int(length * limit)
+    if length and count == 0:
+        raise DataError(
+            f"{name} selects no batch",
+            found=f"{argument} of {length} batches is less than one",
+            fix=f"at least {1 / length:.3g}, or an int",
         )
-        raise DataError(f"{name} selects no batch", found=found, fix=fix)
-    return int(length * limit)
+    return count
 
 
 @dataclasses.dataclass(frozen=True)

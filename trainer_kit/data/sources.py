@@ -45,11 +45,11 @@ from trainer_kit.data.place import (
     Place,
     Source,
     copied,
+    draws_each_batch,
     end_workers,
+    find_generators,
     generator_states,
     kind_of,
-    one_for_one,
-    own_generators,
     refuse_batch_size,
     restore_generators,
     set_epoch,
@@ -84,15 +84,12 @@ class ListSource(Source):
         return self._place.size == self.size
 
     def samples(self, index: int) -> int | None:
-        if type(self.batches) not in (
-            list,
-            tuple,
-        ):  # a subclass may make each batch when it is read
+        # A subclass may make each batch when it is read.
+        if type(self.batches) not in (list, tuple):
             return None
         # A list holds its batches already: reading the sizes of other ranks' batches costs nothing.
-        return self._sizes.total(
-            self.batches[index * self.size : (index + 1) * self.size]
-        )
+        first = index * self.size
+        return self._sizes.total(self.batches[first : first + self.size])
 
     def describe(self) -> str:
         split = f", each {self.size}th by index" if self.size > 1 else ""
@@ -119,16 +116,13 @@ class ListSource(Source):
         if self.size == 1 and not start:
             return self._sizes.pairs(self.batches)
         count = len(self.batches)
-        mine = map(
-            self.batches.__getitem__,
-            range(start * self.size + self.rank, count, self.size),
-        )
-        short = 0 < count % self.size <= self.rank and start < self.length
-        return (
-            chain(self._sizes.pairs(mine), (MISSING,))
-            if short
-            else self._sizes.pairs(mine)
-        )
+        indices = range(start * self.size + self.rank, count, self.size)
+        batches = map(self.batches.__getitem__, indices)
+        pairs = self._sizes.pairs(batches)
+        # The last turn has no batch for the ranks behind the remainder.
+        if 0 < count % self.size <= self.rank and start < self.length:
+            return chain(pairs, (MISSING,))
+        return pairs
 
 
 @final
@@ -141,84 +135,94 @@ class IndexedSource(Source):
         self.given = loader
         self.place = place
         self.loader, self.generator = copied(loader, place.rank == 0)
-        regular = _regular_batches(loader) if place.interleave else None
-        self._regular = regular
-        self.own_batches = _own_batches(loader) and regular is None
+        self._regular = _regular_batches(loader) if place.interleave else None
+        self.own_batches = self._regular is None and _makes_own_batches(loader)
         self.order, self.split_by_user = self._find_order()
-        self.generators = own_generators(
+        self.generators = find_generators(
             loader, self.order, getattr(self.order, "sampler", None)
         )
-        rank, size = (0, 1) if self.split_by_user else place.part
+        rank, size = place.part
+        if self.split_by_user:
+            rank, size = 0, 1
         self.split: Split
         if self.own_batches:
             refuse_batch_size(loader, place)
-            # Without a batch size and a batch sampler each item of the sampler is a batch.
-            sized = loader.batch_sampler is not None or isinstance(
-                loader.sampler, BatchSampler
-            )
-            given = getattr(loader.batch_sampler, "batch_size", None)
-            fills = isinstance(given, int) and not place.interleave
-            whole = self.per_rank_batch_size = given if fills else None
-            self.split = BatchTurns(
-                self.order,
-                rank=rank,
-                size=size,
-                sized=sized,
-                pad=place.pad,
-                whole=whole,
-            )
-            self.loader.__dict__[
-                "sampler" if loader.batch_sampler is None else "batch_sampler"
-            ] = self.split
+            self.split = self._split_batches(rank, size)
         else:
-            per_rank = place.batch_size or loader.batch_size or 1
-            drop_last = loader.drop_last
-            if regular is not None:
-                per_rank, drop_last = regular.batch_size, regular.drop_last
-            self.split = SampleBlocks(
-                self.order,
-                per_rank,
-                drop_last=drop_last,
-                rank=rank,
-                size=size,
-                pad=place.pad,
-                interleave=place.interleave,
-            )
-            self.loader.__dict__.update(batch_size=per_rank, batch_sampler=self.split)
-            self.per_rank_batch_size = per_rank
-        self._drawn = one_for_one(loader) and (
-            not isinstance(self.split, BatchTurns) or self.split.sized
-        )
-        self.exact = one_for_one(loader) and _counts_exactly(self.order)
+            self.split = self._split_samples(rank, size)
+        one_to_one = draws_each_batch(loader)
+        # Whether the split counts the samples of each batch before the loader makes it.
+        self._drawn = one_to_one
+        if isinstance(self.split, BatchTurns):
+            self._drawn = one_to_one and self.split.sized
+        self.exact = one_to_one and _counts_exactly(self.order)
         self._sizes = BatchSizes()  # for a loader that makes its own batches
         self.counts = [self._sizes]
 
+    def _split_batches(self, rank: int, size: int) -> BatchTurns:
+        """Divide the batches of the user's batch sampler, and put the division into the copied loader."""
+        loader = self.given
+        batch_size = getattr(loader.batch_sampler, "batch_size", None)
+        if isinstance(batch_size, int) and not self.place.interleave:
+            self.per_rank_batch_size = batch_size
+        # Without a batch size and a batch sampler each item of the sampler is a batch.
+        sized = loader.batch_sampler is not None
+        sized = sized or isinstance(loader.sampler, BatchSampler)
+        split = BatchTurns(
+            self.order,
+            rank=rank,
+            size=size,
+            sized=sized,
+            pad=self.place.pad,
+            whole=self.per_rank_batch_size,
+        )
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self.loader.__dict__[name] = split
+        return split
+
+    def _split_samples(self, rank: int, size: int) -> SampleBlocks:
+        """Divide the sampler's order into batches, and put the division into the copied loader."""
+        loader = self.given
+        batch_size = self.place.batch_size or loader.batch_size or 1
+        drop_last = loader.drop_last
+        if self._regular is not None:
+            batch_size = self._regular.batch_size
+            drop_last = self._regular.drop_last
+        split = SampleBlocks(
+            self.order,
+            batch_size,
+            drop_last=drop_last,
+            rank=rank,
+            size=size,
+            pad=self.place.pad,
+            interleave=self.place.interleave,
+        )
+        self.loader.__dict__.update(batch_size=batch_size, batch_sampler=split)
+        self.per_rank_batch_size = batch_size
+        return split
+
     def _find_order(self) -> tuple[Any, bool]:
         """Return what yields the indices (or batches of indices), and whether these are already one rank's part."""
-        loader, place = self.given, self.place
-        order = (
-            loader.sampler
-            if not self.own_batches or loader.batch_sampler is None
-            else loader.batch_sampler
-        )
+        loader = self.given
+        options = self.place
+        order: Any = loader.sampler
+        if self.own_batches and loader.batch_sampler is not None:
+            order = loader.batch_sampler
         if self._regular is not None:
             order = self._regular.sampler
-        if not place.shard:
+        if not options.shard:
             return _reseeded(order, loader), False
         division = divide_by_itself(order, _SAMPLERS) or _divided_by_one(order)
         if division is None:
             return _reseeded(order, loader), False
-        here = (place.size, place.rank)
-        if (
-            place.ordered
-            and type(order) is DistributedSampler
-            and (division.ranks, division.rank) == here
-        ):
+        matches = (division.ranks, division.rank) == (options.size, options.rank)
+        if options.ordered and matches and type(order) is DistributedSampler:
             return _undivided(order), False
-        if place.size > 1 and (division.ranks, division.rank) != here:
+        if options.size > 1 and not matches:
+            data_rank = f"data rank {options.rank} of {options.size}"
             raise DataError(
                 f"this {kind_of(division.part)} divides the data differently from the strategy",
-                found=f"num_replicas={division.ranks}, rank={division.rank} on data rank {place.rank} of {place.size}",
+                found=f"num_replicas={division.ranks}, rank={division.rank} on {data_rank}",
                 fix="leave the sampler out: the Trainer divides the data",
             )
         return order, True
@@ -235,44 +239,44 @@ class IndexedSource(Source):
         if self.place.size > 1 and not (self.place.shard and self._drawn):
             return None
         count = self.split.samples(index)
-        return (
-            count * self.place.size
-            if count is not None and self.split_by_user
-            else count
-        )
+        if count is not None and self.split_by_user:
+            return count * self.place.size
+        return count
 
     def describe(self) -> str:
-        name, size = kind_of(self.order), self.place.part[1]
+        loader = f"{kind_of(self.given)} over {kind_of(self.given.dataset)}"
+        return f"{loader}, {self._describe_order()}{self._describe_split()}"
+
+    def _describe_order(self) -> str:
+        name = kind_of(self.order)
         if type(self.order) is SequentialSampler:
-            how = f"in order ({name})"
-        elif getattr(self.order, "generator", None) is not None:
-            how = f"in the order of {name}, which has its own generator"
-        elif type(self.order) is RandomSampler:
-            how = f"shuffled by (seed, epoch) ({name})"
-        else:
-            how = f"in the order of {name}, drawn under (seed, epoch)"
+            return f"in order ({name})"
+        if getattr(self.order, "generator", None) is not None:
+            return f"in the order of {name}, which has its own generator"
+        if type(self.order) is RandomSampler:
+            return f"shuffled by (seed, epoch) ({name})"
+        return f"in the order of {name}, drawn under (seed, epoch)"
+
+    def _describe_split(self) -> str:
+        size = self.place.part[1]
+        if self.split_by_user and self.place.ordered:
+            return ", divided by the user's sampler (it may repeat samples)"
         if self.split_by_user:
-            split = ", divided by the user's sampler" + (
-                " (it may repeat samples)" if self.place.ordered else ""
-            )
-        elif size == 1:
-            split = ""
-        elif self.own_batches:
-            split = f", {size} consecutive batches to {size} ranks"
-        elif self.place.interleave:
-            split = f", each {size}th sample to one of {size} ranks, in batches of {self.per_rank_batch_size}"
-        else:
-            split = f", {size} consecutive blocks of {self.per_rank_batch_size} samples to {size} ranks"
-        return f"{kind_of(self.given)} over {kind_of(self.given.dataset)}, {how}{split}"
+            return ", divided by the user's sampler"
+        if size == 1:
+            return ""
+        if self.own_batches:
+            return f", {size} consecutive batches to {size} ranks"
+        if self.place.interleave:
+            return f", each {size}th sample to one of {size} ranks, in batches of {self.per_rank_batch_size}"
+        return f", {size} consecutive blocks of {self.per_rank_batch_size} samples to {size} ranks"
 
     @property
     def stride(self) -> list[tuple[str, int]]:
         size = self.place.part[1]
-        return (
-            [("batches", size)]
-            if self.own_batches
-            else [("samples", size * (self.per_rank_batch_size or 1))]
-        )
+        if self.own_batches:
+            return [("batches", size)]
+        return [("samples", size * (self.per_rank_batch_size or 1))]
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -293,67 +297,77 @@ class IndexedSource(Source):
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         if not self._drawn:
             return None
-        split, states = copy.copy(self.split), generator_states(self.generators)
+        # A copy, and generators that are put back: what is being read goes on unchanged.
+        split = copy.copy(self.split)
+        states = generator_states(self.generators)
         split.begin(derive_seed(self.place.seed, epoch, 0), batch)
         try:
             restore_generators(self.generators, self._began)
-            return list(next(iter(split), ()))
+            indices = next(iter(split), ())
+            return list(indices)
         finally:
             restore_generators(self.generators, states)
 
     def record_indices(self) -> None:
-        if one_for_one(self.given):
+        if draws_each_batch(self.given):
             self.split.shares = deque()
 
     def next_indices(self) -> list[Any] | None:
-        return self.split.shares.popleft() if self.split.shares else None
+        shares = self.split.shares
+        return shares.popleft() if shares else None
 
     def epoch(
         self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
     ) -> Iterator[Any]:
-        given = self.given
-        samplers = list(loader_parts(given.batch_sampler, _SAMPLERS))
+        loader = self.given
+        samplers = list(loader_parts(loader.batch_sampler, _SAMPLERS))
+        # The inner ones first: one that passes another epoch on to its parts has the last word.
         set_epoch(
             epoch,
-            *reversed(worker_parts(given)),
+            *reversed(worker_parts(loader)),
             *reversed(samplers),
-            given.sampler,
+            loader.sampler,
             self.order,
-            given,
+            loader,
         )
         seed = derive_seed(self.place.seed, epoch, turn)
-        ours = self.place.shard and not self.split_by_user
-        sample_seed = derive_seed(seed) if ours else derive_seed(seed, self.place.rank)
-        seeds = self.loader.num_workers > 0 or self.place.reproducible
-        self.split.begin(
-            seed,
-            start,
-            sample_seed if seeds and given.batch_sampler is not None else None,
-        )
-        self.draw_from(
-            state
-        )  # the whole order of an epoch is drawn from the states at its start
+        in_workers = self.loader.num_workers > 0
+        seeds_samples = in_workers or self.place.reproducible
+        sample_seed = None
+        if seeds_samples and loader.batch_sampler is not None:
+            sample_seed = self._sample_seed(seed)
+        self.split.begin(seed, start, sample_seed)
+        # The whole order of an epoch is drawn from the states at its start.
+        self.draw_from(state)
         if self.generator is not None:
             # A different seed per rank, or the workers of all ranks would draw the same augmentations.
             self.generator.manual_seed(derive_seed(seed, self.place.rank))
         iterator = iter(self.loader)
-        if self.generators and not self.loader.num_workers:
-            self.split.draw()  # with workers the loader has drawn already, for the batches that they prefetch
-        batches = (
-            _restoring(iterator) if seeds and not self.loader.num_workers else iterator
-        )
+        # With workers the loader has drawn already, for the batches that they prefetch.
+        if self.generators and not in_workers:
+            self.split.draw()
+        batches: Iterator[Any] = iterator
+        if seeds_samples and not in_workers:
+            batches = _restoring(iterator)
         # None of these adds a Python frame per batch. A loader draws the indices before the batch.
-        sizes = iter(self.split.sizes.popleft, None)
-        pairs = (
-            zip(batches, sizes, strict=False)
-            if self._drawn
-            else self._sizes.pairs(batches)
-        )
+        pairs: Iterator[Any]
+        if self._drawn:
+            sizes = iter(self.split.sizes.popleft, None)
+            pairs = zip(batches, sizes, strict=False)
+        else:
+            pairs = self._sizes.pairs(batches)
         return chain(pairs, self._end(iterator, start))
+
+    def _sample_seed(self, seed: int) -> int:
+        """Return the seed of the samples: the same on all ranks if their positions in the order differ."""
+        if self.place.shard and not self.split_by_user:
+            return derive_seed(seed)
+        return derive_seed(seed, self.place.rank)
 
     def _end(self, iterator: Iterator[Any], start: int) -> Iterator[Any]:
         """Check the end of the data, and yield `MISSING` if this rank has no share of the last global micro-batch."""
-        split, kind = self.split, kind_of(self.given)
+        split = self.split
+        kind = kind_of(self.given)
         # Only torch's iterators count their batches; a subclass may do anything with them.
         read = getattr(iterator, "_num_yielded", None)
         if read is not None and read < split.handed:
@@ -362,12 +376,9 @@ class IndexedSource(Source):
                 found=f"raised in {kind_of(self.given.dataset)} or the collate_fn of this {kind}",
                 fix="raise another error there, or let the sampler end where the data ends",
             )
-        if (
-            not split.handed
-            and not split.empty
-            and (start or self.place.part[1] > 1)
-            and (self.length or 0) > start
-        ):
+        ignores_split = not split.handed and not split.empty
+        needs_split = start > 0 or self.place.part[1] > 1
+        if ignores_split and needs_split and (self.length or 0) > start:
             raise DataError(
                 f"this {kind} does not read its batch sampler, so its data cannot be divided or skipped",
                 found=f"{kind}.__iter__ ended without taking one batch of indices",
@@ -408,11 +419,13 @@ def _counts_exactly(order: Any) -> bool:
     )
 
 
-def _own_batches(loader: DataLoader[Any]) -> bool:
+def _makes_own_batches(loader: DataLoader[Any]) -> bool:
     """Whether batches are not made from ``batch_size`` and the sampler."""
-    made = loader.batch_sampler
-    return loader.batch_size is None or not (
-        isinstance(made, BatchSampler) and made.sampler is loader.sampler
+    if loader.batch_size is None:
+        return True
+    batches = loader.batch_sampler
+    return (
+        not isinstance(batches, BatchSampler) or batches.sampler is not loader.sampler
     )
 
 
@@ -421,31 +434,30 @@ def _regular_batches(loader: DataLoader[Any]) -> BatchSampler | None:
     batches = loader.batch_sampler
     if not isinstance(batches, BatchSampler) or type(batches) is not BatchSampler:
         return None
-    return batches if _own_batches(loader) else None
+    return batches if _makes_own_batches(loader) else None
 
 
 def _undivided(sampler: DistributedSampler[Any]) -> Any:
     """Return the sampler without its division and padding: evaluation reads each sample once."""
-    whole = copy.copy(sampler)
-    count = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
-    whole.num_replicas = 1
-    whole.rank = 0
-    whole.num_samples = count
-    whole.total_size = count
-    return whole
+    count = sampler.total_size
+    if not sampler.drop_last:
+        count = len(sampler.dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
+    undivided = copy.copy(sampler)
+    # The attributes that torch's constructor derives from the number of ranks.
+    undivided.__dict__.update(
+        num_replicas=1, rank=0, num_samples=count, total_size=count
+    )
+    return undivided
 
 
 def _reseeded(sampler: Any, loader: DataLoader[Any]) -> Any:
     """Replace torchdata's RandomSampler without a generator: it draws its own seed, another one on every rank."""
-    ours = (
-        type(sampler).__module__.startswith("torchdata.")
-        and kind_of(sampler) == "RandomSampler"
-    )
-    if ours and loader.generator is None:
-        return RandomSampler(
-            sampler.data_source, sampler.replacement, sampler.num_samples
-        )
-    return sampler
+    from_torchdata = type(sampler).__module__.startswith("torchdata.")
+    if not from_torchdata or kind_of(sampler) != "RandomSampler":
+        return sampler
+    if loader.generator is not None:
+        return sampler
+    return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
 
 
 @final
@@ -476,13 +488,10 @@ class StreamSource(Source):
                     batch_size=place.batch_size, batch_sampler=batches
                 )
             self.per_rank_batch_size = self.loader.batch_size
-            own = (
-                loader.batch_size is not None
-                and loader.collate_fn is not default_collate
-            )
-            if own and one_for_one(
-                loader
-            ):  # batches of torch's own collate_fn show their size
+            # Batches of torch's default collate_fn show their size.
+            collates = loader.collate_fn is not default_collate
+            collates = collates and loader.batch_size is not None
+            if collates and draws_each_batch(loader):
                 self._counts = True
                 self.loader.collate_fn = _Counting(loader.collate_fn)
             if not place.ordered and has_state(loader.dataset):
@@ -506,18 +515,18 @@ class StreamSource(Source):
         self.workers_end = number > 0 and not self.loader.persistent_workers
         self.rolls = self.stateful and not self.workers_end
         self.generators = (
-            own_generators(loader) if isinstance(loader, DataLoader) else []
+            find_generators(loader) if isinstance(loader, DataLoader) else []
         )
         self._began = []  # in checkpoints a list, also without generators
 
     def _find_division(self) -> bool | None:
-        place = self.place
-        if place.part[1] == 1:
+        options = self.place
+        if options.part[1] == 1:
             return False
         division = divide_by_itself(self.given)
         if division is None:
-            return False if place.agree is None else None
-        check_division(division, place.rank, place.size)
+            return False if options.agree is None else None
+        check_division(division, options.rank, options.size)
         return True
 
     def leave_alone(self, alone: Any) -> None:
@@ -569,21 +578,22 @@ class StreamSource(Source):
         return self.place.size == 1
 
     def describe(self) -> str:
-        what = kind_of(self.given)
+        data = kind_of(self.given)
         if isinstance(self.given, DataLoader):
-            what = f"{what} over {kind_of(self.given.dataset)}"
+            data = f"{data} over {kind_of(self.given.dataset)}"
         split = ""
         if self.alone:
             split = "; it divides the data among the ranks itself"
         elif self.size > 1:
             split = f"; every rank reads all of it and keeps each {self.size}th batch"
-        return f"{what}, in its order{split}"
+        return f"{data}, in its order{split}"
 
     @property
     def stride(self) -> list[tuple[str, int]]:
-        each = self.per_rank_batch_size
-        size = self.place.part[1]  # of all ranks together
-        return [("batches", size)] if each is None else [("samples", size * each)]
+        size = self.place.part[1]
+        if self.per_rank_batch_size is None:
+            return [("batches", size)]
+        return [("samples", size * self.per_rank_batch_size)]
 
     @property
     def facts(self) -> list[dict[str, Any]]:
@@ -609,16 +619,19 @@ class StreamSource(Source):
     def state(self) -> Any:
         if not self.stateful:
             return {"generators": self._began} if self.generators else None
-        own = self.loader.state_dict()
-        return {
+        loader_state = self.loader.state_dict()
+        if not any(self.workers):
             # The state of objects in this process may still change.
-            "loader": own if any(self.workers) else copy.deepcopy(own),
+            loader_state = copy.deepcopy(loader_state)
+        return {
+            "loader": loader_state,
             "at": (self.rank + 1) % self.size,
             "generators": self._began,
         }
 
     def resharded(self, state: Any, further: int) -> Any:
-        if not self.place.shard or self.alone or (state is not None and state["at"]):
+        within_turn = state is not None and state["at"]
+        if not self.place.shard or self.alone or within_turn:
             raise CheckpointError(
                 "loaders",
                 None,
@@ -630,11 +643,14 @@ class StreamSource(Source):
     def epoch(
         self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
     ) -> Iterator[Any]:
-        parts = (
-            getattr(self.given, name, None) for name in ("sampler", "batch_sampler")
-        )
         # The inner ones first: a data set that passes another epoch on to its parts has the last word.
-        set_epoch(epoch, *reversed(worker_parts(self.given)), *parts, self.given)
+        set_epoch(
+            epoch,
+            *reversed(worker_parts(self.given)),
+            getattr(self.given, "sampler", None),
+            getattr(self.given, "batch_sampler", None),
+            self.given,
+        )
         self.draw_from(state)
         if self.generator is not None:
             # The same seed on all ranks: a dataset that shuffles in its workers must yield the same stream everywhere.
@@ -644,16 +660,12 @@ class StreamSource(Source):
             self._load(state["loader"])
         elif self._loaded:
             self._forget()
-        workers = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
-        inside = (
-            resumes and start > 0
-        )  # the next batch of a started epoch is read under the generators of the run
-        alike = self.size > 1 and not workers and not self.once and not inside
-        iterator = (
-            self._seeded(derive_seed(self.place.seed, epoch, turn))
-            if alike
-            else iter(self.loader)
-        )
+        # The next batch of a started epoch is read under the generators of the run.
+        if self._draws_here() and not (resumes and start > 0):
+            seed = derive_seed(self.place.seed, epoch, turn)
+            iterator = self._seeded(seed)
+        else:
+            iterator = iter(self.loader)
         if self.alone is None and not resumes:
             iterator = self._compare(iterator)
         if self.once and self.begun:
@@ -667,11 +679,16 @@ class StreamSource(Source):
         if self.stateful and self.workers_end:
             iterator = self._released(iterator)
         pairs = iterator if self._counts else self._sizes.pairs(iterator)
-        return (
-            pairs
-            if self.size == 1
-            else self._turns(pairs, state["at"] if resumes else 0)
-        )
+        if self.size == 1:
+            return pairs
+        turn_start = state["at"] if resumes else 0
+        return self._turns(pairs, turn_start)
+
+    def _draws_here(self) -> bool:
+        """Whether this process makes a new stream that the ranks divide, so its order must be the same on all."""
+        if self.size == 1 or self.once:
+            return False
+        return not isinstance(self.loader, DataLoader) or not self.loader.num_workers
 
     def _load(self, state: Any) -> None:
         self._loaded = True
@@ -689,9 +706,8 @@ class StreamSource(Source):
     def _forget(self) -> None:
         """Begin the next epoch at its start: litdata's loader goes on from a loaded state until it has ended once."""
         self._loaded = False
-        if getattr(self.loader, "restore", None) is True and type(
-            self.loader
-        ).__module__.startswith("litdata."):
+        from_litdata = type(self.loader).__module__.startswith("litdata.")
+        if from_litdata and getattr(self.loader, "restore", None) is True:
             self.loader.restore = False
 
     def _seeded(self, seed: int) -> Iterator[Any]:
@@ -699,9 +715,8 @@ class StreamSource(Source):
         with preserved_rng():
             seed_globals(seed)
             iterator = iter(self.loader)
-            first = list(
-                islice(iterator, 1)
-            )  # a generator function draws nothing before its first item
+            # A generator function draws nothing before its first item.
+            first = list(islice(iterator, 1))
         yield from first
         yield from iterator
 
@@ -741,11 +756,9 @@ class StreamSource(Source):
             )
 
     def _owner(self) -> str:
-        return (
-            f"its dataset ({kind_of(self.given.dataset)})"
-            if isinstance(self.given, DataLoader)
-            else "it"
-        )
+        if isinstance(self.given, DataLoader):
+            return f"its dataset ({kind_of(self.given.dataset)})"
+        return "it"
 
     def _first(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch in iterator:
@@ -758,12 +771,13 @@ class StreamSource(Source):
             " makes a new iterator",
         )
 
-    def _turns(self, pairs: Iterator[Any], at: int) -> Iterator[Any]:
+    def _turns(self, pairs: Iterator[Any], turn_rank: int) -> Iterator[Any]:
+        """Yield this rank's batches of the stream; ``turn_rank`` is the rank that the first one belongs to."""
         for pair in pairs:
-            if at == self.rank:
+            if turn_rank == self.rank:
                 yield pair
-            at = (at + 1) % self.size
-        if 0 < at <= self.rank:
+            turn_rank = (turn_rank + 1) % self.size
+        if 0 < turn_rank <= self.rank:
             yield MISSING
 
 
@@ -788,29 +802,28 @@ def has_state(owner: Any) -> bool:
 def _reading_states(loader: DataLoader[Any]) -> Any:
     """Return a loader as torchdata's, which reads the state of its dataset in this process and in workers."""
     kind = type(loader)
-    if (
-        kind.__iter__ is not DataLoader.__iter__
-        or kind._get_iterator is not DataLoader._get_iterator
-    ):
+    if kind.__iter__ is not DataLoader.__iter__:
         return loader  # it makes its own batches
+    if kind._get_iterator is not DataLoader._get_iterator:
+        return loader
     if loader.num_workers and not getattr(loader, "in_order", True):
         return loader  # batches arrive in any order: no state describes that
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     # Not its constructor, which lacks newer arguments of torch and attributes of a subclass.
-    made: Any = StatefulDataLoader.__new__(StatefulDataLoader)
-    made.__dict__.update(
+    stateful: Any = StatefulDataLoader.__new__(StatefulDataLoader)
+    stateful.__dict__.update(
         loader.__dict__,
         snapshot_every_n_steps=1,
         next_iter_state=None,
         _initial_iter_for_state_dict=False,
     )
-    return made
+    return stateful
 
 
 def shuffle_buffer(loader: Any) -> int:
     """Return the size of the shuffle buffer of a Hugging Face stream inside a loader; 0 without one."""
-    sources = [getattr(part, "_ex_iterable", None) for part in loader_parts(loader)]
+    sources = [getattr(member, "_ex_iterable", None) for member in loader_parts(loader)]
     for _ in range(_DEEPEST_SOURCE):
         for source in sources:
             size = getattr(source, "buffer_size", 0)

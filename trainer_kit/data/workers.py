@@ -57,21 +57,23 @@ class EndsWithParent:
 
     def __call__(self, worker_id: int) -> None:
         parent = multiprocessing.parent_process()
-        if (
-            parent is not None
-            and getattr(get_worker_info(), "worker_method", None) != "thread"
-        ):
+        # A worker that is a thread lives in the parent's process and must not end it.
+        method = getattr(get_worker_info(), "worker_method", None)
+        if parent is not None and method != "thread":
             arguments = (parent.sentinel, self._indices, worker_id)
-            threading.Thread(target=_follow, args=arguments, daemon=True).start()
+            watcher = threading.Thread(target=_follow, args=arguments, daemon=True)
+            watcher.start()
         if self.own is not None:
             self.own(worker_id)
 
 
 def _follow(parent: int, indices: Any, worker_id: int) -> None:
-    seconds = 1.0 if worker_id < len(indices) else None
+    """Note once a second which sample this worker reads, until the parent ends; then end the process."""
+    interval = 1.0 if worker_id < len(indices) else None
+    main_thread = threading.main_thread().ident
     # The sentinel is readable when the parent has closed its end.
-    while not wait([parent], seconds):
-        indices[worker_id] = _read_index(thread_frames(threading.main_thread().ident))
+    while not wait([parent], interval):
+        indices[worker_id] = _read_index(thread_frames(main_thread))
     time.sleep(_GRACE)
     os._exit(1)
 
@@ -82,7 +84,9 @@ def _read_index(frames: list[FrameType]) -> int:
     for frame in frames:
         if frame.f_code.co_filename.endswith(_FETCH):
             index = frame.f_locals.get("idx", index)
-    return index if isinstance(index, int) else -1
+    if isinstance(index, int):
+        return index
+    return -1  # a sampler may draw anything, for example a key
 
 
 def checked_context(given: BaseContext | None) -> BaseContext | None:
@@ -100,15 +104,14 @@ def checked_context(given: BaseContext | None) -> BaseContext | None:
         ``given`` itself if it does not fork, or is not torch's or the standard library's fork context.
     """
     # Without `allow_none` this call would fix the default, which a script may still choose.
-    default = (
-        multiprocessing.get_start_method(allow_none=True)
-        or multiprocessing.get_all_start_methods()[0]
-    )
-    forks = (
-        sys.platform != "win32"
-        and type(given or multiprocessing.get_context(default)) is ForkContext
-    )
-    return _CheckedContext() if forks else given
+    method = multiprocessing.get_start_method(allow_none=True)
+    if method is None:
+        method = multiprocessing.get_all_start_methods()[0]
+    if sys.platform != "win32":
+        context = given or multiprocessing.get_context(method)
+        if type(context) is ForkContext:
+            return _CheckedContext()
+    return given
 
 
 if sys.platform != "win32":
@@ -120,14 +123,14 @@ if sys.platform != "win32":
         @staticmethod
         def _Popen(process_obj: Any) -> Popen:
             for patience in _PATIENCE:
-                reader, process_obj.begins = multiprocessing.Pipe(duplex=False)
+                reader, writer = multiprocessing.Pipe(duplex=False)
+                process_obj.__dict__["begins"] = writer  # `run` reads it in the fork
                 process = ForkProcess._Popen(process_obj)
                 started = False
                 try:
-                    process_obj.begins.close()
-                    started = reader.poll(
-                        patience
-                    )  # also True if the worker has ended; the loader reports that
+                    writer.close()
+                    # Also True if the worker has ended; the loader reports that.
+                    started = reader.poll(patience)
                 finally:
                     reader.close()
                     if not started:
@@ -149,9 +152,9 @@ if sys.platform != "win32":
             )
 
         def run(self) -> None:
-            begins: Any = self.__dict__.pop("begins")
-            begins.send_bytes(b"1")
-            begins.close()
+            writer: Any = self.__dict__.pop("begins")
+            writer.send_bytes(b"1")
+            writer.close()
             super().run()
 
     @final

@@ -29,7 +29,7 @@ from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.state_names import uncompiled
 from trainer_kit.data import CombinedLoader, Feed, is_tree
-from trainer_kit.data.place import generator_states, own_generators, restore_generators
+from trainer_kit.data.place import find_generators, generator_states, restore_generators
 from trainer_kit.planning.candidates import check_strategy_name
 from trainer_kit.planning.estimate import Assumptions, step_samples
 from trainer_kit.planning.fake_mode import FastFakeMode
@@ -355,7 +355,7 @@ def _generators_of_loaders(loaders: Any) -> list[torch.Generator]:
     owners: list[object] = []
     for loader in single_loaders:
         owners += _generator_owners(loader)
-    return own_generators(*owners)
+    return find_generators(*owners)
 
 
 def _generator_owners(loader: object) -> list[object]:

@@ -17,7 +17,7 @@ from trainer_kit.core.errors import ConfigurationError, DataError, TrainerKitErr
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import CombinedLoader, read_together
-from trainer_kit.data.place import generator_states, own_generators, restore_generators
+from trainer_kit.data.place import find_generators, generator_states, restore_generators
 from trainer_kit.step.requests import listening
 from trainer_kit.step.run import Fit
 from trainer_kit.training.entry_points import EntryPoint
@@ -164,7 +164,7 @@ def _copy_loaders(loaders: Any, generators: list[Any]) -> Any:
         loaders.dataset, IterableDataset
     ):
         memo[id(loaders.dataset)] = loaders.dataset  # which may be large
-        generators += own_generators(loaders.dataset)
+        generators += find_generators(loaders.dataset)
     return _copy(loaders, "loader", memo)
 
 
