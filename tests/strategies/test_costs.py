@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import trainer_kit as tk
 from trainer_kit.callbacks import ModelSummary
 from trainer_kit.callbacks.model_summary import summarize
-from trainer_kit.core.costs import Costs, cost_lines, optimizer_bytes, part_bytes
+from trainer_kit.core.costs import Costs, cost_lines, optimizer_bytes, shard_bytes
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
 from trainer_kit.testing import run_distributed
 
@@ -50,7 +50,7 @@ class Odd(tk.TrainModule):
         self.expected = optimizer_bytes(trainer.optimizers, costs_of(trainer, self))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.gradients = part_bytes(
+        self.gradients = shard_bytes(
             p.grad for p in self.parameters() if p.grad is not None
         )
 
@@ -72,7 +72,7 @@ def costs_of(made: tk.Trainer, module: nn.Module) -> Costs:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
-        part_bytes(v for v in own.values() if isinstance(v, Tensor))
+        shard_bytes(v for v in own.values() if isinstance(v, Tensor))
         for own in optimizer.state.values()
     )
 
@@ -98,7 +98,7 @@ def check_what_ranks_hold() -> None:
                 p.ds_tensor.numel() * 4 for p in module.parameters()
             )
         else:
-            assert told.parameters == part_bytes(module.parameters()), strategy
+            assert told.parameters == shard_bytes(module.parameters()), strategy
         if not strategy.startswith("deepspeed"):  # there they are the engine's
             assert told.gradients == module.gradients, strategy
         else:
@@ -129,7 +129,7 @@ def check_tensor_ranks() -> None:
     assert "tensor ranks" in before.layout
     made.fit(module, BATCHES)
     told = costs_of(made, module)
-    assert told.parameters == part_bytes(module.parameters()) < PLAIN * 4
+    assert told.parameters == shard_bytes(module.parameters()) < PLAIN * 4
     assert told.gradients == module.gradients
     assert optimizer_bytes(made.optimizers, told) == state_bytes(made.optimizers[0])
     assert [exchange.split()[0] for exchange in told.exchanges] == ["activations"]
@@ -158,7 +158,7 @@ def check_stages() -> None:
     made.fit(module, [torch.ones(4, 6)] * 4)
     told = costs_of(made, module)
     assert (
-        told.parameters == part_bytes(module.parameters()) in (42 * 4, 84 * 4)
+        told.parameters == shard_bytes(module.parameters()) in (42 * 4, 84 * 4)
     )  # one block or two
     assert "pipeline ranks" in told.layout
     assert told.layout.endswith(

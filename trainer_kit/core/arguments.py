@@ -45,10 +45,8 @@ __all__ = [
     "word_of",
 ]
 
-_SWITCHES = {
-    "bool": bool,
-    "bool | None": bool | None,
-}  # what `known_arguments` checks, as annotated
+# what `known_arguments` checks, as annotated
+_SWITCHES = {"bool": bool, "bool | None": bool | None}
 _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
 
@@ -87,19 +85,19 @@ def check_fields(record: Any) -> None:
     """
     cls = type(record)
     hints = _hints(cls)  # type: ignore[arg-type]
-    for one in fields(record):
-        value = getattr(record, one.name, one.default)
-        if not _fits(value, hints[one.name]):
-            if isinstance(value, Real) and timedelta in (
-                hints[one.name],
-                *get_args(hints[one.name]),
-            ):
-                check_timeout(value, f"{cls.__name__}({one.name}=...)")
-            raise ConfigurationError(
-                f"{cls.__name__}.{one.name} has the wrong type",
-                found=f"{one.name}={value!r}",
-                fix=f"{one.name} takes {one.type}",
-            )
+    for field in fields(record):
+        value = getattr(record, field.name, field.default)
+        hint = hints[field.name]
+        if _fits(value, hint):
+            continue
+        # A number where a time belongs gets the error that shows how to write it.
+        if isinstance(value, Real) and timedelta in (hint, *get_args(hint)):
+            check_timeout(value, f"{cls.__name__}({field.name}=...)")
+        raise ConfigurationError(
+            f"{cls.__name__}.{field.name} has the wrong type",
+            found=f"{field.name}={value!r}",
+            fix=f"{field.name} takes {field.type}",
+        )
 
 
 def typed_arguments(
@@ -119,20 +117,16 @@ def typed_arguments(
     @wraps(make)
     def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
         kinds = _plain_hints(make)
-        parameters = inspect.signature(make).parameters
+        signature = inspect.signature(make)
+        parameters = signature.parameters
         refuse_replaced(cls.__name__, cls, parameters, kwargs)
         try:
-            given = inspect.signature(make).bind(*args, **kwargs).arguments
+            values = signature.bind(*args, **kwargs).arguments
         except TypeError:  # Python's own error names the argument
-            given = {}
-        for name in given.keys() & kinds.keys():
-            check_type(
-                cls.__name__,
-                name,
-                given[name],
-                kinds[name],
-                parameters[name].annotation,
-            )
+            values = {}
+        for name in values.keys() & kinds.keys():
+            annotation = parameters[name].annotation
+            check_type(cls.__name__, name, values[name], kinds[name], annotation)
         return make(*args, **kwargs)
 
     return checked
@@ -162,20 +156,22 @@ def refuse_replaced(
         if row is None:
             continue
         value = keywords[name]
-        if any(
-            value is same or (type(value) is type(same) and value == same)
-            for same in row.same
-        ):
+        if any(_is_same(value, same) for same in row.same):
             del keywords[name]
         else:
             refuse_unknown(owner, {name: value}, (), {name: row.instead})
 
 
+def _is_same(value: object, other: object) -> bool:
+    # The types are compared too: True equals 1. Identity first: an array has no truth value.
+    return value is other or (type(value) is type(other) and value == other)
+
+
 def with_typed_arguments(cls: type) -> None:
     """Replace the constructor that a class of this library defines by `typed_arguments` of it."""
     if cls.__module__.startswith("trainer_kit.") and "__init__" in vars(cls):
-        made: Any = cls
-        made.__init__ = typed_arguments(cls, made.__init__)
+        target: Any = cls  # mypy takes an assignment to a method for a mistake
+        target.__init__ = typed_arguments(cls, target.__init__)
 
 
 def check_type(owner: str, name: str, value: Any, kind: Any, text: str = "") -> None:
@@ -188,12 +184,16 @@ def check_type(owner: str, name: str, value: Any, kind: Any, text: str = "") -> 
         kind: the annotation, such as ``int | Sequence[int]``.
         text: the annotation in words; by default as Python prints it.
     """
-    if not _fits(value, kind):
-        raise ConfigurationError(
-            f"{owner}({name}=) has the wrong type",
-            found=f"{name}={value!r}",
-            fix=f"{name} takes {text or getattr(kind, '__name__', str(kind).replace('collections.abc.', ''))}",
-        )
+    if _fits(value, kind):
+        return
+    if not text:
+        printed = str(kind).replace("collections.abc.", "")
+        text = getattr(kind, "__name__", printed)
+    raise ConfigurationError(
+        f"{owner}({name}=) has the wrong type",
+        found=f"{name}={value!r}",
+        fix=f"{name} takes {text}",
+    )
 
 
 @cache
@@ -202,25 +202,26 @@ def _plain_hints(make: Callable[..., Any]) -> dict[str, Any]:
         hints = get_type_hints(make)
     except NameError:  # as in `_hints`
         return {}
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    single = [
-        one.name
-        for one in inspect.signature(make).parameters.values()
-        if one.kind not in several
-    ]
-    return {
-        name: hints[name] for name in single if name in hints and _is_plain(hints[name])
-    }
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    plain = {}
+    for name, parameter in inspect.signature(make).parameters.items():
+        if parameter.kind in variadic or name not in hints:
+            continue
+        if _is_plain(hints[name]):
+            plain[name] = hints[name]
+    return plain
 
 
 def _is_plain(kind: Any) -> bool:
-    if get_origin(kind) in (Union, types.UnionType):
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
         return all(map(_is_plain, get_args(kind)))
-    if get_origin(kind) in (collections.abc.Sequence, collections.abc.Mapping):
-        return all(part is Any or _is_plain(part) for part in get_args(kind))
-    if kind in (int, float, bool, str, Path, types.NoneType):
+    if origin in (collections.abc.Sequence, collections.abc.Mapping):
+        elements = get_args(kind)
+        return all(element is Any or _is_plain(element) for element in elements)
+    if origin in (collections.abc.Callable, os.PathLike):
         return True
-    return get_origin(kind) in (collections.abc.Callable, os.PathLike)
+    return kind in (int, float, bool, str, Path, types.NoneType)
 
 
 def check_timeout(timeout: Any, owner: str) -> None:
@@ -261,49 +262,57 @@ def _hints(cls: type) -> dict[str, Any]:
     try:
         return get_type_hints(cls)
     except NameError:  # an annotation names a type of a library that is imported lazily
-        return dict.fromkeys((one.name for one in fields(cls)), Any)
+        return {field.name: Any for field in fields(cls)}
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    origin, parts = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if kind is Any:
         return True
     if origin in (Union, types.UnionType):
-        return any(_fits(value, part) for part in parts)
+        return any(_fits(value, alternative) for alternative in arguments)
     if origin is Literal:
-        return value in parts
+        return value in arguments
     if kind is None or kind is type(None):
         return value is None
     if kind is bool:
-        numpy = str(getattr(value, "dtype", None)) == "bool" and value.ndim == 0
-        return (
-            isinstance(value, bool)
-            or (isinstance(value, Integral) and value in (0, 1))
-            or numpy
-        )
+        return _fits_bool(value)
     if kind is int:
         return isinstance(value, Integral)
     if kind is float:
         return isinstance(value, Real) and not isinstance(value, bool)
-    return _fits_class(value, kind if origin is None else origin, parts)
+    return _fits_class(value, origin or kind, arguments)
 
 
-def _fits_class(value: Any, kind: type, parts: tuple[Any, ...]) -> bool:
+def _fits_bool(value: Any) -> bool:
+    if isinstance(value, Integral):  # bool is one too
+        return value in (0, 1)
+    # NumPy's bool is no Integral.
+    return str(getattr(value, "dtype", None)) == "bool" and value.ndim == 0
+
+
+def _fits_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
     if kind.__name__ == "Callable":  # a special form; mypy does not know it as a class
         return callable(value)
     if kind in (os.PathLike, Path):
         return isinstance(value, os.PathLike)
     if issubclass(kind, Mapping):
-        return isinstance(value, Mapping) and all(
-            _fits(part, what)
-            for item in value.items()
-            for part, what in zip(item, parts, strict=False)
+        if not isinstance(value, Mapping):
+            return False
+        if not arguments:
+            return True
+        key_kind, item_kind = arguments
+        return all(
+            _fits(key, key_kind) and _fits(item, item_kind)
+            for key, item in value.items()
         )
     if kind in (list, tuple, collections.abc.Sequence):
-        several = isinstance(value, Collection) and not isinstance(
-            value, (str, bytes, Mapping)
-        )
-        return several and all(_fits(part, parts[0]) for part in value if parts)
+        if isinstance(value, (str, bytes, Mapping)):
+            return False
+        if not isinstance(value, Collection):
+            return False
+        return not arguments or all(_fits(item, arguments[0]) for item in value)
     return isinstance(value, kind)
 
 
@@ -320,9 +329,9 @@ def as_list(given: Any, *single: type) -> list[Any]:
     """
     if given is None or given is False:
         return []
-    if isinstance(given, (str, bytes, Mapping, *single)) or not isinstance(
-        given, Iterable
-    ):
+    if not isinstance(given, Iterable):
+        return [given]
+    if isinstance(given, (str, bytes, Mapping, *single)):
         return [given]
     return list(given)
 
@@ -335,7 +344,9 @@ def word_of(value: Any) -> str:
         >>> word_of("fp16"), word_of(Enum("Kind", {"HALF": "fp16"}).HALF)
         ('fp16', 'fp16')
     """
-    return str(value.value if isinstance(value, Enum) else value)
+    if isinstance(value, Enum):
+        value = value.value
+    return str(value)
 
 
 def refuse_unknown(
@@ -353,17 +364,13 @@ def refuse_unknown(
         former: as for `known_arguments`.
     """
     for name, value in unknown.items():
-        fix = (
-            former[name].format(value=repr(value))
-            if name in former
-            else did_you_mean(name, known)
-        )
         text = repr(value)
-        text = (
-            text
-            if len(text) <= 100 and "\n" not in text
-            else f"a {type(value).__name__}"
-        )
+        if name in former:
+            fix = former[name].format(value=text)
+        else:
+            fix = did_you_mean(name, known)
+        if len(text) > 100 or "\n" in text:
+            text = f"a {type(value).__name__}"
         raise ConfigurationError(
             f"{owner} has no argument {name!r}", found=f"{name}={text}", fix=fix
         )
@@ -419,61 +426,60 @@ def call_check(
         method: a constructor or method; the first of its arguments is not checked.
         former: as for `known_arguments`.
     """
-    parameters = inspect.signature(method).parameters
-    several = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
-    known = [
-        name
-        for name, each in parameters.items()
-        if each.kind is not each.VAR_POSITIONAL
-    ][1:]
-    positional = (
-        sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values()) - 1
-    )
-    named = [
-        name for name in known if parameters[name].kind is parameters[name].KEYWORD_ONLY
-    ]
-    needed = [
-        name for name in known if parameters[name].default is inspect.Parameter.empty
-    ]
-    switches = {
-        name: _SWITCHES.get(each.annotation, Any) for name, each in parameters.items()
-    }
+    # Without the first one, which is ``self``.
+    parameters = dict(list(inspect.signature(method).parameters.items())[1:])
+    variadic = False
+    accepted: list[str] = []
+    positional: list[str] = []
+    required: list[str] = []
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            variadic = True
+            continue
+        accepted.append(name)
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            positional.append(name)
+        if parameter.default is parameter.empty:
+            required.append(name)
     owner = method.__qualname__.removesuffix(".__init__")
 
     def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        refuse_unknown(
-            owner,
-            {name: value for name, value in kwargs.items() if name not in known},
-            known,
-            former,
-        )
-        if len(args) - 1 > positional and not several:
-            first = args[positional + 1]
-            is_module = any(kind.__name__ == "Module" for kind in type(first).__mro__)
-            some = (
-                f"{positional} arguments without a name"
-                if positional
-                else "its arguments by name"
-            )
-            raise ConfigurationError(
-                f"{owner} takes {some}",
-                found=(f"a {type(first).__name__}" if is_module else f"{first!r:.100}")
-                + " without a name",
-                fix=former.get(
-                    "module" if is_module else "", f"such as {(named or known)[0]}=..."
-                ),
-            )
-        for name in needed:
-            if name not in kwargs and (
-                name in named or known.index(name) >= len(args) - 1
-            ):
+        unknown = {name: kwargs[name] for name in kwargs if name not in accepted}
+        refuse_unknown(owner, unknown, accepted, former)
+        values = args[1:]
+        if len(values) > len(positional) and not variadic:
+            named = [name for name in accepted if name not in positional]
+            example = (named or accepted)[0]
+            surplus = values[len(positional)]
+            raise _surplus_argument(owner, len(positional), surplus, example, former)
+        by_position = positional[: len(values)]
+        for name in required:
+            if name not in kwargs and name not in by_position:
                 raise ConfigurationError(
                     f"{owner} needs {name}", found=f"no {name}", fix=f"pass {name}=..."
                 )
-        for name, value in (
-            *zip(list(parameters)[1:], args[1:], strict=False),
-            *kwargs.items(),
-        ):
-            check_type(owner, name, value, switches[name], parameters[name].annotation)
+        passed = [*zip(parameters, values, strict=False), *kwargs.items()]
+        for name, value in passed:
+            annotation = parameters[name].annotation
+            kind = _SWITCHES.get(annotation, Any)
+            check_type(owner, name, value, kind, annotation)
 
     return check
+
+
+def _surplus_argument(
+    owner: str, count: int, value: object, example: str, former: Mapping[str, str]
+) -> ConfigurationError:
+    """The error for a value without a name behind the ``count`` that ``owner`` takes."""
+    takes = f"{count} arguments without a name" if count else "its arguments by name"
+    fix = f"such as {example}=..."
+    shown = f"{value!r:.100}"
+    # By name: torch need not be imported for it, and the repr of a module has many lines.
+    if any(base.__name__ == "Module" for base in type(value).__mro__):
+        shown = f"a {type(value).__name__}"
+        fix = former.get("module", fix)
+    else:
+        fix = former.get("", fix)
+    return ConfigurationError(
+        f"{owner} takes {takes}", found=f"{shown} without a name", fix=fix
+    )

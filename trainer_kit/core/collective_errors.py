@@ -39,7 +39,8 @@ def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
         try:
             result = act()
         except Exception as error:  # any error: the other ranks wait in the broadcast
-            problem, shared = error, shared_error(error, 0)
+            problem = error
+            shared = shared_error(error, 0)
     result, shared = world.broadcast((result, shared))
     if problem is not None:
         raise problem
@@ -61,15 +62,16 @@ def on_every_rank(world: Group, act: Callable[[], _T]) -> list[_T]:
         result = act()
     except Exception as error:  # any error: the other ranks wait in the gather
         problem = error
-    everyone = world.all_gather_object(
-        (result, problem and shared_error(problem, world.rank))
-    )
-    problem = problem or next(
-        (other for _, other in everyone if other is not None), None
-    )
+    shared = None
+    if problem is not None:
+        shared = shared_error(problem, world.rank)
+    outcomes = world.all_gather_object((result, shared))
     if problem is not None:
         raise problem
-    return [cast(_T, value) for value, _ in everyone]
+    for _, error_of_rank in outcomes:
+        if error_of_rank is not None:
+            raise error_of_rank
+    return [cast(_T, value) for value, _ in outcomes]
 
 
 def fail_together(world: Group, act: Callable[[], _T]) -> _T:
@@ -114,17 +116,17 @@ def signature(data: Any, describe: Callable[[Tensor], str] = shape_of) -> str:
     """
     if isinstance(data, Tensor):
         return describe(data)
-    parts = [(name, signature(part, describe)) for (_, name), part in children(data)]
+    members = {name: signature(child, describe) for (_, name), child in children(data)}
     if isinstance(data, (list, tuple)):
-        return f"[{', '.join(text for _, text in parts)}]"
+        return f"[{', '.join(members.values())}]"
     if isinstance(data, Mapping):
-        return f"{{{', '.join(f'{key!r}: {text}' for key, text in parts)}}}"
+        items = ", ".join(f"{key!r}: {text}" for key, text in members.items())
+        return f"{{{items}}}"
     name = type(data).__name__
-    return (
-        f"{name}({', '.join(f'{field}={text}' for field, text in parts)})"
-        if parts
-        else name
-    )
+    if not members:
+        return name
+    fields = ", ".join(f"{field}={text}" for field, text in members.items())
+    return f"{name}({fields})"
 
 
 def same_everywhere(group: Group, call: str, data: Any) -> None:
@@ -158,20 +160,18 @@ def compare(
     Raises:
         RankError: on every rank, if ``call`` differs; the message has the text of each.
     """
-    digest = int.from_bytes(
-        hashlib.blake2b(call.encode(), digest_size=6).digest(), "little"
-    )  # exact in a float64
-    rows = group.agree([digest, *numbers])
+    # Six bytes, which a float64 holds exactly.
+    digest = hashlib.blake2b(call.encode(), digest_size=6).digest()
+    rows = group.agree([int.from_bytes(digest, "little"), *numbers])
     if all(row[0] == rows[0][0] for row in rows):
         return [row[1:] for row in rows]
     ranks: dict[str, list[str]] = {}
-    for rank, theirs in enumerate(group.all_gather_object(call)):
-        ranks.setdefault(theirs, []).append(str(rank))
+    for rank, text in enumerate(group.all_gather_object(call)):
+        ranks.setdefault(text, []).append(str(rank))
+    calls = [f"process {', '.join(same)}: {text}" for text, same in ranks.items()]
     raise RankError(
         f"the processes pass different tensors to {call.partition('(')[0]}",
-        found="; ".join(
-            f"process {', '.join(who)}: {theirs}" for theirs, who in ranks.items()
-        ),
+        found="; ".join(calls),
         fix="pass the same structure, shapes and dtypes on every process: pad or cut tensors that differ in length"
         " (an Accelerator has pad_across_processes), and leave out no process",
     )

@@ -13,7 +13,14 @@ from torch.optim import Optimizer
 from trainer_kit.core.display import in_units
 from trainer_kit.core.tensors import local
 
-__all__ = ["Costs", "cost_lines", "held", "optimizer_bytes", "own_part", "part_bytes"]
+__all__ = [
+    "Costs",
+    "cost_lines",
+    "local_shard",
+    "optimizer_bytes",
+    "shard_bytes",
+    "shard_costs",
+]
 
 
 @final
@@ -41,24 +48,26 @@ class Costs:
     during: str = ""
 
 
-def part_bytes(tensors: Iterable[Any]) -> int:
+def shard_bytes(tensors: Iterable[Any]) -> int:
     """The bytes of tensors on this rank; of a ``DTensor`` only the local shard counts.
 
     Example:
-        >>> part_bytes([torch.zeros(3, 4), torch.zeros(2, dtype=torch.bfloat16)])
+        >>> shard_bytes([torch.zeros(3, 4), torch.zeros(2, dtype=torch.bfloat16)])
         52
     """
-    return sum(part.numel() * part.element_size() for part in map(local, tensors))
+    shards = map(local, tensors)
+    return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
-def own_part(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
+def local_shard(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
     """A meta tensor with the shape of a rank's shard of ``tensor``, which is or will be sharded along its first dim.
 
     Example:
-        >>> [len(own_part(torch.zeros(5, 2), 3, rank)) for rank in range(3)]
+        >>> [len(local_shard(torch.zeros(5, 2), 3, rank)) for rank in range(3)]
         [2, 2, 1]
     """
     shape = list(local(tensor).shape)
+    # A ``DTensor`` is sharded already. The last ranks may have a smaller shard, or none.
     if ranks > 1 and shape and not hasattr(tensor, "to_local"):
         rows = -(-shape[0] // ranks)
         shape[0] = max(0, min(rows, shape[0] - rank * rows))
@@ -67,11 +76,11 @@ def own_part(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
     )
 
 
-def held(
+def shard_costs(
     module: nn.Module,
     layout: str,
     exchanges: Sequence[str] = (),
-    part: Callable[[nn.Parameter], Tensor] = own_part,
+    part: Callable[[nn.Parameter], Tensor] = local_shard,
     during: str = "",
 ) -> Costs:
     """The costs of a rank that holds and steps its own shard of each parameter.
@@ -80,15 +89,21 @@ def held(
         module: the module, before or after sharding.
         layout: the axes, and what each rank holds.
         exchanges: the communication of a step.
-        part: returns this rank's shard of a parameter, see `own_part`; default: the local tensor.
+        part: returns this rank's shard of a parameter, see `local_shard`; default: the local tensor.
         during: what a rank holds for a part of a step, in words.
     """
-    parts = {p: part(p) for p in module.parameters()}
+    shards = {parameter: part(parameter) for parameter in module.parameters()}
+    trained = [shard for shard in shards.values() if shard.requires_grad]
+
+    def stepped(group: Sequence[nn.Parameter]) -> list[Tensor]:
+        # A user's optimizer may step parameters that are not of the module.
+        return [shards[p] if p in shards else local_shard(p) for p in group]
+
     return Costs(
         layout=layout,
-        parameters=part_bytes(parts.values()),
-        gradients=part_bytes(part for part in parts.values() if part.requires_grad),
-        stepped=lambda group: [parts[p] if p in parts else own_part(p) for p in group],
+        parameters=shard_bytes(shards.values()),
+        gradients=shard_bytes(trained),
+        stepped=stepped,
         exchanges=exchanges,
         during=during,
     )
@@ -106,30 +121,23 @@ def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None
         >>> optimizer_bytes([torch.optim.AdamW(layer.parameters())], alone)  # two moments, and the step of each tensor
         136
     """
-    found = 0
+    total = 0
     for optimizer in optimizers:
         if optimizer.state:
-            found += sum(
-                part_bytes(v for v in own.values() if isinstance(v, Tensor))
-                for own in optimizer.state.values()
-            )
+            for state in optimizer.state.values():
+                total += shard_bytes(v for v in state.values() if isinstance(v, Tensor))
             continue
         sizes = _SIZES.get(type(optimizer))
-        if (
-            sizes is None or costs.parameters is None
-        ):  # the tensors that this rank steps are not known either
+        # Before sharding, the tensors that this rank steps are not known either.
+        if sizes is None or costs.parameters is None:
             return None
         for group in optimizer.param_groups:
-            like = [
-                tensor
-                for tensor in costs.stepped(group["params"])
-                if tensor.requires_grad
-            ]
+            stepped = costs.stepped(group["params"])
+            trained = [tensor for tensor in stepped if tensor.requires_grad]
             tensors, numbers = sizes(group)
-            found += tensors * part_bytes(like) + numbers * len(
-                like
-            ) * _bytes_of_a_number(group)
-    return found
+            total += tensors * shard_bytes(trained)
+            total += numbers * len(trained) * _number_bytes(group)
+    return total
 
 
 _Sizes = Callable[[Mapping[str, Any]], tuple[int, int]]
@@ -151,20 +159,26 @@ _SIZES: Final[Mapping[type[Optimizer], _Sizes]] = {
 """For each class, a function of its options: parameter-shaped tensors, and scalars, that it keeps per parameter."""
 
 
-def _bytes_of_a_number(group: Mapping[str, Any]) -> int:
-    double = torch.get_default_dtype() is torch.float64 and not group.get("fused")
-    return 8 if double else 4
+def _number_bytes(group: Mapping[str, Any]) -> int:
+    # torch's optimizers count steps in the default dtype; fused ones always in float32.
+    if torch.get_default_dtype() is torch.float64 and not group.get("fused"):
+        return 8
+    return 4
 
 
-def _held(sizes: Sequence[tuple[int | None, str]]) -> str:
+def _describe_sizes(sizes: Sequence[tuple[int | None, str]]) -> str:
     """The sizes as text; unknown ones are named last."""
-    known = ", ".join(
-        f"{in_units(number)} of {what}" for number, what in sizes if number is not None
-    )
-    unknown = " and ".join(what for number, what in sizes if number is None)
-    return "; ".join(
-        filter(None, [known, unknown and f"sizes known only in the run: {unknown}"])
-    )
+    texts = []
+    unknown = []
+    for number, data in sizes:
+        if number is None:
+            unknown.append(data)
+        else:
+            texts.append(f"{in_units(number)} of {data}")
+    clauses = [", ".join(texts)] if texts else []
+    if unknown:
+        clauses.append(f"sizes known only in the run: {' and '.join(unknown)}")
+    return "; ".join(clauses)
 
 
 def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str]:
@@ -183,21 +197,23 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
         a step sends nothing
     """
     state = None if optimizers is None else optimizer_bytes(optimizers, costs)
-    held = [
+    sizes = [
         (costs.parameters, "parameters"),
         (costs.gradients, "gradients"),
         (state, "optimizer state"),
     ]
     if costs.masters:
-        held.append((costs.masters, "parameters in full precision"))
+        sizes.append((costs.masters, "parameters in full precision"))
     lines = [
         f"layout       {costs.layout}",
-        f"a rank holds {_held(held)}",
+        f"a rank holds {_describe_sizes(sizes)}",
     ]
     if costs.during:
         lines.append(f"{'':<13}{costs.during}")
-    lines += [
-        f"{'' if index else 'a step sends':<13}{what}"
-        for index, what in enumerate(costs.exchanges)
-    ]
-    return lines if costs.exchanges else [*lines, "a step sends nothing"]
+    if not costs.exchanges:
+        lines.append("a step sends nothing")
+    label = "a step sends"
+    for exchange in costs.exchanges:
+        lines.append(f"{label:<13}{exchange}")
+        label = ""  # only the first line has it
+    return lines

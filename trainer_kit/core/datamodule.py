@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -75,14 +75,16 @@ class DataModule(DataHooks, HParamsMixin):
             CheckpointError: the file cannot be read.
         """
         state = READERS.get("module")(checkpoint_path, whole=True)
-        kept = state.get("datamodule_hyper_parameters") or {}
-        made = construct(
-            cls, kept if hparams_file is None else read_hparams(hparams_file), kwargs
-        )
-        own = state.get("datamodule") or state.get(cls.__qualname__)
-        if own:
-            made.load_state_dict(own)
-        return made
+        if hparams_file is None:
+            hparams = state.get("datamodule_hyper_parameters") or {}
+        else:
+            hparams = read_hparams(hparams_file)
+        datamodule = construct(cls, hparams, kwargs)
+        # Lightning's files hold the state under the name of the class.
+        datamodule_state = state.get("datamodule") or state.get(cls.__qualname__)
+        if datamodule_state:
+            datamodule.load_state_dict(datamodule_state)
+        return datamodule
 
     @classmethod
     def from_datasets(
@@ -106,36 +108,35 @@ class DataModule(DataHooks, HParamsMixin):
             num_workers: loader workers; also passed to the constructor if it takes it.
             datamodule_kwargs: further arguments of the constructor of ``cls``.
         """
-        made: DataModule = construct(
-            cls,
-            {"batch_size": batch_size, "num_workers": num_workers},
-            datamodule_kwargs,
-        )
-        given: Iterable[tuple[str, Any]] = (
-            ("train", train_dataset),
-            ("val", val_dataset),
-            ("test", test_dataset),
-            ("predict", predict_dataset),
-        )
-        for name, dataset in given:
+        options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "num_workers": num_workers,
+        }
+        datamodule: DataModule = construct(cls, options, datamodule_kwargs)
+        datasets = {
+            "train": train_dataset,
+            "val": val_dataset,
+            "test": test_dataset,
+            "predict": predict_dataset,
+        }
+        for name, dataset in datasets.items():
             if dataset is not None:
-                load = partial(
-                    _load,
-                    dataset,
-                    name == "train",
-                    batch_size=batch_size,
-                    num_workers=num_workers,
-                )
-                setattr(made, f"{name}_dataloader", load)
-        return made
+                shuffle = name == "train"
+                # On the object, where it hides the method of the class.
+                make_loaders = partial(_make_loaders, dataset, shuffle, options)
+                setattr(datamodule, f"{name}_dataloader", make_loaders)
+        return datamodule
 
 
-def _load(dataset: Any, shuffle: bool, **options: Any) -> Any:
+def _make_loaders(dataset: Any, shuffle: bool, options: dict[str, Any]) -> Any:
     """A loader for each dataset, in the same nesting of lists and dicts."""
     if isinstance(dataset, Mapping):
-        return {name: _load(part, shuffle, **options) for name, part in dataset.items()}
+        return {
+            name: _make_loaders(member, shuffle, options)
+            for name, member in dataset.items()
+        }
     if isinstance(dataset, Sequence) and not isinstance(dataset, (str, Dataset)):
-        return [_load(part, shuffle, **options) for part in dataset]
-    return DataLoader(
-        dataset, shuffle=shuffle and not isinstance(dataset, IterableDataset), **options
-    )
+        return [_make_loaders(member, shuffle, options) for member in dataset]
+    if isinstance(dataset, IterableDataset):
+        shuffle = False  # torch refuses it
+    return DataLoader(dataset, shuffle=shuffle, **options)

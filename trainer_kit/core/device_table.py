@@ -64,17 +64,15 @@ class Device:
             precision: None is known for 64-bit floats, for 8-bit products, and for bf16 on devices that emulate it.
             tf32: whether float32 products use TF32; None: as torch is set.
         """
-        if any(word in precision for word in ("64", "8", "transformer-engine")):
+        if any(name in precision for name in ("64", "8", "transformer-engine")):
             return None
         if "bf16" in precision and not self.bf16:
             return None
         if "32" in precision:
-            tf32 = (
-                torch.get_float32_matmul_precision() != "highest"
-                if tf32 is None
-                else tf32
-            )
-            return 1e12 * (self.tf32 if tf32 else self.single)
+            if tf32 is None:
+                tf32 = torch.get_float32_matmul_precision() != "highest"
+            rate = self.tf32 if tf32 else self.single
+            return 1e12 * rate
         return 1e12 * self.half
 
 
@@ -83,12 +81,8 @@ def _rows() -> list[Device]:
     # Rates of tensor cores are the dense ones: NVIDIA's sheets give them with sparsity, which is twice as much.
     # Products of consumer cards are summed in float32. An MI250X is two devices, each with half of what its sheet
     # gives. Rates of links are those of one direction: the sheets give the sum of both.
-    return [
-        Device(**row)
-        for row in json.loads(
-            files(__package__).joinpath("device_table.json").read_text("utf-8")
-        )
-    ]
+    text = files(__package__).joinpath("device_table.json").read_text("utf-8")
+    return [Device(**row) for row in json.loads(text)]
 
 
 _OTHER_CHIPS: Final = frozenset(
@@ -104,11 +98,12 @@ def known_devices() -> dict[str, Device]:
         >>> sorted(known_devices())[:3]
         ['a100-40', 'a100-80', 'a10g']
     """
-    return {
-        row.name.lower().replace(" ", "-").removesuffix("gb"): row
-        for row in _rows()
-        if row.memory
-    }
+    devices = {}
+    for row in _rows():
+        if row.memory:
+            key = row.name.lower().replace(" ", "-").removesuffix("gb")
+            devices[key] = row
+    return devices
 
 
 def find_device(word: str) -> Device:
@@ -121,21 +116,17 @@ def find_device(word: str) -> Device:
         >>> find_device("H200").memory, find_device("a100-40").bandwidth
         (141, 1555)
     """
-    key = (
-        word.lower()
-        .replace(" ", "-")
-        .replace("_", "-")
-        .removeprefix("nvidia-")
-        .removesuffix("gb")
-    )
-    key, known = _OTHER_WORDS.get(key, key), known_devices()
-    if key not in known:
+    key = word.lower().replace(" ", "-").replace("_", "-")
+    key = key.removeprefix("nvidia-").removesuffix("gb")
+    key = _OTHER_WORDS.get(key, key)
+    devices = known_devices()
+    if key not in devices:
         raise ConfigurationError(
             "this device has no known data sheet",
             found=repr(word),
-            fix=did_you_mean(key, sorted(known)),
+            fix=did_you_mean(key, sorted(devices)),
         )
-    return known[key]
+    return devices[key]
 
 
 def device_peak(name: str, precision: str) -> float | None:
@@ -149,11 +140,13 @@ def device_peak(name: str, precision: str) -> float | None:
         >>> device_peak("NVIDIA H100 80GB HBM3", "bf16-mixed"), device_peak("an unknown one", "32-true")
         (989000000000000.0, None)
     """
-    words = set(name.replace("-", " ").replace("/", " ").split())
-    known = [row for row in _rows() if words.issuperset(row.name.split())]
-    if not known:
+    name_parts = set(name.replace("-", " ").replace("/", " ").split())
+    matches = [row for row in _rows() if name_parts.issuperset(row.name.split())]
+    if not matches:
         return None
-    row = max(known, key=lambda row: len(row.name))
-    return (
-        None if (words & _OTHER_CHIPS) - set(row.name.split()) else row.flops(precision)
-    )
+    # The longest name is the most specific one.
+    row = max(matches, key=lambda match: len(match.name))
+    unmatched = name_parts - set(row.name.split())
+    if unmatched & _OTHER_CHIPS:
+        return None
+    return row.flops(precision)

@@ -32,7 +32,9 @@ def present_accelerator() -> torch.device | None:
         >>> found is None or found.type != "cpu"
         True
     """
-    return torch.accelerator.current_accelerator() if count_accelerators() else None
+    if not count_accelerators():
+        return None
+    return torch.accelerator.current_accelerator()
 
 
 def count_accelerators() -> int:
@@ -42,10 +44,12 @@ def count_accelerators() -> int:
         >>> (count_accelerators() > 0) == (present_accelerator() is not None)
         True
     """
-    found = torch.accelerator.current_accelerator()
-    # torch.accelerator.device_count would initialise CUDA, which forked processes then could not use; the device
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return 0
+    # torch.accelerator.device_count would initialize CUDA, which forked processes then could not use; the device
     # module counts through the driver's library.
-    return 0 if found is None else int(torch.get_device_module(found).device_count())
+    return int(torch.get_device_module(accelerator).device_count())
 
 
 def make_current(device: torch.device) -> None:
@@ -60,8 +64,10 @@ def make_current(device: torch.device) -> None:
     Example:
         >>> make_current(torch.device("cpu"))
     """
-    drives = torch.accelerator.current_accelerator()
-    if drives is None or drives.type != device.type or device.index is None:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return
+    if device.index is None:
         return
     if torch.accelerator.current_device_index() != device.index:
         torch.accelerator.set_device_index(device.index)
@@ -108,50 +114,60 @@ def device_memory(device: torch.device, ranks: int) -> int | None:
         ranks: the number of ranks on this machine.
     """
     if device.type != "cpu":
-        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return None if ask is None else int(ask(device)[1])
-    whole = _host_memory()
-    return None if whole is None else min([whole, *_numbers(_LIMITS)]) // ranks
+        info = _accelerator_memory(device)
+        return None if info is None else info[1]
+    host = _host_memory()
+    if host is None:
+        return None
+    return min([host, *_numbers(_LIMITS)]) // ranks
 
 
 def free_memory(device: torch.device) -> int | None:
     """Free bytes of an accelerator, or of the host; None if unknown."""
     if device.type != "cpu":
-        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return None if ask is None else int(ask(device)[0])
-    whole = _host_memory()
-    if whole is None:
+        info = _accelerator_memory(device)
+        return None if info is None else info[0]
+    host = _host_memory()
+    if host is None:
         return None
-    free = _table(_MEMINFO).get("MemAvailable:", whole // 1024) * 1024
-    limits, used = _numbers(_LIMITS), _numbers(_USED)
+    available = _table(_MEMINFO).get("MemAvailable:", host // 1024) * 1024
+    limits = _numbers(_LIMITS)
+    used = _numbers(_USED)
     if not limits or not used:
-        return free
-    cached = next(
-        (
-            _table(name).get("inactive_file", 0)
-            for name in _STATISTICS
-            if os.access(name, os.R_OK)
-        ),
-        0,
-    )
-    return max(
-        0, min(free, min(limits) - used[0] + cached)
-    )  # the kernel can reclaim the page cache
+        return available
+    statistics = [name for name in _STATISTICS if os.access(name, os.R_OK)]
+    cached = 0
+    if statistics:
+        cached = _table(statistics[0]).get("inactive_file", 0)
+    # The kernel can reclaim the page cache.
+    allowed = min(limits) - used[0] + cached
+    return max(0, min(available, allowed))
+
+
+def _accelerator_memory(device: torch.device) -> tuple[int, int] | None:
+    """Free and total bytes of an accelerator; None if its module does not tell."""
+    read = getattr(torch.get_device_module(device), "mem_get_info", None)
+    if read is None:
+        return None
+    free, total = read(device)
+    return int(free), int(total)
 
 
 def _host_memory() -> int | None:
-    return (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if hasattr(os, "sysconf")
-        else None
-    )
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _numbers(names: tuple[str, ...]) -> list[int]:
-    texts = [
-        Path(name).read_text().strip() for name in names if os.access(name, os.R_OK)
-    ]
-    return [int(number) for number in texts if number.isdigit()]
+    """The numbers in those files that can be read; a limit may be the word ``max``."""
+    numbers = []
+    for name in names:
+        if os.access(name, os.R_OK):
+            text = Path(name).read_text().strip()
+            if text.isdigit():
+                numbers.append(int(text))
+    return numbers
 
 
 def _table(name: str) -> dict[str, int]:
@@ -165,14 +181,17 @@ def _table(name: str) -> dict[str, int]:
 def memory_peak(device: torch.device) -> int | None:
     """Peak memory of this process in bytes: allocated by torch on an accelerator, or on the host; None if unknown."""
     if device.type != "cpu":
-        ask = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-        return None if ask is None else int(ask(device))
+        module = torch.get_device_module(device)
+        read = getattr(module, "max_memory_allocated", None)
+        return None if read is None else int(read(device))
     try:
         import resource
     except ImportError:  # Windows
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak  # in bytes; elsewhere in KiB
+    return peak * 1024
 
 
 _FULL: Final = (
@@ -191,7 +210,9 @@ def ran_out_of_memory(error: BaseException) -> bool:
         >>> ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), ran_out_of_memory(ValueError())
         (True, False)
     """
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError)
-        and any(text.lower() in str(error).lower() for text in _FULL)
-    )
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error).lower()
+    return any(text.lower() in message for text in _FULL)

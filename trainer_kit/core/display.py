@@ -108,7 +108,7 @@ _PLAIN: Final = re.compile(r"[_\-=@]|eyJ|AKIA|ASIA|Bearer", re.IGNORECASE)
 @lru_cache(maxsize=4096)
 def _is_secret(key: str) -> bool:
     last = re.split(r"[./]", key)[-1] or key
-    name = "_".join(word.lower() for word in _WORDS.findall(last))
+    name = "_".join(_WORDS.findall(last)).lower()
     return re.search(_KEY, name) is not None
 
 
@@ -121,16 +121,17 @@ def mask_text(text: str) -> str:
         >>> mask_text("Server=db;Password=hunter2;")
         'Server=db;Password=***;'
     """
-    return (
-        re.sub(_TEXT, _masked_match, text, flags=re.IGNORECASE)
-        if _PLAIN.search(text)
-        else text
-    )
+    if not _PLAIN.search(text):
+        return text
+    return re.sub(_TEXT, _masked_match, text, flags=re.IGNORECASE)
 
 
 def _masked_match(match: re.Match[str]) -> str:
-    kept = next((part for part in match.groups() if part is not None), "")
-    return f"{kept}{MASK}"
+    # A named group of `_TEXT` is what stands before the secret; bare tokens have none.
+    prefixes = [group for group in match.groups() if group is not None]
+    if prefixes:
+        return f"{prefixes[0]}{MASK}"
+    return MASK
 
 
 def mask_secrets(value: Any, key: str = "") -> Any:
@@ -156,43 +157,56 @@ def holds_secret(value: Any, key: str = "") -> bool:
         >>> holds_secret({"store": {"password": "x"}}), holds_secret({"max_tokens": 3})
         (True, False)
     """
-    found: list[bool] = []
-    _mask(value, key if _is_secret(key) else "", found)
-    return bool(found)
+    masks: list[str] = []
+    _mask(value, key if _is_secret(key) else "", masks)
+    return bool(masks)
 
 
-def _mask(value: Any, secret: str, found: list[bool]) -> Any:
-    """``secret``: the name that makes every text in ``value`` a secret, or ""."""
+def _mask(value: Any, secret: str, masks: list[str]) -> Any:
+    """Return ``value`` with its secrets masked.
+
+    Args:
+        value: the value.
+        secret: the name that makes every text in ``value`` a secret, or "".
+        masks: gets each masked text.
+    """
     if isinstance(value, str):
-        masked = mask_text(value) if not secret or not value else MASK
+        masked = MASK if secret and value else mask_text(value)
         if masked != value:
-            found.append(True)
+            masks.append(masked)
             return masked
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            field.name: getattr(value, field.name, None)
-            for field in dataclasses.fields(value)
-        }
-        number = len(found)
-        masked_fields = _mask(fields, secret, found)
-        return masked_fields if len(found) > number else value
-    if type(value) in (argparse.Namespace, SimpleNamespace):
-        number = len(found)
-        masked_fields = _mask(vars(value), secret, found)
-        return masked_fields if len(found) > number else value
+    fields = _fields(value)
+    if fields is not None:
+        count = len(masks)
+        masked_fields = _mask(fields, secret, masks)
+        # Without a secret in it, the object itself is returned.
+        return masked_fields if len(masks) > count else value
     if isinstance(value, Mapping):
-        names = {
-            name: secret or (str(name) if _is_secret(str(name)) else "")
-            for name in value
-        }
-        return {name: _mask(item, names[name], found) for name, item in value.items()}
+        masked_items = {}
+        for name, item in value.items():
+            secret_name = secret
+            if not secret and _is_secret(str(name)):
+                secret_name = str(name)
+            masked_items[name] = _mask(item, secret_name, masks)
+        return masked_items
     if type(value) in (list, tuple):
-        return type(value)(_mask(item, secret, found) for item in value)
+        return type(value)(_mask(item, secret, masks) for item in value)
     if secret and type(value) in (int, bytes) and _NUMBERS.search(secret.lower()):
-        found.append(True)
+        masks.append(MASK)
         return MASK
     return value
+
+
+def _fields(value: Any) -> dict[str, Any] | None:
+    """The fields of a dataclass object or a namespace; None for anything else."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name, None) for name in names}
+    if type(value) in (argparse.Namespace, SimpleNamespace):
+        attributes: dict[str, Any] = vars(value)
+        return attributes
+    return None
 
 
 def in_units(size: float | None) -> str:
@@ -204,7 +218,9 @@ def in_units(size: float | None) -> str:
     """
     if size is None:
         return "an unknown number"
-    units = ["B", "kB", "MB", "GB", "TB", "PB"]
-    while size >= 999.5 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}"
+    # From 999.5 on, three digits would round to 1000.
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if not size >= 999.5:  # also NaN
+            return f"{size:.3g} {unit}"
+        size = size / 1000
+    return f"{size:.3g} PB"

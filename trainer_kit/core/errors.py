@@ -66,10 +66,13 @@ class TrainerKitError(Exception):
     ) -> None:
         # The text may contain a URL with a password.
         problem = mask_text(problem)
-        found, fix = (
-            None if text is None else mask_text(text) for text in (found, fix)
-        )
-        self.problem, self.found, self.fix = problem, found, fix
+        if found is not None:
+            found = mask_text(found)
+        if fix is not None:
+            fix = mask_text(fix)
+        self.problem = problem
+        self.found = found
+        self.fix = fix
         lines = [problem]
         if found is not None:
             lines.append(f"  found: {found}")
@@ -141,15 +144,15 @@ class CheckpointError(TrainerKitError):
         fix: str | None = None,
     ) -> None:
         # Text from a file may contain control characters for the terminal, and may be of any length.
-        self.file, self.key, self.reason = (
-            printable(str(file), keep="\n"),
-            key,
-            printable(reason, keep="\n"),
-        )
+        self.file = printable(str(file), keep="\n")
+        self.key = key
+        self.reason = printable(reason, keep="\n")
         if key is not None:
             found = f"key {key[:200]!r}"
-        found = None if found is None else printable(found, keep="\n")
-        fix = None if fix is None else printable(fix, keep="\n")
+        if found is not None:
+            found = printable(found, keep="\n")
+        if fix is not None:
+            fix = printable(fix, keep="\n")
         super().__init__(f"{self.file}: {self.reason}", found=found, fix=fix)
 
 
@@ -208,11 +211,14 @@ def printable(text: str, most: int = 1000, keep: str = "") -> str:
         >>> printable("a\\x1b[2Jb\\n")
         'a\\\\x1b[2Jb\\\\n'
     """
-    text = text if len(text) <= most else f"{text[: most - 1]}…"
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode()
-        for c in text
-    )
+    if len(text) > most:
+        text = f"{text[: most - 1]}…"
+    characters = []
+    for character in text:
+        if not character.isprintable() and character not in keep:
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def did_you_mean(
@@ -224,14 +230,17 @@ def did_you_mean(
         >>> did_you_mean("ddq", ["ddp", "single"])
         "did you mean 'ddp'?"
     """
-    options, name = sorted(known), str(name)
+    options = sorted(known)
+    name = str(name)
     near = difflib.get_close_matches(name, options, n=3)
-    near = [
-        one for one in near if one[:1] == name[:1]
-    ] or near  # the first letter is rarely misspelt
+    # The first letter is rarely misspelt.
+    likely = [option for option in near if option[:1] == name[:1]]
     if near:
-        return f"did you mean {near[0]!r}?"
-    return f"use one of: {', '.join(options)}" if otherwise is None else otherwise
+        closest = (likely or near)[0]
+        return f"did you mean {closest!r}?"
+    if otherwise is not None:
+        return otherwise
+    return f"use one of: {', '.join(options)}"
 
 
 def add_note(error: BaseException, note: str) -> None:

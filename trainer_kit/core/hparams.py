@@ -36,12 +36,11 @@ class HParams(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            known = (
-                ", ".join(self)
-                or "none (self.save_hyperparameters() in __init__ collects its arguments)"
-            )
+            names = ", ".join(self)
+            if not names:
+                names = "none (self.save_hyperparameters() in __init__ collects its arguments)"
             raise AttributeError(
-                f"no hyperparameter {name!r}; there are: {known}"
+                f"no hyperparameter {name!r}; there are: {names}"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -58,28 +57,25 @@ def constructor_arguments(
         frame: the frame of an ``__init__`` of ``owner``; subclasses' constructors around it are collected too.
         ignore: names to leave out.
     """
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     current: FrameType | None = frame
     while current is not None and current.f_code.co_name == "__init__":
         info = inspect.getargvalues(current)
         if not info.args or info.locals.get(info.args[0]) is not owner:
             break
-        arguments = {
-            name: info.locals[name] for name in info.args[1:] if name in info.locals
-        }
+        # An outer constructor belongs to the subclass, which the user called: its values replace those of inner ones.
+        for name in info.args[1:]:
+            if name in info.locals:  # the constructor may have deleted it
+                collected[name] = info.locals[name]
         code = current.f_code
-        for name in code.co_varnames[
-            code.co_argcount : code.co_argcount + code.co_kwonlyargcount
-        ]:
-            arguments[name] = info.locals[name]
+        end = code.co_argcount + code.co_kwonlyargcount
+        for name in code.co_varnames[code.co_argcount : end]:
+            collected[name] = info.locals[name]
         if info.keywords is not None:
-            arguments.update(info.locals.get(info.keywords, {}))
-        found.update(
-            arguments
-        )  # an outer constructor belongs to the subclass: the user called it
+            collected.update(info.locals.get(info.keywords, {}))
         current = current.f_back
     skip = set(ignore)
-    return {name: value for name, value in found.items() if name not in skip}
+    return {name: value for name, value in collected.items() if name not in skip}
 
 
 def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
@@ -93,31 +89,40 @@ def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -
     Raises:
         ConfigurationError: the checkpoint has only the repr of an argument.
     """
-    taken = {name: value for name, value in hparams.items() if _takes(cls, name)}
-    missing = [
-        name for name, value in taken.items() if _is_repr(value) and name not in given
-    ]
-    if missing:
+    accepted = {name: value for name, value in hparams.items() if _takes(cls, name)}
+    arguments = {**accepted, **given}
+    reprs = [name for name in accepted if _is_repr(accepted[name])]
+    reprs = [name for name in reprs if name not in given]
+    if reprs:
         raise ConfigurationError(
-            f"the checkpoint holds only the repr of these hyperparameters: {', '.join(missing)}",
-            found=", ".join(f"{name}={hparams[name]['repr']}" for name in missing),
-            fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})",
+            f"the checkpoint holds only the repr of these hyperparameters: {', '.join(reprs)}",
+            found=", ".join(f"{name}={hparams[name]['repr']}" for name in reprs),
+            fix=f"pass them: {_example_call(reprs)}",
         )
-    needed = [
-        one.name
-        for one in inspect.signature(cls).parameters.values()
-        if one.default is one.empty
-        and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
-    absent = [name for name in needed if name not in taken and name not in given]
+    absent = [name for name in _required(cls) if name not in arguments]
     if absent:
         raise ConfigurationError(
             f"the checkpoint has no value for these arguments of {cls.__name__}: {', '.join(absent)}",
             found=f"hyperparameters: {', '.join(map(str, hparams)) or 'none'}",
-            fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in absent)}); or call"
+            fix=f"pass them: {_example_call(absent)}; or call"
             " self.save_hyperparameters() in __init__, so that checkpoints hold them",
         )
-    return cls(**{**taken, **given})
+    return cls(**arguments)
+
+
+def _example_call(names: Iterable[str]) -> str:
+    arguments = ", ".join(f"{name}=..." for name in names)
+    return f"load_from_checkpoint(path, {arguments})"
+
+
+def _required(cls: type) -> list[str]:
+    """The arguments of a constructor that have a name and no default."""
+    return [
+        name
+        for name, parameter in inspect.signature(cls).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
 
 
 if TYPE_CHECKING:
@@ -130,7 +135,8 @@ else:
         def __get__(self, instance, owner=None):
             if instance is None:
                 return super().__get__(instance, owner)
-            name, kind = self.__func__.__name__, type(instance).__name__
+            name = self.__func__.__name__
+            kind = type(instance).__name__
 
             def refuse(*args, **kwargs):
                 raise ConfigurationError(
@@ -170,34 +176,30 @@ def read_hparams(path: Any) -> dict[str, Any]:
         raise ConfigurationError(
             "hparams_file cannot be read", found=f"{file}: {error}"
         ) from error
-    found: Any
     if file.suffix.lower() == ".csv":
-        found = {
-            row[0]: _literal(row[1])
-            for row in csv.reader(text.splitlines())
-            if len(row) == 2
-        }
-        found.pop("key", None)  # the header
-        return dict(found)
+        rows = [row for row in csv.reader(text.splitlines()) if len(row) == 2]
+        hparams = {key: _literal(value) for key, value in rows}
+        hparams.pop("key", None)  # the header
+        return hparams
     import yaml
 
     from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
 
     try:
         guarded_root(text)
-        found = yaml.safe_load(text)
+        content: object = yaml.safe_load(text)
     except (YamlProblem, yaml.YAMLError) as error:
         raise ConfigurationError(
             "hparams_file must be YAML of plain values",
             found=f"{file}: {error}",
             fix="leave objects out of it, and pass them as keyword arguments",
         ) from error
-    if not isinstance(found, Mapping):
+    if not isinstance(content, Mapping):
         raise ConfigurationError(
             "hparams_file holds no mapping of names to values",
-            found=f"{file}: a {type(found).__name__}",
+            found=f"{file}: a {type(content).__name__}",
         )
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in content.items()}
 
 
 def _literal(text: str) -> Any:
@@ -230,45 +232,39 @@ class HParamsMixin:
         skip = {ignore} if isinstance(ignore, str) else set(ignore or ())
         ignored: set[str] = self.__dict__.setdefault("_hparams_ignored", set())
         ignored |= skip
+        constructor = frame or _caller()
+        holder: str | None = None
         if len(names) == 1 and not isinstance(names[0], str):
-            chosen = {
+            values = {
                 key: value
                 for key, value in _as_mapping(names[0]).items()
                 if key not in skip
             }
-            arguments = constructor_arguments(self, frame or _caller())
+            arguments = constructor_arguments(self, constructor)
             holders = [key for key, value in arguments.items() if value is names[0]]
-            self.__dict__["_hparams_name"] = next(iter(holders), None)
+            holder = next(iter(holders), None)
         else:
-            self.__dict__["_hparams_name"] = None
-            caller = frame or _caller()
-            chosen = constructor_arguments(self, caller, skip)
+            values = constructor_arguments(self, constructor, skip)
             if names:
-                for name in map(str, names):
-                    if name not in chosen:
-                        raise ConfigurationError(
-                            f"save_hyperparameters: {type(self).__name__} is not constructed with {name!r}",
-                            found=f"its arguments: {', '.join(chosen) or 'none'}",
-                            fix=did_you_mean(name, chosen),
-                        )
-                chosen = {str(name): chosen[str(name)] for name in names}
+                values = _select(type(self), values, list(map(str, names)))
+        self.__dict__["_hparams_name"] = holder
         if names:  # named by the caller, whatever another class ignores
-            ignored -= chosen.keys()
-        chosen = {name: value for name, value in chosen.items() if name not in ignored}
+            ignored -= values.keys()
+        values = {name: value for name, value in values.items() if name not in ignored}
         hparams = self.__dict__.setdefault("_hparams", HParams())
         initial = self.__dict__.setdefault("_hparams_initial", HParams())
         for name in ignored:  # the constructor of a base class may have saved it
             hparams.pop(name, None)
             initial.pop(name, None)
-        hparams.update(chosen)
-        initial.update({name: _kept(value) for name, value in chosen.items()})
+        hparams.update(values)
+        initial.update({name: _snapshot(value) for name, value in values.items()})
         self.__dict__["_log_hparams"] = logger
 
     @property
     def hparams(self) -> HParams:
         """The hyperparameters kept by ``save_hyperparameters``."""
-        kept: HParams = self.__dict__.setdefault("_hparams", HParams())
-        return kept
+        hparams: HParams = self.__dict__.setdefault("_hparams", HParams())
+        return hparams
 
     @property
     def hparams_name(self) -> str | None:
@@ -279,18 +275,30 @@ class HParamsMixin:
     @property
     def hparams_initial(self) -> HParams:
         """A copy of what ``save_hyperparameters`` kept, without later changes of ``hparams``."""
-        return HParams(
-            {
-                name: _kept(value)
-                for name, value in self.__dict__.get("_hparams_initial", {}).items()
-            }
-        )
+        initial = self.__dict__.get("_hparams_initial", {})
+        return HParams({name: _snapshot(value) for name, value in initial.items()})
 
 
-def _kept(value: Any) -> Any:
+def _select(
+    cls: type, arguments: Mapping[str, Any], names: list[str]
+) -> dict[str, Any]:
+    """The arguments of these names, each of which the constructor must take."""
+    for name in names:
+        if name not in arguments:
+            raise ConfigurationError(
+                f"save_hyperparameters: {cls.__name__} is not constructed with {name!r}",
+                found=f"its arguments: {', '.join(arguments) or 'none'}",
+                fix=did_you_mean(name, arguments),
+            )
+    return {name: arguments[name] for name in names}
+
+
+def _snapshot(value: Any) -> Any:
     """A copy of a container, which later changes do not affect; any other object itself."""
+    if not isinstance(value, (dict, list, set)):
+        return value
     with suppress(Exception):  # it may contain objects that cannot be copied
-        return copy.deepcopy(value) if isinstance(value, (dict, list, set)) else value
+        return copy.deepcopy(value)
     return value
 
 
@@ -303,4 +311,7 @@ def _caller() -> FrameType:
 
 
 def _as_mapping(values: Any) -> Mapping[str, Any]:
-    return values if isinstance(values, Mapping) else vars(values)
+    if not isinstance(values, Mapping):
+        values = vars(values)
+    mapping: Mapping[str, Any] = values
+    return mapping

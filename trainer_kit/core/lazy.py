@@ -33,11 +33,10 @@ def lazy_names(
     otherwise = other_names(package)
 
     def find(name: str) -> Any:
-        return (
-            getattr(import_module(f".{homes[name]}", package), name)
-            if name in homes
-            else otherwise(name)
-        )
+        if name not in homes:
+            return otherwise(name)
+        module = import_module(f".{homes[name]}", package)
+        return getattr(module, name)
 
     def names() -> list[str]:
         return list(getattr(import_module(package), "__all__", homes))
@@ -60,7 +59,8 @@ def find_names(package: str, tables: Sequence[str]) -> None:
         package: its ``__name__``.
         tables: modules in it, such as ``"compat.lightning_names"``; they are imported when a lookup fails.
     """
-    _FINDERS[package] = finder = _OtherPaths(package, tables)
+    finder = _OtherPaths(package, tables)
+    _FINDERS[package] = finder
     sys.meta_path.append(finder)
 
 
@@ -81,9 +81,8 @@ def other_names(module: str) -> Callable[[str], Any]:
 
     def find(name: str) -> Any:
         finder = _FINDERS.get(module.partition(".")[0])
-        if finder is None or name.startswith(
-            "__"
-        ):  # Python looks some of these up in every module
+        # Python looks some names with underscores up in every module.
+        if finder is None or name.startswith("__"):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return finder.get(module, name)
 
@@ -125,17 +124,16 @@ class _Alias(MetaPathFinder, Loader):
     """Finds the modules of an alias: each is the module of the real package."""
 
     def __init__(self, alias: str, package: str) -> None:
-        self._alias, self._package = alias, package
+        self._alias = alias
+        self._package = package
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(
         self, fullname: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return (
-            ModuleSpec(fullname, self)
-            if fullname.startswith(f"{self._alias}.")
-            else None
-        )
+        if fullname.startswith(f"{self._alias}."):
+            return ModuleSpec(fullname, self)
+        return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(self._package + spec.name[len(self._alias) :])
@@ -154,7 +152,8 @@ class _OtherPaths(MetaPathFinder, Loader):
     """Finds the modules in the tables of `find_names`; its errors for unknown modules suggest a fix."""
 
     def __init__(self, package: str, tables: Sequence[str]) -> None:
-        self._package, self._names = package, tables
+        self._package = package
+        self._names = tables
 
     @cached_property
     def _tables(self) -> list[Any]:
@@ -182,7 +181,7 @@ class _OtherPaths(MetaPathFinder, Loader):
         module, _, name = fullname.rpartition(".")
         if fullname.partition(".")[0] != self._package or not module:
             return None
-        if fullname[len(self._package) + 1 :] in self.paths:
+        if self._relative(fullname) in self.paths:
             return ModuleSpec(fullname, self, is_package=True)
         if not _imports():
             return None
@@ -191,15 +190,12 @@ class _OtherPaths(MetaPathFinder, Loader):
         raise ModuleNotFoundError(self._missing(module, name), name=module)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Names(
-            spec.name,
-            f"Names of {' and '.join(table.LIBRARY for table in self._tables)}, and their homes.",
-        )
+        libraries = " and ".join(table.LIBRARY for table in self._tables)
+        return _Names(spec.name, f"Names of {libraries}, and their homes.")
 
     def exec_module(self, module: ModuleType) -> None:
-        names = [
-            name for name in self._homes(module.__name__) if not name.startswith("__")
-        ]
+        homes = self._homes(module.__name__)
+        names = [name for name in homes if not name.startswith("__")]
         vars(module).update(
             __getattr__=other_names(module.__name__),
             __all__=names,
@@ -216,63 +212,63 @@ class _OtherPaths(MetaPathFinder, Loader):
         if home is not None:
             path, _, attribute = home.partition(":")
             return getattr(import_module(f"{self._package}.{path}"), attribute)
-        below = f"{module}.{name}"
-        if (
-            below in sys.modules
-            or below[len(self._package) + 1 :] in self.paths
-            or _has_file(module, name)
-        ):
-            return import_module(below)
+        submodule = f"{module}.{name}"
+        if submodule in sys.modules or self._relative(submodule) in self.paths:
+            return import_module(submodule)
+        if _has_file(module, name):
+            return import_module(submodule)
         raise AttributeError(self._missing(module, name))
 
-    def _homes(self, module: str) -> dict[str, str]:
-        return self.paths.get(module[len(self._package) + 1 :], {})
+    def _relative(self, module: str) -> str:
+        """The path of a module without the name of the package."""
+        return module[len(self._package) + 1 :]
 
-    def _has(self, room: str, found: Any, name: str) -> bool:
-        """Whether a package directly below ours has this public name."""
-        below = room.rpartition(".")[0] == self._package and "__path__" in vars(found)
-        return below and name in vars(found).get("__all__", ())
+    def _homes(self, module: str) -> dict[str, str]:
+        return self.paths.get(self._relative(module), {})
+
+    def _has(self, path: str, module: ModuleType, name: str) -> bool:
+        """Whether the module at a path is a package directly below ours, with this public name."""
+        if path.rpartition(".")[0] != self._package or "__path__" not in vars(module):
+            return False
+        return name in vars(module).get("__all__", ())
+
+    def _packages_with(self, name: str) -> list[str]:
+        """The packages from which a name can be imported, the best one first."""
+        packages = []
+        if name in dir(sys.modules[self._package]):
+            packages.append(self._package)
+        for path, module in sys.modules.items():
+            if self._has(path, module, name):
+                packages.append(path)
+        for path, homes in self.paths.items():
+            if name in homes:
+                packages.append(f"{self._package}.{path}")
+        return packages
 
     def _missing(self, module: str, name: str) -> str:
         problem = f"module {module!r} has no attribute {name!r}"
-        path = f"{module}.{name}"[len(self._package) + 1 :]
+        path = self._relative(f"{module}.{name}")
         for table in self._tables:
             fix = table.ELSEWHERE.get(path) or table.ELSEWHERE.get(name)
             if fix:
-                return str(
-                    ConfigurationError(
-                        problem, found=f"a name of {table.LIBRARY}", fix=fix
-                    )
-                )
-        there = [self._package] if name in dir(sys.modules[self._package]) else []
-        there += [
-            room for room, found in sys.modules.items() if self._has(room, found, name)
-        ]
-        there += [
-            f"{self._package}.{path}"
-            for path, homes in self.paths.items()
-            if name in homes
-        ]
-        if there:
-            return str(
-                ConfigurationError(problem, fix=f"from {there[0]} import {name}")
-            )
-        here = import_module(module)
-        known = getattr(here, "__all__", None) or dir(here)
-        return str(
-            ConfigurationError(
-                problem, fix=did_you_mean(name, known, f"dir({module}) lists its names")
-            )
-        )
+                owner = f"a name of {table.LIBRARY}"
+                return str(ConfigurationError(problem, found=owner, fix=fix))
+        packages = self._packages_with(name)
+        if packages:
+            fix = f"from {packages[0]} import {name}"
+            return str(ConfigurationError(problem, fix=fix))
+        loaded = import_module(module)
+        names = getattr(loaded, "__all__", None) or dir(loaded)
+        fix = did_you_mean(name, names, f"dir({module}) lists its names")
+        return str(ConfigurationError(problem, fix=fix))
 
 
 def _has_file(package: str, name: str) -> bool:
     """Whether a package contains a module of this name; the search imports nothing."""
     directories = vars(sys.modules[package]).get("__path__")
-    return (
-        directories is not None
-        and PathFinder.find_spec(f"{package}.{name}", directories) is not None
-    )
+    if directories is None:
+        return False
+    return PathFinder.find_spec(f"{package}.{name}", directories) is not None
 
 
 def _imports() -> bool:
@@ -281,12 +277,10 @@ def _imports() -> bool:
     The finder gets the same arguments in both cases; only the calling function of Python's import system differs.
     """
     search = sys._getframe(2)
-    if (
-        search.f_globals.get("__name__") != "importlib._bootstrap"
-        or search.f_back is None
-    ):
+    if search.f_globals.get("__name__") != "importlib._bootstrap":
         return False
-    return search.f_back.f_code.co_name == "_find_and_load_unlocked"
+    caller = search.f_back
+    return caller is not None and caller.f_code.co_name == "_find_and_load_unlocked"
 
 
 _FINDERS: dict[str, _OtherPaths] = {}

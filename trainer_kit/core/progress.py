@@ -55,14 +55,15 @@ class Progress:
         Raises:
             ValueError: a value is not a count.
         """
+        # Everything is checked before anything is changed.
         for field in fields(self):
             value = state.get(field.name, 0)
-            known = (int, float) if field.name == "seconds" else (int,)
-            if type(value) not in known or not 0 <= value < 2**63:
+            # ``type``, not isinstance: True is an int too.
+            types = (int, float) if field.name == "seconds" else (int,)
+            if type(value) not in types or not 0 <= value < 2**63:
                 raise ValueError(f"{field.name}={value!r} is not a count")
-        for field in fields(self):
-            if field.name in state:
-                setattr(self, field.name, state[field.name])
+        for name in self.state_dict().keys() & state.keys():
+            setattr(self, name, state[name])
 
 
 _SECONDS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

@@ -95,27 +95,23 @@ class Registry:
             RegistryError: the name is not registered, two packages register it, or its import failed.
         """
         if name not in self._targets:
-            self._targets[name] = (
-                self._own[name] if name in self._own else self._load_entry_point(name)
-            )
+            if name in self._own:
+                self._targets[name] = self._own[name]
+            else:
+                self._targets[name] = self._load_entry_point(name)
         target = self._targets[name]
         if isinstance(target, str):
-            target = self._targets[name] = self._import(name, target)
+            target = self._import(name, target)
+            self._targets[name] = target
         return target
 
     def names(self) -> list[str]:
         """All names, sorted: registered ones and those of installed packages, without importing them."""
-        from importlib.metadata import (
-            entry_points,
-        )  # slow to import, and most processes never look
+        # Slow to import, and most processes never look.
+        from importlib.metadata import entry_points
 
-        return sorted(
-            {
-                *self._targets,
-                *self._own,
-                *(entry.name for entry in entry_points(group=self.group)),
-            }
-        )
+        installed = [entry.name for entry in entry_points(group=self.group)]
+        return sorted({*self._targets, *self._own, *installed})
 
     def _add(self, name: str, target: Any, overwrite: bool) -> None:
         if isinstance(target, str) and not all(target.partition(":")):
@@ -124,11 +120,11 @@ class Registry:
                 found=repr(target),
                 fix='write "package.module:Name"',
             )
-        taken = self._targets.get(name, self._own.get(name))
-        if taken is not None and not overwrite:
+        registered = self._targets.get(name, self._own.get(name))
+        if registered is not None and not overwrite:
             raise RegistryError(
                 f"the {self.kind} name {name!r} is already registered",
-                found=f"{_describe(taken)}, then {_describe(target)}",
+                found=f"{_describe(registered)}, then {_describe(target)}",
                 fix="choose another name, or pass overwrite=True",
             )
         self._targets[name] = target
@@ -136,15 +132,15 @@ class Registry:
     def _import(self, name: str, target: str) -> Any:
         module, _, attribute = target.partition(":")
         try:
-            found: Any = importlib.import_module(module)
-            for part in attribute.split("."):
-                found = getattr(found, part)
+            imported: Any = importlib.import_module(module)
+            for member in attribute.split("."):
+                imported = getattr(imported, member)
         except Exception as error:
             raise RegistryError(
                 f"{self.kind} {name!r} could not be imported",
                 found=f"{target}: {type(error).__name__}: {error}",
             ) from error
-        return found
+        return imported
 
     def _load_entry_point(self, name: str) -> Any:
         from importlib.metadata import entry_points
@@ -154,20 +150,12 @@ class Registry:
             for entry in entry_points(group=self.group, name=name)
         }
         if not entries:
-            known = self.names()
-            raise RegistryError(
-                f"no {self.kind} is called {name!r}",
-                found=f"the names are {', '.join(known)}"
-                if known
-                else "no name is registered",
-                fix=did_you_mean(name, known) if known else None,
-            )
+            raise self._unregistered(name)
         if len(entries) > 1:
+            packages = sorted(f"{package} ({value})" for value, package in entries)
             raise RegistryError(
                 f"several packages register a {self.kind} called {name!r}",
-                found=", ".join(
-                    sorted(f"{package} ({value})" for value, package in entries)
-                ),
+                found=", ".join(packages),
                 fix="uninstall all but one, or pass the object itself",
             )
         ((_, package), entry) = entries.popitem()
@@ -180,17 +168,26 @@ class Registry:
                 fix=f"repair or uninstall {package}",
             ) from error
 
+    def _unregistered(self, name: str) -> RegistryError:
+        names = self.names()
+        found = "no name is registered"
+        fix = None
+        if names:
+            found = f"the names are {', '.join(names)}"
+            fix = did_you_mean(name, names)
+        return RegistryError(f"no {self.kind} is called {name!r}", found=found, fix=fix)
+
 
 def _package(entry: EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else entry.value.partition(".")[0]
+    if entry.dist is not None:
+        return entry.dist.name
+    return entry.value.partition(".")[0]
 
 
 def _describe(target: Any) -> str:
-    return (
-        f"{target.__module__}:{target.__qualname__}"
-        if hasattr(target, "__qualname__")
-        else repr(target)
-    )
+    if hasattr(target, "__qualname__"):
+        return f"{target.__module__}:{target.__qualname__}"
+    return repr(target)
 
 
 STRATEGIES = Registry("strategy")

@@ -78,7 +78,10 @@ def move_to_device(
 
 def sequence_like(given: Any, parts: Iterable[Any]) -> Any:
     """Make a list or tuple of the class of ``given``, also of a named tuple."""
-    return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
+    cls = type(given)
+    if hasattr(given, "_fields"):
+        return cls(*parts)
+    return cls(parts)
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -109,12 +112,12 @@ def map_leaves(
         kinds: the classes of leaves; None: everything with a method ``to``, as tensors have.
         other: called with everything that is neither a leaf nor a container; None: it stays as it is.
     """
-    if kinds is None:
-        is_leaf = isinstance(node, Tensor) or (
-            not isinstance(node, type) and callable(getattr(node, "to", None))
-        )
-    else:
+    if kinds is not None:
         is_leaf = isinstance(node, kinds)
+    elif isinstance(node, Tensor):
+        is_leaf = True
+    else:
+        is_leaf = not isinstance(node, type) and callable(getattr(node, "to", None))
     if is_leaf:
         return change(node)
     if isinstance(node, Mapping):
@@ -125,18 +128,23 @@ def map_leaves(
             return node
         return _mapping_like(node, items)
     if isinstance(node, Sequence) and not isinstance(node, _NO_CONTAINERS):
-        parts = [map_leaves(child, change, kinds, other) for child in node]
-        if all(new is old for new, old in zip(parts, node, strict=True)):
+        values = [map_leaves(child, change, kinds, other) for child in node]
+        pairs = zip(values, node, strict=True)
+        if all(value is child for value, child in pairs):
             return node
-        return _filled_sequence(node, parts)
+        return _sequence_with(node, values)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         changed: dict[str, Any] = {}
         for (_, name), child in children(node):
             value = map_leaves(child, change, kinds, other)
             if value is not child:
                 changed[name] = value
-        return _dataclass_with(node, changed) if changed else node
-    return node if other is None else other(node)
+        if changed:
+            return _dataclass_with(node, changed)
+        return node
+    if other is None:
+        return node
+    return other(node)
 
 
 def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
@@ -145,10 +153,9 @@ def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
     if isinstance(node, MutableMapping):
         mapping: Any = copy.copy(node)
+        # Not ``update``, which raises in outputs of transformers.
         for key, value in items.items():
-            mapping[key] = (
-                value  # outputs of transformers have an ``update`` that raises
-            )
+            mapping[key] = value
         return mapping
     try:
         return type(node)(items)  # type: ignore[call-arg]
@@ -156,15 +163,15 @@ def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
 
 
-def _filled_sequence(node: Any, parts: list[Any]) -> Any:
-    """Make a sequence of the class of ``node`` that holds ``parts``, which are as many."""
+def _sequence_with(node: Any, values: list[Any]) -> Any:
+    """Make a sequence of the class of ``node`` that holds ``values``, which are as many."""
     if type(node) is list:
-        return parts
+        return values
     if not isinstance(node, MutableSequence):
-        return sequence_like(node, parts)
+        return sequence_like(node, values)
     sequence: Any = copy.copy(node)
-    for index, part in enumerate(parts):  # a deque takes no slice
-        sequence[index] = part
+    for index, value in enumerate(values):  # a deque takes no slice
+        sequence[index] = value
     return sequence
 
 
@@ -196,10 +203,8 @@ def children(node: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         for field in dataclasses.fields(node):
             try:
                 child = getattr(node, field.name)
-            except (
-                AttributeError
-            ):  # a field that ``__init__`` does not take, and that was never set
-                continue
+            except AttributeError:
+                continue  # a field that ``__init__`` does not take, and that was never set
             yield ("field", field.name), child
 
 
@@ -219,8 +224,10 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 def local(tensor: Any) -> Tensor:
     """The local shard of a ``DTensor``; any other tensor itself."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    shard: Tensor = tensor
+    if hasattr(tensor, "to_local"):
+        shard = tensor.to_local()
+    return shard
 
 
 def is_tensor(value: Any) -> bool:
@@ -243,7 +250,9 @@ def require_tensor(leaf: Any) -> NoReturn:
 
 def to_float32(tensor: Tensor) -> Tensor:
     """Convert a float16 or bfloat16 tensor to float32; return any other unchanged."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float()
+    return tensor
 
 
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -260,14 +269,14 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
         (True, False)
     """
     for tensor in tensors:
-        part = local(tensor.detach())
-        if part.is_sparse:
-            part = part._values()
-        if not part.numel() or part.dtype not in _FLOATS:
+        shard = local(tensor.detach())
+        if shard.is_sparse:
+            shard = shard._values()
+        if not shard.numel() or shard.dtype not in _FLOATS:
             continue
         # Minimum and maximum suffice, since they propagate NaN; no temporary of the tensor's size is allocated.
-        if not all(
-            bool(end.isfinite()) for end in torch.aminmax(part)
-        ):  # sync point: a save, or a resumed run begins
+        extremes = torch.aminmax(shard)
+        # sync point: a save, or a resumed run begins
+        if not all(bool(extreme.isfinite()) for extreme in extremes):
             return False
     return True

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer_kit.build import choose_precision
-from trainer_kit.core.costs import optimizer_bytes, part_bytes
+from trainer_kit.core.costs import optimizer_bytes, shard_bytes
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.module import build_once
 from trainer_kit.core.seed import preserved_rng
@@ -342,8 +342,8 @@ def _calculated(
         trained = [
             parameter for parameter in copied.parameters() if parameter.requires_grad
         ]
-        weights = part_bytes(copied.parameters()) // ranks
-        gradients = part_bytes(trained) // ranks
+        weights = shard_bytes(copied.parameters()) // ranks
+        gradients = shard_bytes(trained) // ranks
         if costs is None:
             notes.append(
                 f"{type(strategy).__name__} declares no costs: a rank is taken to hold everything"
@@ -366,7 +366,7 @@ def _calculated(
     if costs is not None:
         state += costs.masters
     memory = {
-        "parameters": weights + part_bytes(copied.buffers()),
+        "parameters": weights + shard_bytes(copied.buffers()),
         "gradients": gradients,
         "optimizer": state,
     }

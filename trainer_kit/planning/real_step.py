@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainer_kit.core.costs import part_bytes
+from trainer_kit.core.costs import shard_bytes
 from trainer_kit.core.tensors import map_leaves, tensors_of
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.planning.fake_world import resized_lists, sample_dimension
@@ -208,7 +208,7 @@ class RealSteps:
     @staticmethod
     def can_hold(module: nn.Module) -> bool:
         """Whether the weights are small enough to run here."""
-        return part_bytes([*module.parameters(), *module.buffers()]) <= LARGEST
+        return shard_bytes([*module.parameters(), *module.buffers()]) <= LARGEST
 
     def measure(self, candidate: Candidate, run: _Run) -> Measured:
         """What a step of the candidate needs.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.arguments import check_timeout
-from trainer_kit.core.costs import Costs, held
+from trainer_kit.core.costs import Costs, shard_costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
@@ -421,7 +421,7 @@ class DDPStrategy(Strategy):
         layout = (
             f"{ranks} ranks, each with whole parameters, gradients and optimizer state"
         )
-        return held(module, layout, self._describe_exchanges(module, ranks))
+        return shard_costs(module, layout, self._describe_exchanges(module, ranks))
 
     def _describe_exchanges(self, module: nn.Module, ranks: int) -> list[str]:
         if ranks == 1:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.arguments import check_timeout
-from trainer_kit.core.costs import Costs, held, own_part
+from trainer_kit.core.costs import Costs, local_shard, shard_costs
 from trainer_kit.core.display import in_units
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
@@ -514,13 +514,13 @@ class FSDPStrategy(Strategy):
             layout = f"{copies} copies, each over {layout}"
 
         def part(parameter: nn.Parameter) -> Tensor:
-            return own_part(
+            return local_shard(
                 parameter, shards if parameter in sharded else 1, shard_rank
             )
 
         exchanges = self._describe_exchanges(module, shards, copies, sharded)
         during = _autocast_copies(sharded, precision, self._mixed_precision)
-        return held(module, layout, exchanges, part, during)
+        return shard_costs(module, layout, exchanges, part, during)
 
     def _describe_exchanges(
         self,

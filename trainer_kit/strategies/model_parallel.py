@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.collective_errors import fail_together
-from trainer_kit.core.costs import Costs, held
+from trainer_kit.core.costs import Costs, shard_costs
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
@@ -425,13 +425,15 @@ class ModelParallelStrategy(Strategy):
             exchanges.append(f"gradients: reduce-scatter over {shards} data ranks")
         layout = f"{format_axes(sizes)}, divided by the module"
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            return held(module, f"{layout}; {describe_shard([module])}", exchanges)
+            return shard_costs(
+                module, f"{layout}; {describe_shard([module])}", exchanges
+            )
         if ranks > 1:
             layout += "; how much is known when a run has divided the module"
             return replace(
-                held(module, layout, exchanges), parameters=None, gradients=None
+                shard_costs(module, layout, exchanges), parameters=None, gradients=None
             )
-        return held(module, layout, exchanges)
+        return shard_costs(module, layout, exchanges)
 
     def describe(self) -> str:
         """One line for ``explain()``."""

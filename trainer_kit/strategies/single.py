@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from trainer_kit.core.costs import Costs, held
+from trainer_kit.core.costs import Costs, shard_costs
 from trainer_kit.core.devices import make_current
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
@@ -88,7 +88,7 @@ class SingleDeviceStrategy(Strategy):
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """The process holds everything and sends nothing."""
-        return held(module, "one process holds everything")
+        return shard_costs(module, "one process holds everything")
 
     def describe(self) -> str:
         """One line for ``explain()``."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_kit.core.costs import Costs, held
+from trainer_kit.core.costs import Costs, shard_costs
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.state_names import load_module_weights, plain_state
@@ -301,11 +301,13 @@ class XLAStrategy(Strategy):
             placement = "in parts" if self.shard_parameters else "whole on each"
             layout = f"one process for {self._mesh.size()} devices, over all of them; parameters {placement}"
             exchanges = ["exchanges that the compiler inserts between the devices"]
-            return held(module, layout, exchanges)
+            return shard_costs(module, layout, exchanges)
         exchanges = []
         if ranks > 1:
             exchanges.append(f"gradients: all-reduce over {ranks} processes")
-        return held(module, f"{ranks} processes, each with everything", exchanges)
+        return shard_costs(
+            module, f"{ranks} processes, each with everything", exchanges
+        )
 
     def describe(self) -> str:
         """One line for ``explain()``."""
