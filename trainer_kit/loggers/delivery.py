@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final, final
 
 from trainer_kit.core.errors import TrainerKitError
@@ -75,6 +76,15 @@ class _Gap:
     end: int
     ticket: int
 
+    def extend(self, ticket: int) -> None:
+        """Add the next value."""
+        self.end += 1
+        self.ticket = ticket
+
+    def skip_to(self, number: int) -> None:
+        """Remove the values before ``number``."""
+        self.first = number
+
 
 def _takes_time(logger: Any) -> bool:
     """Whether ``log_metrics(metrics, step, at)`` takes when the values were logged: earlier than it is called."""
@@ -95,7 +105,7 @@ class JournalIndex:
 
     def __init__(self, journal: JSONLLogger) -> None:
         self.journal = journal
-        self.count = 0  # values so far, written or not
+        self.numbers = count()  # of the values, written or not
         self._offsets = array("q")
         self._written = threading.Condition()
 
@@ -126,12 +136,12 @@ class JournalIndex:
                     f"{self.journal.path} does not have these values yet"
                 )
             offsets = list(enumerate(self._offsets[first:end], first))
-        written = [(number, offset) for number, offset in offsets if offset >= 0]
-        count = 3 if timed else 2
-        calls = [
-            _Call("log_metrics", self.journal.read_values(offset)[:count], number)
-            for number, offset in written
-        ]
+        argument_count = 3 if timed else 2
+        calls = []
+        for number, offset in offsets:
+            if offset >= 0:
+                arguments = self.journal.read_values(offset)[:argument_count]
+                calls.append(_Call("log_metrics", arguments, number))
         return calls, first + len(offsets)
 
 
@@ -159,43 +169,42 @@ class Delivery:
         journals: bool,
         name: str,
     ) -> None:
-        self.logger, self.say, self.index, self.journals, self.name = (
-            logger,
-            say,
-            index,
-            journals,
-            name,
-        )
+        self.logger = logger
+        self.say = say
+        self.index = index
+        self.journals = journals
+        self.name = name
         self.timed = _takes_time(logger)
         self._first = -1  # the ticket of a call whose refusal `started` raises
         self._refusal: TrainerKitError | None = None
-        self._kept = 10 * _KEPT if journals or index is None else _KEPT
-        self._many = max(
-            1, self._kept // 10
-        )  # calls that wake the thread, whatever they are
+        # Without a journal to read from, more is worth keeping.
+        self._capacity = 10 * _KEPT if journals or index is None else _KEPT
+        # the length of the queue that wakes the thread, whatever the calls are
+        self._wake_length = max(1, self._capacity // 10)
         self._queue: deque[_Call | _Gap] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._put = self._done = self._lost = 0
-        self._busy: tuple[str, float] | None = (
-            None  # the current call, and when it began
-        )
+        self._put = 0  # the ticket of the last call
+        self._done = 0  # the ticket of the last finished call
+        self._lost = 0  # calls that were dropped
+        # the current call, and when it began
+        self._busy: tuple[str, float] | None = None
         self._failing: float | None = None  # when the logger began to fail
         self._attempts = 0
-        self._closing: float | None = (
-            None  # when to give up on a failing logger; None while the run continues
-        )
+        # when to give up on a failing logger; None while the run continues
+        self._closing: float | None = None
         self._late = False
-        self._begun: float | None = (
-            None  # when the first call began; None once a call has succeeded
-        )
+        # when the first call began; None once a call has succeeded
+        self._begun: float | None = None
         self._starting = not journals
-        self._seen = (
-            0.0,
-            0.0,
-        )  # when the thread's CPU time was read last, and the CPU time
+        # when the thread's CPU time was read last, and the CPU time
+        self._cpu_reading = (0.0, 0.0)
         self._warned = -_QUIET
         self._refused: set[type[BaseException]] = set()
+
+    def use_index(self, index: JournalIndex | None) -> None:
+        """Read missing values from another journal from now on."""
+        self.index = index
 
     @property
     def pending(self) -> int:
@@ -204,10 +213,13 @@ class Delivery:
             return self._pending()
 
     def _pending(self) -> int:
-        return sum(
-            item.end - item.first if isinstance(item, _Gap) else item.number >= 0
-            for item in self._queue
-        )
+        values = 0
+        for item in self._queue:
+            if isinstance(item, _Gap):
+                values += item.end - item.first
+            elif item.number >= 0:
+                values += 1
+        return values
 
     def put(
         self, method: str, *arguments: Any, number: int = -1, first: bool = False
@@ -224,14 +236,16 @@ class Delivery:
             self._closing = None
             self._put += 1
             if first:
-                self._first, self._refusal = self._put, None
-            if len(self._queue) < self._kept:
-                self._queue.append(_Call(method, arguments, number, self._put))
+                self._first = self._put
+                self._refusal = None
+            call = _Call(method, arguments, number, self._put)
+            if len(self._queue) < self._capacity:
+                self._queue.append(call)
             elif number >= 0 and self.index is not None and not self.journals:
                 self._extend_gap(self.index, number)
-            elif method != "save":
-                if len(self._queue) < 2 * self._kept and number < 0:
-                    self._queue.append(_Call(method, arguments, number, self._put))
+            elif method != "save":  # a later checkpoint saves again
+                if len(self._queue) < 2 * self._capacity and number < 0:
+                    self._queue.append(call)
                 else:
                     self._lost += 1
             if self._thread is None:
@@ -239,7 +253,7 @@ class Delivery:
                     target=self._run, name=f"logger {self.name}", daemon=True
                 )
                 self._thread.start()
-            if number < 0 or len(self._queue) == self._many:
+            if number < 0 or len(self._queue) == self._wake_length:
                 self._changed.notify_all()
             ticket = self._put
         self._watch()
@@ -248,7 +262,7 @@ class Delivery:
     def _extend_gap(self, index: JournalIndex, number: int) -> None:
         last = self._queue[-1]
         if isinstance(last, _Gap) and last.index is index and last.end == number:
-            last.end, last.ticket = number + 1, self._put
+            last.extend(self._put)
         else:
             self._queue.append(_Gap(index, number, number + 1, self._put))
 
@@ -278,7 +292,9 @@ class Delivery:
         """
         done = self.wait(self._first, deadline, stalled=True)
         with self._changed:
-            refusal, self._refusal, self._first = self._refusal, None, -1
+            refusal = self._refusal
+            self._refusal = None
+            self._first = -1
         if refusal is not None:
             raise refusal
         return done
@@ -289,10 +305,10 @@ class Delivery:
             self._wait_for(self._put, deadline)
 
     def _wait_for(self, ticket: int, deadline: float) -> bool:
-        left = max(0.0, deadline - time.monotonic())
         self._changed.notify_all()
         self._changed.wait_for(
-            lambda: self._done >= ticket or self._failing is not None, left
+            lambda: self._done >= ticket or self._failing is not None,
+            _seconds_until(deadline),
         )
         return self._done >= ticket
 
@@ -302,7 +318,7 @@ class Delivery:
             self.put("finalize", status)
         with self._changed:
             self._closing = time.monotonic() + _LAST
-            self._computes()
+            self._computes()  # begins the interval that `_is_starting` looks at
             self._changed.notify_all()
 
     def wait_closed(self, deadline: float, grace: bool = True) -> bool:
@@ -314,45 +330,44 @@ class Delivery:
         """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._thread is None, max(0.0, deadline - time.monotonic())
+                lambda: self._thread is None, _seconds_until(deadline)
             )
             starts = grace and self._is_starting()
         if starts:
             self._wait_for_start()
         with self._changed:
-            left, busy, done = (
-                self._pending(),
-                self._busy,
-                not self._queue and self._thread is None,
-            )
-        if done and self._lost:
-            self._say(f"{self.name}: it did not receive every call{self._where()}")
-            self._lost = 0
-        if not done:
-            state = (
-                f"{busy[0]} has not returned for {time.monotonic() - busy[1]:.0f} s"
-                if busy
-                else "it fails"
-            )
-            self._say(
-                f"{self.name}: {state}; {_counted(left)} not logged there{self._where()}"
-            )
-        return done
+            pending = self._pending()
+            busy = self._busy
+            done = not self._queue and self._thread is None
+        if done:
+            if self._lost:
+                self._say(f"{self.name}: it did not receive every call{self._notes()}")
+                self._lost = 0
+            return True
+        state = "it fails"
+        if busy is not None:
+            method, begun = busy
+            spent = time.monotonic() - begun
+            state = f"{method} has not returned for {spent:.0f} s"
+        self._say(
+            f"{self.name}: {state}; {_counted(pending)} not logged there{self._notes()}"
+        )
+        return False
 
     def _is_starting(self) -> bool:
         """Whether the first call is under way, has time left, and has computed since the last look at it."""
         begun = self._begun
-        return (
-            begun is not None and time.monotonic() < begun + _GRACE and self._computes()
-        )
+        if begun is None or time.monotonic() >= begun + _GRACE:
+            return False
+        return self._computes()
 
     def _computes(self) -> bool:
         """Whether the thread has used CPU time since the last call of this method."""
-        (before, spent), self._seen = (
-            self._seen,
-            (time.monotonic(), _cpu_seconds(self._thread)),
-        )
-        return self._seen[1] - spent > _WORKING * (self._seen[0] - before)
+        last_time, last_cpu = self._cpu_reading
+        now = time.monotonic()
+        cpu = _cpu_seconds(self._thread)
+        self._cpu_reading = (now, cpu)
+        return cpu - last_cpu > _WORKING * (now - last_time)
 
     def _wait_for_start(self) -> None:
         """Wait for the first call while it computes, then as long as any close does for the calls after it."""
@@ -362,9 +377,9 @@ class Delivery:
         starting = True
         with self._changed:
             while starting and self._begun is not None:
-                left = min(_PATIENCE, self._begun + _GRACE - time.monotonic())
+                patience = min(_PATIENCE, _seconds_until(self._begun + _GRACE))
                 self._changed.wait_for(
-                    lambda: self._thread is None or self._begun is None, max(0.0, left)
+                    lambda: self._thread is None or self._begun is None, patience
                 )
                 starting = self._is_starting()
             if self._begun is None:
@@ -375,38 +390,43 @@ class Delivery:
     def _run(self) -> None:
         while True:
             with self._changed:
-                if not self._next():
+                if not self._wait_for_call():
                     self._thread = None
                     self._changed.notify_all()
                     return
                 item = self._queue[0]
-            error = self._expand(item) if isinstance(item, _Gap) else self._call(item)
-            if error is None:
-                if isinstance(item, _Call):
-                    self._leave()
-            elif not self._handle(item, error):
+            if isinstance(item, _Gap):
+                error = self._expand(item)
+            else:
+                error = self._call(item)
+                if error is None:
+                    self._finish()
+            if error is not None and not self._handle(item, error):
                 return
 
-    def _next(self) -> bool:
+    def _wait_for_call(self) -> bool:
         """Wait for a call; return whether there is one. Values wake nothing: the thread looks for them itself."""
-        end = time.monotonic() + _IDLE
+        deadline = time.monotonic() + _IDLE
         while not self._queue:
-            left = end - time.monotonic()
-            if self._closing is not None or left <= 0:
+            idle = _seconds_until(deadline)
+            if self._closing is not None or not idle:
                 return False
-            self._changed.wait(min(left, _NAP))
+            self._changed.wait(min(idle, _NAP))
         return True
 
     def _call(self, call: _Call) -> BaseException | None:
         method = getattr(self.logger, call.method, None) if call.method else None
         if method is None:
             return None
-        self._busy = call.method, time.monotonic()
+        self._busy = (call.method, time.monotonic())
         if self._starting:
-            self._starting, self._begun = False, time.monotonic()
-        arguments = tuple(
-            dict(one) if isinstance(one, dict) else one for one in call.arguments
-        )  # it may change them
+            self._starting = False
+            self._begun = time.monotonic()
+        # Copies of the dicts, which all loggers share: a logger may change its arguments.
+        arguments = [
+            dict(argument) if isinstance(argument, dict) else argument
+            for argument in call.arguments
+        ]
         try:
             method(*arguments)
         except BaseException as error:
@@ -418,7 +438,7 @@ class Delivery:
         return None
 
     def _expand(self, gap: _Gap) -> BaseException | None:
-        """Replace the first part of the gap at the head of the queue by calls read from the journal."""
+        """Replace the first values of the gap at the head of the queue by calls read from the journal."""
         problem: Exception | None = None
         calls: list[_Call] = []
         end = min(gap.first + 100, gap.end)
@@ -430,29 +450,26 @@ class Delivery:
             problem = error
         with self._changed:
             self._lost += end - gap.first - len(calls)
-            gap.first = end
+            gap.skip_to(end)
             if gap.first == gap.end:
                 self._queue.popleft()
-                calls.append(
-                    _Call("", (), ticket=gap.ticket)
-                )  # marks the end of the gap for `wait`
+                # marks the end of the gap for `wait`
+                calls.append(_Call("", (), ticket=gap.ticket))
             self._queue.extendleft(reversed(calls))
         if problem is not None:
             self._warn(f"values cannot be read back: {_text(problem)}")
         return None
 
-    def _leave(self, position: int = 0) -> None:
+    def _finish(self, position: int = 0) -> None:
         """Remove a finished call from the queue, and record that the logger responds."""
         with self._changed:
             call = self._queue[position]
             del self._queue[position]
             self._done = max(self._done, call.ticket)
-            answers, self._failing, self._attempts, self._begun = (
-                self._failing is not None,
-                None,
-                0,
-                None,
-            )
+            answers = self._failing is not None
+            self._failing = None
+            self._attempts = 0
+            self._begun = None
             self._late = self._late and bool(self._queue)
             self._changed.notify_all()
         if answers:
@@ -461,14 +478,16 @@ class Delivery:
     def _handle(self, item: _Call | _Gap, error: BaseException) -> bool:
         """Drop the call, or wait before its retry; return whether the thread continues."""
         if isinstance(item, _Call) and isinstance(error, TrainerKitError):
-            self._leave_out(item, error)
+            self._drop(item, error)
             return True
         with self._changed:
             now = time.monotonic()
-            self._failing = now if self._failing is None else self._failing
+            if self._failing is None:
+                self._failing = now
+            failing_time = now - self._failing
             self._attempts += 1
-        if isinstance(item, _Call) and self._is_refusal(error, now - self._failing):
-            self._leave_out(item, error)
+        if isinstance(item, _Call) and self._is_refusal(error, failing_time):
+            self._drop(item, error)
             return True
         self._warn(
             f"{_text(error)}; training continues, {_counted(self.pending)} not logged there"
@@ -485,46 +504,47 @@ class Delivery:
         self._give_up()
         return False
 
-    def _leave_out(self, call: _Call, error: BaseException) -> None:
+    def _drop(self, call: _Call, error: BaseException) -> None:
         """Drop a refused call: the start of an entry point raises its error; any other is reported in one line."""
         with self._changed:
             self._failing = None
-            if raised := call.ticket == self._first and isinstance(
-                error, TrainerKitError
-            ):
+            raised = False
+            if call.ticket == self._first and isinstance(error, TrainerKitError):
                 self._refusal = error
-        self._leave()
-        if not raised:
-            at = f" of step {call.arguments[1]}" if call.number >= 0 else ""
-            self._warn(
-                f"it refused {call.method}{at}: {_text(error)}; training continues"
-            )
+                raised = True
+        self._finish()
+        if raised:
+            return
+        refused = call.method
+        if call.number >= 0:
+            refused += f" of step {call.arguments[1]}"
+        self._warn(f"it refused {refused}: {_text(error)}; training continues")
 
-    def _is_refusal(self, error: BaseException, failing: float) -> bool:
+    def _is_refusal(self, error: BaseException, failing_time: float) -> bool:
         """Whether the logger responds but refuses this call; may find out by making the next call."""
         if type(error) in self._refused:
             return True
         mistake = isinstance(error, _MISTAKES) and not isinstance(error, OSError)
-        if (
-            not (
-                failing > _QUIET
-                or (mistake and (self._attempts > 3 or self._closing is not None))
-            )
-            or len(self._queue) < 2
-        ):
+        few_retries = self._attempts <= 3 and self._closing is None
+        # A service may be down for a while; a bug of a call does not go away.
+        patient = few_retries or not mistake
+        if patient and failing_time <= _QUIET:
             return False
-        following = self._queue[1]
-        if not isinstance(following, _Call) or self._call(following) is not None:
+        if len(self._queue) < 2:
+            return False
+        next_call = self._queue[1]
+        if not isinstance(next_call, _Call) or self._call(next_call) is not None:
             return False
         self._failing = None
-        self._leave(1)
+        self._finish(1)
         self._refused.add(type(error))
         return True
 
     def _give_up(self) -> None:
         """End the thread of a logger that fails while closing; its calls stay queued for the next entry point."""
         last = self._queue[-1]
-        if finalizes := isinstance(last, _Call) and last.method == "finalize":
+        finalizes = isinstance(last, _Call) and last.method == "finalize"
+        if isinstance(last, _Call) and finalizes:
             self._call(last)  # it may still close its files
         with self._changed:
             if finalizes and self._queue[-1] is last:
@@ -536,9 +556,13 @@ class Delivery:
 
     def _watch(self) -> None:
         busy = self._busy
-        if busy is not None and (spent := time.monotonic() - busy[1]) > _PATIENCE:
+        if busy is None:
+            return
+        method, begun = busy
+        spent = time.monotonic() - begun
+        if spent > _PATIENCE:
             self._warn(
-                f"{busy[0]} has not returned for {spent:.0f} s; training continues"
+                f"{method} has not returned for {spent:.0f} s; training continues"
             )
 
     def _warn(self, problem: str) -> None:
@@ -546,16 +570,16 @@ class Delivery:
         now = time.monotonic()
         if now - self._warned >= _QUIET:
             self._warned = now
-            self._say(f"{self.name}: {problem}{self._where()}")
+            self._say(f"{self.name}: {problem}{self._notes()}")
 
-    def _where(self) -> str:
-        lost = f"; {self._lost:,} calls were dropped" if self._lost else ""
-        kept = (
-            ""
-            if self.journals or self.index is None
-            else f"; all values are in {self.index.journal.path}"
-        )
-        return kept + lost
+    def _notes(self) -> str:
+        """Say where the values are, and how many calls were dropped."""
+        notes = ""
+        if self.index is not None and not self.journals:
+            notes += f"; all values are in {self.index.journal.path}"
+        if self._lost:
+            notes += f"; {self._lost:,} calls were dropped"
+        return notes
 
     def _say(self, line: str) -> None:
         with suppress(Exception):  # a closed standard output
@@ -574,15 +598,17 @@ class Deliveries:
     def __init__(
         self, say: Callable[[str], None], name: Callable[[Any], str] | None = None
     ) -> None:
-        self.say, self._name = say, name or _class_name
+        self.say = say
+        self._name = name or _class_name
         self._loggers: list[Any] = []
-        self._each: dict[int, Delivery] = {}  # by the logger's identity
+        self._deliveries: dict[int, Delivery] = {}  # by the logger's identity
         self._index: JournalIndex | None = None
-        self._logged = self._waited = False
+        self._logged = False
+        self._waited = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process has the same loggers and its own threads."""
-        return {**self.__dict__, "_each": {}, "_index": None}
+        return {**self.__dict__, "_deliveries": {}, "_index": None}
 
     def open(self, loggers: Iterable[Any], journal: JSONLLogger | None) -> None:
         """Set the loggers that receive the next calls.
@@ -591,24 +617,28 @@ class Deliveries:
             loggers: the loggers in the user's order; one of them may be ``journal``.
             journal: gets every value first; other loggers catch up from it.
         """
-        self._loggers = [
-            *([] if journal is None else [journal]),
-            *(one for one in loggers if one is not journal),
-        ]
-        if journal is None or self._index is None or self._index.journal is not journal:
-            self._index = None if journal is None else JournalIndex(journal)
-        for known in self._each.values():
-            known.index = self._index
+        self._loggers = [logger for logger in loggers if logger is not journal]
+        if journal is None:
+            self._index = None
+        else:
+            self._loggers.insert(0, journal)
+            if self._index is None or self._index.journal is not journal:
+                self._index = JournalIndex(journal)
+        for delivery in self._deliveries.values():
+            delivery.use_index(self._index)
 
     def each(self) -> list[Delivery]:
         """The delivery of each logger; the journal's is the first."""
+        for logger in self._loggers:
+            if id(logger) not in self._deliveries:
+                self._deliveries[id(logger)] = self._start_delivery(logger)
+        return [self._deliveries[id(logger)] for logger in self._loggers]
+
+    def _start_delivery(self, logger: Any) -> Delivery:
         index = self._index
-        for one in self._loggers:
-            if id(one) not in self._each:
-                journals = index is not None and one is index.journal
-                name = str(one.path) if journals else self._name(one)
-                self._each[id(one)] = Delivery(one, self.say, index, journals, name)
-        return [self._each[id(one)] for one in self._loggers]
+        journals = index is not None and logger is index.journal
+        name = str(logger.path) if journals else self._name(logger)
+        return Delivery(logger, self.say, index, journals, name)
 
     def log(
         self, values: Mapping[str, Any], step: int, counts: Mapping[str, int]
@@ -617,18 +647,24 @@ class Deliveries:
         now = time.time()
         with _PUBLISHING:  # the same order in every queue
             self._logged = True
-            number = -1
+            number = 0
             if self._index is not None:
-                number, self._index.count = self._index.count, self._index.count + 1
-            for one in self.each():
-                more: tuple[Any, ...] = (now,) if one.timed else ()
-                if isinstance(one.logger, JSONLLogger):
-                    more = (counts, now)
-                one.put("log_metrics", values, step, *more, number=max(number, 0))
+                number = next(self._index.numbers)
+            for delivery in self.each():
+                arguments: list[Any] = [values, step]
+                if isinstance(delivery.logger, JSONLLogger):
+                    arguments += [counts, now]
+                elif delivery.timed:
+                    arguments.append(now)
+                delivery.put("log_metrics", *arguments, number=number)
 
     def call(self, method: str, *arguments: Any) -> list[tuple[Delivery, int]]:
         """Queue another call for every logger that has this method; return the ticket of each."""
-        return [(one, one.put(method, *arguments)) for one in self.each()]
+        tickets = []
+        for delivery in self.each():
+            ticket = delivery.put(method, *arguments)
+            tickets.append((delivery, ticket))
+        return tickets
 
     def start(self, method: str, *arguments: Any) -> list[Any]:
         """Make an entry point's first call of every logger, and wait up to 10 seconds for all of them.
@@ -642,19 +678,23 @@ class Deliveries:
             TrainerKitError: a logger refuses the arguments.
         """
         deadline = time.monotonic() + _PATIENCE
-        starting = self.each()
-        for one in starting:
-            one.put(method, *arguments, first=True)
-        return [one.logger for one in starting if not one.started(deadline)]
+        deliveries = self.each()
+        # All begin before any is waited for.
+        for delivery in deliveries:
+            delivery.put(method, *arguments, first=True)
+        return [
+            delivery.logger for delivery in deliveries if not delivery.started(deadline)
+        ]
 
     def save(self) -> Callable[[], None]:
         """Queue ``save`` for every logger; return a function that waits for the journal and all responding loggers."""
-        waiting = self.call("save")
+        tickets = self.call("save")
 
         def wait() -> None:
             begun = time.monotonic()
-            for one, ticket in waiting:
-                one.wait(ticket, begun + (_PATIENCE if one.journals else _SHORT))
+            for delivery, ticket in tickets:
+                patience = _PATIENCE if delivery.journals else _SHORT
+                delivery.wait(ticket, begun + patience)
 
         return wait
 
@@ -663,14 +703,15 @@ class Deliveries:
         if self._logged and not self._waited:
             self._waited = True
             deadline = time.monotonic() + _SHORT
-            for one in self._each.values():
-                one.catch_up(deadline)
+            for delivery in self._deliveries.values():
+                delivery.catch_up(deadline)
 
     def wait(self) -> None:
         """Wait up to 10 seconds until every responding logger has taken the queued calls."""
         deadline = time.monotonic() + _PATIENCE
-        for one in list(self._each.values()):
-            one.wait(one.put("", ()), deadline)
+        for delivery in list(self._deliveries.values()):
+            ticket = delivery.put("", ())  # a call of nothing, behind all others
+            delivery.wait(ticket, deadline)
 
     def close(self, status: str | None, at_once: bool = False) -> None:
         """Finalize every logger, and wait for all of them together.
@@ -682,19 +723,23 @@ class Deliveries:
                 ends the run: the sender may kill it after 30 seconds.
         """
         deadline = time.monotonic() + (_SHORT if at_once else _PATIENCE)
-        closing = self.each()
-        for one in closing:
-            one.close(status)
-        for one in closing:
-            if one.wait_closed(deadline, grace=not at_once and status != "interrupted"):
-                del self._each[id(one.logger)]
+        grace = not at_once and status != "interrupted"
+        deliveries = self.each()
+        for delivery in deliveries:
+            delivery.close(status)
+        for delivery in deliveries:
+            if delivery.wait_closed(deadline, grace=grace):
+                del self._deliveries[id(delivery.logger)]
+
+
+def _seconds_until(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
 
 
 def _cpu_seconds(thread: threading.Thread | None) -> float:
     """The CPU time that a running thread has used; that of this process where the system does not tell."""
-    if (
-        thread is None or thread.ident is None or not thread.is_alive()
-    ):  # a fork has no threads of its parent
+    # A fork has no threads of its parent.
+    if thread is None or thread.ident is None or not thread.is_alive():
         return 0.0
     if sys.platform == "linux":
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
@@ -706,7 +751,9 @@ def _class_name(logger: Any) -> str:
 
 
 def _counted(values: int) -> str:
-    return "1 value is" if values == 1 else f"{values:,} values are"
+    if values == 1:
+        return "1 value is"
+    return f"{values:,} values are"
 
 
 def _text(error: BaseException) -> str:
@@ -714,4 +761,7 @@ def _text(error: BaseException) -> str:
         lines = str(error).strip().splitlines()
     except Exception:  # the exception's own __str__ fails
         lines = []
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    name = type(error).__name__
+    if not lines:
+        return name
+    return f"{name}: {lines[0]}"
