@@ -6,6 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -71,9 +72,8 @@ class CSVLogger(DirectoryLogger):
         self._waiting: dict[int, dict[str, Any]] = {}
         self._table: _Table | None = None
         self._step: int | None = None
-        self._ended: tuple[Path, int] | None = (
-            None  # the last row of an entry point that has returned
-        )
+        # the last row of an entry point that has returned
+        self._ended: tuple[Path, int] | None = None
 
     @property
     def path(self) -> Path:
@@ -108,16 +108,21 @@ class CSVLogger(DirectoryLogger):
         if not values:
             return
         self._opened = True
-        self._step = self._following() if step is None else int(step)
+        if step is None:
+            step = self._next_step()
+        self._step = int(step)
         self._waiting.setdefault(self._step, {}).update(values)
-        if max(self._waiting) - min(self._waiting) + 1 >= self._flush_every:
+        steps = max(self._waiting) - min(self._waiting) + 1
+        if steps >= self._flush_every:
             self.save()
 
-    def _following(self) -> int:
+    def _next_step(self) -> int:
         """The step after that of the last call, or of the last row of an earlier run of this version."""
         if self._step is None:
             self._step = _Table(self.path).last_step
-        return 0 if self._step is None else self._step + 1
+        if self._step is None:
+            return 0
+        return self._step + 1
 
     @one_at_a_time
     def log_hyperparams(
@@ -139,28 +144,27 @@ class CSVLogger(DirectoryLogger):
         if not self._waiting:
             return
         self._directory()
-        table, self._table = (
-            self._table or _Table(self.path),
-            None,
-        )  # after a failed write, the file is read again
-        own_row = (
-            self._ended[1]
-            if self._ended is not None and self._ended[0] == self.path
-            else None
-        )
-        table.merge(self._waiting, own_row)
-        self._table, self._waiting, self._ended = table, {}, None
+        table = self._table or _Table(self.path)
+        # After a failed write, the file is read again.
+        self._table = None
+        separate_step = None
+        if self._ended is not None:
+            path, step = self._ended
+            if path == self.path:
+                separate_step = step
+        table.merge(self._waiting, separate_step)
+        self._table = table
+        self._waiting = {}
+        self._ended = None
 
     @one_at_a_time
     def finalize(self, status: str) -> None:
         """Write the buffered values. Later values do not overwrite those of the last row."""
         self.save()
-        if (
-            self._table is not None
-            and self._table.last_step is not None
-            and status == "success"
-        ):
-            self._ended = self.path, self._table.last_step
+        if status == "success" and self._table is not None:
+            last_step = self._table.last_step
+            if last_step is not None:
+                self._ended = (self.path, last_step)
         self._table = None
         if self._version is not None:
             discard_torn(self.path)
@@ -231,74 +235,81 @@ class _Table:
         self._last: dict[str, Any] | None = None
         self._start = 0  # where the last row begins, in bytes
         data = path.read_bytes() if path.exists() else b""
-        whole = data.rfind(b"\n") + 1
-        if whole != len(data):
-            os.truncate(path, whole)  # drop a row that a machine crash cut short
+        length = data.rfind(b"\n") + 1
+        if length != len(data):
+            os.truncate(path, length)  # drop a row that a machine crash cut short
         rows = self._read()
         if rows:
             self._last = rows[-1]
-            self._start = data.rfind(b"\n", 0, whole - 1) + 1
+            self._start = data.rfind(b"\n", 0, length - 1) + 1
 
     @property
     def last_step(self) -> int | None:
         """The step of the last row."""
         return None if self._last is None else int(self._last["step"])
 
-    def merge(self, rows: dict[int, dict[str, Any]], own_row: int | None) -> None:
+    def merge(self, rows: dict[int, dict[str, Any]], separate_step: int | None) -> None:
         """Write ``rows``, each merged with the row of its step in the file.
 
-        Values of step ``own_row`` get a separate row if they would overwrite others.
+        Values of step ``separate_step`` get a separate row if they would overwrite others.
         """
         last = self.last_step
-        cells = _cells(self._last)
-        if not any(
-            str(cells.get(name, value)) != str(value)
-            for name, value in rows.get(-1 if own_row is None else own_row, {}).items()
-        ):
-            own_row = None
-        columns = [
-            *self._columns,
-            *dict.fromkeys(name for row in rows.values() for name in row),
-        ]
-        columns = list(dict.fromkeys(columns))
-        if last is None or columns != self._columns or min(rows) < last:
-            self._rewrite(rows, columns, own_row)
+        if separate_step is not None and not self._overwrites(rows, separate_step):
+            separate_step = None
+        columns = dict.fromkeys(self._columns)  # in order, each once
+        for row in rows.values():
+            columns.update(dict.fromkeys(row))
+        if last is None or list(columns) != self._columns or min(rows) < last:
+            self._rewrite(rows, list(columns), separate_step)
             return
-        merges = last in rows and last != own_row
+        merges = last in rows and last != separate_step
         if merges:
             # The merged values stay in the buffer too, in case this write fails.
             rows[last] = {**_cells(self._last), **rows[last]}
         lines = [self._line({"step": step, **rows[step]}) for step in sorted(rows)]
         with open(self._path, "r+b") as file:
-            file.seek(
-                self._start if merges else 0, os.SEEK_SET if merges else os.SEEK_END
-            )
+            if merges:
+                file.seek(self._start)
+            else:
+                file.seek(0, os.SEEK_END)
             file.write(b"".join(lines))
-            end = file.tell()
+            length = file.tell()
             file.truncate()
-        self._last, self._start = (
-            {"step": max(rows), **rows[max(rows)]},
-            end - len(lines[-1]),
+        newest_step = max(rows)
+        self._last = {"step": newest_step, **rows[newest_step]}
+        self._start = length - len(lines[-1])
+
+    def _overwrites(self, rows: Mapping[int, Mapping[str, Any]], step: int) -> bool:
+        """Whether the values of ``step`` differ from values of the last row."""
+        cells = _cells(self._last)
+        values = rows.get(step, {})
+        return any(
+            name in cells and str(cells[name]) != str(value)
+            for name, value in values.items()
         )
 
     def _rewrite(
-        self, rows: dict[int, dict[str, Any]], columns: list[str], own_row: int | None
+        self,
+        rows: dict[int, dict[str, Any]],
+        columns: list[str],
+        separate_step: int | None,
     ) -> None:
         merged = [(int(row["step"]), _cells(row)) for row in self._read()]
-        newest = {step: values for step, values in merged if step != own_row}
+        newest = {step: values for step, values in merged if step != separate_step}
         for step, values in rows.items():
             if step in newest:
                 newest[step].update(values)
             else:
                 merged.append((step, values))
-        merged.sort(key=lambda row: row[0])
+        merged.sort(key=itemgetter(0))
         self._columns = columns
-        lines = [self._line({"step": step, **values}) for step, values in merged]
-        header = self._line({name: name for name in columns})
-        replace_file(self._path, b"".join((header, *lines)))
-        last, values = merged[-1]
-        self._last = {"step": last, **values}
-        self._start = len(header) + sum(map(len, lines[:-1]))
+        lines = [self._line({name: name for name in columns})]
+        for step, values in merged:
+            lines.append(self._line({"step": step, **values}))
+        replace_file(self._path, b"".join(lines))
+        last_step, values = merged[-1]
+        self._last = {"step": last_step, **values}
+        self._start = sum(map(len, lines[:-1]))
 
     def _read(self) -> list[dict[str, Any]]:
         if not self._path.exists():
@@ -311,12 +322,15 @@ class _Table:
             except (KeyError, AttributeError, csv.Error):
                 steps_are_whole = False
             names = list(reader.fieldnames or ["step"])
-        if not steps_are_whole or "step" not in names:
+        problem = None
+        if "step" not in names:
+            problem = f"its columns are {', '.join(names)}"
+        elif not steps_are_whole:
+            problem = "a row without a whole step"
+        if problem is not None:
             raise LogError(
                 f"{self._path} is not a table of metrics",
-                found=f"its columns are {', '.join(names)}"
-                if "step" not in names
-                else "a row without a whole step",
+                found=problem,
                 fix="choose another version, or move the file",
             )
         self._columns = names
@@ -324,9 +338,8 @@ class _Table:
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow(
-            [row.get(name, "") for name in self._columns]
-        )
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow([row.get(name, "") for name in self._columns])
         return text.getvalue().encode()
 
 

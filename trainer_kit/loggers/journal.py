@@ -67,7 +67,9 @@ class JSONLLogger(DirectoryLogger):
         self._step = 0
         self._file: int | None = None
         self._path: str | None = None
-        self._inode = self._end = 0
+        # identify the file as this process left it
+        self._inode = 0
+        self._size = 0
         self.line = 0
         """The byte offset of the last line."""
 
@@ -97,17 +99,20 @@ class JSONLLogger(DirectoryLogger):
         Raises:
             LogError: a value is not one number.
         """
-        found = numbers(metrics, self._prefix)
-        values = {
-            f"metric/{name}" if name in _FIELDS else name: value
-            for name, value in found.items()
-        }
-        self._step = self._step if step is None else step
-        if values:
-            fields = {"step": self._step, "time": time.time() if at is None else at} | (
-                {"counts": dict(counts)} if counts else {}
-            )
-            self._append({**fields, **values})
+        values = numbers(metrics, self._prefix)
+        if step is not None:
+            self._step = step
+        if not values:
+            return
+        if at is None:
+            at = time.time()
+        record: dict[str, Any] = {"step": self._step, "time": at}
+        if counts:
+            record["counts"] = dict(counts)
+        for name, value in values.items():
+            key = f"metric/{name}" if name in _FIELDS else name
+            record[key] = value
+        self._append(record)
 
     @one_at_a_time
     def log_hyperparams(
@@ -119,13 +124,14 @@ class JSONLLogger(DirectoryLogger):
             params: a mapping, a Namespace or a dataclass.
             metrics: values for comparing runs.
         """
-        new = plain(params_dict(params))
-        if any(
+        hparams = plain(params_dict(params))
+        changed = any(
             name not in self.hparams or self.hparams[name] != value
-            for name, value in new.items()
-        ):
-            self._append({"time": time.time(), "hparams": new})
-            self.hparams.update(new)
+            for name, value in hparams.items()
+        )
+        if changed:
+            self._append({"time": time.time(), "hparams": hparams})
+            self.hparams.update(hparams)
         if metrics:
             self.log_metrics(metrics, 0)
 
@@ -143,12 +149,14 @@ class JSONLLogger(DirectoryLogger):
         self._close()
 
     def _append(self, record: dict[str, Any]) -> None:
-        line = f"{json.dumps(plain(record), ensure_ascii=False, allow_nan=False)}\n".encode()
+        text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
+        line = f"{text}\n".encode()
         file = self._open()
         if os.write(file, line) != len(line):
-            os.ftruncate(file, self._end)
+            os.ftruncate(file, self._size)
             raise OSError(f"{self.path}: no space left for a line of {len(line)} bytes")
-        self.line, self._end = self._end, self._end + len(line)
+        self.line = self._size
+        self._size += len(line)
 
     def read_values(self, line: int) -> tuple[dict[str, Any], int, float]:
         """Read what one call of ``log_metrics`` wrote.
@@ -168,29 +176,27 @@ class JSONLLogger(DirectoryLogger):
             text = file.readline()
         try:
             record = journal_record(text)
-            step, at = record.pop("step"), record.pop("time")
-            start = f"{self._prefix}-" if self._prefix else ""
+            step = record.pop("step")
+            logged_time = record.pop("time")
         except (ValueError, KeyError, TypeError) as error:
             raise LogError(
                 f"{self.path} has no values at byte {line}", found=str(error)
             ) from error
         record.pop("counts", None)
-        return (
-            {
-                name.removeprefix("metric/").removeprefix(start): value
-                for name, value in record.items()
-            },
-            step,
-            at,
-        )
+        prefix = f"{self._prefix}-" if self._prefix else ""
+        metrics = {
+            name.removeprefix("metric/").removeprefix(prefix): value
+            for name, value in record.items()
+        }
+        return metrics, step, logged_time
 
     def _open(self) -> int:
         """Return the open file; reopen it if it was moved or another process wrote to it."""
         path = self._path
         if self._file is not None and path is not None:
             try:
-                found = os.stat(path)
-                if (found.st_ino, found.st_size) == (self._inode, self._end):
+                status = os.stat(path)
+                if (status.st_ino, status.st_size) == (self._inode, self._size):
                     return self._file
             except FileNotFoundError:
                 pass
@@ -200,7 +206,7 @@ class JSONLLogger(DirectoryLogger):
         # A bare descriptor: a logger that is never finalized causes no ResourceWarning.
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         with open(self._file, "r+b", buffering=0, closefd=False) as stream:
-            self._end = _cut_torn_line(stream)
+            self._size = _cut_torn_line(stream)
         self._inode = os.fstat(self._file).st_ino
         return self._file
 
@@ -219,17 +225,18 @@ class JSONLLogger(DirectoryLogger):
 
 def _cut_torn_line(file: Any) -> int:
     """Truncate the file after the last newline; returns its new length in bytes."""
-    size = end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        start = max(0, end - 65536)
+    size: int = file.seek(0, os.SEEK_END)
+    length = size
+    while length > 0:
+        start = max(0, length - 65536)
         file.seek(start)
-        newline = file.read(end - start).rfind(b"\n")
-        end = start if newline < 0 else start + newline + 1
+        newline = file.read(length - start).rfind(b"\n")
+        length = start + newline + 1  # ``start`` if there is no newline
         if newline >= 0:
             break
-    if end != size:
-        file.truncate(end)
-    return int(end)
+    if length != size:
+        file.truncate(length)
+    return length
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -269,12 +276,11 @@ def journal_record(line: bytes) -> dict[str, Any]:
         >>> journal_record(b'{"step": 3, "loss": "NaN"}')
         {'step': 3, 'loss': nan}
     """
-    record = json.loads(
-        line.decode()
-    )  # given bytes, json would detect the encoding first
+    # Given bytes, json would detect the encoding first.
+    record = json.loads(line.decode())
     if not isinstance(record, dict):
         raise ValueError("not an object")
-    return {
-        name: _SPECIAL.get(v, v) if isinstance(v, str) else v
-        for name, v in record.items()
-    }
+    for name, value in record.items():
+        if isinstance(value, str):
+            record[name] = _SPECIAL.get(value, value)
+    return record
