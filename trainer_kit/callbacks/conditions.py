@@ -62,23 +62,21 @@ def the_only(**given: tuple[DurationLike | None, str]) -> Duration | None:
         >>> the_only(every_n_steps=(100, "st"), every_n_epochs=(None, "ep"))
         Duration('100st')
     """
-    intervals = {
-        name: Duration.parse(value, unit)
-        for name, (value, unit) in given.items()
-        if value is not None
-    }
-    found = {
-        name: every
-        for name, every in intervals.items()
-        if every.value > 0 or every.unit == "s"
-    }
-    if len(found) > 1:
+    intervals: dict[str, Duration] = {}
+    for name, (value, unit) in given.items():
+        if value is None:
+            continue
+        every = Duration.parse(value, unit)
+        if every.value > 0 or every.unit == "s":
+            intervals[name] = every
+    if len(intervals) > 1:
+        arguments = [f"{name}={every}" for name, every in intervals.items()]
         raise ConfigurationError(
             "a callback takes one interval only",
-            found=", ".join(f"{name}={every}" for name, every in found.items()),
+            found=", ".join(arguments),
             fix="use one callback for each interval",
         )
-    return next(iter(found.values()), None)
+    return next(iter(intervals.values()), None)
 
 
 @final
@@ -106,12 +104,16 @@ class Monitor:
                 found=repr(mode),
                 fix=did_you_mean(str(mode), ("min", "max")),
             )
-        self.name, self.mode, self.owner = name, mode, owner
-        self.worst = float("inf") if mode == "min" else float("-inf")
+        self.name = name
+        self.mode = mode
+        self.owner = owner
+        self.worst = math.inf if mode == "min" else -math.inf
 
     def better(self, value: float, than: float) -> bool:
         """Whether ``value`` is strictly better; NaN never is."""
-        return value < than if self.mode == "min" else value > than
+        if self.mode == "min":
+            return value < than
+        return value > than
 
     def read(
         self, trainer: TrainerLike, counts: Mapping[str, int] = MappingProxyType({})
@@ -124,28 +126,33 @@ class Monitor:
             trainer: the Trainer that has the values.
             counts: values of the current step that need not be logged.
         """
-        value = trainer.callback_metrics.get(self.name, counts.get(self.name))
-        found = None if value is None else float(value), trainer.logged_at(self.name)
+        logged = trainer.callback_metrics.get(self.name, counts.get(self.name))
+        value = None
+        if logged is not None:
+            value = float(logged)
+        reading = value, trainer.logged_at(self.name)
         # Between two flushes a value is local to its rank; all ranks must decide by the same value.
         if trainer.world_size > 1:
-            found = trainer.strategy.world.broadcast(found)
-        return found
+            reading = trainer.strategy.world.broadcast(reading)
+        return reading
 
     def missing(self, trainer: TrainerLike) -> ConfigurationError:
         """The error for a value that was not logged in time."""
-        known = sorted(trainer.callback_metrics)
-        fix = (
-            did_you_mean(self.name, known)
-            if known
-            else f'call self.log("{self.name}", value) in a step'
-        )
-        lacks = names_validation(self.name) and not has_validation(trainer)
+        logged_names = sorted(trainer.callback_metrics)
+        if logged_names:
+            observation = f"logged so far: {', '.join(logged_names)}"
+            fix = did_you_mean(self.name, logged_names)
+        else:
+            observation = "logged so far: nothing"
+            fix = f'call self.log("{self.name}", value) in a step'
+        # A name such as `val_loss` is usually logged in validation.
+        if names_validation(self.name) and not has_validation(trainer):
+            observation += "; this fit has no validation"
+            fix = f"define validation_step and val_dataloader, or: {fix}"
         return ConfigurationError(
             f"{self.owner} monitors {self.name!r}, but no value of this name is logged",
-            found=f"logged so far: {', '.join(known) or 'nothing'}{'; this fit has no validation' if lacks else ''}",
-            fix=f"define validation_step and val_dataloader, or: {fix}"
-            if lacks
-            else fix,
+            found=observation,
+            fix=fix,
         )
 
 
@@ -170,9 +177,8 @@ def check_validation(
     Raises:
         ConfigurationError: ``only_after`` is given, so the callback would never act.
     """
-    if (
-        has_validation(trainer) or trainer.reload_dataloaders_every_n_epochs
-    ):  # later epochs may validate
+    # With loaders that are made again, later epochs may validate.
+    if has_validation(trainer) or trainer.reload_dataloaders_every_n_epochs:
         return
     fix = "define validation_step, and pass a validation loader"
     if only_after is not None:
@@ -193,6 +199,5 @@ def epoch_ends_here(trainer: TrainerLike) -> bool:
 
     An epoch of unknown length answers False.
     """
-    return (
-        trainer.progress.epoch_batch == trainer.num_training_batches
-    )  # beyond it, the length was only a hint
+    # Equal, not at least: beyond it, the length was only a hint.
+    return trainer.progress.epoch_batch == trainer.num_training_batches

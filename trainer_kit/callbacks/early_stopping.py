@@ -108,27 +108,32 @@ class EarlyStopping(Callback):
                 "EarlyStopping needs patience and min_delta of zero or more",
                 found=f"patience={patience}, min_delta={min_delta}",
             )
-        self.monitor, self.mode = monitor, mode
-        self.min_delta, self.patience = min_delta, patience
-        self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
-        self.stopping_threshold, self.divergence_threshold = (
-            stopping_threshold,
-            divergence_threshold,
-        )
+        self.monitor = monitor
+        self.mode = mode
+        self.min_delta = min_delta
+        self.patience = patience
+        self.verbose = verbose
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self.log_rank_zero_only = log_rank_zero_only
         self._active = False
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.wait_count = 0
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._best = self._monitor.worst
-        self._checked = -1  # the step whose weights the last checked value describes
-        self._validated = False  # validation ran at this step, and on_train_epoch_end follows at the same step
-        self._logged_late = False  # training epochs log the value: after validation it is still the previous epoch's
+        # The step whose weights the last checked value describes.
+        self._checked = -1
+        # Validation ran at this step, and on_train_epoch_end follows at the same step.
+        self._validated = False
+        # Training epochs log the value: after validation it is still the previous epoch's.
+        self._logged_late = False
 
     @property
     def best_score(self) -> Tensor:
@@ -161,16 +166,15 @@ class EarlyStopping(Callback):
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
-            self._begin()  # forget another fit; a resumed fit restores its state after this
+            self._reset()  # forget another fit; a resumed fit restores its state after this
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if self._active and self.strict:
-            only = (
-                "check_on_train_epoch_end=False"
-                if self.check_on_train_epoch_end is False
-                else None
-            )
-            check_validation(trainer, "EarlyStopping", self.monitor, only)
+        if not self._active or not self.strict:
+            return
+        only_after = None
+        if self.check_on_train_epoch_end is False:
+            only_after = "check_on_train_epoch_end=False"
+        check_validation(trainer, "EarlyStopping", self.monitor, only_after)
 
     def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active or trainer.sanity_checking or self.check_on_train_epoch_end:
@@ -178,41 +182,37 @@ class EarlyStopping(Callback):
         if self.check_on_train_epoch_end is None:
             self._validated = self._logged_late or epoch_ends_here(trainer)
         if not self._validated:
-            self._check(trainer, final=self.check_on_train_epoch_end is False)
+            is_final = self.check_on_train_epoch_end is False
+            self._check_value(trainer, is_final)
 
     def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active or self.check_on_train_epoch_end is False:
             return
-        if (
-            self.check_on_train_epoch_end
-            or self._validated
-            or not has_validation(trainer)
-        ):
+        checks_here = self.check_on_train_epoch_end or self._validated
+        # Without validation there is no other time to check.
+        if checks_here or not has_validation(trainer):
             self._validated = False
-            self._check(trainer, final=True)
+            self._check_value(trainer, is_final=True)
 
-    def _check(self, trainer: TrainerLike, final: bool) -> None:
-        current, logged_at = self._monitor.read(trainer)
-        if current is None and not final:
-            self._validated = self._logged_late = True
+    def _check_value(self, trainer: TrainerLike, is_final: bool) -> None:
+        value, logged_at = self._monitor.read(trainer)
+        if value is None:
+            if is_final:
+                self._report_missing(trainer)
+            else:
+                # The end of the epoch, which follows, may log it.
+                self._validated = True
+                self._logged_late = True
             return
-        if current is not None and logged_at <= self._checked:
+        if logged_at <= self._checked:
             return  # checked already: no validation has run since
-        if current is None:
-            if self.strict:
-                raise self._monitor.missing(trainer)
-            if self.verbose and trainer.is_global_zero:
-                warnings.warn(
-                    str(self._monitor.missing(trainer)), RuntimeWarning, stacklevel=2
-                )
-            return
         self._checked = logged_at
-        if (
-            self.stopping_reason_message is not None
-        ):  # the request waits for min_epochs or min_steps
+        # The earlier request waits for min_epochs or min_steps.
+        if self.stopping_reason_message is not None:
             trainer.withdraw_stop(self.stopping_reason_message)
-        self.stopped_epoch, self.stopping_reason_message = 0, None
-        self.stopping_reason, message = self._judge(current)
+        self.stopped_epoch = 0
+        self.stopping_reason_message = None
+        self.stopping_reason, message = self._judge_value(value)
         if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
@@ -220,31 +220,46 @@ class EarlyStopping(Callback):
         if message and self.verbose:
             trainer.print(message)
 
-    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
+    def _report_missing(self, trainer: TrainerLike) -> None:
+        error = self._monitor.missing(trainer)
+        if self.strict:
+            raise error
+        if self.verbose and trainer.is_global_zero:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+
+    def _judge_value(self, value: float) -> tuple[EarlyStoppingReason, str]:
         """Count one value; returns the reason to stop (or NOT_STOPPED) and a sentence with the numbers."""
-        name, better = self.monitor, self._monitor.better
-        if self.check_finite and not math.isfinite(current):
+        name = self.monitor
+        is_better = self._monitor.better
+        if self.check_finite and not math.isfinite(value):
             return (
                 EarlyStoppingReason.NON_FINITE_METRIC,
-                f"{name} = {current} is not finite (best {self._best:.6g})",
+                f"{name} = {value} is not finite (best {self._best:.6g})",
             )
-        if (limit := self.stopping_threshold) is not None and better(current, limit):
+        goal = self.stopping_threshold
+        if goal is not None and is_better(value, goal):
             return (
                 EarlyStoppingReason.STOPPING_THRESHOLD,
-                f"{name} = {current:.6g} is past its goal of {limit:.6g}",
+                f"{name} = {value:.6g} is past its goal of {goal:.6g}",
             )
-        if (limit := self.divergence_threshold) is not None and better(limit, current):
+        limit = self.divergence_threshold
+        if limit is not None and is_better(limit, value):
             return (
                 EarlyStoppingReason.DIVERGENCE_THRESHOLD,
-                f"{name} = {current:.6g} is worse than {limit:.6g}",
+                f"{name} = {value:.6g} is worse than {limit:.6g}",
             )
-        margin = self.min_delta if self.mode == "min" else -self.min_delta
-        if better(current + margin, self._best):
-            message = f"{name} improved from {self._best:.6g} to {current:.6g}"
-            self._best, self.wait_count = current, 0
+        margin = self.min_delta
+        if self.mode == "max":
+            margin = -margin
+        if is_better(value + margin, self._best):
+            message = f"{name} improved from {self._best:.6g} to {value:.6g}"
+            self._best = value
+            self.wait_count = 0
             return EarlyStoppingReason.NOT_STOPPED, message
         self.wait_count += 1
-        if self.wait_count >= self.patience:
-            flat = f"{name} = {current:.6g} has not improved on {self._best:.6g} for {self.wait_count} checks"
-            return EarlyStoppingReason.PATIENCE_EXHAUSTED, flat
-        return EarlyStoppingReason.NOT_STOPPED, ""
+        if self.wait_count < self.patience:
+            return EarlyStoppingReason.NOT_STOPPED, ""
+        return (
+            EarlyStoppingReason.PATIENCE_EXHAUSTED,
+            f"{name} = {value:.6g} has not improved on {self._best:.6g} for {self.wait_count} checks",
+        )

@@ -50,10 +50,8 @@ class GradientAccumulation(Callback):
         self.epochs = sorted(self.scheduling)
         self._per_batch: float | None = None  # samples or tokens, over all ranks
         self._length = 1
-        self._at = (
-            0,
-            0,
-        )  # micro-batches, and samples or tokens, at the start of the window
+        # Micro-batches, and samples or tokens, at the start of the window.
+        self._window_start = (0, 0)
         if self.target is None:
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             leave_out(self, "on_train_step_end", GradientAccumulation)
@@ -75,16 +73,16 @@ class GradientAccumulation(Callback):
 
     @staticmethod
     def _read_schedule(scheduling: int | Mapping[int, int]) -> dict[int, int]:
-        schedule = (
-            dict(scheduling) if isinstance(scheduling, Mapping) else {0: scheduling}
-        )
+        schedule: dict[int, int] = {}
+        if isinstance(scheduling, Mapping):
+            schedule.update(scheduling)
+        else:
+            schedule[0] = scheduling
         for epoch, length in schedule.items():
-            if (
-                type(epoch) is not int
-                or epoch < 0
-                or type(length) is not int
-                or length < 1
-            ):
+            # By type: True is an int, too.
+            is_epoch = type(epoch) is int and epoch >= 0
+            is_length = type(length) is int and length >= 1
+            if not is_epoch or not is_length:
                 raise ConfigurationError(
                     "an accumulation schedule maps epochs (from 0) to numbers of micro-batches (from 1)",
                     found=f"{scheduling!r}",
@@ -100,23 +98,22 @@ class GradientAccumulation(Callback):
     def get_accumulate_grad_batches(self, epoch: int) -> int:
         """Micro-batches for each optimizer step of ``epoch``; with a target, of the next one."""
         if self.target is None:
-            return self.scheduling[
-                max(start for start in self.epochs if start <= epoch)
-            ]
-        return (
-            1
-            if self._per_batch is None
-            else max(1, round(self.target.value / self._per_batch))
-        )
+            last_change = max(start for start in self.epochs if start <= epoch)
+            return self.scheduling[last_change]
+        if self._per_batch is None:
+            return 1
+        return max(1, round(self.target.value / self._per_batch))
 
     def going_to_accumulate_grad_batches(self) -> bool:
         """Whether a window may ever be longer than one micro-batch."""
-        return self.target is not None or any(
-            length > 1 for length in self.scheduling.values()
-        )
+        if self.target is not None:
+            return True
+        return any(length > 1 for length in self.scheduling.values())
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.target is None else {"per_batch": self._per_batch}
+        if self.target is None:
+            return {}
+        return {"per_batch": self._per_batch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._per_batch = state_dict.get("per_batch")
@@ -137,46 +134,47 @@ class GradientAccumulation(Callback):
         if self.target is not None:
             if self._per_batch is None and self.target.unit == "sp":
                 self._per_batch = trainer.train_batch_samples or None
-            self._at = trainer.progress.batch, self._count(trainer)
-        self._set(trainer)
+            self._window_start = trainer.progress.batch, self._read_count(trainer)
+        self._set_length(trainer)
 
     def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        self._set(trainer)
+        self._set_length(trainer)
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         progress = trainer.progress
-        batches, count = (
-            progress.batch - self._at[0],
-            self._count(trainer) - self._at[1],
-        )
-        self._at = progress.batch, self._at[1] + count
+        batch_at_start, count_at_start = self._window_start
+        window_end = progress.batch, self._read_count(trainer)
+        self._window_start = window_end
+        batches = window_end[0] - batch_at_start
+        count = window_end[1] - count_at_start
         # A short last batch of an epoch, or a window that the epoch cut short, does not predict the next window.
-        if (
-            count > 0
-            and batches == self._length
-            and progress.epoch_batch != trainer.num_training_batches
-        ):
+        if count <= 0 or batches != self._length:
+            return
+        if progress.epoch_batch != trainer.num_training_batches:
             self._per_batch = count / batches
-            self._set(trainer)
+            self._set_length(trainer)
 
-    def _count(self, trainer: TrainerLike) -> int:
+    def _read_count(self, trainer: TrainerLike) -> int:
+        """Samples or tokens so far."""
         assert self.target is not None
         return int(getattr(trainer.progress, self.target.counter))
 
-    def _set(self, trainer: TrainerLike) -> None:
+    def _set_length(self, trainer: TrainerLike) -> None:
         length = self.get_accumulate_grad_batches(trainer.current_epoch)
         self._length = length
-        unknown = self.target is not None and self._per_batch is None
-        trainer.set_accumulation(
-            length, partial(self._measure, trainer) if unknown else None
-        )
+        measure = None
+        if self.target is not None and self._per_batch is None:
+            measure = partial(self._measure, trainer)
+        trainer.set_accumulation(length, measure)
 
     def _measure(self, trainer: TrainerLike, samples: float, tokens: float) -> None:
         """Set the length of the first window by its first micro-batch."""
         assert self.target is not None
-        self._per_batch = (samples if self.target.unit == "sp" else tokens) or None
+        count = samples if self.target.unit == "sp" else tokens
+        # None for 0: a loader may not count.
+        self._per_batch = count or None
         if self._per_batch is not None:
-            self._set(trainer)
+            self._set_length(trainer)
 
 
 GradientAccumulationScheduler = GradientAccumulation

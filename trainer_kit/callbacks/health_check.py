@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, final
 
@@ -48,15 +49,15 @@ class HealthCheck(Callback):
     order: ClassVar[Literal["early", "normal", "late"]] = "early"
 
     def __init__(self, every: DurationLike | None = None) -> None:
-        self.every = None if every is None else Duration.parse(every, "st")
-        if self.every is not None and not (
-            self.every.value > 0 and self.every.unit != "dur"
-        ):
-            raise ConfigurationError(
-                "the interval of health checks must be a count or a duration above 0",
-                found=f"every={every!r}",
-                fix='pass every="500ba", or every=None to check only before training',
-            )
+        self.every: Duration | None = None
+        if every is not None:
+            self.every = Duration.parse(every, "st")
+            if self.every.value <= 0 or self.every.unit == "dur":
+                raise ConfigurationError(
+                    "the interval of health checks must be a count or a duration above 0",
+                    found=f"every={every!r}",
+                    fix='pass every="500ba", or every=None to check only before training',
+                )
         self.acts_every = self.every
         self.last: Survey | None = None
 
@@ -70,30 +71,33 @@ class HealthCheck(Callback):
 
     def act(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """Check now, and print the result. Every rank must call it."""
-        directory = _existing(trainer)
-        beside = []
+        directory = _existing_directory(trainer)
+        # Once on each machine: its ranks share memory and disks.
+        findings = []
         if trainer.local_rank == 0:
             checks = {"/dev/shm": check_shared_memory}
             if directory is not None:
-                checks["disk"] = lambda: check_disk(directory)
-            beside = [found for found in make_findings(checks) if found.level != "OK"]
-        made = survey(
-            trainer.strategy.world, trainer.strategy.device, directory, beside
-        )
-        self.last = made
-        when = f"health check at step {trainer.progress.step}"
-        if not made.unusual:
-            trainer.print(f"{when}: {made.describe()}, nothing unusual")
-        for found in made.unusual:
-            trainer.print(f"{when}: {found.about}: {found.text}")
-            trainer.print(f"  → {found.fix}")
+                checks["disk"] = partial(check_disk, directory)
+            for finding in make_findings(checks):
+                if finding.level != "OK":
+                    findings.append(finding)
+        strategy = trainer.strategy
+        result = survey(strategy.world, strategy.device, directory, findings)
+        self.last = result
+        prefix = f"health check at step {trainer.progress.step}"
+        if not result.unusual:
+            trainer.print(f"{prefix}: {result.describe()}, nothing unusual")
+        for finding in result.unusual:
+            trainer.print(f"{prefix}: {finding.about}: {finding.text}")
+            trainer.print(f"  → {finding.fix}")
 
 
-def _existing(trainer: TrainerLike) -> Path | None:
+def _existing_directory(trainer: TrainerLike) -> Path | None:
     """The nearest directory above the checkpoints that exists; None where they go to a URL."""
-    place = trainer.checkpoint_dir
-    if not isinstance(place, Path):
+    directory = trainer.checkpoint_dir
+    if not isinstance(directory, Path):
         return None
-    return next(
-        (each for each in (place, *place.absolute().parents) if each.is_dir()), None
-    )
+    for candidate in (directory, *directory.absolute().parents):
+        if candidate.is_dir():
+            return candidate
+    return None

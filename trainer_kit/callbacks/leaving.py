@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -19,6 +20,8 @@ from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["OnExceptionCheckpoint", "Preemption"]
 
+_Source = str | os.PathLike[str] | signal.Signals
+
 
 @final
 class _Request:
@@ -27,10 +30,11 @@ class _Request:
     weights_only = False
 
     def __init__(self, reason: str, path: Location) -> None:
-        self.reason, self.path = reason, path
+        self.reason = reason
+        self.path = path
 
     def saved(self, path: Location) -> None:
-        """Nothing is kept about it."""
+        """Nothing is recorded about it."""
 
 
 @final
@@ -58,7 +62,8 @@ class OnExceptionCheckpoint(Callback):
                 found=repr(filename),
                 fix="pass the parent folder as dirpath",
             )
-        self.dirpath, self.filename = dirpath, filename
+        self.dirpath = dirpath
+        self.filename = filename
 
     @property
     def ckpt_path(self) -> Location:
@@ -114,29 +119,49 @@ class Preemption(Callback):
         margin: float = 120.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        one = isinstance(sources, (str, os.PathLike, signal.Signals))
-        self.sources: list[Any] = [sources] if one else list(sources)  # type: ignore[arg-type]
+        if isinstance(sources, (str, os.PathLike, signal.Signals)):
+            sources = [sources]
+        self.sources: list[_Source] = list(sources)
         if not self.sources or every <= 0:
             raise ConfigurationError(
                 "Preemption needs at least one source, and a positive interval in seconds",
                 found=f"sources={self.sources}, every={every}",
                 fix='Preemption("slurm"), Preemption("/run/preempted"), Preemption("http://…")',
             )
-        self.every, self.margin, self.headers = every, margin, dict(headers or {})
-        known = (signal.SIGTERM, signal.SIGINT, _USR1)  # every run listens to them
-        self._signals = [
-            found
-            for found in map(_signal, self.sources)
-            if found is not None and found not in known
-        ]
-        self._looks = [
-            look for look in map(self._look, self.sources) if look is not None
-        ]
-        self._before: dict[signal.Signals, Any] = {}
-        self._over, self._fired = threading.Event(), threading.Lock()
+        self.every = every
+        self.margin = margin
+        self.headers = dict(headers or {})
+        self._signals: list[signal.Signals] = []
+        # Functions that return a reason to leave or None, each with the signal that the process gets then.
+        self._checks: list[tuple[Callable[[], str | None], int]] = []
+        for source in self.sources:
+            self._add_source(source)
+        # The handlers that the signals had before the fit.
+        self._handlers_before: dict[signal.Signals, Any] = {}
+        self._is_over = threading.Event()
+        # Taken by the first source that fires.
+        self._first_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.reason: str | None = None
         """What fired, or None."""
+
+    def _add_source(self, source: _Source) -> None:
+        number = _parse_signal(source)
+        if number is not None:
+            # Every run listens to these three.
+            if number not in (signal.SIGTERM, signal.SIGINT, _USR1):
+                self._signals.append(number)
+        elif source == "slurm":
+            end_time = _read_job_end_time()
+            if end_time is not None:
+                check = partial(self._check_time_limit, end_time)
+                self._checks.append((check, _USR1))
+        elif str(source).startswith(("http://", "https://")):
+            check = partial(self._check_url, str(source))
+            self._checks.append((check, signal.SIGTERM))
+        elif not isinstance(source, signal.Signals):
+            check = partial(_check_file, Path(source))
+            self._checks.append((check, signal.SIGTERM))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Locks and threads cannot be pickled; a copy makes its own.
@@ -145,23 +170,27 @@ class Preemption(Callback):
             for name, value in vars(self).items()
             if not name.startswith("_")
         }
-        return type(self), (self.sources, self.every, self.margin, self.headers), public
+        arguments = (self.sources, self.every, self.margin, self.headers)
+        return type(self), arguments, public
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
-        self.reason, self._fired = None, threading.Lock()
+        self.reason = None
+        self._first_lock = threading.Lock()
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        for number in (
-            self._signals
-            if threading.current_thread() is threading.main_thread()
-            else ()
-        ):
-            if signal.getsignal(number) is not None:  # it could not be put back
-                self._before[number] = signal.signal(number, self._on_signal)
+        # Python allows handlers in the main thread only.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._signals:
+            # None: a handler that Python did not install, and could not restore.
+            if signal.getsignal(number) is not None:
+                handler = signal.signal(number, self._on_signal)
+                self._handlers_before[number] = handler
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if self._looks and trainer.is_global_zero:  # from here on a signal saves first
-            self._over.clear()
+        # From here on a signal saves first.
+        if self._checks and trainer.is_global_zero:
+            self._is_over.clear()
             self._thread = threading.Thread(
                 target=self._watch,
                 args=(trainer.print,),
@@ -171,83 +200,73 @@ class Preemption(Callback):
             self._thread.start()
 
     def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
-        self._over.set()
-        self._fired.acquire(
-            blocking=False
-        )  # a thread that still waits for an answer sends nothing
+        self._is_over.set()
+        # A thread that still waits for an answer sends nothing.
+        self._first_lock.acquire(blocking=False)
         if self._thread is not None:
             self._thread.join(timeout=self.every)
             self._thread = None
-        while self._before:
-            number, handler = self._before.popitem()
+        while self._handlers_before:
+            number, handler = self._handlers_before.popitem()
             signal.signal(number, handler)
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         if self._is_first(signal.Signals(number).name):
             signal.raise_signal(signal.SIGTERM)
 
     def _is_first(self, reason: str) -> bool:
         """Note the first source that fires; a signal of the second would end the run without waiting for its save."""
-        if not self._fired.acquire(blocking=False):
+        if not self._first_lock.acquire(blocking=False):
             return False
         self.reason = reason
         return True
 
-    def _watch(self, say: Callable[..., None]) -> None:
+    def _watch(self, print_line: Callable[..., None]) -> None:
         while True:
-            for look, number in self._looks:
-                reason = look()
+            for check, number in self._checks:
+                reason = check()
                 if reason is None:
                     continue
                 if self._is_first(reason):
-                    say(f"preemption: {reason}")
+                    print_line(f"preemption: {reason}")
                     os.kill(os.getpid(), number)  # its handler runs in the main thread
                 return
-            if self._over.wait(self.every):
+            if self._is_over.wait(self.every):
                 return
 
-    def _look(self, source: Any) -> tuple[Callable[[], str | None], int] | None:
-        if _signal(source) is not None:
+    def _check_time_limit(self, end_time: float) -> str | None:
+        seconds = end_time - time.time()
+        if seconds > self.margin:
             return None
-        if source == "slurm":
-            end = _end_of_job()
-            return None if end is None else (lambda: self._near(end), _USR1)
-        if str(source).startswith(("http://", "https://")):
-            return (lambda: self._answer(str(source))), signal.SIGTERM
-        path = Path(source)
-        return (lambda: f"{path} exists" if path.exists() else None), signal.SIGTERM
+        return f"the time limit of the SLURM job is in {seconds:.0f} s"
 
-    def _near(self, end: float) -> str | None:
-        left = end - time.time()
-        return (
-            f"the time limit of the SLURM job is in {left:.0f} s"
-            if left <= self.margin
-            else None
-        )
-
-    def _answer(self, url: str) -> str | None:
+    def _check_url(self, url: str) -> str | None:
         request = urllib.request.Request(url, headers=self.headers)
+        timeout = min(self.every, 5.0)
         try:
-            with urllib.request.urlopen(
-                request, timeout=min(self.every, 5.0)
-            ) as answer:
-                text = answer.read(10_000).decode(errors="replace").strip()
-        except (
-            OSError,
-            ValueError,
-        ):  # an HTTP error too: nothing is planned, or the service is not there
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                content = response.read(10_000)
+        except (OSError, ValueError):
+            # An HTTP error too: nothing is planned, or the service is not there.
             return None
-        return (
-            None
-            if text.lower() in _NO
-            else f"{url.partition('?')[0]} answers {text[:100]!r}"
-        )
+        text = content.decode(errors="replace").strip()
+        if text.lower() in _NO:
+            return None
+        # The query may hold a token.
+        address, _, _ = url.partition("?")
+        return f"{address} answers {text[:100]!r}"
+
+
+def _check_file(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    return f"{path} exists"
 
 
 _USR1: Final = getattr(signal, "SIGUSR1", signal.SIGTERM)
 
 
-def _signal(source: Any) -> signal.Signals | None:
+def _parse_signal(source: _Source) -> signal.Signals | None:
     if isinstance(source, signal.Signals):
         return source
     name = str(source)
@@ -262,13 +281,15 @@ def _signal(source: Any) -> signal.Signals | None:
     return signal.Signals[name]
 
 
-def _end_of_job() -> float | None:
+def _read_job_end_time() -> float | None:
     """When the SLURM job ends, in seconds since 1970; None outside of SLURM."""
-    end = os.environ.get("SLURM_JOB_END_TIME", "")
-    if "SLURM_JOB_ID" in os.environ and not end.isdigit():
+    end_time = os.environ.get("SLURM_JOB_END_TIME", "")
+    if end_time.isdigit():
+        return float(end_time)
+    if "SLURM_JOB_ID" in os.environ:
         raise ConfigurationError(
             "SLURM does not provide the end time of the job",
-            found=f"SLURM_JOB_END_TIME={end!r}",
+            found=f"SLURM_JOB_END_TIME={end_time!r}",
             fix="use sbatch --signal=USR1@120: every run listens to SIGUSR1",
         )
-    return float(end) if end.isdigit() else None
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, final
+from typing import Any, ClassVar, Final, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -84,47 +84,52 @@ class ModelPruning(Callback):
                 found=f"pruning_fn={pruning_fn!r}",
                 fix=did_you_mean(str(pruning_fn), _METHODS),
             )
-        structured, norm = (
-            pruning_fn.endswith("_structured"),
-            pruning_fn == "ln_structured",
-        )
-        if structured != (pruning_dim is not None) or norm != (
-            pruning_norm is not None
-        ):
+        # "unstructured" ends with "structured", but not with "_structured".
+        is_structured = pruning_fn.endswith("_structured")
+        dim_fits = is_structured == (pruning_dim is not None)
+        norm_fits = (pruning_fn == "ln_structured") == (pruning_norm is not None)
+        if not dim_fits or not norm_fits:
             raise ConfigurationError(
                 "structured methods need pruning_dim, ln_structured also pruning_norm, and no other method takes them",
                 found=f"{pruning_fn} with pruning_dim={pruning_dim}, pruning_norm={pruning_norm}",
             )
-        self.pruning_fn, self.amount = pruning_fn, amount
-        self._given, self._names = (
-            parameters_to_prune,
-            tuple(parameter_names or ("weight",)),
-        )
-        self._together = use_global_unstructured and not structured
-        self._applies, self._rewinds = apply_pruning, use_lottery_ticket_hypothesis
-        self._dim, self._norm, self.verbose = pruning_dim, pruning_norm, verbose
-        self._pruned: dict[str, nn.Parameter] = {}
+        self.pruning_fn = pruning_fn
+        self.amount = amount
+        self.verbose = verbose
+        self._parameters_to_prune = parameters_to_prune
+        self._parameter_names = tuple(parameter_names or ("weight",))
+        self._is_global = use_global_unstructured and not is_structured
+        self._applies = apply_pruning
+        self._rewinds = use_lottery_ticket_hypothesis
+        self._dim = pruning_dim
+        self._norm = pruning_norm
+        self._parameters: dict[str, nn.Parameter] = {}
         self._masks: dict[str, Tensor] = {}
-        self._first: dict[str, Tensor] = {}
+        # The values before training, for the lottery ticket hypothesis.
+        self._initial_values: dict[str, Tensor] = {}
 
     @property
     def sparsity(self) -> float:
         """Which part of the parameters that are pruned is zero by its mask; reads from the device."""
-        total = sum(mask.numel() for mask in self._masks.values())
-        left = sum(
-            int(mask.sum()) for mask in self._masks.values()
-        )  # sync point: asked for
-        return 1 - left / total if total else 0.0
+        masks = self._masks.values()
+        total = sum(mask.numel() for mask in masks)
+        if not total:
+            return 0.0
+        remaining = sum(int(mask.sum()) for mask in masks)  # sync point: asked for
+        return 1 - remaining / total
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"masks": dict(self._masks), "first": dict(self._first)}
+        return {"masks": dict(self._masks), "first": dict(self._initial_values)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._masks, self._first = dict(state_dict["masks"]), dict(state_dict["first"])
+        self._masks = dict(state_dict["masks"])
+        self._initial_values = dict(state_dict["first"])
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
-            self._pruned, self._masks, self._first = {}, {}, {}
+            self._parameters = {}
+            self._masks = {}
+            self._initial_values = {}
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: Any) -> None:
         strategy = trainer.strategy
@@ -134,25 +139,21 @@ class ModelPruning(Callback):
                 found=strategy.describe(),
                 fix='use strategy="ddp"',
             )
-        self._pruned = self._find(pl_module)
-        if not self._pruned:
+        self._parameters = self._find_parameters(pl_module)
+        if not self._parameters:
+            names = " or ".join(self._parameter_names)
             raise ConfigurationError(
                 "ModelPruning found nothing to prune",
-                found=f"{type(pl_module).__name__} has no parameter called {' or '.join(self._names)}",
+                found=f"{type(pl_module).__name__} has no parameter called {names}",
                 fix="pass parameter_names=[...] or parameters_to_prune=[(module, name), ...]",
             )
-        for kept in (self._masks, self._first):  # of a checkpoint
-            kept.update(
-                {
-                    name: tensor.to(self._pruned[name].device)
-                    for name, tensor in kept.items()
-                }
-            )
-        if self._rewinds and not self._first:
-            self._first = {
-                name: parameter.detach().clone()
-                for name, parameter in self._pruned.items()
-            }
+        # Those of a checkpoint are on the CPU.
+        for tensors in (self._masks, self._initial_values):
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.to(self._parameters[name].device)
+        if self._rewinds and not self._initial_values:
+            for name, parameter in self._parameters.items():
+                self._initial_values[name] = parameter.detach().clone()
 
     def on_before_optimizer_step(
         self,
@@ -161,87 +162,103 @@ class ModelPruning(Callback):
         optimizer: torch.optim.Optimizer,
     ) -> None:
         for name, mask in self._masks.items():
-            gradient = self._pruned[name].grad
+            gradient = self._parameters[name].grad
             if gradient is not None:
                 gradient.mul_(mask)
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        self._zero()
+        self._apply_masks()
 
     def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         epoch = trainer.current_epoch
-        applies = self._applies(epoch) if callable(self._applies) else self._applies
-        amount = self.amount(epoch) if callable(self.amount) else self.amount
+        applies = _value_of_epoch(self._applies, epoch)
+        amount = _value_of_epoch(self.amount, epoch)
         if not trainer.epoch_is_whole or not applies or not amount:
             return
         self._prune(amount)
-        for name, parameter in self._pruned.items():
-            trainer.strategy.data.broadcast(
-                self._masks[name]
-            )  # random methods draw on each rank
-            if self._rewinds(epoch) if callable(self._rewinds) else self._rewinds:
-                parameter.data.copy_(self._first[name])
-        self._zero()
+        for name, parameter in self._parameters.items():
+            # Random methods draw on each rank.
+            trainer.strategy.data.broadcast(self._masks[name])
+            if _value_of_epoch(self._rewinds, epoch):
+                parameter.data.copy_(self._initial_values[name])
+        self._apply_masks()
         if self.verbose:
             trainer.print(
-                f"pruned {self.sparsity:.1%} of {len(self._pruned)} parameters after epoch {epoch}"
+                f"pruned {self.sparsity:.1%} of {len(self._parameters)} parameters after epoch {epoch}"
             )
 
-    def _find(self, module: nn.Module) -> dict[str, nn.Parameter]:
+    def _find_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """By name in the module, the parameters to prune."""
-        wanted = None
-        if self._given is not None:
-            wanted = {id(getattr(owner, name)) for owner, name in self._given}
-        return {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if (
-                name.rpartition(".")[2] in self._names
-                if wanted is None
-                else id(parameter) in wanted
-            )
-        }
+        named = module.named_parameters()
+        if self._parameters_to_prune is not None:
+            pairs = self._parameters_to_prune
+            ids = {id(getattr(owner, name)) for owner, name in pairs}
+            return {
+                name: parameter for name, parameter in named if id(parameter) in ids
+            }
+        parameters = {}
+        for name, parameter in named:
+            _, _, last_name = name.rpartition(".")
+            if last_name in self._parameter_names:
+                parameters[name] = parameter
+        return parameters
 
-    def _zero(self) -> None:
+    def _apply_masks(self) -> None:
         for name, mask in self._masks.items():
-            self._pruned[name].data.mul_(mask)
+            self._parameters[name].data.mul_(mask)
 
     def _prune(self, amount: int | float) -> None:
-        for name, parameter in self._pruned.items():
+        for name, parameter in self._parameters.items():
             self._masks.setdefault(name, torch.ones_like(parameter.data))
-        if not self._together:
-            for name, parameter in self._pruned.items():
-                self._masks[name] = self._smaller(
-                    parameter.detach(), self._masks[name], amount
-                )
+        if self._is_global:
+            self._prune_together(amount)
             return
-        weights = torch.cat(
-            [parameter.detach().flatten() for parameter in self._pruned.values()]
-        )
-        masks = torch.cat([self._masks[name].flatten() for name in self._pruned])
-        parts = torch.split(
-            self._smaller(weights, masks, amount),
-            [p.numel() for p in self._pruned.values()],
-        )
-        for (name, parameter), part in zip(self._pruned.items(), parts, strict=True):
-            self._masks[name] = part.view_as(parameter).clone()
+        for name, parameter in self._parameters.items():
+            mask = self._masks[name]
+            self._masks[name] = self._shrink(parameter.detach(), mask, amount)
 
-    def _smaller(self, weights: Tensor, mask: Tensor, amount: int | float) -> Tensor:
-        """The mask with ``amount`` less of what it has left."""
-        kind = _METHODS[self.pruning_fn]
+    def _prune_together(self, amount: int | float) -> None:
+        """Compare the weights of all parameters, as one vector."""
+        weights = []
+        masks = []
+        for name, parameter in self._parameters.items():
+            weights.append(parameter.detach().flatten())
+            masks.append(self._masks[name].flatten())
+        joined_mask = self._shrink(torch.cat(weights), torch.cat(masks), amount)
+        sizes = [weight.numel() for weight in weights]
+        new_masks = torch.split(joined_mask, sizes)
+        pairs = zip(self._parameters.items(), new_masks, strict=True)
+        for (name, parameter), mask in pairs:
+            # A copy: a view would hold the whole vector in memory.
+            self._masks[name] = mask.view_as(parameter).clone()
+
+    def _shrink(self, weights: Tensor, mask: Tensor, amount: int | float) -> Tensor:
+        """Return the mask with ``amount`` less of what it has left."""
+        method = _METHODS[self.pruning_fn]
         if self._dim is None:
-            left = mask.bool()
+            remaining = mask.bool()
+            smaller = method(amount).compute_mask(weights[remaining], mask[remaining])  # type: ignore[call-arg, no-untyped-call]  # the base class takes no arguments
             mask = mask.clone()
-            mask[left] = kind(amount).compute_mask(weights[left], mask[left])  # type: ignore[call-arg, no-untyped-call]
+            mask[remaining] = smaller
             return mask
-        options = (
-            [amount, self._norm, self._dim]
-            if self._norm is not None
-            else [amount, self._dim]
-        )
-        dims = [dim for dim in range(mask.dim()) if dim != self._dim % mask.dim()]
-        kept = mask.sum(dims).nonzero().flatten()  # sync point: at the end of an epoch
-        rest = kind(*options).compute_mask(
-            weights.index_select(self._dim, kept), mask.index_select(self._dim, kept)
-        )  # type: ignore[no-untyped-call]
-        return torch.zeros_like(mask).index_copy_(self._dim, kept, rest)
+        arguments: list[int | float] = [amount, self._dim]
+        if self._norm is not None:
+            arguments.insert(1, self._norm)
+        dim = self._dim % mask.dim()
+        other_dims = [other for other in range(mask.dim()) if other != dim]
+        # sync point: at the end of an epoch
+        slices = mask.sum(other_dims).nonzero().flatten()
+        smaller = method(*arguments).compute_mask(
+            weights.index_select(dim, slices), mask.index_select(dim, slices)
+        )  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return torch.zeros_like(mask).index_copy_(dim, slices, smaller)
+
+
+_Value = TypeVar("_Value", bool, int | float)
+
+
+def _value_of_epoch(value: _Value | Callable[[int], _Value], epoch: int) -> _Value:
+    """The value of an argument that may be a function of the epoch."""
+    if callable(value):
+        return value(epoch)
+    return value

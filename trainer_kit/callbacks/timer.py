@@ -57,10 +57,16 @@ class Timer(Callback):
                 found=repr(interval),
                 fix=did_you_mean(interval, ("step", "epoch")),
             )
-        self.interval, self.verbose, self._state_key = interval, verbose, state_key
-        self._duration = None if duration is None else _seconds(duration)
+        self.interval = interval
+        self.verbose = verbose
+        self._state_key = state_key
+        self._duration: float | None = None
+        if duration is not None:
+            self._duration = _parse_seconds(duration)
+        # By stage, on the monotonic clock.
         self._started: dict[str, float] = {}
         self._ended: dict[str, float] = {}
+        # Seconds of training before the restart.
         self._before = 0.0
         self._deadline = math.inf
         self._reported = False
@@ -75,27 +81,26 @@ class Timer(Callback):
 
     def start_time(self, stage: str = "train") -> float | None:
         """When the stage last began, in seconds of ``time.monotonic``; None if it never began."""
-        return self._started.get(_stage(stage))
+        return self._started.get(_check_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
         """When the stage last ended; None while it runs."""
-        return self._ended.get(_stage(stage))
+        return self._ended.get(_check_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Seconds that the stage took, or has taken so far; for training, the sum over all restarts."""
-        start = self._started.get(_stage(stage))
+        start = self._started.get(_check_stage(stage))
         before = self._before if stage == "train" else 0.0
         if start is None:
             return before
-        return self._ended.get(stage, monotonic()) - start + before
+        ended = self._ended.get(stage, monotonic())
+        return ended - start + before
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """Seconds until ``duration``; None without one."""
-        return (
-            None
-            if self._duration is None
-            else self._duration - self.time_elapsed(stage)
-        )
+        if self._duration is None:
+            return None
+        return self._duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
@@ -105,9 +110,8 @@ class Timer(Callback):
         self._started.pop("train", None)
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
-        if (
-            stage == "fit"
-        ):  # a new fit has the full duration; load_state_dict restores the time that a resumed fit has used
+        # A new fit has the full duration; load_state_dict restores the time that a resumed fit has used.
+        if stage == "fit":
             self._before = 0.0
             self._started.pop("train", None)
             self._ended.pop("train", None)
@@ -161,16 +165,17 @@ class Timer(Callback):
     def _stop_if_over(self, trainer: TrainerLike) -> None:
         if self._duration is None or self.time_elapsed() < self._duration:
             return
-        reason = f"training took {timedelta(seconds=int(self.time_elapsed()))} of {timedelta(seconds=self._duration)}"
-        trainer.stop(
-            reason
-        )  # repeated at each check: a run continues until min_epochs and min_steps
+        elapsed = timedelta(seconds=int(self.time_elapsed()))
+        limit = timedelta(seconds=self._duration)
+        reason = f"training took {elapsed} of {limit}"
+        # Repeated at each check: a run continues until min_epochs and min_steps.
+        trainer.stop(reason)
         if self.verbose and not self._reported and trainer.is_global_zero:
             self._reported = True
             trainer.print(f"time limit reached: {reason}")
 
 
-def _stage(name: str) -> str:
+def _check_stage(name: str) -> str:
     if name not in _STAGES:
         raise ConfigurationError(
             "Timer does not have this stage",
@@ -180,7 +185,7 @@ def _stage(name: str) -> str:
     return name
 
 
-def _seconds(duration: str | timedelta | Mapping[str, float] | Duration) -> float:
+def _parse_seconds(duration: str | timedelta | Mapping[str, float] | Duration) -> float:
     if isinstance(duration, (int, float)):
         raise ConfigurationError(
             "a duration needs a unit of time",

@@ -53,7 +53,8 @@ class LearningRateFinder(Callback):
         self.test = RangeTest(
             min_lr, max_lr, num_training_steps, mode, early_stop_threshold
         )
-        self.update_attr, self.attr_name = update_attr, attr_name
+        self.update_attr = update_attr
+        self.attr_name = attr_name
         self.optimal_lr: LearningRates | None = None
         self._rate: float | None = None
 
@@ -76,12 +77,16 @@ class LearningRateFinder(Callback):
             self.optimal_lr = self.test.run(
                 trainer, module, loaders, datamodule, is_set_up=True
             )
-            self._rate = self.optimal_lr.needed() if self.update_attr else None
+            self._rate = None
+            if self.update_attr:
+                self._rate = self.optimal_lr.needed()
         if self._rate is not None:
             set_learning_rate(trainer, module, self._rate, self.attr_name)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._rate is None else {"lr": self._rate}
+        if self._rate is None:
+            return {}
+        return {"lr": self._rate}
 
 
 @final
@@ -140,17 +145,16 @@ class BatchSizeFinder(Callback):
 
         data = module, loaders, datamodule
         if saved is not None:
-            size, why = saved.get("batch_size"), "found before"
+            size = saved.get("batch_size")
+            reason = "found before"
         else:
-            size, why = self.search.run(trainer, *data, is_set_up=True)
+            size, reason = self.search.run(trainer, *data, is_set_up=True)
         self.optimal_batch_size = size
         if size is not None:
             set_batch_size(self.search.name, size, *data)
-            trainer.say(f"batch size: {self.search.name} = {size} ({why})")
+            trainer.say(f"batch size: {self.search.name} = {size} ({reason})")
 
     def state_dict(self) -> dict[str, Any]:
-        return (
-            {}
-            if self.optimal_batch_size is None
-            else {"batch_size": self.optimal_batch_size}
-        )
+        if self.optimal_batch_size is None:
+            return {}
+        return {"batch_size": self.optimal_batch_size}
