@@ -56,19 +56,15 @@ class LambdaCallback(Callback):
     hooks: dict[str, Callable[..., Any]]
 
     def __new__(cls, **hooks: Callable[..., Any] | None) -> LambdaCallback:
-        given = {
+        functions = {
             name: function for name, function in hooks.items() if function is not None
         }
-        for name, function in given.items():
-            _check(name, function, f"LambdaCallback({name}=)")
-        self = _with_methods(
-            cls,
-            {
-                name: staticmethod(_as_function(function))
-                for name, function in given.items()
-            },
-        )
-        self.hooks = given
+        methods = {}
+        for name, function in functions.items():
+            _check_function(name, function, f"LambdaCallback({name}=)")
+            methods[name] = staticmethod(_as_function(function))
+        self = _with_methods(cls, methods)
+        self.hooks = functions
         return self
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
@@ -113,11 +109,13 @@ class FunctionCallback(Callback):
         every: DurationLike | None = None,
         name: str | None = None,
     ) -> FunctionCallback:
-        hook = event if event in _HOOKS else f"on_{event}"
-        _check(hook, fn, f"the function for {event!r}")
-        return _with_methods(
-            cls, {hook: staticmethod(_as_function(fn)) if every is None else _when_due}
-        )
+        hook = _hook_name(event)
+        _check_function(hook, fn, f"the function for {event!r}")
+        # Without an interval the bus calls the function itself.
+        method: object = _call_when_due
+        if every is None:
+            method = staticmethod(_as_function(fn))
+        return _with_methods(cls, {hook: method})
 
     def __init__(
         self,
@@ -126,24 +124,21 @@ class FunctionCallback(Callback):
         every: DurationLike | None = None,
         name: str | None = None,
     ) -> None:
-        self.event = event if event in _HOOKS else f"on_{event}"
+        self.event = _hook_name(event)
         self.fn = fn
-        self.every = None if every is None else _interval(self.event, every)
-        code = getattr(fn, "__code__", None)
-        place = getattr(fn, "__qualname__", type(fn).__qualname__)
-        self.name = name or (
-            place if code is None else f"{place}:{code.co_firstlineno}"
-        )
-        required, full = _counts(self.event)
-        self._takes = full if takes(fn, full) else required
+        self.every: Duration | None = None
+        if every is not None:
+            self.every = _parse_interval(self.event, every)
+        self.name = name or _name_function(fn)
+        required, full = _count_parameters(self.event)
+        self._parameters = full if takes(fn, full) else required
         # In on_train_epoch_end the epoch is not counted as completed yet.
-        self._ahead = int(
-            self.event == "on_train_epoch_end"
-            and self.every is not None
-            and self.every.unit == "ep"
-        )
-        self._leads = self.event in _LEADING
-        self._counter, self._length = "step", 1.0
+        self._uncounted = 0
+        if self.event == "on_train_epoch_end" and self.every is not None:
+            self._uncounted = int(self.every.unit == "ep")
+        self._is_leading = self.event in _LEADING
+        self._counter = "step"
+        self._length = 1.0
         self._next = math.inf
         self._restored = False
 
@@ -152,28 +147,35 @@ class FunctionCallback(Callback):
         return f"FunctionCallback({self.event}, {self.name}, every={self.every})"
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if math.isinf(self._next) else {"next": self._next}
+        if math.isinf(self._next):
+            return {}
+        return {"next": self._next}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if "next" in state_dict:
-            self._next, self._restored = state_dict["next"], True
+            self._next = state_dict["next"]
+            self._restored = True
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if self.every is not None:
-            check_tokens("every", self.every, pl_module)
-            every = in_run(self.every, trainer)
-            self._counter, self._length = every.counter, every.value
-            if not self._restored:
-                count = getattr(trainer.progress, self._counter)
-                self._next = following(count, self._length) - self._ahead
-                if self._leads and count % self._length == 0:
-                    self._next = count
-            self._restored = False
+        if self.every is None:
+            return
+        check_tokens("every", self.every, pl_module)
+        every = in_run(self.every, trainer)
+        self._counter = every.counter
+        self._length = every.value
+        if not self._restored:
+            count = getattr(trainer.progress, self._counter)
+            self._next = following(count, self._length) - self._uncounted
+            # Zero is a multiple for events before the counted thing.
+            if self._is_leading and count % self._length == 0:
+                self._next = count
+        self._restored = False
 
-    def _fire(self, trainer: TrainerLike, given: tuple[Any, ...]) -> Any:
-        count = getattr(trainer.progress, self._counter) + self._ahead
-        self._next = following(count, self._length) - self._ahead
-        return self.fn(trainer, *given[: self._takes - 1])
+    def _call_and_schedule(self, trainer: TrainerLike, args: tuple[Any, ...]) -> Any:
+        count = getattr(trainer.progress, self._counter) + self._uncounted
+        self._next = following(count, self._length) - self._uncounted
+        # The function may leave out the last arguments of the hook.
+        return self.fn(trainer, *args[: self._parameters - 1])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
@@ -183,75 +185,96 @@ class FunctionCallback(Callback):
         )
 
 
-def _when_due(self: FunctionCallback, trainer: TrainerLike, *given: Any) -> Any:
+def _call_when_due(self: FunctionCallback, trainer: TrainerLike, *args: Any) -> Any:
     if getattr(trainer.progress, self._counter) < self._next:
         return None
-    return self._fire(trainer, given)
+    return self._call_and_schedule(trainer, args)
+
+
+def _hook_name(event: str) -> str:
+    if event in _HOOKS:
+        return event
+    return f"on_{event}"
+
+
+def _name_function(function: Callable[..., Any]) -> str:
+    """Name a function by its place in the source, which is the same in a resumed run."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return name
+    return f"{name}:{code.co_firstlineno}"
 
 
 _C = TypeVar("_C", bound=Callback)
 
 
-def _with_methods(cls: type[_C], methods: Mapping[str, Any]) -> _C:
+def _with_methods(cls: type[_C], methods: Mapping[str, object]) -> _C:
     # The bus calls the hooks that a class overrides: this new class has exactly the given hooks, and a static method
     # is called without a wrapper.
-    own = type(
+    subclass = type(
         cls.__name__,
         (cls,),
         {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__},
     )
-    return cast(_C, object.__new__(own))
+    return cast(_C, object.__new__(subclass))
 
 
 def _as_function(function: Callable[..., Any]) -> Callable[..., Any]:
     # is_overridden compares code objects, which builtins and callable objects do not have.
-    return (
-        function if hasattr(function, "__code__") else lambda *given: function(*given)
-    )
+    if hasattr(function, "__code__"):
+        return function
+    return lambda *args: function(*args)
 
 
-def _counts(hook: str) -> tuple[int, int]:
+def _count_parameters(hook: str) -> tuple[int, int]:
+    """The numbers of required and of all parameters."""
     parameters = _HOOKS[hook]
-    return sum(parameter.default is parameter.empty for parameter in parameters), len(
-        parameters
-    )
+    required = sum(parameter.default is parameter.empty for parameter in parameters)
+    return required, len(parameters)
 
 
-def _check(hook: str, function: Callable[..., Any], where: str) -> None:
+def _check_function(hook: str, function: Callable[..., Any], label: str) -> None:
     if hook not in _HOOKS:
         raise HookError(
-            f"unknown hook {hook!r}", found=where, fix=did_you_mean(hook, _HOOKS)
+            f"unknown hook {hook!r}", found=label, fix=did_you_mean(hook, _HOOKS)
         )
     if not callable(function):
         raise HookError(
-            f"{where} must be a function", found=repr(function), fix="give a function"
+            f"{label} must be a function", found=repr(function), fix="give a function"
         )
-    required, full = _counts(hook)
-    if not (takes(function, full) or takes(function, required)):
-        names = ", ".join(parameter.name for parameter in _HOOKS[hook])
-        raise HookError(
-            f"{where} cannot take the arguments of the hook",
-            found=f"{getattr(function, '__qualname__', function)}{inspect.signature(function)}",
-            fix=f"take ({names})",
-        )
+    required, full = _count_parameters(hook)
+    if takes(function, full) or takes(function, required):
+        return
+    name = getattr(function, "__qualname__", function)
+    parameter_names = ", ".join(parameter.name for parameter in _HOOKS[hook])
+    raise HookError(
+        f"{label} cannot take the arguments of the hook",
+        found=f"{name}{inspect.signature(function)}",
+        fix=f"take ({parameter_names})",
+    )
 
 
-def _interval(hook: str, every: DurationLike) -> Duration:
+_STEP_HOOKS: Final = (
+    "on_train_step_end",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+)
+
+
+def _parse_interval(hook: str, every: DurationLike) -> Duration:
     if hook in ("setup", "on_fit_start"):
         raise ConfigurationError(
             f"{hook} is called once, before the first batch", found=f"every={every!r}"
         )
+    # Elsewhere a bare number has no obvious unit, and is refused.
+    unit = None
     if hook.startswith("on_train_batch") or hook.endswith("_backward"):
-        unit: str | None = "ba"
+        unit = "ba"
     elif hook.startswith("on_train_epoch"):
         unit = "ep"
-    else:
-        unit = (
-            "st"
-            if hook
-            in ("on_train_step_end", "on_before_optimizer_step", "on_before_zero_grad")
-            else None
-        )
+    elif hook in _STEP_HOOKS:
+        unit = "st"
     interval = Duration.parse(every, unit)
     if interval.value == 0:
         raise ConfigurationError(

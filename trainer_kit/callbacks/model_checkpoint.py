@@ -246,12 +246,12 @@ class ModelCheckpoint(Callback):
         template = self._files.name
         if filename is not None:
             template = CheckpointName(filename, self.auto_insert_metric_name)
-        words = [template(metrics, self.CHECKPOINT_EQUALS_CHAR)]
+        name_fields = [template(metrics, self.CHECKPOINT_EQUALS_CHAR)]
         if prefix:
-            words.insert(0, prefix)
+            name_fields.insert(0, prefix)
         if ver is not None:
-            words.append(f"v{ver}")
-        name = self.CHECKPOINT_JOIN_CHAR.join(words)
+            name_fields.append(f"v{ver}")
+        name = self.CHECKPOINT_JOIN_CHAR.join(name_fields)
         if self.dirpath is None:
             return name
         return str(locate(self.dirpath) / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
@@ -128,11 +129,16 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if self.interval != "batch":
-            predictions, indices = self._predictions, self._indices
-            self._predictions, self._indices = [], []
-            flat = predictions[0] if len(predictions) == 1 else predictions
-            self.write_on_epoch_end(trainer, pl_module, flat, indices)
+        if self.interval == "batch":
+            return
+        predictions: list[Any] = self._predictions
+        indices = self._indices
+        # Not needed after this: predictions may be large.
+        self._predictions = []
+        self._indices = []
+        if len(predictions) == 1:
+            predictions = predictions[0]
+        self.write_on_epoch_end(trainer, pl_module, predictions, indices)
 
 
 @final
@@ -184,11 +190,11 @@ class PredictionWriter(BasePredictionWriter):
             )
         if format == "parquet":
             _require_pyarrow()
-        self.output_dir, self.format = Path(output_dir), format
+        self.output_dir = Path(output_dir)
+        self.format = format
         self._write = _WRITERS[format]
-        self._counted: dict[
-            int, int
-        ] = {}  # by loader, samples of batches without indices
+        # By loader, samples of batches without indices.
+        self._sample_counts: dict[int, int] = {}
 
     @property
     def state_key(self) -> str:
@@ -196,7 +202,7 @@ class PredictionWriter(BasePredictionWriter):
 
     def on_predict_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         super().on_predict_start(trainer, pl_module)
-        self._counted = {}
+        self._sample_counts = {}
         self.output_dir.mkdir(parents=True, exist_ok=True)
 
     def write_on_batch_end(
@@ -213,9 +219,10 @@ class PredictionWriter(BasePredictionWriter):
             return  # another rank computes the same batch
         columns = _columns(_on_host(prediction), batch_indices)
         if "index" not in columns:
-            first = self._counted.get(dataloader_idx, 0)
-            self._counted[dataloader_idx] = first + _rows(columns)
-            columns = {"index": np.arange(first, first + _rows(columns)), **columns}
+            first = self._sample_counts.get(dataloader_idx, 0)
+            next_index = first + _count_rows(columns)
+            self._sample_counts[dataloader_idx] = next_index
+            columns = {"index": np.arange(first, next_index), **columns}
         name = f"predictions-{dataloader_idx}-rank{trainer.global_rank}-{batch_idx:05d}"
         self._write(self.output_dir, name, columns)
 
@@ -226,117 +233,132 @@ class PredictionWriter(BasePredictionWriter):
         predictions: Sequence[Any],
         batch_indices: Sequence[Any],
     ) -> None:
-        several, strategy = len(batch_indices) > 1, trainer.strategy
-        loaders = predictions if several else [predictions]
-        mine = fail_together(
-            strategy.world,
-            lambda: [
-                list(map(_columns, own, known))
-                for own, known in zip(loaders, batch_indices, strict=True)
-            ],
+        strategy = trainer.strategy
+        has_several = len(batch_indices) > 1
+        loaders = predictions if has_several else [predictions]
+        # A rank whose predictions do not fit must not leave the others in the gathering.
+        batches_by_loader = fail_together(
+            strategy.world, lambda: _columns_by_loader(loaders, batch_indices)
         )
-        for loader, parts in enumerate(mine):
-            everyone = strategy.data.gather_object(parts)
-            if not trainer.is_global_zero or everyone is None:
+        for number, batches in enumerate(batches_by_loader):
+            batches_by_rank = strategy.data.gather_object(batches)
+            if not trainer.is_global_zero or batches_by_rank is None:
                 continue
-            count = max(
-                map(len, everyone), default=0
-            )  # a global batch is the ranks' blocks one after the other
-            ordered = [
-                part[i] for i in range(count) for part in everyone if i < len(part)
-            ]
+            ordered = _interleave(batches_by_rank)
             if ordered:
-                name = f"predictions-{loader}" if several else "predictions"
-                self._write(self.output_dir, name, _joined(ordered))
+                name = f"predictions-{number}" if has_several else "predictions"
+                self._write(self.output_dir, name, _join(ordered))
+
+
+def _columns_by_loader(
+    loaders: Sequence[Any], batch_indices: Sequence[Any]
+) -> list[list[_Columns]]:
+    columns = []
+    for predictions, indices in zip(loaders, batch_indices, strict=True):
+        columns.append(list(map(_columns, predictions, indices)))
+    return columns
+
+
+def _interleave(batches_by_rank: Sequence[Sequence[_Columns]]) -> list[_Columns]:
+    """Order batches as the data is: a global batch is the ranks' blocks one after the other."""
+    ordered = []
+    # A rank may have fewer batches than others.
+    for blocks in zip_longest(*batches_by_rank):
+        ordered += [block for block in blocks if block is not None]
+    return ordered
 
 
 def _on_host(value: Any) -> Any:
-    return map_tensors(
-        value, lambda tensor: tensor.detach().cpu()
-    )  # sync point: leaves the device
+    # sync point: leaves the device
+    return map_tensors(value, lambda tensor: tensor.detach().cpu())
 
 
 def _columns(prediction: Any, indices: Sequence[Any] | None) -> _Columns:
     """The columns of one batch."""
     if isinstance(prediction, Mapping):
-        named = {str(name): value for name, value in prediction.items()}
+        items = list(prediction.items())
     elif isinstance(prediction, tuple):
-        named = {str(number): value for number, value in enumerate(prediction)}
+        items = list(enumerate(prediction))
     else:
-        named = {"prediction": prediction}
-    columns: _Columns = {} if indices is None else {"index": _array(list(indices))}
-    columns.update({name: _array(value) for name, value in named.items()})
-    rows = {
-        name: len(value) if np.ndim(value) or isinstance(value, list) else None
-        for name, value in columns.items()
-    }
-    if None in rows.values() or len(set(rows.values())) > 1:
+        items = [("prediction", prediction)]
+    columns: _Columns = {}
+    if indices is not None:
+        columns["index"] = _as_array(list(indices))
+    for name, value in items:
+        columns[str(name)] = _as_array(value)
+    counts = {name: _length(value) for name, value in columns.items()}
+    if None in counts.values() or len(set(counts.values())) > 1:
+        texts = []
+        for name, count in counts.items():
+            size = "a single value" if count is None else count
+            texts.append(f"{name}: {size}")
         raise DataError(
             "a prediction must have one entry for each sample of its batch",
-            found=", ".join(
-                f"{name}: {'a single value' if n is None else n}"
-                for name, n in rows.items()
-            ),
+            found=", ".join(texts),
             fix="return tensors whose first dim is the batch from predict_step, or subclass BasePredictionWriter",
         )
     return columns
 
 
-def _array(value: Any) -> Any:
+def _length(value: Any) -> int | None:
+    """Number of entries; None for a single value."""
+    if np.ndim(value) or isinstance(value, list):
+        return len(value)
+    return None
+
+
+def _as_array(value: Any) -> Any:
     """A NumPy array of numbers, else the value."""
     if isinstance(value, Tensor):
-        return (
-            value.float() if value.dtype is torch.bfloat16 else value
-        ).numpy()  # no sync point: it is on the host
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(one, (bool, int, float)) for one in value)
-    ):
+        # NumPy has no bfloat16.
+        if value.dtype is torch.bfloat16:
+            value = value.float()
+        return value.numpy()  # no sync point: it is on the host
+    if not isinstance(value, list) or not value:
+        return value
+    if all(isinstance(entry, (bool, int, float)) for entry in value):
         return np.asarray(value)
     return value
 
 
-def _rows(columns: _Columns) -> int:
+def _count_rows(columns: _Columns) -> int:
     return len(next(iter(columns.values())))
 
 
-def _joined(parts: Sequence[_Columns]) -> _Columns:
-    """The rows of all batches, sorted by index."""
+def _join(batches: Sequence[_Columns]) -> _Columns:
+    """Join the rows of all batches, sorted by index."""
     columns: _Columns = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
-        whole = all(isinstance(value, np.ndarray) for value in values)
-        columns[name] = (
-            np.concatenate(values)
-            if whole
-            else [one for value in values for one in value]
-        )
+    for name in batches[0]:
+        values = [batch[name] for batch in batches]
+        if all(isinstance(value, np.ndarray) for value in values):
+            columns[name] = np.concatenate(values)
+        else:
+            columns[name] = list(chain.from_iterable(values))
     if "index" not in columns:
-        return {"index": np.arange(_rows(columns)), **columns}
-    if not isinstance(
-        columns["index"], np.ndarray
-    ):  # keys of a dataset that is a mapping
+        return {"index": np.arange(_count_rows(columns)), **columns}
+    # The keys of a dataset that is a mapping have no order.
+    if not isinstance(columns["index"], np.ndarray):
         return columns
     order = np.argsort(columns["index"], kind="stable")
-    return {
-        n: v[order] if isinstance(v, np.ndarray) else [v[i] for i in order]
-        for n, v in columns.items()
-    }
+    return {name: _reorder(values, order) for name, values in columns.items()}
+
+
+def _reorder(values: Any, order: Any) -> Any:
+    if isinstance(values, np.ndarray):
+        return values[order]
+    return [values[position] for position in order]
 
 
 def _write_parquet(directory: Path, name: str, columns: _Columns) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    arrays = {
-        column: pyarrow.array(
-            value.tolist()
-            if isinstance(value, np.ndarray) and value.ndim > 1
-            else value
-        )
-        for column, value in columns.items()
-    }
+    arrays = {}
+    for column, value in columns.items():
+        # pyarrow takes arrays of one dim only; lists may be nested.
+        if isinstance(value, np.ndarray) and value.ndim > 1:
+            value = value.tolist()
+        arrays[column] = pyarrow.array(value)
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table(arrays), buffer)
     replace_file(directory / f"{name}.parquet", buffer.getvalue())
@@ -354,9 +376,12 @@ def _write_safetensors(directory: Path, name: str, columns: _Columns) -> None:
 
     for column, value in columns.items():
         if not isinstance(value, np.ndarray):
+            content = "nothing"
+            if len(value):
+                content = type(value[0]).__name__
             raise DataError(
                 "safetensors holds numbers only",
-                found=f"{column}: {type(value[0]).__name__ if len(value) else 'nothing'}",
+                found=f"{column}: {content}",
                 fix='use format="parquet"',
             )
     arrays = {column: np.ascontiguousarray(value) for column, value in columns.items()}

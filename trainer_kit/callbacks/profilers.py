@@ -31,7 +31,8 @@ class _Timed:
     __slots__ = ("func", "row")
 
     def __init__(self, func: Callable[..., Any], row: list[float]) -> None:
-        self.func, self.row = func, row
+        self.func = func
+        self.row = row
 
     def __call__(self, *arguments: Any) -> Any:
         began = perf_counter()
@@ -46,7 +47,8 @@ class _Report:
     """Where a profiler writes its text: a file for each rank, or rank 0's output."""
 
     def __init__(self, dirpath: str | Path | None, filename: str | None) -> None:
-        self.dirpath, self.filename = dirpath, filename
+        self.dirpath = dirpath
+        self.filename = filename
 
     def path(self, trainer: TrainerLike, suffix: str) -> Path:
         """The file of this rank."""
@@ -100,26 +102,29 @@ class SimpleProfiler(SectionTimes):
             row[:] = 0.0, 0.0
 
     def on_fit_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        whole = sum(self.time_split().values())
+        split = self.time_split()
+        total = sum(split.values())
         lines = [f"{'part':<60} {'calls':>8} {'total s':>10} {'mean ms':>10} {'%':>6}"]
-        lines += [
-            _row(name, None, seconds, whole)
-            for name, seconds in self.time_split().items()
-        ]
-        lines += [_row("all of training", None, whole, whole), ""]
-        rows = sorted(self._rows.items(), key=lambda item: -item[1][1])
-        lines += [
-            _row(f"{owner}.{hook}", int(n), s, whole)
-            for (owner, hook), (n, s) in rows
-            if n
-        ]
+        for name, seconds in split.items():
+            lines.append(_format_row(name, None, seconds, total))
+        lines.append(_format_row("all of training", None, total, total))
+        lines.append("")
+        # The hooks that took longest first.
+        rows = sorted(self._rows.items(), key=lambda row: -row[1][1])
+        for (owner, hook), (calls, seconds) in rows:
+            if calls:
+                name = f"{owner}.{hook}"
+                lines.append(_format_row(name, int(calls), seconds, total))
         self._report.write(trainer, "\n".join(lines))
 
 
-def _row(name: str, calls: int | None, seconds: float, whole: float) -> str:
-    mean = "" if not calls else f"{1000 * seconds / calls:.3f}"
-    share = 100 * seconds / max(whole, 1e-9)
-    return f"{name:<60} {'' if calls is None else calls:>8} {seconds:>10.3f} {mean:>10} {share:>6.1f}"
+def _format_row(name: str, calls: int | None, seconds: float, total: float) -> str:
+    count = "" if calls is None else calls
+    mean = ""
+    if calls:
+        mean = f"{1000 * seconds / calls:.3f}"
+    share = 100 * seconds / max(total, 1e-9)
+    return f"{name:<60} {count:>8} {seconds:>10.3f} {mean:>10} {share:>6.1f}"
 
 
 @final
@@ -156,22 +161,23 @@ class AdvancedProfiler(Callback):
         self._profile.enable()
 
     def on_fit_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        profile = self._end()
+        profile = self._stop()
         if profile is None:
             return
         path = self._report.path(trainer, ".prof")
         profile.dump_stats(path)
-        text = io.StringIO()
-        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(
-            self.line_count_restriction
-        )
-        trainer.print(f"{text.getvalue().strip()}\nwritten to {path}")
+        output = io.StringIO()
+        statistics = pstats.Stats(profile, stream=output)
+        statistics.sort_stats("tottime")
+        statistics.print_stats(self.line_count_restriction)
+        trainer.print(f"{output.getvalue().strip()}\nwritten to {path}")
 
     def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
-        self._end()
+        self._stop()
 
-    def _end(self) -> cProfile.Profile | None:
-        profile, self._profile = self._profile, None
+    def _stop(self) -> cProfile.Profile | None:
+        profile = self._profile
+        self._profile = None
         if profile is not None:
             profile.disable()
         return profile
@@ -225,17 +231,18 @@ class PyTorchProfiler(SectionTimes):
             )
         _check_options(profiler_kwargs)
         super().__init__()
-        self.wait, self.warmup, self.active = wait, warmup, active
-        self.row_limit, self.sort_by_key, self.memory_snapshot = (
-            row_limit,
-            sort_by_key,
-            memory_snapshot,
-        )
+        self.wait = wait
+        self.warmup = warmup
+        self.active = active
+        self.row_limit = row_limit
+        self.sort_by_key = sort_by_key
+        self.memory_snapshot = memory_snapshot
         self._kwargs = profiler_kwargs
         self._report = _Report(dirpath, filename)
         self._profile: Any = None
+        # The range of the present part in the trace.
         self._range: Any = None
-        self._left = 0
+        self._remaining_steps = 0
         self._records_memory = False
 
     def enter(self, section: str) -> None:
@@ -248,7 +255,7 @@ class PyTorchProfiler(SectionTimes):
             self._range.__enter__()
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        self._left = self.wait + self.warmup + self.active
+        self._remaining_steps = self.wait + self.warmup + self.active
         schedule = torch.profiler.schedule(
             wait=self.wait, warmup=self.warmup, active=self.active, repeat=1
         )
@@ -265,16 +272,17 @@ class PyTorchProfiler(SectionTimes):
         super().on_train_step_end(trainer, pl_module)
         if self._profile is None:
             return
-        self._left -= 1
+        self._remaining_steps -= 1
         self._begin_snapshot(trainer)
-        if self._left:
+        if self._remaining_steps:
             self._profile.step()
         else:
             self._finish(trainer)
 
     def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         super().on_train_end(trainer, pl_module)
-        if self._left < self.active:  # training ended while steps were recorded
+        # Training ended while steps were recorded.
+        if self._remaining_steps < self.active:
             self._finish(trainer)
         elif self._profile is not None:
             trainer.print(
@@ -286,19 +294,18 @@ class PyTorchProfiler(SectionTimes):
         self._stop()
 
     def _begin_snapshot(self, trainer: TrainerLike) -> None:
-        if (
-            self._left == self.active
-            and self.memory_snapshot
-            and trainer.strategy.device.type == _HAS_SNAPSHOTS
-        ):
+        if not self.memory_snapshot or self._remaining_steps != self.active:
+            return
+        if trainer.strategy.device.type == _HAS_SNAPSHOTS:
             torch.cuda.memory._record_memory_history()  # torch documents no other name
             self._records_memory = True
 
     def _stop(self, snapshot: Path | None = None) -> Any:
-        profile, self._profile = self._profile, None
+        profile = self._profile
+        self._profile = None
         if self._records_memory:
             if snapshot is not None:
-                torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+                torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]  # torch leaves it untyped
             torch.cuda.memory._record_memory_history(enabled=None)
             self._records_memory = False
         if self._range is not None:
@@ -316,39 +323,38 @@ class PyTorchProfiler(SectionTimes):
         profile.export_chrome_trace(str(path))
         if self.row_limit:
             device = trainer.strategy.device.type
-            key = self.sort_by_key or (
-                "self_cpu_time_total"
-                if device == "cpu"
-                else f"self_{device}_time_total"
-            )
-            trainer.print(
-                profile.key_averages().table(sort_by=key, row_limit=self.row_limit)
-            )
+            sort_key = self.sort_by_key or f"self_{device}_time_total"
+            averages = profile.key_averages()
+            table = averages.table(sort_by=sort_key, row_limit=self.row_limit)
+            trainer.print(table)
         trainer.print(f"trace written to {path}: open it at https://ui.perfetto.dev")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Refuse what ``torch.profiler.profile`` does not take, before the first step."""
-    known = inspect.signature(torch.profiler.profile).parameters.keys() - {"schedule"}
+    parameters = inspect.signature(torch.profiler.profile).parameters
+    accepted = parameters.keys() - {"schedule"}
     for name in options:
-        if name not in known:
-            raise ConfigurationError(
-                "torch.profiler.profile does not have this argument",
-                found=name,
-                fix="use wait=, warmup= and active="
-                if name == "schedule"
-                else did_you_mean(name, known),
-            )
+        if name in accepted:
+            continue
+        fix = did_you_mean(name, accepted)
+        if name == "schedule":
+            fix = "use wait=, warmup= and active="
+        raise ConfigurationError(
+            "torch.profiler.profile does not have this argument",
+            found=name,
+            fix=fix,
+        )
 
 
-_WORDS: Final[Mapping[str, Callable[[], Callback]]] = {
+_PROFILERS: Final[Mapping[str, Callable[[], Callback]]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
 
 
-def make_profiler(profiler: Any) -> Callback:
+def make_profiler(profiler: object) -> Callback:
     """The callback for ``Trainer(profiler=...)``: a word, or one of the profilers.
 
     Raises:
@@ -358,13 +364,13 @@ def make_profiler(profiler: Any) -> Callback:
         >>> type(make_profiler("simple")).__name__
         'SimpleProfiler'
     """
-    if isinstance(profiler, str) and profiler in _WORDS:
-        return _WORDS[profiler]()
+    if isinstance(profiler, str) and profiler in _PROFILERS:
+        return _PROFILERS[profiler]()
     if isinstance(profiler, Callback):
         return profiler
+    suggestion = did_you_mean(str(profiler), _PROFILERS)
     raise ConfigurationError(
         "profiler= must be a name or a callback",
         found=f"profiler={profiler!r}",
-        fix=did_you_mean(str(profiler), _WORDS)
-        + "; or PyTorchProfiler(...) of trainer_kit.callbacks",
+        fix=f"{suggestion}; or PyTorchProfiler(...) of trainer_kit.callbacks",
     )
