@@ -29,12 +29,10 @@ class _Place(FilePath):
     ) -> Any:
         if not is_url(value):
             return super().convert(value, parameter, context)
-        found = locate(value)
-        return (
-            found
-            if isinstance(found, RemotePath)
-            else super().convert(found, parameter, context)
-        )
+        location = locate(value)
+        if isinstance(location, RemotePath):
+            return location
+        return super().convert(location, parameter, context)
 
 
 _CHECKPOINT = _Place(exists=True, path_type=Path)
@@ -60,10 +58,10 @@ def _ls(directory: Location) -> None:
     below = directories_with_checkpoints(directory)
     if not below:
         click.echo(f"no checkpoints in {directory}")
-    for place, _ in below:
-        if place != directory:
-            click.echo(f"{place}:")
-        _list(place)
+    for child, _ in below:
+        if child != directory:
+            click.echo(f"{child}:")
+        _list(child)
 
 
 def _list(directory: Location) -> None:
@@ -99,23 +97,23 @@ def _verify(paths: tuple[Location, ...]) -> None:
     """
     from trainer_kit.checkpoint.read import verify_checkpoint
 
-    verified = damaged = 0
+    verified = 0
+    damaged = 0
     for path in paths:
         inside = _to_verify(path)
         if not inside:
             click.echo(f"{path}: not a checkpoint, skipped")
-        for each in inside:
+        for checkpoint_path in inside:
             verified += 1
             try:
-                verify_checkpoint(each)
+                verify_checkpoint(checkpoint_path)
             except CheckpointError as error:
                 damaged += 1
-                where = os.path.relpath(error.file, each)
-                click.echo(
-                    f"{each}: damaged: {'' if where == '.' else f'{where}: '}{error.reason}"
-                )
+                file = os.path.relpath(error.file, checkpoint_path)
+                problem = error.reason if file == "." else f"{file}: {error.reason}"
+                click.echo(f"{checkpoint_path}: damaged: {problem}")
             else:
-                click.echo(f"{each}: ok")
+                click.echo(f"{checkpoint_path}: ok")
     if not verified:
         click.echo("no checkpoint was verified")
     sys.exit(1 if damaged or not verified else 0)
@@ -132,8 +130,9 @@ def _to_verify(path: Location) -> list[Location]:
     if not path.is_dir():
         return []
     inside = candidates(path)
-    for place, _ in [] if inside else directories_with_checkpoints(path):
-        inside += candidates(place)
+    if not inside:
+        for child, _ in directories_with_checkpoints(path):
+            inside += candidates(child)
     if not inside and any(map(is_library_file, path.iterdir())):
         return [path]  # what is left of a checkpoint
     return sorted(inside)
@@ -147,10 +146,10 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
     """Print in which values checkpoints A and B differ, bit by bit; nothing for equal ones."""
     from trainer_kit.checkpoint.compare import diff
 
-    found = diff(a, b)
-    for difference in found:
+    differences = diff(a, b)
+    for difference in differences:
         click.echo(str(difference))
-    sys.exit(1 if found and exit_code else 0)
+    sys.exit(1 if differences and exit_code else 0)
 
 
 @checkpoint.command("export")

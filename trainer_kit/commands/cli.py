@@ -86,36 +86,37 @@ def cli(
     from trainer_kit.commands.arguments import Arguments, use_optimizer
     from trainer_kit.core.module import TrainModule
 
-    words = sys.argv[1:] if args is None else list(args)
+    command_line = sys.argv[1:] if args is None else list(args)
     parsed = Arguments(
         module or TrainModule,
         data,
         choose_model=subclass_mode_model or module is None,
         choose_data=subclass_mode_data,
         trainer_defaults=trainer_defaults or {},
-    ).parse(words)
+    ).parse(command_line)
     if parsed.seed is not None:
         seed_everything(parsed.seed)
     try:
-        made = parsed.instantiate()
-        use_optimizer(made["model"], parsed.values, made["trainer"].print)
-    except (
-        ConfigurationError
-    ) as error:  # from the Trainer or from constructors of the user
+        objects = parsed.instantiate()
+        use_optimizer(objects["model"], parsed.values, objects["trainer"].print)
+    except ConfigurationError as error:
+        # From the Trainer or from constructors of the user.
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
-    trainer, datamodule = made["trainer"], made.get("data")
+    trainer, datamodule = objects["trainer"], objects.get("data")
     trainer.set_callbacks(
         [*trainer.callbacks, SaveConfigCallback(parsed.parser, parsed.values)]
     )
     if parsed.checkpoint_line:
         trainer.say(parsed.checkpoint_line)
     run = getattr(trainer, parsed.command)
-    result = run(made["model"], datamodule=datamodule, **parsed.entry_point_arguments())
+    result = run(
+        objects["model"], datamodule=datamodule, **parsed.entry_point_arguments()
+    )
     return CliRun(
         command=parsed.command,
         trainer=trainer,
-        module=made["model"],
+        module=objects["model"],
         datamodule=datamodule,
         result=result,
     )

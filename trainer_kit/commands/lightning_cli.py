@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -53,8 +53,8 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         self, cfg: Any, *args: Any, skip_none: bool | None = None, **kwargs: Any
     ) -> str:
         """Return a configuration as text; ``skip_none`` is the former name of ``skip_unset``."""
-        more = kwargs if skip_none is None else {**kwargs, "skip_unset": skip_none}
-        return cast(str, super().dump(cfg, *args, **more))
+        options = kwargs if skip_none is None else {**kwargs, "skip_unset": skip_none}
+        return cast(str, super().dump(cfg, *args, **options))
 
     def add_lightning_class_args(
         self,
@@ -127,8 +127,8 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
 
     def link_chosen(self) -> None:
         """Link optimizers and schedulers to the arguments that take them."""
-        for every in self.chosen.values():
-            for key, (kind, link_to) in every.items():
+        for choices in self.chosen.values():
+            for key, (kind, link_to) in choices.items():
                 if link_to != "AUTOMATIC":
                     self.link_arguments(
                         key, link_to, compute_fn=partial(_plain_choice, kind)
@@ -140,31 +140,34 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         Raises:
             ConfigurationError: there are several.
         """
-        found = {
+        kinds = {
             key: kind
             for key, (kind, link_to) in self.chosen[role].items()
             if link_to == "AUTOMATIC"
         }
-        if len(found) > 1:
+        if len(kinds) > 1:
             raise ConfigurationError(
                 f"{role.__name__} is set by several options",
-                found=", ".join(found),
+                found=", ".join(kinds),
                 fix="pass link_to= for each, and create them in configure_optimizers with instantiate_class",
             )
-        return next((_named(kind, values[key]) for key, kind in found.items()), None)
+        for key, kind in kinds.items():
+            return _with_class_path(kind, values[key])
+        return None
 
 
-def _named(kind: Any, given: Any) -> Any:
-    if isinstance(kind, tuple) or given is None:
-        return given
+def _with_class_path(kind: Any, value: Any) -> Any:
+    """The choice of a class: its options, with the class's path if the option does not choose one."""
+    if isinstance(kind, tuple) or value is None:
+        return value
     return _Namespace(
-        class_path=f"{kind.__module__}.{kind.__qualname__}", init_args=given
+        class_path=f"{kind.__module__}.{kind.__qualname__}", init_args=value
     )
 
 
-def _plain_choice(kind: Any, given: Any) -> Any:
-    chosen = _named(kind, given)
-    return None if chosen is None else chosen.as_dict()
+def _plain_choice(kind: Any, value: Any) -> Any:
+    choice = _with_class_path(kind, value)
+    return None if choice is None else choice.as_dict()
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
@@ -298,12 +301,7 @@ class LightningCLI:
                 parser_options=parser_kwargs or {},
             ),
         )
-        words: Sequence[str] | None = (
-            sys.argv[1:] if args is None else args if isinstance(args, list) else None
-        )
-        self._parsed: Parsed = (
-            arguments.parse_values(args) if words is None else arguments.parse(words)
-        )
+        self._parsed = self._parse(arguments, args)
         self.subcommand = self._parsed.command or None
         self.parser = arguments.parser
         self.config = self._with_command(self._parsed.values)
@@ -330,28 +328,28 @@ class LightningCLI:
 
     def instantiate_classes(self) -> None:
         """Make `datamodule`, `model` and `trainer`."""
-        made = self._parsed.instantiate()
-        self.config_init = self._with_command(made)
-        self.datamodule, self.model = made.get("data"), made["model"]
+        objects = self._parsed.instantiate()
+        self.config_init = self._with_command(objects)
+        self.datamodule, self.model = objects.get("data"), objects["model"]
         self.trainer = self.instantiate_trainer()
         if not self.auto_configure_optimizers:
             return
-        parser, values = (
-            cast(LightningArgumentParser, self._parsed.parser),
-            self._parsed.values,
-        )
-        chosen = _Namespace(
+        parser = cast(LightningArgumentParser, self._parsed.parser)
+        values = self._parsed.values
+        choices = _Namespace(
             optimizer=parser.automatic(Optimizer, values),
             lr_scheduler=parser.automatic(LRScheduler, values),
             lr_scheduler_interval=values.lr_scheduler_interval,
             lr_scheduler_monitor=values.lr_scheduler_monitor,
         )
-        own = type(self).configure_optimizers is not LightningCLI.configure_optimizers
+        overridden = (
+            type(self).configure_optimizers is not LightningCLI.configure_optimizers
+        )
         use_optimizer(
             self.model,
-            chosen,
+            choices,
             self.trainer.print,
-            self.configure_optimizers if own else None,
+            self.configure_optimizers if overridden else None,
         )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -360,16 +358,16 @@ class LightningCLI:
         Args:
             kwargs: arguments that override all others.
         """
-        made = (
-            self._parsed.instantiate()
-            if self.config_init is None
-            else self._get(self.config_init)
-        )
-        given = {**made["trainer"].as_dict(), **self._fixed(made["trainer"]), **kwargs}
+        if self.config_init is None:
+            objects = self._parsed.instantiate()
+        else:
+            objects = self._get(self.config_init)
+        options = objects["trainer"]
+        arguments = {**options.as_dict(), **self._object_defaults(options), **kwargs}
         parser = cast(LightningArgumentParser, self._parsed.parser)
         callbacks = [
-            *_several(given.get("callbacks")),
-            *(made[key] for key in parser.callback_keys),
+            *_several(arguments.get("callbacks")),
+            *(objects[key] for key in parser.callback_keys),
         ]
         callbacks += _several(self.trainer_defaults.get("callbacks"))
         if self.save_config_callback is not None:
@@ -378,7 +376,9 @@ class LightningCLI:
                     parser, self._parsed.values, **self.save_config_kwargs
                 )
             )
-        return cast(Trainer, self.trainer_class(**{**given, "callbacks": callbacks}))
+        return cast(
+            Trainer, self.trainer_class(**{**arguments, "callbacks": callbacks})
+        )
 
     @staticmethod
     def configure_optimizers(
@@ -392,7 +392,7 @@ class LightningCLI:
             return {"optimizer": optimizer, "lr_scheduler": config}
         return [optimizer], [lr_scheduler]
 
-    def _fixed(self, values: Any) -> dict[str, Any]:
+    def _object_defaults(self, values: Any) -> dict[str, Any]:
         """The Trainer defaults that are objects, which no option can hold, except those that the options override."""
         objects = {
             k: v
@@ -414,13 +414,23 @@ class LightningCLI:
             add_schedule_arguments(parser)
         parser.link_chosen()
 
+    @staticmethod
+    def _parse(arguments: Arguments, args: ArgsType) -> Parsed:
+        if args is None:
+            return arguments.parse(sys.argv[1:])
+        if isinstance(args, list):
+            return arguments.parse(args)
+        return arguments.parse_values(args)
+
     def _with_command(self, values: Any) -> Any:
         name = self.subcommand
-        return values if name is None else _Namespace(subcommand=name, **{name: values})
+        if name is None:
+            return values
+        return _Namespace(subcommand=name, **{name: values})
 
     def _get(self, config: Any, key: str | None = None, default: Any = None) -> Any:
-        found = config if self.subcommand is None else config[self.subcommand]
-        return found if key is None else found.get(key, default)
+        values = config if self.subcommand is None else config[self.subcommand]
+        return values if key is None else values.get(key, default)
 
     def _run(self, command: str) -> None:
         if self._parsed.checkpoint_line:
@@ -438,14 +448,10 @@ class LightningCLI:
 def _nothing() -> None: ...
 
 
-def _several(given: Any) -> list[Any]:
-    return (
-        []
-        if given is None
-        else list(given)
-        if isinstance(given, (list, tuple))
-        else [given]
-    )
+def _several(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _is_plain(value: Any) -> bool:

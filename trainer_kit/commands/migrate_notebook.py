@@ -93,9 +93,8 @@ class Notebook:
         if not any(line.strip() for line in lines):
             return None
         body = "\n".join(lines)
-        if not _parses(
-            body
-        ):  # a valid cell has no IPython, also where a text looks like it
+        # A valid cell has no IPython, also where a text looks like it.
+        if not _parses(body):
             lines = [_hide(line) for line in lines]
             body = "\n".join(lines)
         try:
@@ -121,9 +120,8 @@ class Notebook:
             source: ``self.source`` after a rewrite; the comments that separate cells must still be there.
         """
         bodies: dict[int, list[str]] = {}
-        heading: list[
-            str
-        ] = []  # lines that the rewrite has added before the first cell
+        # Lines that the rewrite has added before the first cell.
+        heading: list[str] = []
         current = heading
         for line in source.split("\n"):
             if line.startswith(_CELL):
@@ -132,9 +130,9 @@ class Notebook:
                 heading = []
             else:
                 hidden = _HIDDEN.fullmatch(line)
-                current.append(
-                    line if hidden is None else hidden["indent"] + hidden["text"]
-                )
+                if hidden is not None:
+                    line = hidden["indent"] + hidden["text"]
+                current.append(line)
         for number, body in bodies.items():
             _store(self._cells[number], "\n".join(body))
         text = json.dumps(self._document, indent=self._indent, ensure_ascii=self._ascii)

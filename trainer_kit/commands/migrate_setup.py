@@ -67,13 +67,13 @@ def command_findings(path: str, number: int, line: str) -> Iterator[Finding]:
     if install is not None:
         yield _requirement(path, number, install["name"])
     for command in _COMMAND.finditer(line):
-        words = f"{command['command']} {command['verb']}"
+        name = f"{command['command']} {command['verb']}"
         verb = "launch" if command["verb"] == "run" else command["verb"]
         yield Finding(
             str(path),
             number,
             "command",
-            f"{words} is a command of the other library",
+            f"{name} is a command of the other library",
             f"trainer-kit {verb}",
         )
     for module in _MODULE.finditer(line):

@@ -97,12 +97,9 @@ def _configured_below(node: yaml.Node | None) -> Iterator[Configured]:
     for key, value in values.items():
         if isinstance(value, yaml.ScalarNode):
             yield from _named_class(key, value, _arguments_beside(key, node, values))
-        elif (
-            key == "trainer"
-            and isinstance(value, yaml.MappingNode)
-            and not _names_a_class(value)
-        ):
-            yield Configured(None, value.start_mark.line + 1, _arguments(value))
+        elif key == "trainer" and isinstance(value, yaml.MappingNode):
+            if not _names_a_class(value):
+                yield Configured(None, value.start_mark.line + 1, _arguments(value))
     for _, value in node.value:
         yield from _configured_below(value)
 
@@ -138,14 +135,13 @@ def _arguments(node: yaml.Node | None) -> dict[str, Argument]:
         return {}
     arguments = {}
     for key, value in node.value:
-        if (
-            isinstance(key, yaml.ScalarNode)
-            and key.value.isidentifier()
-            and not key.value.startswith("_")
-        ):
-            source = value.value if isinstance(value, yaml.ScalarNode) else ""
-            constant = isinstance(value, yaml.ScalarNode) and "$" not in source
-            arguments[key.value] = Argument(
-                source if constant else None, source, key.start_mark.line + 1
-            )
+        if not isinstance(key, yaml.ScalarNode) or key.value.startswith("_"):
+            continue
+        if not key.value.isidentifier():
+            continue
+        is_scalar = isinstance(value, yaml.ScalarNode)
+        source = value.value if is_scalar else ""
+        constant = source if is_scalar and "$" not in source else None
+        line = key.start_mark.line + 1
+        arguments[key.value] = Argument(constant, source, line)
     return arguments

@@ -102,12 +102,11 @@ def plan(
     if device not in (None, "cpu"):
         find_device(device)  # a wrong word is an error before the script runs
     limit = None if max_memory is None else in_bytes(max_memory, "--max-memory")
-    with contextlib.redirect_stdout(
-        sys.stderr
-    ):  # the script's output is not part of the result
+    # The script's output is not part of the result.
+    with contextlib.redirect_stdout(sys.stderr):
         fit = captured_fit(script, arguments, trainer_class=Trainer, empty_weights=True)
         try:
-            found = plan_fit(
+            fit_plan = plan_fit(
                 fit.trainer,
                 fit.module,
                 fit.train_dataloaders,
@@ -130,8 +129,8 @@ def plan(
                 script, error, *getattr(error, "__notes__", ["in the plan"])[-1:]
             ) from error
     if html is not None:
-        found.to_html(html)
+        fit_plan.to_html(html)
         click.echo(f"wrote {html}", err=True)
-    click.echo(found.to_json() if as_json else str(found))
-    if found.best() is None:
+    click.echo(fit_plan.to_json() if as_json else str(fit_plan))
+    if fit_plan.best() is None:
         sys.exit(1)

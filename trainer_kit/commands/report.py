@@ -51,27 +51,30 @@ def report(
     from trainer_kit.report.collect import RunDirectory, find_runs
     from trainer_kit.report.page import REPORT, write_report
 
-    found = [RunDirectory(directory) for directory in find_runs(runs or [Path()])]
-    target = output or (
-        found[0].directory / REPORT if len(found) == 1 else Path(REPORT)
-    )
-    first = True
+    directories = [RunDirectory(directory) for directory in find_runs(runs or [Path()])]
+    target = output
+    if target is None:
+        home = directories[0].directory if len(directories) == 1 else Path()
+        target = home / REPORT
+    is_first = True
     while True:
-        for run in found:
+        for run in directories:
             run.read()
-        over = not watch or all(run.finished for run in found)
+        finished = not watch or all(run.finished for run in directories)
         try:
-            write_report(target, found, refresh=0 if over else max(1, round(every)))
+            write_report(
+                target, directories, refresh=0 if finished else max(1, round(every))
+            )
         except OSError as error:
             fix = "name another file: --output"
             raise ConfigurationError(
                 f"{target} could not be written", found=str(error), fix=fix
             ) from error
-        if first:
+        if is_first:
             click.echo(target)
             if opens:
                 webbrowser.open(target.resolve().as_uri())
-        if over:
+        if finished:
             return
-        first = False
+        is_first = False
         time.sleep(every)

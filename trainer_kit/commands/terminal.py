@@ -127,9 +127,9 @@ def _ask_number(
 
 
 def _on_terminal() -> bool:
-    if os.environ.get("TERM", "dumb") == "dumb" or not (
-        sys.stdin.isatty() and sys.stdout.isatty()
-    ):
+    if os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    if not sys.stdin.isatty() or not sys.stdout.isatty():
         return False
     try:
         import termios  # noqa: F401

@@ -212,9 +212,9 @@ def _refusal(
 
 def _replace_value(node: yaml.Node, text: str) -> _Edit:
     start, end = node.start_mark.index, node.end_mark.index
-    return _Edit(
-        start, end, text if start < end else f" {text}"
-    )  # an empty value begins at the colon
+    if start == end:
+        text = f" {text}"  # an empty value begins at the colon
+    return _Edit(start, end, text)
 
 
 def _remove_lines(text: str, key: yaml.Node, value: yaml.Node) -> _Edit:

@@ -64,12 +64,12 @@ def tpu_config(
     if file:
         commands = _lines(Path(file))
     name, zone = tpu_name or values.get("tpu_name"), tpu_zone or values.get("tpu_zone")
-    for what, flags in (
+    for value, flags in (
         (commands, "--command or --command_file"),
         (name, "--tpu_name"),
         (zone, "--tpu_zone"),
     ):
-        if not what:
+        if not value:
             raise ConfigurationError(
                 "the command for the machines lacks options",
                 found=f"no {flags}",
@@ -83,7 +83,7 @@ def tpu_config(
             found=accelerate_version,
             fix="add --install_accelerate",
         )
-    words = [
+    ssh_command = [
         "gcloud",
         *(["alpha"] if use_alpha else []),
         "compute",
@@ -92,7 +92,7 @@ def tpu_config(
         "ssh",
         str(name),
     ]
-    words += [
+    ssh_command += [
         "--zone",
         str(zone),
         "--command",
@@ -100,7 +100,7 @@ def tpu_config(
         "--worker",
         "all",
     ]
-    click.echo(shlex.join(words))
+    click.echo(shlex.join(ssh_command))
     if not debug:
         raise LaunchError(
             "this command does not run gcloud, which would act on machines of your cloud account",

@@ -74,21 +74,20 @@ def verify(
     from trainer_kit.planning.verify_page import write_page
     from trainer_kit.trainer import Trainer
 
-    chosen: dict[str, Any] = {
+    options: dict[str, Any] = {
         "strategy": strategy,
         "precision": precision,
         "devices": devices,
         "accelerator": accelerator,
     }
-    given = {name: value for name, value in chosen.items() if value is not None}
+    overrides = {name: value for name, value in options.items() if value is not None}
     try:
-        with contextlib.redirect_stdout(
-            sys.stderr
-        ):  # the script's output is not part of the result
+        # The script's output is not part of the result.
+        with contextlib.redirect_stdout(sys.stderr):
             fit = captured_fit(script, arguments, trainer_class=Trainer)
-            off = {"logger": False, "num_nodes": 1, "resume": None}
-            trainer = Trainer(**{**fit.arguments, **given, **off})
-            found = trainer.verify(
+            disabled = {"logger": False, "num_nodes": 1, "resume": None}
+            trainer = Trainer(**{**fit.arguments, **overrides, **disabled})
+            comparison = trainer.verify(
                 fit.module,
                 fit.train_dataloaders,
                 fit.val_dataloaders,
@@ -97,38 +96,44 @@ def verify(
                 local=local,
             )
         if html is not None:
-            write_page(html, found)
+            write_page(html, comparison)
     except TrainerKitError as error:
-        _end(str(error))
+        _exit_unchecked(str(error))
     except Exception as error:  # of the script's own code, in any of the runs
-        _end(f"{type(error).__name__}: {error}{_place(error)}")
+        _exit_unchecked(f"{type(error).__name__}: {error}{_describe_place(error)}")
     click.echo(
-        json.dumps(found.to_dict(), indent=2, allow_nan=False)
+        json.dumps(comparison.to_dict(), indent=2, allow_nan=False)
         if as_json
-        else str(found)
+        else str(comparison)
     )
     if html is not None and not as_json:
         click.echo(html)
-    sys.exit(found.exit_code)
+    sys.exit(comparison.exit_code)
 
 
-def _place(error: BaseException) -> str:
+def _describe_place(error: BaseException) -> str:
     """The line of the user's code that raised; a rank's traceback is a note of its error."""
     lines = [
         *traceback.format_tb(error.__traceback__),
         *getattr(error, "__notes__", []),
     ]
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', "".join(lines))
-    others = (
+    library_paths = (
         str(Path(__file__).parents[1]),
         f"{os.sep}site-packages{os.sep}",
         sysconfig.get_path("stdlib"),
         "<",
     )
-    own = [frame for frame in frames if not any(other in frame[0] for other in others)]
-    return "\n  found: {}, line {}, in {}".format(*own[-1]) if own else ""
+    user_frames = [
+        frame
+        for frame in frames
+        if not any(library_path in frame[0] for library_path in library_paths)
+    ]
+    return (
+        "\n  found: {}, line {}, in {}".format(*user_frames[-1]) if user_frames else ""
+    )
 
 
-def _end(why: str) -> NoReturn:
+def _exit_unchecked(why: str) -> NoReturn:
     click.echo(f"could not check: {why}", err=True)
     sys.exit(2)
