@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from trainer_kit import Fabric
-from trainer_kit.accelerator.fabric import _every_device
+from trainer_kit.accelerator.fabric import _default_count
 from trainer_kit.loggers import CSVLogger
 from trainer_kit.strategies import (
     DDPStrategy,
@@ -296,12 +296,14 @@ def test_numbers_of_devices(devices):
 
 def test_auto_counts_the_accelerators_of_the_machine():
     """As Lightning's: ``devices="auto"`` and -1 are all devices, and one process on the CPU."""
-    assert _every_device("cpu", "auto", 8) == 1
-    assert _every_device("auto", "auto", 0) == 1
+    assert _default_count("cpu", "auto", 8) == 1
+    assert _default_count("auto", "auto", 0) == 1
     assert (
-        _every_device("gpu", "ddp", 8) == _every_device("auto", FSDPStrategy(), 8) == 8
+        _default_count("gpu", "ddp", 8)
+        == _default_count("auto", FSDPStrategy(), 8)
+        == 8
     )
-    assert _every_device("auto", SingleDeviceStrategy("cpu"), 8) == 1
+    assert _default_count("auto", SingleDeviceStrategy("cpu"), 8) == 1
 
 
 def test_processes_that_are_not_started_are_named():
@@ -380,7 +382,7 @@ import sys, torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 from trainer_kit import Fabric
-from trainer_kit.accelerator.fabric import _every_device
+from trainer_kit.accelerator.fabric import _default_count
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
 

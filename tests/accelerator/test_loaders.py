@@ -22,7 +22,7 @@ from trainer_kit import (
     gather_object,
     skip_first_batches,
 )
-from trainer_kit.accelerator.loader import BatchSamplerShard, SeedableRandomSampler
+from trainer_kit.accelerator.samplers import BatchSamplerShard, SeedableRandomSampler
 from trainer_kit.accelerator.script_names import prepare_data_loader
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 __all__ = ["Fabric"]
 
 _REDUCTIONS: Final = ("mean", "sum", "max", "min")
-_OVER_PROCESSES: Final = ("auto", "ddp", "ddp_find_unused_parameters_false")
+_CHOSEN_BY_PROCESSES: Final = ("auto", "ddp", "ddp_find_unused_parameters_false")
 _FORKED: Final = ("ddp_fork", "ddp_notebook", "ddp_spawn")
-_PRIVATE: Final = {
+_REPLACEMENTS: Final = {
     "_accelerator": "fabric.accelerator is an Accelerator; fabric.device is the device",
     "_callbacks": "fabric.callbacks",
     "_connector": "fabric.strategy and fabric.device say what was chosen",
@@ -66,7 +66,7 @@ _PRIVATE: Final = {
     "_strategy": "fabric.strategy",
     "run": "write the loop as a function that takes the Fabric first, and call fabric.launch(loop)",
 }
-"""What has the private and former attributes of Lightning's Fabric, by name."""
+"""The replacements of private and former attributes of Lightning's Fabric, by name."""
 
 
 class Fabric:
@@ -114,46 +114,53 @@ class Fabric:
             raise ConfigurationError(
                 "the precision is given twice", fix="pass precision= or plugins="
             )
-        word = accelerator_word(accelerator)
+        device_type = accelerator_word(accelerator)
         self._forks = strategy in _FORKED
+        if precision is None and plugins is None:
+            precision = "32-true"
         self._options: dict[str, Any] = {
-            "cpu": word == "cpu",
-            "mixed_precision": "32-true"
-            if precision is None and plugins is None
-            else precision or plugins,
+            "cpu": device_type == "cpu",
+            "mixed_precision": precision or plugins,
             "gradient_accumulation_steps": 1,
-            **_engine(strategy),
+            **_engine_arguments(strategy),
         }
-        self._device_word, self._devices, self._num_nodes = word, devices, num_nodes
+        self._device_type = device_type
+        self._devices = devices
+        self._num_nodes = num_nodes
         self.callbacks = as_list(callbacks)
         self.loggers = as_list(loggers)
         environment = Environment.detect()
-        count = _number(devices)
+        count = _device_count(devices)
         if count is None:
-            count = _every_device(word, strategy, count_accelerators())
-        self._processes_to_start = (
-            0 if environment.launched or count == 1 or num_nodes > 1 else count
-        )
+            count = _default_count(device_type, strategy, count_accelerators())
+        is_launched = environment.launched or num_nodes > 1
+        self._processes_to_start = 0 if is_launched or count == 1 else count
         if not self._processes_to_start:
             self._build()
 
     def _build(self) -> None:
-        """Make the Accelerator of this process, and compare what was asked for with what is here."""
+        """Make the Accelerator of this process, and compare the arguments with the processes and the device."""
         self.accelerator = Accelerator(**self._options)
-        count, nodes = _number(self._devices), self._num_nodes
+        count = _device_count(self._devices)
+        nodes = self._num_nodes
         if count is not None and count * nodes != self.world_size:
             raise ConfigurationError(
                 "the number of processes differs from devices=",
                 found=f"devices={self._devices!r} on {nodes} nodes, {self.world_size} processes",
                 fix=f"trainer-kit launch --num_processes {count * nodes} SCRIPT, or torchrun",
             )
-        word, device = self._device_word, self.device.type
-        if word not in ("auto", device) and (word != "gpu" or device == "cpu"):
+        requested = self._device_type
+        device = self.device.type
+        if requested in ("auto", device):
+            return
+        # "gpu" is any accelerator.
+        if requested != "gpu" or device == "cpu":
             raise ConfigurationError(
-                "this machine has no such device", found=f"accelerator={word!r}"
+                "this machine has no such device", found=f"accelerator={requested!r}"
             )
 
-    if not TYPE_CHECKING:  # a checker knows all attributes
+    # A type checker knows all attributes, and must report others.
+    if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
             if name == "accelerator" and self.__dict__.get("_processes_to_start"):
@@ -162,12 +169,10 @@ class Fabric:
                     found=f"devices={self._devices!r} in a process that no launcher started",
                     fix="call fabric.launch() first; or start the script with trainer-kit launch or torchrun",
                 )
-            fix = _PRIVATE.get(name) or did_you_mean(
-                name, [each for each in dir(type(self)) if each[0] != "_"]
-            )
-            raise AttributeError(
-                str(ConfigurationError(f"Fabric has no attribute {name!r}", fix=fix))
-            )
+            public_names = [each for each in dir(type(self)) if each[0] != "_"]
+            fix = _REPLACEMENTS.get(name) or did_you_mean(name, public_names)
+            problem = ConfigurationError(f"Fabric has no attribute {name!r}", fix=fix)
+            raise AttributeError(str(problem))
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -268,9 +273,7 @@ class Fabric:
             group: torch's group of the processes that take part and make this call; None: all of them.
             sync_grads: let gradients flow back to the tensors of all processes.
         """
-        data = map_leaves(
-            data, lambda value: torch.tensor(value, device=self.device), (int, float)
-        )
+        data = self._as_tensors(data)
         if self.world_size == 1:
             return data
         ranks = self.accelerator.world if group is None else TensorGroup(group)
@@ -288,26 +291,31 @@ class Fabric:
             group: torch's group of the processes that take part and make this call; None: all of them.
             reduce_op: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
         """
-        data = map_leaves(
-            data, lambda value: torch.tensor(value, device=self.device), (int, float)
-        )
-        word = {"avg": "mean"}.get(reduce_op, reduce_op)
+        data = self._as_tensors(data)
+        # torch calls it "avg".
+        reduction = "mean" if reduce_op == "avg" else reduce_op
         if group is None or self.world_size == 1:
-            return self.accelerator.reduce(data, word)
+            return self.accelerator.reduce(data, reduction)
         _refuse(
-            word not in _REDUCTIONS,
+            reduction not in _REDUCTIONS,
             f"unknown reduction {reduce_op!r}",
             str(_REDUCTIONS),
         )
-        return map_tensors(data, partial(TensorGroup(group).all_reduce, op=word))
+        return map_tensors(data, partial(TensorGroup(group).all_reduce, op=reduction))
+
+    def _as_tensors(self, data: Any) -> Any:
+        """Return a pytree with a tensor in the place of each number."""
+
+        def make_tensor(number: float) -> Tensor:
+            return torch.tensor(number, device=self.device)
+
+        return map_leaves(data, make_tensor, (int, float))
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Run the block on rank 0 before the other processes; ``local``: on the first process of each machine."""
-        return (
-            self.accelerator.local_main_process_first()
-            if local
-            else self.accelerator.main_process_first()
-        )
+        if local:
+            return self.accelerator.local_main_process_first()
+        return self.accelerator.main_process_first()
 
     @staticmethod
     def seed_everything(
@@ -334,50 +342,45 @@ class Fabric:
         """Prepare a module and its optimizers; return them in this order, and the scheduler unchanged.
 
         The module is a `FabricModule`: its attributes and methods are the given module's, ``.module`` is that module,
-        and the steps of a `TrainModule` and the methods that ``mark_forward_method`` marks synchronise gradients.
+        and the steps of a `TrainModule` and the methods that ``mark_forward_method`` marks synchronize gradients.
         """
-        known = isinstance(module, nn.Module) and all(
-            isinstance(one, Optimizer) for one in optimizers
-        )
+        are_optimizers = all(isinstance(each, Optimizer) for each in optimizers)
         _refuse(
-            not known,
+            not isinstance(module, nn.Module) or not are_optimizers,
             "setup takes a module and its optimizers",
             "fabric.setup(module, optimizer)",
         )
-        placed = [move_to_device] * (1 + len(optimizers))
-        made = self.accelerator.prepare(
-            prepared_module(module), *optimizers, device_placement=placed
+        objects = [prepared_module(module), *optimizers]
+        prepared = self.accelerator.prepare(
+            *objects, device_placement=[move_to_device] * len(objects)
         )
-        first, *others = made if optimizers else [made]
-        every = [
-            self._served(module, first),
-            *others,
-            *([] if scheduler is None else [scheduler]),
-        ]
-        return every[0] if len(every) == 1 else tuple(every)
+        if not optimizers:
+            # A single object comes without a tuple.
+            prepared = [prepared]
+        results = [self._wrap(module, prepared[0]), *prepared[1:]]
+        if scheduler is not None:
+            results.append(scheduler)
+        return results[0] if len(results) == 1 else tuple(results)
 
-    def _served(self, module: nn.Module, prepared: nn.Module) -> FabricModule:
-        inner: nn.Module = self.accelerator.unwrap_model(module)
-        serve_module(inner, self)
-        return FabricModule(
-            inner,
-            prepared,
-            partial(under_precision, precision=self.accelerator.precision),
-        )
+    def _wrap(self, module: nn.Module, prepared: nn.Module) -> FabricModule:
+        user_module: nn.Module = self.accelerator.unwrap_model(module)
+        serve_module(user_module, self)
+        in_precision = partial(under_precision, precision=self.accelerator.precision)
+        return FabricModule(user_module, prepared, in_precision)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
         """Prepare a module without its optimizers."""
         prepared = self.accelerator.prepare_model(
             prepared_module(module), device_placement=move_to_device
         )
-        return self._served(module, prepared)
+        return self._wrap(module, prepared)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Prepare the optimizers of a prepared module."""
-        made = [
+        prepared = [
             self.accelerator.prepare_optimizer(optimizer) for optimizer in optimizers
         ]
-        return made[0] if len(made) == 1 else tuple(made)
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def setup_dataloaders(
         self,
@@ -433,11 +436,9 @@ class Fabric:
 
     def to_device(self, obj: Any) -> Any:
         """Move a module, tensor or batch to the device of this process."""
-        return (
-            obj.to(self.device)
-            if isinstance(obj, nn.Module)
-            else move_to_device(obj, self.device)
-        )
+        if isinstance(obj, nn.Module):
+            return obj.to(self.device)
+        return move_to_device(obj, self.device)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -474,9 +475,10 @@ class Fabric:
         norm = self.accelerator.clip_grad_norm_(
             module.parameters(), max_norm, norm_type
         )
-        if (
-            error_if_nonfinite and norm is not None and not torch.isfinite(norm)
-        ):  # sync point: the caller asked for it
+        if not error_if_nonfinite or norm is None:
+            return norm
+        # Sync point: the caller asked for it.
+        if not torch.isfinite(norm):
             raise NonFiniteError(
                 "the norm of the gradients is not finite",
                 fix="pass error_if_nonfinite=False",
@@ -491,16 +493,15 @@ class Fabric:
         self, module: nn.Module, enabled: bool = True
     ) -> AbstractContextManager[None]:
         """Skip the gradient reduction over the processes in this block, for gradient accumulation."""
-        return (
-            self.accelerator.no_sync(prepared_module(module))
-            if enabled
-            else nullcontext()
-        )
+        if not enabled:
+            return nullcontext()
+        return self.accelerator.no_sync(prepared_module(module))
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``hook_name`` of each callback that has it."""
         for callback in self.callbacks:
-            if callable(method := getattr(callback, hook_name, None)):
+            method = getattr(callback, hook_name, None)
+            if callable(method):
                 method(*args, **kwargs)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
@@ -509,9 +510,11 @@ class Fabric:
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log values with every logger, on rank 0; tensors of one element become numbers, which is a sync point."""
-        metrics = map_tensors(metrics, _as_number) if self.is_global_zero else metrics
-        for logger in self.loggers if self.is_global_zero else ():
-            logger.log_metrics(metrics=metrics, step=step)
+        if not self.is_global_zero:
+            return
+        numbers = map_tensors(metrics, _as_number)
+        for logger in self.loggers:
+            logger.log_metrics(metrics=numbers, step=step)
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -531,45 +534,44 @@ class Fabric:
         Raises:
             ConfigurationError: a name in ``filter`` is not in ``state``.
         """
-        unknown = sorted((filter or {}).keys() - state.keys())
+        filters = filter or {}
+        unknown = sorted(filters.keys() - state.keys())
         _refuse(
             bool(unknown),
             f"filter= names {unknown}, which state does not have",
             f"its names: {list(state)}",
         )
-        kept: dict[str, Any] = {}
+        checkpoint: dict[str, Any] = {}
         for name, value in state.items():
-            held = self._state_of(value)
-            chosen = (filter or {}).get(name)
-            kept[name] = (
-                held
-                if chosen is None
-                else {key: one for key, one in held.items() if chosen(key, one)}
-            )
+            entry = self._collect_state(value)
+            selects = filters.get(name)
+            if selects is not None:
+                entry = {key: item for key, item in entry.items() if selects(key, item)}
+            checkpoint[name] = entry
         on_rank_zero(
             self.accelerator.world,
-            lambda: str(write_checkpoint(path, kept, overwrite=True)),
+            lambda: str(write_checkpoint(path, checkpoint, overwrite=True)),
         )
 
-    def _state_of(self, value: Any) -> Any:
+    def _collect_state(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             return self.accelerator.get_state_dict(prepared_module(value))
         if isinstance(value, Optimizer):
             from torch.distributed.tensor import DTensor
 
-            self._refuse_engines_optimizer()
-            # Every process gathers: a part of it is on each.
+            self._refuse_engine_optimizer()
+            # Every process gathers, for each has a shard.
             return map_leaves(
-                value.state_dict(), lambda part: part.full_tensor().cpu(), DTensor
+                value.state_dict(), lambda shard: shard.full_tensor().cpu(), DTensor
             )
         return value.state_dict() if hasattr(value, "state_dict") else value
 
-    def _refuse_engines_optimizer(self) -> None:
-        refused, fix = (
+    def _refuse_engine_optimizer(self) -> None:
+        _refuse(
             self.accelerator.strategy.owns_step,
+            "the engine keeps the state of this optimizer",
             "fabric.accelerator.save_state(directory), load_state",
         )
-        _refuse(refused, "the engine keeps the state of this optimizer", fix)
 
     def load(
         self,
@@ -589,31 +591,39 @@ class Fabric:
         """
         file = locate(path)
         check_exists(file)
-        found: dict[str, Any]
+        checkpoint: dict[str, Any]
         if file.is_dir():
-            found = dict(read_checkpoint(path))
+            checkpoint = dict(read_checkpoint(path))
         else:
-            found = dict(torch_load(file, "cpu"))  # type: ignore[arg-type]
-        for name, value in (state or {}).items():
-            if name not in found:
-                if strict:
-                    raise CheckpointError(
-                        path,
-                        name,
-                        "it is not in this checkpoint",
-                        fix="pass strict=False",
-                    )
-                continue
-            held = found.pop(name)
-            if isinstance(value, nn.Module):
-                self._load_module(value, held, strict)
-            elif isinstance(value, Optimizer):
-                self._load_optimizer(value, held)
-            elif hasattr(value, "load_state_dict"):
-                value.load_state_dict(held)
-            elif state is not None:
-                state[name] = held
-        return found
+            # `torch_load` declares local paths only.
+            checkpoint = dict(torch_load(file, "cpu"))  # type: ignore[arg-type]
+        if state is None:
+            return checkpoint
+        for name, value in state.items():
+            if name in checkpoint:
+                entry = checkpoint.pop(name)
+                if not self._load_into(value, entry, strict):
+                    state[name] = entry
+            elif strict:
+                raise CheckpointError(
+                    path,
+                    name,
+                    "it is not in this checkpoint",
+                    fix="pass strict=False",
+                )
+        return checkpoint
+
+    def _load_into(self, value: Any, entry: Any, strict: bool) -> bool:
+        """Load an entry of a checkpoint into an object; return False for a plain value, which has no state."""
+        if isinstance(value, nn.Module):
+            self._load_module(value, entry, strict)
+        elif isinstance(value, Optimizer):
+            self._load_optimizer(value, entry)
+        elif hasattr(value, "load_state_dict"):
+            value.load_state_dict(entry)
+        else:
+            return False
+        return True
 
     def load_raw(
         self,
@@ -643,48 +653,53 @@ class Fabric:
         )
 
     def _load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Load the state of whole parameters; where they are divided, a process keeps its parts."""
+        """Load the state of full parameters; where they are sharded, a process loads its shards."""
         from torch.distributed.tensor import DTensor
 
-        self._refuse_engines_optimizer()
-        inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
-        parameters = [p for group in inner.param_groups for p in group["params"]]
+        self._refuse_engine_optimizer()
+        user_optimizer: Optimizer = getattr(optimizer, "optimizer", optimizer)
+        parameters: list[nn.Parameter] = []
+        for group in user_optimizer.param_groups:
+            parameters.extend(group["params"])
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
-            optimizer.load_state_dict(
-                state
-            )  # which may have more than torch's optimizers have
+            # By its own method: a user's class may have more state than torch's.
+            optimizer.load_state_dict(state)
             return
-        sizes = [
-            [len(group["params"]) for group in groups]
-            for groups in (inner.param_groups, state["param_groups"])
-        ]
+        saved_groups = state["param_groups"]
+        saved_sizes = [len(group["params"]) for group in saved_groups]
+        sizes = [len(group["params"]) for group in user_optimizer.param_groups]
         _refuse(
-            sizes[0] != sizes[1],
-            f"the saved optimizer has {sizes[1]} parameters in its groups, and this one {sizes[0]}",
+            saved_sizes != sizes,
+            f"the saved optimizer has {saved_sizes} parameters in its groups, and this one {sizes}",
             "make the same groups as when it was saved",
         )
-        options = [
-            {key: one for key, one in group.items() if key != "params"}
-            for group in state["param_groups"]
-        ]
-        states = {parameters[index]: own for index, own in state["state"].items()}
-        self.accelerator.strategy.load_optimizer_state(inner, options, states)
+        options = []
+        for group in saved_groups:
+            group_options = dict(group)
+            del group_options["params"]
+            options.append(group_options)
+        states = {
+            parameters[index]: parameter_state
+            for index, parameter_state in state["state"].items()
+        }
+        self.accelerator.strategy.load_optimizer_state(user_optimizer, options, states)
 
 
-def _every_device(accelerator: str, strategy: str | Strategy, accelerators: int) -> int:
-    """How many devices ``devices="auto"`` asks for on a machine with this number of accelerators."""
+def _default_count(
+    accelerator: str, strategy: str | Strategy, accelerators: int
+) -> int:
+    """Return the number of processes for ``devices="auto"`` on a machine with this number of accelerators."""
     if accelerator == "cpu" or isinstance(strategy, SingleDeviceStrategy):
         return 1
     return max(accelerators, 1)
 
 
-def _number(devices: Any) -> int | None:
-    """How many devices of a machine are asked for; None: as many as there are."""
+def _device_count(devices: Any) -> int | None:
+    """Return the number of devices that an argument asks for; None: as many as the machine has."""
     if devices in ("auto", -1, "-1"):
         return None
-    if isinstance(devices, list) and devices == [
-        *range(len(devices))
-    ]:  # as the ranks of a machine take them
+    # The ranks of a machine take its devices in this order.
+    if isinstance(devices, list) and devices == list(range(len(devices))):
         return len(devices)
     if isinstance(devices, int) or (isinstance(devices, str) and devices.isdigit()):
         return int(devices)
@@ -695,15 +710,15 @@ def _number(devices: Any) -> int | None:
     )
 
 
-def _engine(strategy: str | Strategy) -> dict[str, Any]:
-    """The arguments of the Accelerator for a strategy.
+def _engine_arguments(strategy: str | Strategy) -> dict[str, Any]:
+    """Return the arguments of the Accelerator for a strategy.
 
     Raises:
         ConfigurationError: no strategy has this name.
     """
     if not isinstance(strategy, str):
         return {"strategy": strategy}
-    if strategy in _OVER_PROCESSES or strategy in _FORKED:
+    if strategy in _CHOSEN_BY_PROCESSES or strategy in _FORKED:
         return {}
     if strategy == "fsdp":
         return {"fsdp_plugin": FullyShardedDataParallelPlugin()}
@@ -722,9 +737,10 @@ def _as_number(tensor: Tensor) -> float:
         f"a logged tensor has one element, not shape {tuple(tensor.shape)}",
         "log its .mean()",
     )
-    return float(tensor.detach())  # sync point: the caller logs it
+    # Sync point: the caller logs it.
+    return float(tensor.detach())
 
 
-def _refuse(wrong: bool, problem: str, fix: str) -> None:
-    if wrong:
+def _refuse(is_invalid: bool, problem: str, fix: str) -> None:
+    if is_invalid:
         raise ConfigurationError(problem, fix=fix)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from itertools import chain, cycle, islice
+from itertools import chain, islice
 from typing import Any, final
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    IterableDataset,
-    RandomSampler,
-    default_collate,
-)
+from torch.utils.data import BatchSampler, RandomSampler, default_collate
 
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.samplers import BatchSamplerShard, SeedableRandomSampler
 from trainer_kit.accelerator.split_batches import split_loader
 from trainer_kit.accelerator.uneven_batches import Turn, evened, filled
 from trainer_kit.compat.options import DataLoaderConfiguration
@@ -32,228 +28,11 @@ from trainer_kit.data.order import BatchTurns, SampleBlocks, derive_seed, drawn
 from trainer_kit.state.data_changes import describe_changes
 
 __all__ = [
-    "BatchSamplerShard",
-    "IterableDatasetShard",
     "LaterLoader",
     "PreparedLoader",
-    "SeedableRandomSampler",
     "prepare_loader",
     "skip_first_batches",
 ]
-
-
-class SeedableRandomSampler(RandomSampler):
-    """A random order that is a function of a seed and the epoch.
-
-    Args:
-        args: of torch's ``RandomSampler``.
-        data_seed: the seed; by default torch's initial seed.
-        kwargs: of torch's ``RandomSampler``.
-
-    Example:
-        >>> sampler = SeedableRandomSampler(range(8), data_seed=3)
-        >>> first, second = list(sampler), list(sampler)
-        >>> sampler.set_epoch(0)
-        >>> list(sampler) == first != second
-        True
-    """
-
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        if self.generator is None:
-            self.generator = torch.Generator()
-        self.generator.manual_seed(self.initial_seed + self.epoch)
-        yield from super().__iter__()
-        self.set_epoch(self.epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Use the order of this epoch in the next iteration."""
-        self.epoch = epoch
-
-
-def _shares(
-    turns: Iterator[list[Any]],
-    whole: int,
-    rank: int,
-    each: int,
-    drop_last: bool,
-    even: bool,
-) -> Iterator[Any]:
-    """Yield a process's share of each turn; a short turn is filled up from the start of the data."""
-    first: list[Any] = []
-    for turn in turns:
-        first = first or turn
-        if len(turn) < whole:
-            if drop_last:
-                return
-            turn = (
-                turn + list(islice(cycle(first), whole - len(turn))) if even else turn
-            )
-        if mine := turn[rank * each : (rank + 1) * each]:
-            yield mine
-
-
-class BatchSamplerShard(BatchSampler):
-    """The batches of one process, from a batch sampler for all processes.
-
-    Args:
-        batch_sampler: the batch sampler for all processes.
-        num_processes: the number of processes.
-        process_index: the rank of this process.
-        split_batches: each process gets a part of every batch; otherwise every ``num_processes``-th batch.
-        even_batches: every process gets equally many samples: the last batches are filled up from the start.
-
-    Raises:
-        ConfigurationError: ``split_batches`` with a batch size that is not divisible by the number of processes.
-
-    Example:
-        >>> from torch.utils.data import BatchSampler
-        >>> [list(BatchSamplerShard(BatchSampler(range(7), 2, False), 2, rank)) for rank in (0, 1)]
-        [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
-    """
-
-    def __init__(
-        self,
-        batch_sampler: BatchSampler,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-        if split_batches and (
-            self.batch_size is None or self.batch_size % num_processes
-        ):
-            raise ConfigurationError(
-                "split_batches needs a batch size that can be divided by the number of processes",
-                found=f"batch_size={self.batch_size} over {num_processes} processes",
-            )
-
-    @property
-    def total_length(self) -> int:
-        """The number of batches over all processes."""
-        return len(self.batch_sampler)
-
-    @property
-    def sampler(self) -> Any:  # type: ignore[override]
-        """The sampler of the batch sampler for all processes."""
-        return self.batch_sampler.sampler
-
-    def __len__(self) -> int:
-        whole, rest = divmod(
-            self.total_length, 1 if self.split_batches else self.num_processes
-        )
-        return whole + (
-            rest > 0
-            and not self.drop_last
-            and (self.even_batches or self.process_index < rest)
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        source, each, turn = (
-            iter(self.batch_sampler),
-            self.batch_size or 1,
-            self.num_processes,
-        )
-        if self.split_batches:
-            each, turn = each // self.num_processes, 1
-        turns = iter(lambda: list(islice(source, turn)), [])
-        rows = (
-            turns
-            if self.batch_size is None
-            else ([index for batch in turn for index in batch] for turn in turns)
-        )
-        shares = _shares(
-            rows,
-            each * self.num_processes,
-            self.process_index,
-            each,
-            self.drop_last,
-            self.even_batches,
-        )
-        return (share[0] for share in shares) if self.batch_size is None else shares
-
-
-@final
-class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process, from a stream for all processes.
-
-    Args:
-        dataset: the stream.
-        batch_size: the batch size of the loader that reads this data set.
-        drop_last: drop the samples of an incomplete last batch.
-        num_processes: the number of processes.
-        process_index: the rank of this process.
-        split_batches: ``batch_size`` is the total over all processes.
-
-    Example:
-        >>> [list(IterableDatasetShard(range(5), 2, num_processes=2, process_index=rank)) for rank in (0, 1)]
-        [[0, 1, 4, 0], [2, 3, 1, 2]]
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-    ) -> None:
-        if split_batches and batch_size > 1 and batch_size % num_processes:
-            raise ConfigurationError(
-                "split_batches needs a batch size that can be divided by the number of processes",
-                found=f"batch_size={batch_size} over {num_processes} processes",
-            )
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-
-    def set_epoch(self, epoch: int) -> None:
-        """Call ``set_epoch`` of the stream, if it has this method."""
-        self.epoch = epoch
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        whole = (
-            self.batch_size
-            if self.split_batches
-            else self.batch_size * self.num_processes
-        )
-        turns = (
-            len(self.dataset) // whole
-            if self.drop_last
-            else -(-len(self.dataset) // whole)
-        )
-        return turns * whole // self.num_processes
-
-    def __iter__(self) -> Iterator[Any]:
-        whole = (
-            self.batch_size
-            if self.split_batches
-            else self.batch_size * self.num_processes
-        )
-        source = iter(self.dataset)
-        turns = iter(lambda: list(islice(source, whole)), [])
-        each = whole // self.num_processes
-        for share in _shares(
-            turns, whole, self.process_index, each, self.drop_last, True
-        ):
-            yield from share
 
 
 _END: Any = object()
@@ -323,34 +102,32 @@ class PreparedLoader:
         self._make_feed = make_feed
         self.iteration = 0
         self.size = 1
-        self.weight = self.nominal = 1.0
+        self.weight = 1.0
+        self.nominal = 1.0
         self.total: float | None = None
         self.counts: list[int] | None = None
         self.asked = False
         self.end_of_dataloader = False
-        self._position: tuple[int, int] | None = (
-            None  # (epoch, batches yielded) of the current iteration
-        )
+        # The epoch and the batches yielded of the current iteration.
+        self._position: tuple[int, int] | None = None
+        # The same, where the next iteration begins.
         self._resume: tuple[int, int] | None = None
-        self.batches_read = 0  # batches yielded in all epochs
+        self.batches_read = 0
         # Whether the feed divides several loaders, each by itself, so that each process reads all batches of its feed.
-        self._several = self.feed.size > 1 and not self.feed.indexed
+        self._has_several_loaders = self.feed.size > 1 and not self.feed.indexed
+        is_distributed_stream = group.size > 1 and not self.feed.indexed
         # Whether the loader divides the data by itself, so that each process reads all of its own batches.
-        self._alone = self._several or (
-            group.size > 1
-            and not self.feed.indexed
-            and divide_by_itself(loader) is not None
+        self._divides_itself = self._has_several_loaders or (
+            is_distributed_stream and divide_by_itself(loader) is not None
         )
         # Whether each process knows all batches: the main process reads for all, or each reads the whole stream.
-        self._shared = not self._alone and (
-            dispatch is not None or (group.size > 1 and not self.feed.indexed)
+        self._reads_all = not self._divides_itself and (
+            dispatch is not None or is_distributed_stream
         )
+        # Whether the next iteration finds out whether the loader divides the data by itself.
         self._compares = False
-        self._turn: tuple[int, list[int] | None, bool] = (
-            0,
-            None,
-            False,
-        )  # samples, `counts`, whether it is the last
+        # The samples of a turn, their `counts`, and whether it is the last turn.
+        self._turn: tuple[int, list[int] | None, bool] = (0, None, False)
         self._drop_last = bool(getattr(loader, "drop_last", False))
 
     def __getattr__(self, name: str) -> Any:
@@ -360,12 +137,12 @@ class PreparedLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of the current iteration; a copy continues at the same position."""
-        fresh: dict[str, Any] = {
+        return {
+            **vars(self),
             "feed": None,
             "_position": None,
             "_resume": self._resume or self._position,
         }
-        return {**vars(self), **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -377,13 +154,12 @@ class PreparedLoader:
             raise TypeError(
                 f"object of type {type(self.dataloader).__name__!r} has no len()"
             )
-        if not self._shared:
+        if not self._reads_all:
             return length
-        return (
-            length // self.group.size
-            if self._drop_last
-            else -(-length // self.group.size)
-        )
+        turns, remaining = divmod(length, self.group.size)
+        if remaining and not self._drop_last:
+            turns += 1
+        return turns
 
     @property
     def total_batch_size(self) -> int:
@@ -406,31 +182,29 @@ class PreparedLoader:
         dataset = getattr(self.dataloader, "dataset", None)
         if isinstance(dataset, Sized) and self.feed.per_rank_batch_size is not None:
             return len(dataset) % self.total_batch_size
-        return (
-            sum(self.counts)
-            if self.end_of_dataloader and self.counts is not None
-            else -1
-        )
+        if not self.end_of_dataloader or self.counts is None:
+            return -1
+        return sum(self.counts)
 
     @property
     def batch_sampler(self) -> Any:
         """The batches of this process as indices, or the user's batch sampler where processes do not divide it."""
-        given = _in_order(self, self.dataloader.batch_sampler)
-        divided = (
-            isinstance(given, BatchSampler) and self.group.size > 1 and not self._shared
-        )
-        return _OwnBatches(self, given) if divided else given
+        batch_sampler = _in_order(self, self.dataloader.batch_sampler)
+        divides = self.group.size > 1 and not self._reads_all
+        if divides and isinstance(batch_sampler, BatchSampler):
+            return _OwnBatches(self, batch_sampler)
+        return batch_sampler
 
     def set_even(self, even: bool) -> None:
         """Set whether the next epochs fill up the last batch."""
-        if even != self.even:
-            begun, state = self._position is not None, self.state_dict()
-            self.even = even
-            self.feed = self._make_feed(even, self.seed)
-            if (
-                not begun
-            ):  # keeps the generators' states, and the position of a loaded state
-                self._load_tracks([state["track"]] * self.group.size)
+        if even == self.even:
+            return
+        state = self.state_dict()
+        self.even = even
+        self.feed = self._make_feed(even, self.seed)
+        # Between epochs the new feed continues with the generators' states, and the position of a loaded state.
+        if self._position is None:
+            self._load_tracks([state["track"]] * self.group.size)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch ``epoch``; by default it is the one after the last."""
@@ -450,11 +224,15 @@ class PreparedLoader:
 
         A loader whose length is unknown, or only a hint, is read one batch ahead, to detect its last batch.
         """
-        epoch, start = (self.iteration, 0) if self._resume is None else self._resume
-        start, self._resume = start if begin is None else begin, None
-        if (
-            self._before_epoch is not None and not start
-        ):  # a resumed epoch continues with each process's own states
+        epoch = self.iteration
+        start = 0
+        if self._resume is not None:
+            epoch, start = self._resume
+            self._resume = None
+        if begin is not None:
+            start = begin
+        # A resumed epoch continues with each process's own states.
+        if self._before_epoch is not None and not start:
             self._before_epoch()
         window = self.window
         if self._position is not None:
@@ -462,43 +240,40 @@ class PreparedLoader:
             self.feed = self._make_feed(self.even, self.seed)
         feed = self.feed
         source = self._open(feed, epoch, start)
-        together = self._shared or (self._alone and self.even)
-        self.iteration, self.end_of_dataloader = epoch + 1, False
+        self.iteration = epoch + 1
+        self.end_of_dataloader = False
         self._position = (epoch, start)
         window.reading.append(self)
         window.batches = self
-        known = len(self) if feed.exact and feed.length is not None else None
-        ahead = known is None and not together
-        at, after = start, _NOT_READ
-        device = self.device
-        if (
-            device is not None
-            and device.type == "cpu"
-            and not torch.accelerator.is_available()
-        ):
-            device = None  # batches on the CPU need no move
+        length = len(self) if feed.exact and feed.length is not None else None
+        reads_ahead = length is None and not self._agrees_on_batches
+        index = start
+        next_pair = _NOT_READ
+        device = self._target_device()
         self.nominal = float(self.feed.per_rank_batch_size or 1)
         try:
-            while (
-                pair := next(source, _END) if after is _NOT_READ else after
-            ) is not _END:
-                if ahead:
-                    after = next(source, _END)
-                if missing := pair is MISSING and self.even:
-                    pair = self._first(epoch)
+            while True:
+                pair = next(source, _END) if next_pair is _NOT_READ else next_pair
+                if pair is _END:
+                    break
+                is_last = index + 1 == length
+                if reads_ahead:
+                    next_pair = next(source, _END)
+                    is_last = next_pair is _END
+                missing = pair is MISSING and self.even
+                if missing:
+                    pair = self._first_pair(epoch)
                 batch, size = pair
+                # This process has no samples of the last batch.
                 if batch is EMPTY:
-                    break  # this process has no samples of the last batch
-                self._note(
-                    feed, at, size, missing, after is _END if ahead else at + 1 == known
-                )
-                at += 1
+                    break
+                self._note(feed, index, size, missing, is_last)
+                index += 1
                 self.batches_read += 1
-                self._position = (epoch, at)
+                self._position = (epoch, index)
                 if feed.stateful:
-                    feed.loader_state.forget(
-                        at * self.group.size if self._shared else at
-                    )
+                    batches = index * self.group.size if self._reads_all else index
+                    feed.loader_state.forget(batches)
                 window.batches = self
                 if device is not None:
                     batch = move_to_device(batch, device, self.non_blocking)
@@ -509,38 +284,58 @@ class PreparedLoader:
             self._position = None
             window.end_reading(self)
 
-    def _first(self, epoch: int) -> Any:
+    @property
+    def _agrees_on_batches(self) -> bool:
+        """Whether the processes know about each batch how many samples all of them have."""
+        return self._reads_all or (self._divides_itself and self.even)
+
+    def _target_device(self) -> torch.device | None:
+        """Return the device to which batches are moved; None where they are there already."""
+        device = self.device
+        if device is None or device.type != "cpu":
+            return device
+        # On a machine without an accelerator all batches are on the CPU.
+        return device if torch.accelerator.is_available() else None
+
+    def _first_pair(self, epoch: int) -> Any:
         return next(iter(self.feed.sized_epoch(epoch, 0)), MISSING)
 
-    def _note(self, feed: Feed, at: int, mine: int, missing: bool, last: bool) -> None:
+    def _note(
+        self, feed: Feed, index: int, samples: int, missing: bool, last: bool
+    ) -> None:
         """Record a batch's size and weight before it is yielded; ``missing``: this is a padding batch."""
         size = self.group.size
-        self.size, self.end_of_dataloader, self.counts = mine, last, None
-        self.weight = self.total = mine
-        if size == 1 and not self._shared:
+        self.size = samples
+        self.end_of_dataloader = last
+        self.counts = None
+        self.weight = samples
+        self.total = samples
+        if size == 1 and not self._reads_all:
             return
-        if self._shared or (self._alone and self.even):
+        if self._reads_all or (self._divides_itself and self.even):
             self.total, self.counts, self.end_of_dataloader = self._turn
             return
-        total, each = feed.samples(at), feed.per_rank_batch_size
+        total = feed.samples(index)
+        rank_size = feed.per_rank_batch_size
         self.total = total
-        if total is None or each is None:
-            self._ask(missing, last, total)
-        elif total < each * size:
-            self._count_last(total, each)
+        if total is None or rank_size is None:
+            self._weigh_unknown(missing, last, total)
+        elif total < rank_size * size:
+            self._count_last(total, rank_size)
 
-    def _count_last(self, total: int, each: int) -> None:
+    def _count_last(self, total: int, rank_size: int) -> None:
         """Record which of the ``total`` samples of an incomplete last batch each process has."""
         size = self.group.size
         if self.even and not self.feed.interleave:
             # Samples that are not repeated come first, in rank order.
-            self.counts = [
-                min(each, max(0, total - rank * each)) for rank in range(size)
-            ]
-            self.total = each * size
+            self.counts = []
+            for rank in range(size):
+                remaining = max(0, total - rank * rank_size)
+                self.counts.append(min(rank_size, remaining))
+            self.total = rank_size * size
             return
-        share, more = divmod(total, size)
-        self.counts = [share + (rank < more) for rank in range(size)]
+        share, longer_shares = divmod(total, size)
+        self.counts = [share + (rank < longer_shares) for rank in range(size)]
         if self.even:
             self.total = max(self.counts) * size
 
@@ -551,163 +346,177 @@ class PreparedLoader:
             "call accelerator.backward(loss, weight=...) with the sum over what weight counts"
         )
 
-    def _ask(self, missing: bool, last: bool, samples: int | None) -> None:
-        if (
-            not self.even
-        ):  # a process may have no batches left: no exchange, equal weights
-            self.weight, self.total = 1.0, float(self.group.size)
+    def _weigh_unknown(self, missing: bool, last: bool, samples: int | None) -> None:
+        """Record the weight of a batch whose size on the other processes is unknown.
+
+        Args:
+            missing: this is a padding batch.
+            last: this is the last batch of the epoch.
+            samples: the samples of the batch over all processes; None: unknown.
+        """
+        if not self.even:
+            # A process may have no batches left: no exchange, equal weights.
+            self.weight = 1.0
+            self.total = float(self.group.size)
             self.nominal = 1.0
-        elif last:
-            rows = self.group.agree([self.size, 0 if missing else self.size])
-            self.total = sum(row[0] for row in rows)
-            rest = sum(row[1] for row in rows) if samples is None else samples
-            self.counts = []
-            for row in rows:  # the last processes have the repeated batches
-                count = int(min(row[1], rest))
-                rest -= count
-                self.counts.append(count)
+            return
+        if not last:
+            return
+        rows = self.group.agree([self.size, 0 if missing else self.size])
+        self.total = sum(row[0] for row in rows)
+        remaining = sum(row[1] for row in rows) if samples is None else samples
+        self.counts = []
+        # The last processes have the repeated batches.
+        for row in rows:
+            count = int(min(row[1], remaining))
+            remaining -= count
+            self.counts.append(count)
 
     def compare_first(self) -> None:
         """In the next iteration, compare the first batches of the processes: see `Feed`, ``agree``."""
-        self._compares = self._shared
+        self._compares = self._reads_all
 
     def _open(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
-        reads = self.dispatch is None or self.dispatch.rank == 0 or self._compares
-        source = (
-            feed.sized_epoch(epoch, start * (self.group.size if self._shared else 1))
-            if reads
-            else iter(())
-        )
+        source: Iterator[Any] = iter(())
+        if self.dispatch is None or self.dispatch.rank == 0 or self._compares:
+            first_batch = start * self.group.size if self._reads_all else start
+            source = feed.sized_epoch(epoch, first_batch)
         if self._compares:
-            source = self._compared(source)
-        if self._shared:
-            return self._in_turns(feed, source)
-        return self._in_step(source) if self._alone and self.even else source
+            source = self._compare_readers(source)
+        if self._reads_all:
+            return self._read_in_turns(feed, source)
+        if self._divides_itself and self.even:
+            return self._read_in_step(source)
+        return source
 
-    def _compared(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _compare_readers(self, source: Iterator[Any]) -> Iterator[Any]:
         """Find out whether the loader divides the data by itself, and return all of its batches.
 
         The other processes read their first batch with the generators of the first one. An error there says that only
         the first one can read.
         """
         self._compares = False
-        everyone = self.dispatch or self.group
-        state = everyone.broadcast(rng_state())
-        first: list[Any] = []
-        readable = True
+        world = self.dispatch or self.group
+        generators = world.broadcast(rng_state())
+        first_batch: list[Any] = []
         problem: Exception | None = None
+        # The data are read by user code, which may raise any exception.
         try:
-            if everyone.rank == 0:
-                first = list(islice(source, 1))
+            if world.rank == 0:
+                first_batch = list(islice(source, 1))
             else:
                 with preserved_rng():
-                    restore_rng(state)
-                    first = list(islice(source, 1))
-        except Exception as error:  # of any class: user code reads the data
-            problem, readable = error, False
-        rows = everyone.agree([fingerprint(first), readable])
-        readers = [row[0] for row in rows if row[1]]
-        if len(readers) == len(rows) and len(set(readers)) > 1:
-            self._alone, self._shared, self.dispatch = True, False, None
-            if everyone.rank == 0:
+                    restore_rng(generators)
+                    first_batch = list(islice(source, 1))
+        except Exception as error:
+            problem = error
+        rows = world.agree([fingerprint(first_batch), problem is None])
+        fingerprints = [row[0] for row in rows if row[1]]
+        all_can_read = len(fingerprints) == len(rows)
+        if all_can_read and len(set(fingerprints)) > 1:
+            self._set_divides_itself()
+            if world.rank == 0:
                 warnings.warn(
                     f"the first batch of this {type(self.dataloader).__name__} differs from process to process: it is"
                     " taken to divide the data by itself, and every process reads all of its batches."
                     " DataLoaderConfiguration(dispatch_batches=True) reads it on the main process only",
                     stacklevel=2,
                 )
-        if problem is not None and everyone.rank == 0:
-            return _raising(problem)
-        return chain(first, source)
+        if problem is not None and world.rank == 0:
+            return _raise_at_next(problem)
+        return chain(first_batch, source)
 
-    def _in_step(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _set_divides_itself(self) -> None:
+        self._divides_itself = True
+        self._reads_all = False
+        self.dispatch = None
+
+    def _read_in_step(self, source: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of data that divide themselves, equally many on every process.
 
         A process that has no more batches repeats its last one, of which no sample counts.
         """
         group = self.group
-        source = (read for read in source if read is not MISSING)
-        pair, after = MISSING, next(source, _END)
-        rows = group.agree([after is not _END])
-        if not any(row[0] for row in rows):
+        source = (pair for pair in source if pair is not MISSING)
+        pair = MISSING
+        next_pair = next(source, _END)
+        has_batch = [bool(row[0]) for row in group.agree([next_pair is not _END])]
+        if not any(has_batch):
             return
-        if not all(
-            row[0] for row in rows
-        ):  # a process without any batch gets another one's
-            reader = [bool(row[0]) for row in rows].index(True)
-            lent = group.broadcast(after if group.rank == reader else None, reader)
-            pair = lent if after is _END else pair
-        more = True
-        while more:
+        if not all(has_batch):
+            # A process without any batch gets another one's.
+            reader = has_batch.index(True)
+            lent = group.broadcast(next_pair if group.rank == reader else None, reader)
+            if next_pair is _END:
+                pair = lent
+        continues = True
+        while continues:
             count = 0
-            if after is not _END:
-                pair, count = after, after[1]
-                after = next(source, _END)
-            rows = group.agree([count, after is not _END, pair[1]])
+            if next_pair is not _END:
+                pair = next_pair
+                count = pair[1]
+                next_pair = next(source, _END)
+            rows = group.agree([count, next_pair is not _END, pair[1]])
             counts = [int(row[0]) for row in rows]
             longest = int(max(row[2] for row in rows))
-            more = any(row[1] for row in rows)
+            continues = any(row[1] for row in rows)
+            is_full = min(counts) == longest
             self._turn = (
                 longest * group.size,
-                None if min(counts) == longest else counts,
-                not more,
+                None if is_full else counts,
+                not continues,
             )
             yield filled(pair, longest)
 
-    def _in_turns(self, feed: Feed, source: Iterator[Any]) -> Iterator[Any]:
+    def _read_in_turns(self, feed: Feed, source: Iterator[Any]) -> Iterator[Any]:
         """Yield this process's batches of a stream, which is read in turns of one batch per process.
 
         If the main process reads for all, an error of its reader is raised on every process.
         """
-        rank, processes = self.group.rank, self.group.size
+        rank = self.group.rank
+        processes = self.group.size
 
         def read() -> Turn:
             turn = list(islice(source, processes))
             return [] if self._drop_last and len(turn) < processes else turn
 
-        after = self._turn_of(read)
-        while turn := after:
-            after = self._turn_of(read)
-            counts: list[int] | None = [size for _, size in turn] + [0] * (
-                processes - len(turn)
-            )
+        next_turn = self._read_turn(read)
+        while next_turn:
+            turn = next_turn
+            next_turn = self._read_turn(read)
+            sizes = [size for _, size in turn]
+            counts: list[int] | None = sizes + [0] * (processes - len(turn))
             if len(set(counts or ())) == 1:
                 counts = None
-            elif self.even and (
-                not after or feed.per_rank_batch_size is not None
-            ):  # each worker has a last batch
-                turn, counts = evened(
-                    turn,
-                    processes,
-                    getattr(self.dataloader, "collate_fn", None) is default_collate,
-                )
-            self._turn = sum(size for _, size in turn), counts, not after
+            elif self.even and (not next_turn or feed.per_rank_batch_size is not None):
+                # Each worker has a last batch, so a short turn is not always the last.
+                collate = getattr(self.dataloader, "collate_fn", None)
+                turn, counts = evened(turn, processes, collate is default_collate)
+            self._turn = (sum(size for _, size in turn), counts, not next_turn)
             yield turn[rank] if rank < len(turn) else MISSING
 
-    def _turn_of(self, read: Callable[[], Turn]) -> Turn:
+    def _read_turn(self, read: Callable[[], Turn]) -> Turn:
         return read() if self.dispatch is None else on_rank_zero(self.dispatch, read)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: epoch, batches yielded, the seed, and the state of the user's loader."""
         epoch, batch = self._resume or self._position or (self.iteration, 0)
         inside = self._position is not None or self._resume is not None
-        each = self.group.size if self._shared else 1
+        batches_per_turn = self.group.size if self._reads_all else 1
         feed = self.feed
-        begun = epoch if inside or feed.once else None
-        state = feed.loader_state.state_dict(
-            begun, batch * each, self.batches_read * each
+        loader_state = feed.loader_state.state_dict(
+            epoch if inside or feed.once else None,
+            batch * batches_per_turn,
+            self.batches_read * batches_per_turn,
         )
-        place = {
+        return {
             "epoch": epoch,
             "batch": batch,
             "samples": batch * self.total_batch_size,
             "read": self.batches_read,
-        }
-        return {
-            **place,
             "seed": self.seed,
-            "track": state,
-            "alone": None if self._compares else self._alone,
+            "track": loader_state,
+            "alone": None if self._compares else self._divides_itself,
             "data": feed.facts,
         }
 
@@ -732,49 +541,53 @@ class PreparedLoader:
         Raises:
             CheckpointError: with the current batch size no batch ends at the saved position.
         """
-        alone = states[0].get(
-            "alone", False
-        )  # older checkpoints: every stream was divided here
-        if self._compares and alone is not None:
+        state = states[0]
+        # Under older versions, which do not say it, no stream divided itself.
+        divided_itself = state.get("alone", False)
+        if self._compares and divided_itself is not None:
             self._compares = False
-            if alone:
-                self._alone, self._shared, self.dispatch = True, False, None
-        if self._alone and len(states) != self.group.size and int(states[0]["batch"]):
+            if divided_itself:
+                self._set_divides_itself()
+        epoch = int(state["epoch"])
+        batch = int(state["batch"])
+        samples = int(state["samples"])
+        if self._divides_itself and batch and len(states) != self.group.size:
             raise CheckpointError(
                 "loaders",
                 None,
                 "the loader divides the data itself, and its position is known only for the processes that saved",
                 fix="resume with the same number of processes, or from the end of an epoch",
             )
-        epoch, batch, samples = (
-            int(states[0][key]) for key in ("epoch", "batch", "samples")
-        )
         if samples != batch * self.total_batch_size:
-            batch = self._batches_of(samples)
-        self.iteration, self._position = epoch, None
+            batch = self._count_batches(samples)
+        self.iteration = epoch
+        self._position = None
         self._resume = (epoch, batch) if batch else None
-        self.seed, self.batches_read = int(states[0]["seed"]), int(states[0]["read"])
+        self.seed = int(state["seed"])
+        self.batches_read = int(state["read"])
         self.feed = self._make_feed(self.even, self.seed)
-        self._load_tracks([state["track"] for state in states])
+        self._load_tracks([each["track"] for each in states])
 
     def _load_tracks(self, tracks: Sequence[Any]) -> None:
         """Restore the readers; the main process has read the whole stream, with and without dispatch."""
-        rank, size = self.group.rank, self.group.size
-        if self._several or (not self._shared and self.feed.indexed):
-            self.feed.loader_state.load_state_dict(tracks, rank)
+        rank = self.group.rank
+        loader_state = self.feed.loader_state
+        if self._has_several_loaders or (not self._reads_all and self.feed.indexed):
+            loader_state.load_state_dict(tracks, rank)
             return
-        own = tracks[rank] if len(tracks) == size and self.dispatch is None else None
-        self.feed.loader_state.load_state_dict([tracks[0] if own is None else own], 0)
+        track = None
+        if self.dispatch is None and len(tracks) == self.group.size:
+            track = tracks[rank]
+        loader_state.load_state_dict([tracks[0] if track is None else track], 0)
 
     def describe(self) -> str:
         """Describe the data, their order and their sharding in one line."""
         text = self.feed.describe()
         if self.dispatch is not None:
             return f"{text}; the main process reads, and hands every {self.group.size} batches round"
-        each = (
-            f"; every process reads all of it and keeps each {self.group.size}th batch"
-        )
-        return f"{text}{each}" if self._shared else text
+        if not self._reads_all:
+            return text
+        return f"{text}; every process reads all of it and keeps each {self.group.size}th batch"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue the next iteration at a saved position; each process passes its own state.
@@ -783,31 +596,32 @@ class PreparedLoader:
             CheckpointError: the number of processes or the batch size differs, and the position in a stream cannot be
                 converted.
         """
-        own = dict(state_dict)
-        if (
-            self.feed.stateful
-            and own["samples"] != own["batch"] * self.total_batch_size
-        ):
+        state = dict(state_dict)
+        batch = state["batch"]
+        samples = state["samples"]
+        if self.feed.stateful and samples != batch * self.total_batch_size:
             raise CheckpointError(
                 "the state of a loader",
                 "samples",
-                f"{own['batch']} batches had {own['samples']} samples, and would have other ones now",
+                f"{batch} batches had {samples} samples, and would have other ones now",
                 fix="resume with as many processes and the same batch size, or by accelerator.load_state",
             )
-        self.load_states([own] * self.group.size)
+        self.load_states([state] * self.group.size)
         if self.group.rank == 0:
-            for line in self.describe_changes(own):
+            for line in self.describe_changes(state):
                 warnings.warn(line, stacklevel=2)
 
-    def _batches_of(self, samples: int) -> int:
+    def _count_batches(self, samples: int) -> int:
         """Return the number of batches in an epoch that hold this many samples."""
-        size, feed = self.total_batch_size, self.feed
+        size = self.total_batch_size
+        feed = self.feed
         if feed.exact and feed.length is not None:
-            last = None if self._shared else feed.samples(len(self) - 1)
-            if samples >= (len(self) - 1) * size + (last or size):
+            last_index = len(self) - 1
+            last_size = None if self._reads_all else feed.samples(last_index)
+            if samples >= last_index * size + (last_size or size):
                 return len(self)
-        batches, rest = divmod(samples, size)
-        if rest:
+        batches, remaining = divmod(samples, size)
+        if remaining:
             raise CheckpointError(
                 "loaders",
                 "samples",
@@ -817,8 +631,8 @@ class PreparedLoader:
         return batches
 
 
-def _raising(error: Exception) -> Iterator[Any]:
-    """An iterator that raises an error, where the processes expect one of the reader."""
+def _raise_at_next(error: Exception) -> Iterator[Any]:
+    """Return an iterator that raises an error, where the processes expect one of the reader."""
     raise error
     yield
 
@@ -841,9 +655,10 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 class _OwnOrder(SeedableRandomSampler):
     """The order of a prepared loader with ``shuffle=True``; its seed and its epoch are the loader's."""
 
-    def __init__(self, loader: PreparedLoader, given: RandomSampler) -> None:
-        vars(self).update(vars(given))
-        self._loader, self._given = loader, given
+    def __init__(self, loader: PreparedLoader, sampler: RandomSampler) -> None:
+        vars(self).update(vars(sampler))
+        self._loader = loader
+        self._sampler = sampler
         self.initial_seed = loader.seed
 
     @property
@@ -855,66 +670,63 @@ class _OwnOrder(SeedableRandomSampler):
         self._loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
-        return drawn(self._given, derive_seed(self._loader.seed, self.epoch, 0))
+        return drawn(self._sampler, derive_seed(self._loader.seed, self.epoch, 0))
 
 
 def _in_order(loader: PreparedLoader, batches: Any) -> Any:
     """Return torch's batch sampler with the order that the loader draws from seed and epoch; others unchanged."""
-    given = getattr(batches, "sampler", None)
-    if (
-        type(batches) is BatchSampler
-        and type(given) is RandomSampler
-        and given.generator is None
-    ):
-        return BatchSampler(
-            _OwnOrder(loader, given), batches.batch_size, batches.drop_last
-        )
-    return batches
+    sampler = getattr(batches, "sampler", None)
+    if type(batches) is not BatchSampler or type(sampler) is not RandomSampler:
+        return batches
+    # A generator of the user's decides the order.
+    if sampler.generator is not None:
+        return batches
+    order = _OwnOrder(loader, sampler)
+    return BatchSampler(order, batches.batch_size, batches.drop_last)
 
 
 @final
 class _OwnBatches(BatchSamplerShard):
     """The batch sampler of a prepared loader; `even_batches` is the loader's."""
 
-    def __init__(self, loader: PreparedLoader, given: BatchSampler) -> None:
+    def __init__(self, loader: PreparedLoader, batch_sampler: BatchSampler) -> None:
         self._loader = loader
-        size, each = (
-            getattr(given, "batch_size", None),
-            loader.feed.per_rank_batch_size,
-        )  # None: not divided
-        split = None not in (size, each) and size != each
+        size = getattr(batch_sampler, "batch_size", None)
+        # None: batches are not divided.
+        rank_size = loader.feed.per_rank_batch_size
+        split = size is not None and rank_size is not None and size != rank_size
         super().__init__(
-            given, loader.group.size, loader.group.rank, split, loader.even
+            batch_sampler, loader.group.size, loader.group.rank, split, loader.even
         )
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        loader = self._loader
-        each = loader.feed.per_rank_batch_size
-        drops, rank, size = self.drop_last, self.process_index, self.num_processes
+        feed = self._loader.feed
+        rank = self.process_index
+        size = self.num_processes
         pads = self.even_batches
-        if each is None and loader.feed.interleave:
+        if feed.per_rank_batch_size is None:
+            if not feed.interleave:
+                return super().__iter__()
             turns = BatchTurns(
                 self.batch_sampler, rank=rank, size=size, sized=True, pad=pads
             )
             turns.begin(seed=0, start=0)
             return iter(turns)
-        if each is None:
-            return super().__iter__()
-        order: Any = [index for batch in self.batch_sampler for index in batch]
-        if loader.feed.interleave and type(self.batch_sampler) is BatchSampler:
+        order: Any = list(chain.from_iterable(self.batch_sampler))
+        if feed.interleave and type(self.batch_sampler) is BatchSampler:
             # Its last batch may be dropped on all processes, and complete on each with a repeated sample.
             order = self.batch_sampler.sampler
         blocks = SampleBlocks(
             order,
-            each,
-            drop_last=drops,
+            feed.per_rank_batch_size,
+            drop_last=self.drop_last,
             rank=rank,
             size=size,
             pad=pads,
-            interleave=loader.feed.interleave,
+            interleave=feed.interleave,
         )
         blocks.begin(seed=0, start=0)
         return iter(blocks)
@@ -982,29 +794,38 @@ def prepare_loader(
     Raises:
         ConfigurationError: ``split_batches`` with a batch size that is not divisible by the number of processes.
     """
-    batch_size, source = None, loader
+    batch_size = None
+    source = loader
     if config.split_batches:
         batch_size, source = split_loader(loader, group.size)
-    stream = not Feed(source, seed=seed).indexed
-    asked = config.dispatch_batches
-    division = divide_by_itself(loader) if stream and group.size > 1 else None
+    is_stream = not Feed(source, seed=seed).indexed
+    dispatches = config.dispatch_batches
+    division = divide_by_itself(loader) if is_stream and group.size > 1 else None
     if division is not None:
         check_division(division, group.rank, group.size)
-        if asked:
+        if dispatches:
             raise ConfigurationError(
                 "dispatch_batches=True reads on the main process only, and this loader gives it only its own part",
                 found=f"a {type(division.part).__name__} that divides the data for {division.ranks} processes",
                 fix="leave dispatch_batches out, or do not let the loader divide the data",
             )
     # A stream shuffled during reading has a different order on each process, unless one process reads for all.
-    several = stream and not asked and isinstance(read_together(source), CombinedLoader)
-    alone = several or division is not None
-    dispatch = world.size > 1 and not alone and (stream if asked is None else asked)
-    reads_all = dispatch or (stream and not several)
-    rank, size = (0, 1) if reads_all else (group.rank, group.size)
-
-    turn = group.size if reads_all else 1
-    agree = group.agree if several and group.size > 1 else None
+    has_several_loaders = False
+    if is_stream and not dispatches:
+        has_several_loaders = isinstance(read_together(source), CombinedLoader)
+    divides_itself = has_several_loaders or division is not None
+    if dispatches is None:
+        dispatches = is_stream
+    dispatch = dispatches and world.size > 1 and not divides_itself
+    rank = group.rank
+    size = group.size
+    turn = 1
+    if dispatch or (is_stream and not has_several_loaders):
+        # One reader reads the batches of all processes, in turns.
+        rank = 0
+        size = 1
+        turn = group.size
+    agree = group.agree if has_several_loaders and group.size > 1 else None
     prepared = PreparedLoader(
         loader,
         # It can be pickled, unlike a closure.
@@ -1029,7 +850,7 @@ def prepare_loader(
         end=end,
         before_epoch=before_epoch,
     )
-    if stream and not asked:
+    if is_stream and not config.dispatch_batches:
         prepared.compare_first()
     return prepared
 

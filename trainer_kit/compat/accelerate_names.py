@@ -22,11 +22,12 @@ _HOMES: Final[dict[str, str]] = {
     "accelerator.batch_size": "clear_device_cache find_executable_batch_size release_memory",
     "accelerator.generators": "set_seed",
     "accelerator.launchers": "debug_launcher notebook_launcher",
-    "accelerator.loader": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler skip_first_batches",
+    "accelerator.loader": "skip_first_batches",
     "accelerator.local_sgd": "LocalSGD",
     "accelerator.logs": "get_logger MultiProcessAdapter=RankLogger",
     "accelerator.optimizer": "AcceleratedOptimizer AcceleratedScheduler",
     "accelerator.processes": "DistributedType",
+    "accelerator.samplers": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler",
     "accelerator.script_names": "AcceleratorState AimTracker ClearMLTracker CometMLTracker "
     "DVCLiveTracker DataLoaderAdapter=PreparedLoaderType DataLoaderDispatcher DataLoaderShard "
     "DataLoaderStateMixin=PreparedLoaderType GatheredParameters GradientState MLflowTracker "
