@@ -156,22 +156,20 @@ def describe_origins(chosen: Iterable[tuple[str, Chosen]]) -> list[str]:
         >>> describe_origins([("debug", Chosen(True, "argument")), ("mixed_precision", Chosen("no", "default"))])
         ['debug            true  argument', 'mixed_precision  no    default']
     """
-    rows = [(name, _words(value.value), value.origin) for name, value in chosen]
-    first, second = (
-        max((len(row[column]) for row in rows), default=0) for column in (0, 1)
-    )
+    rows = [(name, _text(option.value), option.origin) for name, option in chosen]
+    name_width = max((len(name) for name, _, _ in rows), default=0)
+    value_width = max((len(value) for _, value, _ in rows), default=0)
     return [
-        f"{name:<{first}}  {value:<{second}}  {origin}" for name, value, origin in rows
+        f"{name:<{name_width}}  {value:<{value_width}}  {origin}"
+        for name, value, origin in rows
     ]
 
 
-def _words(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, (list, tuple)):
-        return ",".join(map(_words, value))
-    return (
-        "-"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+        return ",".join(map(_text, value))
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -30,9 +30,8 @@ __all__ = [
 _Source = Literal["plain", "torchrun", "slurm", "mpi"]
 
 _DEFAULT_PORT: Final = 29500
-_SLURM_SHELL: Final = str(
-    0xFFFFFFFA
-)  # step id of the shell that ``salloc`` runs on a node
+_SLURM_SHELL: Final = "4294967290"
+"""The step id of the shell that ``salloc`` runs on a node."""
 try:
     START_DIRECTORY: Final = os.getcwd()
 except OSError:  # the directory was deleted
@@ -107,27 +106,31 @@ class Environment:
             LaunchError: variables are missing, unreadable or contradict each other; the message names them.
         """
         variables = _Variables(environ)
-        found = _torchrun(variables) or _slurm(variables) or _mpi(variables) or cls()
-        inside = (
-            0 <= found.rank < found.world_size
-            and 0 <= found.local_rank < found.local_world_size <= found.world_size
-            and 0 <= found.node_rank < found.world_size
-        )
-        if not inside:
+        environment = _torchrun(variables) or _slurm(variables) or _mpi(variables)
+        if environment is None:
+            return cls()
+        if not environment.is_consistent():
             raise LaunchError(
                 "the environment variables of the rank are inconsistent",
                 found=variables.seen(),
                 fix="start every process with the same launcher (torchrun or srun), or unset these variables",
             )
-        if (
-            not 0 < found.master_port < 65536
-        ):  # torchrun passes --master-port 0 on unchanged
+        # torchrun passes --master-port 0 on unchanged.
+        if not 0 < environment.master_port < 65536:
             raise LaunchError(
                 "the ranks cannot connect at this port",
                 found=variables.seen(),
                 fix="choose a free port, such as --master-port 29500; torchrun --standalone chooses one by itself",
             )
-        return found
+        return environment
+
+    def is_consistent(self) -> bool:
+        """Whether each index is within its number."""
+        return (
+            0 <= self.rank < self.world_size
+            and 0 <= self.local_rank < self.local_world_size <= self.world_size
+            and 0 <= self.node_rank < self.world_size
+        )
 
 
 class _Variables:
@@ -141,9 +144,8 @@ class _Variables:
         return bool(self.environ.get(name))
 
     def seen(self) -> str:
-        return ", ".join(
-            f"{name}={self.environ[name]}" for name in self.names if name in self
-        )
+        names = [name for name in self.names if name in self]
+        return ", ".join(f"{name}={self.environ[name]}" for name in names)
 
     def text(self, name: str, default: str | None = None) -> str:
         self.names[name] = None
@@ -158,7 +160,7 @@ class _Variables:
 
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of ``names`` that is set."""
-        name = next((name for name in names if name in self), names[0])
+        name = next(filter(self.__contains__, names), names[0])
         value = self.text(name, None if default is None else str(default))
         try:
             return int(value)
@@ -171,15 +173,16 @@ class _Variables:
 def _torchrun(variables: _Variables) -> Environment | None:
     if "RANK" not in variables and "LOCAL_RANK" not in variables:
         return None
-    rank, world = variables.number("RANK"), variables.number("WORLD_SIZE")
+    rank = variables.number("RANK")
+    world = variables.number("WORLD_SIZE")
     local_rank = variables.number("LOCAL_RANK", default=0)
     # Some launchers omit the number of processes per machine. One that sets no local rank starts one per machine.
-    here = variables.environ.get("MASTER_ADDR", "127.0.0.1") in (
-        "127.0.0.1",
-        "localhost",
-        "::1",
-    )
-    guess = 1 if "LOCAL_RANK" not in variables else world if here else None
+    master = variables.environ.get("MASTER_ADDR", "127.0.0.1")
+    guess = None
+    if "LOCAL_RANK" not in variables:
+        guess = 1
+    elif master in ("127.0.0.1", "localhost", "::1"):
+        guess = world
     local_world = variables.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=guess)
     return Environment(
         rank=rank,
@@ -214,10 +217,8 @@ def _slurm(variables: _Variables) -> Environment | None:
     )
     if "SLURM_PROCID" not in variables or not step or shell:
         return None
-    rank, world = (
-        variables.number("SLURM_PROCID"),
-        variables.number("SLURM_NTASKS", "SLURM_NPROCS"),
-    )
+    rank = variables.number("SLURM_PROCID")
+    world = variables.number("SLURM_NTASKS", "SLURM_NPROCS")
     node = variables.number("SLURM_NODEID", default=0)
     local_rank = variables.number("SLURM_LOCALID")
     tasks = _tasks_per_node(variables, world)
@@ -225,18 +226,14 @@ def _slurm(variables: _Variables) -> Environment | None:
         raise LaunchError(
             "SLURM_NODEID is beyond the nodes of the step", found=variables.seen()
         )
-    hosts = (
-        "SLURM_STEP_NODELIST"
-        if "SLURM_STEP_NODELIST" in variables
-        else "SLURM_JOB_NODELIST"
-    )
-    master = variables.environ.get("MASTER_ADDR") or first_host(
-        variables.text(hosts, "127.0.0.1")
-    )
-    job, step_id = (
-        variables.number("SLURM_JOB_ID", default=0),
-        variables.number("SLURM_STEP_ID", default=0),
-    )
+    hosts = "SLURM_STEP_NODELIST"
+    if hosts not in variables:
+        hosts = "SLURM_JOB_NODELIST"
+    master = variables.environ.get("MASTER_ADDR")
+    if not master:
+        master = first_host(variables.text(hosts, "127.0.0.1"))
+    job = variables.number("SLURM_JOB_ID", default=0)
+    step_id = variables.number("SLURM_STEP_ID", default=0)
     return Environment(
         rank=rank,
         world_size=world,
@@ -255,15 +252,13 @@ def _slurm(variables: _Variables) -> Environment | None:
 
 def _tasks_per_node(variables: _Variables, world: int) -> list[int]:
     """Parse the tasks on each node: ``"2(x3),1"`` is 2, 2, 2 and 1 on four nodes."""
-    name = (
-        "SLURM_STEP_TASKS_PER_NODE"
-        if "SLURM_STEP_TASKS_PER_NODE" in variables
-        else "SLURM_TASKS_PER_NODE"
-    )
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    if name not in variables:
+        name = "SLURM_TASKS_PER_NODE"
     text = variables.text(name, str(world))
     tasks: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry.strip())
         if match is None:
             raise LaunchError(f"{name} cannot be read", found=f"{name}={text}")
         tasks += [int(match[1])] * int(match[2] or 1)
@@ -274,7 +269,8 @@ def _mpi(variables: _Variables) -> Environment | None:
     for rank_name, size_name, local_rank_name, local_size_name in _MPI:
         if rank_name not in variables and size_name not in variables:
             continue
-        rank, world = variables.number(rank_name), variables.number(size_name)
+        rank = variables.number(rank_name)
+        world = variables.number(size_name)
         if world == 1:
             return None  # a single process needs no launcher
         local_rank = variables.number(local_rank_name, default=rank)
@@ -330,11 +326,9 @@ def preserved_variables() -> Iterator[None]:
 
 def usable_cores() -> int:
     """The number of CPU cores that this process may use."""
-    return (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def backends(*names: str) -> list[str]:
@@ -357,18 +351,20 @@ def _accelerator() -> str | None:
 
 def _resolve(accelerator: str) -> str:
     """Resolve ``accelerator`` to a device type of this machine."""
-    word, here = str(accelerator).lower(), _accelerator()
-    if word == "cpu" or (word == "auto" and here is None):
+    name = str(accelerator).lower()
+    available = _accelerator()
+    if name == "cpu" or (name == "auto" and available is None):
         return "cpu"
-    if here is not None and word in ("auto", "gpu", here):
-        return here
+    if available is None:
+        found = "torch sees no accelerator on this machine"
+        fix = 'use accelerator="auto" or "cpu"'
+    elif name in ("auto", "gpu", available):
+        return available
+    else:
+        found = f"torch sees {available!r}"
+        fix = f'use accelerator="auto", "{available}" or "cpu"'
     raise StrategyError(
-        f"accelerator={accelerator!r} is not available",
-        found="torch sees no accelerator on this machine"
-        if here is None
-        else f"torch sees {here!r}",
-        fix='use accelerator="auto"'
-        + (' or "cpu"' if here is None else f', "{here}" or "cpu"'),
+        f"accelerator={accelerator!r} is not available", found=found, fix=fix
     )
 
 
@@ -438,36 +434,41 @@ def _read(devices: Any) -> int | list[int] | Literal["all"]:
     """Parse ``devices`` into a positive number, indices, or all."""
     parsed = devices
     if isinstance(devices, str):
-        word = devices.strip().lower()
-        if word in ("auto", "-1"):
-            return "all"
-        try:
-            numbers = [int(part) for part in word.split(",") if part.strip()]
-        except ValueError:
-            numbers = []
-        parsed = numbers if "," in word else numbers[0] if numbers else None
+        parsed = _read_text(devices.strip().lower())
     if isinstance(parsed, int) and not isinstance(parsed, bool):
         if parsed == -1:
             return "all"
         if parsed > 0:
             return parsed
-    elif (
-        isinstance(parsed, Iterable)
-        and not isinstance(parsed, (str, Mapping))
-        and (parsed := list(parsed))
-    ):
+    elif isinstance(parsed, Iterable) and not isinstance(parsed, (str, Mapping)):
+        members = list(parsed)
         indices = [
             int(index)
-            for index in parsed
+            for index in members
             if isinstance(index, int) and not isinstance(index, bool)
         ]
-        if len(indices) == len(set(indices)) == len(parsed) and min(indices) >= 0:
-            return indices
+        different = len(set(indices)) == len(members)
+        if indices and different and len(indices) == len(members):
+            if min(indices) >= 0:
+                return indices
     raise StrategyError(
         "devices= is not understood",
         found=f"devices={devices!r}",
         fix='give a number, "auto", -1, or different indices such as [0, 2] or "0,2"',
     )
+
+
+def _read_text(text: str) -> int | list[int] | None:
+    """Parse ``"2"``, ``"-1"``, ``"auto"`` or ``"0,2"``; None if it is none of these."""
+    if text == "auto":
+        return -1
+    try:
+        numbers = [int(number) for number in text.split(",") if number.strip()]
+    except ValueError:
+        return None
+    if "," in text:
+        return numbers
+    return numbers[0] if numbers else None
 
 
 def count_devices(

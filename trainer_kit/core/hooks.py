@@ -579,14 +579,15 @@ def _undefined(owner: Any, name: str) -> NotImplementedError:
 
 def keep_modes(module: Any) -> None:
     """Record whether each submodule is in training or evaluation mode."""
-    module.__dict__["_modes"] = [(part, part.training) for part in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    module.__dict__["_modes"] = modes
 
 
 def restore_modes(module: Any) -> None:
     """Restore the mode of each submodule that `keep_modes` recorded."""
-    for part, training in module.__dict__.get("_modes", ()):
+    for submodule, training in module.__dict__.get("_modes", ()):
         # nn.Module.__setattr__ is 20 times slower, and train() would also change modules that were in eval mode.
-        part.__dict__["training"] = training
+        submodule.__dict__["training"] = training
 
 
 def forget_modes(module: Any) -> None:

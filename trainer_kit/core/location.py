@@ -52,7 +52,8 @@ class RemotePath(os.PathLike[str]):
         return self.url
 
     def __truediv__(self, name: str | PurePath) -> RemotePath:
-        return RemotePath(f"{self.url}{'' if self.url.endswith('://') else '/'}{name}")
+        separator = "" if self.url.endswith("://") else "/"
+        return RemotePath(f"{self.url}{separator}{name}")
 
     @property
     def name(self) -> str:
@@ -73,11 +74,10 @@ class RemotePath(os.PathLike[str]):
         """File type, size in bytes and modification time; an entry of `iterdir` has those of the listing."""
         info = self._info()
         mode = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
-        size, time = int(info.get("size") or 0), _time(info)
-        return os.stat_result(
-            (mode, 0, 0, 1, 0, 0, size, time, time, time),
-            {"st_mtime_ns": int(time * 1e9)},
-        )
+        size = int(info.get("size") or 0)
+        time = _modification_time(info)
+        fields = (mode, 0, 0, 1, 0, 0, size, time, time, time)
+        return os.stat_result(fields, {"st_mtime_ns": int(time * 1e9)})
 
     stat = lstat  # a storage has no links
 
@@ -103,10 +103,11 @@ class RemotePath(os.PathLike[str]):
             storage.invalidate_cache(path)
             entries = storage.ls(path, detail=True)
         for info in entries:
-            where = info["name"].rstrip("/")
+            entry = info["name"].rstrip("/")
             # Some storages mark a directory by an empty file with the same name.
-            if where and where != path.rstrip("/"):
-                yield RemotePath((self / where.rpartition("/")[2]).url, info)
+            if entry and entry != path.rstrip("/"):
+                child = self / entry.rpartition("/")[2]
+                yield RemotePath(child.url, info)
 
     def mkdir(self) -> None:
         """Create this directory and its parents, if the storage has directories."""
@@ -160,9 +161,9 @@ class RemotePath(os.PathLike[str]):
             with suppress(Exception):
                 file.close()
             raise
-        there = self.lstat().st_size
-        if there != size:
-            raise OSError(f"{there} of {size} bytes arrived")
+        stored = self.lstat().st_size
+        if stored != size:
+            raise OSError(f"{stored} of {size} bytes arrived")
 
     def write_bytes(self, data: bytes, *, new: bool = False) -> None:
         """Write a small file in one request, which is atomic where the storage supports that.
@@ -174,9 +175,8 @@ class RemotePath(os.PathLike[str]):
             raise FileExistsError(self.url)
         with _storage(self.url) as (storage, path):
             if new:
-                with suppress(
-                    TypeError, NotImplementedError
-                ):  # the storage has no exclusive mode
+                # These errors mean that the storage has no exclusive mode.
+                with suppress(TypeError, NotImplementedError):
                     storage.pipe_file(path, data, mode="create")
                     return
             storage.pipe_file(path, data)
@@ -272,19 +272,22 @@ def locate(path: str | os.PathLike[str]) -> Location:
             "fsspec's configuration)",
         )
     _check_protocol(protocol, text)
-    start, rest = _split(text)
-    return RemotePath(start + rest.rstrip("/"))
+    start, remote_path = _split(text)
+    return RemotePath(start + remote_path.rstrip("/"))
 
 
 def absolute(path: str | os.PathLike[str]) -> Location:
     """Like `locate`, but a local path is made absolute and without ``..``."""
-    found = locate(path)
-    return found if isinstance(found, RemotePath) else Path(os.path.abspath(found))
+    location = locate(path)
+    if isinstance(location, RemotePath):
+        return location
+    return Path(os.path.abspath(location))
 
 
 def _split(url: str) -> tuple[str, str]:
-    start, mark, rest = url.partition("://")
-    return start + mark, rest
+    """The protocol with ``://``, and the path."""
+    protocol, mark, path = url.partition("://")
+    return protocol + mark, path
 
 
 def _local(url: str) -> Path:
@@ -296,7 +299,9 @@ def _local(url: str) -> Path:
             fix=f"file:///{parts.netloc}{parts.path}",
         )
     path = unquote(url.partition("://")[2].removeprefix("localhost"))
-    return Path(path[1:] if re.match(r"/[A-Za-z]:", path) and os.name == "nt" else path)
+    if os.name == "nt" and re.match(r"/[A-Za-z]:", path):
+        path = path[1:]
+    return Path(path)
 
 
 def _check_protocol(protocol: str, url: str) -> None:
@@ -344,7 +349,7 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def _time(info: Mapping[str, Any]) -> float:
+def _modification_time(info: Mapping[str, Any]) -> float:
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, datetime):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -344,17 +344,24 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or a list of several. In manual optimization their ``step`` goes through the strategy."""
-        made = (
-            self.trainer.manual_optimizers
-            if use_pl_optimizer
-            else self.trainer.optimizers
-        )
-        return made[0] if len(made) == 1 else list(made)
+        trainer = self.trainer
+        if use_pl_optimizer:
+            optimizers = trainer.manual_optimizers
+        else:
+            optimizers = trainer.optimizers
+        if len(optimizers) == 1:
+            return optimizers[0]
+        return list(optimizers)
 
     def lr_schedulers(self) -> Any:
         """The scheduler, a list of several, or None."""
-        made = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-        return None if not made else made[0] if len(made) == 1 else made
+        configs = self.trainer.lr_scheduler_configs
+        schedulers = [config.scheduler for config in configs]
+        if not schedulers:
+            return None
+        if len(schedulers) == 1:
+            return schedulers[0]
+        return schedulers
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization: weighted, scaled and synchronised as in automatic optimization."""
@@ -380,16 +387,12 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             raise ConfigurationError(
                 "an optimizer is already toggled", fix="call untoggle_optimizer first"
             )
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        everyone = {
-            p
-            for other in self.trainer.optimizers
-            for group in other.param_groups
-            for p in group["params"]
-        }
-        self.__dict__["_toggled"] = [(p, p.requires_grad) for p in everyone]
-        for parameter in everyone:
-            parameter.requires_grad_(parameter.requires_grad and id(parameter) in mine)
+        enabled = _collect_parameters([optimizer])
+        parameters = _collect_parameters(self.trainer.optimizers)
+        self.__dict__["_toggled"] = [(p, p.requires_grad) for p in parameters]
+        for parameter in parameters:
+            requires_grad = parameter.requires_grad and parameter in enabled
+            parameter.requires_grad_(requires_grad)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undo `toggle_optimizer`."""
@@ -498,14 +501,13 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         )
         jit: Any = torch.jit
         with torch.no_grad(), _evaluated(self), _without_run(self):
-            made = (
-                jit.script(self, **kwargs)
-                if method == "script"
-                else jit.trace(self, sample, **kwargs)
-            )
+            if method == "script":
+                converted = jit.script(self, **kwargs)
+            else:
+                converted = jit.trace(self, sample, **kwargs)
         if file_path is not None:
-            jit.save(made, str(file_path))
-        return made
+            jit.save(converted, str(file_path))
+        return converted
 
     def _sample(self, given: Any, name: str) -> Any:
         sample = self.example_input_array if given is None else given
@@ -533,34 +535,40 @@ def build_once(module: Any) -> None:
 @contextmanager
 def _evaluated(module: nn.Module) -> Iterator[None]:
     """Set evaluation mode inside the context; afterwards restore the mode of each submodule."""
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for part, training in modes:
-            part.training = training
+        for submodule, training in modes:
+            submodule.training = training
 
 
 @contextmanager
 def _without_run(module: TrainModule) -> Iterator[None]:
     """Remove the attributes that are not part of the model: TorchScript inspects the type of each attribute."""
-    states = [part.__dict__ for part in module.own_modules()]
+    states = [submodule.__dict__ for submodule in module.own_modules()]
     names = (
         "_trainer",
         "automatic_optimization",
         "example_input_array",
         "strict_loading",
     )
-    kept = [
-        {name: state.pop(name) for name in names if name in state} for state in states
-    ]
+    removed = []
     for state in states:
-        state["_trainer"] = (
-            object()
-        )  # the compiler reads every property, and some raise without a Trainer
+        removed.append({name: state.pop(name) for name in names if name in state})
+        # The compiler reads every property, and some raise without a Trainer.
+        state["_trainer"] = object()
     try:
         yield
     finally:
-        for state, values in zip(states, kept, strict=True):
+        for state, values in zip(states, removed, strict=True):
             state.update(values)
+
+
+def _collect_parameters(optimizers: Iterable[Any]) -> set[nn.Parameter]:
+    parameters: set[nn.Parameter] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters.update(group["params"])
+    return parameters

@@ -47,21 +47,22 @@ def seed_everything(
         7
     """
     global _last_seed
-    chosen = int.from_bytes(os.urandom(4), "little") if seed is None else int(seed)
-    if not 0 <= chosen < 2**32:
+    if seed is None:
+        seed = int.from_bytes(os.urandom(4), "little")
+    seed = int(seed)
+    if not 0 <= seed < 2**32:
         raise ConfigurationError(
-            "a seed is a whole number from 0 to 2**32 - 1", found=str(chosen)
+            "a seed is a whole number from 0 to 2**32 - 1", found=str(seed)
         )
-    random.seed(chosen)
-    np.random.seed(chosen)
-    torch.manual_seed(chosen)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     xla = sys.modules.get("torch_xla")
     if xla is not None and xla._XLAC._xla_runtime_is_initialized():
-        xla.manual_seed(
-            chosen
-        )  # torch does not seed XLA; a runtime that starts later takes torch's seed
-    _last_seed = chosen
-    return chosen
+        # torch does not seed XLA; a runtime that starts later takes torch's seed.
+        xla.manual_seed(seed)
+    _last_seed = seed
+    return seed
 
 
 def reset_seed() -> None:
@@ -91,8 +92,9 @@ def order_seed() -> int:
 def swap_last_seed(seed: int | None) -> int | None:
     """Replace the seed of the last `seed_everything`; returns what it was. For ranks that take turns in a process."""
     global _last_seed
-    before, _last_seed = _last_seed, seed
-    return before
+    previous = _last_seed
+    _last_seed = seed
+    return previous
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
@@ -123,16 +125,17 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
     if "numpy" in state:
-        if not 0 <= state["numpy"][2] <= 624:  # NumPy would read beyond its 624 words
-            raise ValueError(f"a Mersenne Twister has no position {state['numpy'][2]}")
+        position = state["numpy"][2]
+        if not 0 <= position <= 624:  # NumPy would read beyond its 624 words
+            raise ValueError(f"a Mersenne Twister has no position {position}")
         np.random.set_state(tuple(state["numpy"]))
     if "torch" in state:
         torch.set_rng_state(state["torch"].cpu())
     if "device" in state and device is not None and device.type != "cpu":
-        kept = state["device"]
-        _generators(device).set_rng_state(
-            kept.cpu() if isinstance(kept, torch.Tensor) else kept, device
-        )
+        device_state = state["device"]
+        if isinstance(device_state, torch.Tensor):
+            device_state = device_state.cpu()
+        _generators(device).set_rng_state(device_state, device)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection
+from itertools import chain
 from typing import Any, Final
 
 from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
@@ -28,9 +29,8 @@ _FORMER = {
 
 _OURS: Final = "trainer_kit."
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_CALLED_BY_USERS: Final = frozenset(
-    {"log", "log_dict"}
-)  # a user's class may use these names for other methods
+_CALLED_BY_USERS: Final = frozenset({"log", "log_dict"})
+"""Names that a user's class may use for other methods."""
 
 
 def check_names(cls: type, *specifications: type) -> None:
@@ -47,19 +47,17 @@ def check_names(cls: type, *specifications: type) -> None:
     """
     hooks = _hooks(specifications)
     for name, method in vars(cls).items():
-        if inspect.isfunction(method) and name not in hooks and name not in _FORMER:
-            known = (
-                [*(hook for hook in hooks if hook.startswith("on_"))]
-                if name.startswith("on_")
-                else []
-            )
-            known += [
-                step for step in _STEPS if step not in name
-            ]  # retraining_step is a different name
-            if (name.startswith("on_") or name.endswith("_step")) and (
-                near := _nearest(name, known)
-            ):
-                raise _no_hook(cls, name, near)
+        if not inspect.isfunction(method) or name in hooks or name in _FORMER:
+            continue
+        if not name.startswith("on_") and not name.endswith("_step"):
+            continue
+        # retraining_step is a different name, and no misspelling.
+        candidates = [step for step in _STEPS if step not in name]
+        if name.startswith("on_"):
+            candidates += [hook for hook in hooks if hook.startswith("on_")]
+        fix = _nearest(name, candidates)
+        if fix is not None:
+            raise _no_hook(cls, name, fix)
 
 
 def check_hooks(cls: type, *specifications: type) -> None:
@@ -74,49 +72,44 @@ def check_hooks(cls: type, *specifications: type) -> None:
     Raises:
         HookError: the message has the closest known name, or the expected parameters.
     """
-    hooks, seen = _hooks(specifications), set[str]()
+    hooks = _hooks(specifications)
+    overridden: set[str] = set()  # names that a subclass of the current base defines
     users = [
         base
         for base in cls.__mro__
         if issubclass(base, specifications) and not base.__module__.startswith(_OURS)
     ]
     # A class may use the name of a removed hook for a method that its own code calls.
-    methods = [
-        method
-        for base in users
-        for method in vars(base).values()
-        if inspect.isfunction(method)
-    ]
-    called = {
-        name
-        for method in methods
-        for name in method.__code__.co_names
-        if name != method.__name__
-    }
+    called: set[str] = set()
     for base in users:
-        own = {
-            name: value
-            for name, value in vars(base).items()
-            if name not in seen and inspect.isfunction(value)
-        }
-        seen |= vars(base).keys()
-        for name, method in own.items():
+        for method in _functions(base).values():
+            called.update(set(method.__code__.co_names) - {method.__name__})
+    for base in users:
+        for name, method in _functions(base).items():
+            if name in overridden:
+                continue
             if name in hooks:
                 _check_parameters(base, name, method, hooks[name])
-            elif name not in called and (fix := _meant(name, hooks)):
-                raise _no_hook(base, name, fix)
+            elif name not in called:
+                fix = _fix_for(name, hooks)
+                if fix is not None:
+                    raise _no_hook(base, name, fix)
+        overridden |= vars(base).keys()
+
+
+def _functions(cls: type) -> dict[str, Any]:
+    """The functions that the body of a class defines."""
+    members = vars(cls).items()
+    return {name: value for name, value in members if inspect.isfunction(value)}
 
 
 def _hooks(specifications: Collection[type]) -> dict[str, Callable[..., Any]]:
-    every = {
-        name: value
-        for spec in specifications
-        for name, value in vars(spec).items()
-        if inspect.isfunction(value)
-    }
+    functions: dict[str, Callable[..., Any]] = {}
+    for specification in specifications:
+        functions.update(_functions(specification))
     return {
-        name: value
-        for name, value in every.items()
+        name: function
+        for name, function in functions.items()
         if not name.startswith("__") and name not in _CALLED_BY_USERS
     }
 
@@ -146,24 +139,24 @@ def _check_parameters(
 
 def _nearest(name: str, known: Collection[str]) -> str | None:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
-    return f"did you mean {near[0]!r}?" if near else None
+    if not near:
+        return None
+    return f"did you mean {near[0]!r}?"
 
 
-def _meant(name: str, hooks: Collection[str]) -> str | None:
+def _fix_for(name: str, hooks: Collection[str]) -> str | None:
     """The fix for a method of this name, or None where it is not a mistaken hook."""
-    if (former := _FORMER.get(name)) in hooks:
-        outputs = (
-            " (it takes no outputs: keep them on self)"
-            if name.endswith("_epoch_end") and not name.startswith("on_")
-            else ""
-        )
-        return f"define {former}{outputs}"
-    if name.startswith("on_"):
-        return did_you_mean(
-            name.replace("_val_", "_validation_"),
-            (hook for hook in hooks if hook.startswith("on_")),
-        )
-    return None
+    is_callback_hook = name.startswith("on_")
+    replacement = _FORMER.get(name)
+    if replacement in hooks:
+        fix = f"define {replacement}"
+        if name.endswith("_epoch_end") and not is_callback_hook:
+            fix += " (it takes no outputs: keep them on self)"
+        return fix
+    if not is_callback_hook:
+        return None
+    candidates = [hook for hook in hooks if hook.startswith("on_")]
+    return did_you_mean(name.replace("_val_", "_validation_"), candidates)
 
 
 def takes(method: Callable[..., Any], count: int) -> bool:
@@ -201,24 +194,28 @@ def check_overrides(cls: type, root: type) -> None:
     refused: dict[str, str] = {}
     for base in reversed([*shipped, root]):
         refused.update(vars(base).get("never_called", {}))
-    for user, name in (
-        (base, name) for base in bases if base not in shipped for name in vars(base)
-    ):
-        if name in refused:
-            problem, found = "would never be called", "does not call it"
-        elif (
-            name[0] == "_"
-            and not name.startswith(("__", "_abc"))
-            and any(name in vars(base) for base in shipped)
-        ):
-            problem, found = "replaces a private name", "may change it"
-        else:
+    private = {
+        name
+        for name in chain.from_iterable(map(vars, shipped))
+        if name.startswith("_") and not name.startswith(("__", "_abc"))
+    }
+    for base in bases:
+        if base in shipped:
             continue
-        raise ConfigurationError(
-            f"{user.__name__}.{name} {problem}",
-            found=f"a subclass of {shipped[0].__name__}, which {found}",
-            fix=refused.get(name, _HOOKS),
-        )
+        for name in vars(base):
+            if name in refused:
+                problem = "would never be called"
+                reason = "does not call it"
+            elif name in private:
+                problem = "replaces a private name"
+                reason = "may change it"
+            else:
+                continue
+            raise ConfigurationError(
+                f"{base.__name__}.{name} {problem}",
+                found=f"a subclass of {shipped[0].__name__}, which {reason}",
+                fix=refused.get(name, _HOOKS),
+            )
 
 
 def leave_out(callback: Any, hook: str, owner: type) -> None:

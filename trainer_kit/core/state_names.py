@@ -49,11 +49,9 @@ def uncompiled(module: _Object) -> _Object:
         (True, True)
     """
     # A module whose constructor has not called that of nn.Module has no `_modules`.
-    inner: Any = (
-        vars(module).get("_modules", {}).get(_COMPILED)
-        if isinstance(module, nn.Module)
-        else None
-    )
+    inner: Any = None
+    if isinstance(module, nn.Module):
+        inner = vars(module).get("_modules", {}).get(_COMPILED)
     return module if inner is None else inner
 
 
@@ -72,7 +70,7 @@ def plain_state(module: nn.Module) -> dict[str, Any]:
 def names_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state with the names that ``module.load_state_dict`` expects, from names with or without wrappers."""
     names = {name: state_name(name) for name in state if isinstance(name, str)}
-    if any(_COMPILED in part._modules for part in module.modules()):
+    if any(_COMPILED in submodule._modules for submodule in module.modules()):
         expected = {state_name(name): name for name in module.state_dict()}
         names = {name: expected.get(plain, plain) for name, plain in names.items()}
     return _renamed(state, names)
@@ -135,9 +133,11 @@ def report_differences(missing: Collection[str], unexpected: Collection[str]) ->
 
 def _first(names: Collection[str]) -> str:
     listed = sorted(names)
-    rest = len(listed) - _MOST
-    more = f" and {rest} more" if rest > 0 else ""
-    return f"{', '.join(listed[:_MOST])}{more} (keys: {len(listed)})"
+    text = ", ".join(listed[:_MOST])
+    unlisted = len(listed) - _MOST
+    if unlisted > 0:
+        text += f" and {unlisted} more"
+    return f"{text} (keys: {len(listed)})"
 
 
 def named_state(module: nn.Module) -> dict[str, nn.Parameter]:
