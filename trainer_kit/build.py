@@ -23,6 +23,7 @@ from trainer_kit.core.configuration_sources import (
     steps_of,
     variable,
 )
+from trainer_kit.core.display import plural
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
 from trainer_kit.core.location import is_url
@@ -241,7 +242,7 @@ def _check_single_device(strategy: Any, world_size: int) -> None:
     if is_single and world_size > 1:
         raise StrategyError(
             "one device cannot hold several processes",
-            found=f"{world_size} processes",
+            found=plural(world_size, "process"),
             fix='use strategy="ddp"',
         )
 

@@ -80,7 +80,7 @@ def test_a_prepared_loader_loads_its_state() -> None:
         loader.state_dict(),
         accelerator.prepare(DataLoader(Stream(), batch_size=2)),
     )
-    with pytest.raises(CheckpointError, match="1 batches had 4 samples"):
+    with pytest.raises(CheckpointError, match="1 batch had 4 samples"):
         other.load_state_dict(state)
 
 

@@ -471,7 +471,7 @@ def test_one_process_trains_and_unsupported_options_are_refused() -> None:
     )
     accelerator.state.select_deepspeed_plugin("other")
     assert (
-        accelerator.strategy.describe() == "DeepSpeed ZeRO stage 3 over 1 ranks on cpu"
+        accelerator.strategy.describe() == "DeepSpeed ZeRO stage 3 over 1 rank on cpu"
     )
     gives_a_reason(accelerator)
     with pytest.raises(

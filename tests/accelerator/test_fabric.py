@@ -274,7 +274,7 @@ def test_one_process():
     [
         (
             {"num_nodes": 2, "devices": 2},
-            r"(?s)devices=2 on 2 nodes, 1 processes.*launch --num_processes 4",
+            r"(?s)devices=2 on 2 nodes, 1 process.*launch --num_processes 4",
         ),
         ({"strategy": "dp"}, r"(?s)'dp'.*did you mean"),
         ({"precision": "32-true", "plugins": object()}, "given twice"),

@@ -125,7 +125,7 @@ def test_functions_of_the_epoch_and_chosen_parameters():
     assert int((module.net[0].weight == 0).sum()) == 0
     assert int((module.net[2].weight == 0).sum()) == 3 + 5
     assert made.printed == [
-        f"pruned {n / 50:.1%} of 1 parameters after epoch {e}"
+        f"pruned {n / 50:.1%} of 1 parameter after epoch {e}"
         for e, n in ((0, 3), (2, 8))
     ]
 

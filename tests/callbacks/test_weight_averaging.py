@@ -514,7 +514,7 @@ def test_arguments() -> None:
     quiet: dict[str, Any] = {"enable_checkpointing": False}
     with pytest.raises(
         ConfigurationError,
-        match=r"1 optimizers with \[1\] parameter groups, 2 learning rates",
+        match=r"1 optimizer with \[1\] parameter groups, 2 learning rates",
     ):
         train(Norms(), StochasticWeightAveraging([0.1, 0.2]), **quiet)
     with pytest.raises(

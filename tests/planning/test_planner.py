@@ -562,7 +562,7 @@ def test_a_plan_inside_a_fit_and_on_a_rank_is_refused(monkeypatch):
     try:
         with pytest.raises(
             ConfigurationError,
-            match="nothing runs\n  found: a process group of 1 ranks\n  fix:   plan",
+            match="nothing runs\n  found: a process group of 1 rank\n  fix:   plan",
         ):
             planned()
     finally:

@@ -209,7 +209,7 @@ def test_a_run_with_other_optimizers_is_refused(saved):
             }
 
     with pytest.raises(
-        CheckpointError, match="1 optimizers were saved, 2 are configured"
+        CheckpointError, match="1 optimizer was saved, 2 are configured"
     ):
         resume(saved[1], Two())
 
@@ -328,9 +328,7 @@ def test_another_number_of_groups_is_refused():
     module = Net()
     one = torch.optim.SGD(module.layer.parameters(), lr=0.1)
     two = torch.optim.SGD([{"params": [p]} for p in module.layer.parameters()], lr=0.1)
-    with pytest.raises(
-        CheckpointError, match="1 groups were saved, the optimizer has 2"
-    ):
+    with pytest.raises(CheckpointError, match="1 group was saved, the optimizer has 2"):
         restore_optimizer(
             ALONE,
             two,

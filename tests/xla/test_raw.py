@@ -191,6 +191,6 @@ def test_the_launcher_starts_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "trained on xla bf16 xla" in done.stdout
     devices = (
-        "one process for 4 devices" if DEVICES == 4 else "1 processes, one device each"
+        "one process for 4 devices" if DEVICES == 4 else "1 process, one device each"
     )
     assert devices in done.stdout

@@ -217,7 +217,7 @@ def test_weights_and_their_momentum_are_on_the_device(
         assert ("devices=[" in spec(tensor)) == parts, spec(tensor)
     said = run.strategy.describe()
     assert said == (
-        "torch_xla, 1 processes, one device each"
+        "torch_xla, 1 process, one device each"
         if DEVICES == 1
         else f"torch_xla, one process for 4 devices{'; weights in parts' if parts else ''}"
     )

@@ -71,7 +71,7 @@ from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParalle
 from trainer_kit.compat.refusals import refused
 from trainer_kit.core.arguments import known_arguments
 from trainer_kit.core.configuration_sources import describe_origins
-from trainer_kit.core.display import Text
+from trainer_kit.core.display import Text, plural
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
@@ -1270,7 +1270,7 @@ class Accelerator:
             f"strategy: {self.strategy.describe()}",
             f"group: {self.backend or 'none'}, device {self.device}",
             f"precision: {self.precision.name}",
-            f"accumulation: {self.accumulation.steps} micro-batches a step",
+            f"accumulation: {plural(self.accumulation.steps, 'micro-batch')} a step",
         ]
         prepared = self.prepared
         lines += [f"model: {_describe_wrapping(model)}" for model in prepared.models]

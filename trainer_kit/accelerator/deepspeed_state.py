@@ -15,6 +15,7 @@ from trainer_kit.checkpoint.deepspeed import (
     deepspeed_content,
 )
 from trainer_kit.core.collective_errors import fail_together
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.state_names import named_state
 from trainer_kit.state.optimizer_states import (
@@ -78,7 +79,7 @@ class DeepSpeedState:
                 self._path,
                 None,
                 "DeepSpeed saves one model and one optimizer, not "
-                f"{len(models)} models and {len(optimizers)} optimizers",
+                f"{len(models)} models and {plural(len(optimizers), 'optimizer')}",
             )
         _check_schedule(self._path, content.schedule, schedulers)
         model = models[0]

@@ -30,6 +30,7 @@ from trainer_kit.compat.options import FullyShardedDataParallelPlugin
 from trainer_kit.core.arguments import as_list, known_arguments
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.devices import count_accelerators
+from trainer_kit.core.display import plural
 from trainer_kit.core.empty_init import EmptyInit
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import (
@@ -146,7 +147,7 @@ class Fabric:
         if count is not None and count * nodes != self.world_size:
             raise ConfigurationError(
                 "the number of processes differs from devices=",
-                found=f"devices={self._devices!r} on {nodes} nodes, {self.world_size} processes",
+                found=f"devices={self._devices!r} on {plural(nodes, 'node')}, {plural(self.world_size, 'process')}",
                 fix=f"trainer-kit launch --num_processes {count * nodes} SCRIPT, or torchrun",
             )
         requested = self._device_type
@@ -670,7 +671,7 @@ class Fabric:
         sizes = [len(group["params"]) for group in user_optimizer.param_groups]
         _refuse(
             saved_sizes != sizes,
-            f"the saved optimizer has {saved_sizes} parameters in its groups, and this one {sizes}",
+            f"the groups of the saved optimizer have {saved_sizes} parameters, those of this one {sizes}",
             "make the same groups as when it was saved",
         )
         options = []

@@ -8,6 +8,7 @@ from typing import Final, final
 
 from torch import distributed as dist
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import add_note
 
 __all__ = ["ADVICE", "JointCalls"]
@@ -50,7 +51,10 @@ class JointCalls:
     ) -> None:
         # gloo raises it when another process has ended.
         if isinstance(error, RuntimeError) and _raised_by_torch(traceback):
-            add_note(error, f"in {self._call}, with {self._size} processes: {ADVICE}")
+            add_note(
+                error,
+                f"in {self._call}, with {plural(self._size, 'process')}: {ADVICE}",
+            )
 
 
 def _raised_by_torch(traceback: TracebackType | None) -> bool:

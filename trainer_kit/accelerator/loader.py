@@ -17,6 +17,7 @@ from trainer_kit.accelerator.split_batches import split_loader
 from trainer_kit.accelerator.uneven_batches import Turn, evened, filled
 from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
@@ -584,7 +585,7 @@ class PreparedLoader:
         """Describe the data, their order and their sharding in one line."""
         text = self.feed.describe()
         if self.dispatch is not None:
-            return f"{text}; the main process reads, and hands every {self.group.size} batches round"
+            return f"{text}; the main process reads, and hands every {plural(self.group.size, 'batch')} round"
         if not self._reads_all:
             return text
         return f"{text}; every process reads all of it and keeps each {self.group.size}th batch"
@@ -603,7 +604,7 @@ class PreparedLoader:
             raise CheckpointError(
                 "the state of a loader",
                 "samples",
-                f"{batch} batches had {samples} samples, and would have other ones now",
+                f"{plural(batch, 'batch')} had {plural(samples, 'sample')}, and would have other ones now",
                 fix="resume with as many processes and the same batch size, or by accelerator.load_state",
             )
         self.load_states([state] * self.group.size)
@@ -625,7 +626,7 @@ class PreparedLoader:
             raise CheckpointError(
                 "loaders",
                 "samples",
-                f"{samples} samples are not a whole number of batches of {size}",
+                f"{plural(samples, 'sample')} are not a whole number of batches of {size}",
                 fix="resume with as many processes and batches of the same size, or with a size that divides them",
             )
         return batches
@@ -806,7 +807,7 @@ def prepare_loader(
         if dispatches:
             raise ConfigurationError(
                 "dispatch_batches=True reads on the main process only, and this loader gives it only its own part",
-                found=f"a {type(division.part).__name__} that divides the data for {division.ranks} processes",
+                found=f"a {type(division.part).__name__} that divides the data for {plural(division.ranks, 'process')}",
                 fix="leave dispatch_batches out, or do not let the loader divide the data",
             )
     # A stream shuffled during reading has a different order on each process, unless one process reads for all.

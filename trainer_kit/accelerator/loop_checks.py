@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.precision.native import has_gradients
@@ -223,7 +224,7 @@ class LoopChecks:
                 return
         raise RankError(
             "an optimizer was prepared without its model: every process would train a separate copy",
-            found=f"{type(optimizer).__name__} on {self._world.size} processes",
+            found=f"{type(optimizer).__name__} on {plural(self._world.size, 'process')}",
             fix="model, optimizer = accelerator.prepare(model, optimizer)",
         )
 
@@ -241,7 +242,7 @@ class LoopChecks:
             self._say(
                 f"gradient_accumulation_steps={window.steps} divides each loss, and an optimizer steps after "
                 f"{self._backwards}: wrap the loop's body in `with accelerator.accumulate(model):`, or step after "
-                f"{window.steps} micro-batches"
+                f"{plural(window.steps, 'micro-batch')}"
             )
 
 

@@ -35,6 +35,7 @@ from trainer_kit.compat.deepspeed import (
     selected_plugin,
 )
 from trainer_kit.compat.options import DataLoaderConfiguration, TorchDynamoPlugin
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
@@ -131,7 +132,7 @@ class Prepared:
         if len(placements) != len(objects):
             raise ConfigurationError(
                 "device_placement says for each object whether it is moved",
-                found=f"{len(placements)} values for {len(objects)} objects",
+                found=f"{plural(len(placements), 'value')} for {len(objects)} objects",
             )
         results = list(objects)
         unprepared = set(range(len(objects)))
@@ -436,7 +437,7 @@ class Prepared:
         steps = self._accumulation.steps
         harm = None
         if steps > 1:
-            harm = f"{steps} micro-batches make a step"
+            harm = f"{plural(steps, 'micro-batch makes', 'micro-batches make')} a step"
         elif self._precision.scales:
             harm = "gradients are scaled for float16"
         self.checks.backward(loss, harm, bool(self.loaders), steps)

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias, final
 import numpy as np
 from torch import Tensor
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.tensors import children, map_leaves, sequence_like
 
@@ -110,7 +111,8 @@ class _Cut:
         if self.size > 1 and all(rows) and not mixed:
             raise ConfigurationError(
                 "a list may hold samples, or values of the whole batch: the results of repeated samples are unknown",
-                found=f"a {type(items).__name__} of {self.size}, each of {self.size} items, for {self.size} samples",
+                found=f"a {type(items).__name__} of {self.size}, each of {self.size} items, for "
+                f"{plural(self.size, 'sample')}",
                 fix="pass several values of a batch as a tuple or dict, gather_for_metrics((predictions, references)); "
                 "pass one list per sample as numpy.array(lists, dtype=object)",
             )
@@ -151,6 +153,6 @@ def refusal(found: str, size: int) -> ConfigurationError:
     """Return the error of a value from which repeated samples cannot be removed."""
     return ConfigurationError(
         "the last batch has repeated samples, and a value does not have one entry per sample",
-        found=f"{found}, in a batch of {size} samples",
+        found=f"{found}, in a batch of {plural(size, 'sample')}",
         fix="pass one entry per sample to gather_for_metrics; use gather or gather_object for values of the process",
     )

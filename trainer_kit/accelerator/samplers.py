@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 
 __all__ = ["BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler"]
@@ -86,7 +87,7 @@ class BatchSamplerShard(BatchSampler):
         if self.batch_size is None or self.batch_size % num_processes:
             raise ConfigurationError(
                 "split_batches needs a batch size that can be divided by the number of processes",
-                found=f"batch_size={self.batch_size} over {num_processes} processes",
+                found=f"batch_size={self.batch_size} over {plural(num_processes, 'process')}",
             )
 
     @property
@@ -163,7 +164,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         if split_batches and batch_size > 1 and batch_size % num_processes:
             raise ConfigurationError(
                 "split_batches needs a batch size that can be divided by the number of processes",
-                found=f"batch_size={batch_size} over {num_processes} processes",
+                found=f"batch_size={batch_size} over {plural(num_processes, 'process')}",
             )
         self.dataset = dataset
         self.batch_size = batch_size

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch.utils.data import BatchSampler
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 
 __all__ = ["split_loader"]
@@ -34,7 +35,7 @@ def split_loader(loader: Any, processes: int) -> tuple[int | None, Any]:
     if batch_size % processes:
         raise ConfigurationError(
             "split_batches needs a batch size that is divisible by the number of processes",
-            found=f"batch_size={batch_size} over {processes} processes",
+            found=f"batch_size={batch_size} over {plural(processes, 'process')}",
             fix=f"use a multiple of {processes}, or leave split_batches out",
         )
     if not by_sampler:

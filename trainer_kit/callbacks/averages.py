@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.state_names import plain_state, state_name
 from trainer_kit.core.tensors import local
 from trainer_kit.strategies.state import shard_like
@@ -168,7 +169,8 @@ class Averages:
             if len(replaced) > 3:
                 names += ", ..."
             self._report(
-                f"the averages of {len(replaced)} weights restart, because the module replaced these weights: {names}"
+                f"the averages of {plural(len(replaced), 'weight')} restart, because the module "
+                f"replaced these weights: {names}"
             )
 
     def _find_unchanged(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.core.atomic_files import replace_file
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -229,7 +230,9 @@ class SpikeDetection(Callback):
         if self.exclude_batches_path is not None and trainer.is_global_zero:
             self._write_batches(Path(self.exclude_batches_path))
         problem = f"the loss jumped to {loss:.6g} at step {step}"
-        comparison = f"the mean of the {len(self._recent)} steps before is {mean:.6g}"
+        comparison = (
+            f"the mean of the {plural(len(self._recent), 'step')} before is {mean:.6g}"
+        )
         if self.action == "raise":
             raise TrainerKitError(
                 problem,

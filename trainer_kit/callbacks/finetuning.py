@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -160,7 +161,7 @@ class BaseFinetuning(Callback):
         frozen_inside = len(frozen) - len(frozen_outside)
         if frozen_inside:
             warnings.warn(
-                f"{frozen_inside} frozen parameters are in the optimizer already,"
+                f"{plural(frozen_inside, 'frozen parameter is', 'frozen parameters are')} in the optimizer already,"
                 " and keep the learning rate of their group:"
                 " give the optimizer filter(lambda p: p.requires_grad, self.parameters())",
                 stacklevel=2,
@@ -195,7 +196,7 @@ class BaseFinetuning(Callback):
         if self._adds_groups and len(trainer.optimizers) > 1:
             raise ConfigurationError(
                 f"{type(self).__name__} adds parameters to one optimizer",
-                found=f"{len(trainer.optimizers)} optimizers, and each would step the added parameters",
+                found=f"{plural(len(trainer.optimizers), 'optimizer')}, and each would step the added parameters",
                 fix="subclass BaseFinetuning: its finetune_function is called for each optimizer",
             )
         for name, norm in _batch_norms(pl_module):

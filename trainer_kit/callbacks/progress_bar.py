@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, ClassVar, Final, Literal, Protocol, TextIO, final
 
-from trainer_kit.core.display import bar_class
+from trainer_kit.core.display import bar_class, plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -614,7 +614,7 @@ def _summarize_fit(trainer: TrainerLike, times: _Times) -> list[str]:
 
     steps = trainer.global_step - times.from_step
     ended = monotonic()
-    line = f"fit: {steps} steps to step {trainer.global_step} in {ended - times.began:.1f} s"
+    line = f"fit: {plural(steps, 'step')} to step {trainer.global_step} in {ended - times.began:.1f} s"
     split = _format_time_split(trainer, times, ended)
     if split:
         line += f" = {split}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -184,7 +185,7 @@ class ModelPruning(Callback):
         self._apply_masks()
         if self.verbose:
             trainer.print(
-                f"pruned {self.sparsity:.1%} of {len(self._parameters)} parameters after epoch {epoch}"
+                f"pruned {self.sparsity:.1%} of {plural(len(self._parameters), 'parameter')} after epoch {epoch}"
             )
 
     def _find_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -16,6 +16,7 @@ from trainer_kit.callbacks.averages import (
     MultiAvgFn,
     reshard_modules,
 )
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -153,7 +154,8 @@ class WeightAveraging(Callback):
         )
         if missing:
             trainer.print(
-                f"weight averaging begins here for {len(missing)} weights that were not averaged: {missing[0]}, ..."
+                "weight averaging begins here for "
+                f"{plural(len(missing), 'weight that was', 'weights that were')} not averaged: {missing[0]}, ..."
             )
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
@@ -473,7 +475,7 @@ class StochasticWeightAveraging(WeightAveraging):
         if len(groups) != 1 or rates not in (1, groups[0]):
             raise ConfigurationError(
                 "stochastic weight averaging sets the learning rates of one optimizer",
-                found=f"{len(groups)} optimizers with {groups} parameter groups, {rates} learning rates",
+                found=f"{plural(len(groups), 'optimizer')} with {groups} parameter groups, {rates} learning rates",
                 fix="use WeightAveraging for several optimizers; give one learning rate, or one for each group",
             )
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from trainer_kit.commands.terminal import FilePath
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.configuration import default_file
 
@@ -147,7 +148,7 @@ def _check_weights(directory: Path, about: dict[str, Any]) -> None:
             verify_checkpoint(record.path)
     except CheckpointError as error:
         _fail("a checkpoint is damaged", str(error))
-    click.echo(f"OK  saved and verified {len(records)} checkpoints")
+    click.echo(f"OK  saved and verified {plural(len(records), 'checkpoint')}")
     before, after = plain_weights(about["world_size"])
     weights = read_weights(records[-1].path)
     moved = max(float((after[name] - before[name]).abs().max()) for name in after)

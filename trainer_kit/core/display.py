@@ -20,6 +20,7 @@ __all__ = [
     "in_units",
     "mask_secrets",
     "mask_text",
+    "plural",
 ]
 
 
@@ -207,6 +208,26 @@ def _fields(value: Any) -> dict[str, Any] | None:
         attributes: dict[str, Any] = vars(value)
         return attributes
     return None
+
+
+def plural(count: int, noun: str, nouns: str | None = None, *, spec: str = "") -> str:
+    """Return a count with its noun, for a message.
+
+    Args:
+        count: how many.
+        noun: the singular.
+        nouns: an irregular plural.
+        spec: how the count is formatted, such as ``","``.
+
+    Example:
+        >>> plural(1, "rank"), plural(2, "batch"), plural(0, "entry", "entries")
+        ('1 rank', '2 batches', '0 entries')
+    """
+    if count == 1:
+        return f"1 {noun}"
+    if nouns is None:
+        nouns = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+    return f"{count:{spec}} {nouns}"
 
 
 def in_units(size: float | None) -> str:

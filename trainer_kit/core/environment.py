@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import torch
 
 from trainer_kit.core.devices import count_accelerators, present_accelerator
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import LaunchError, StrategyError
 
 __all__ = [
@@ -514,6 +515,6 @@ def pick_device(
         raise StrategyError(
             "there are more processes than devices on this machine",
             found=f"local rank {local_rank}, {count} of type {kind!r}, devices={devices!r}",
-            fix=f"start at most {min(count, len(indices))} processes on each machine",
+            fix=f"start at most {plural(min(count, len(indices)), 'process')} on each machine",
         )
     return torch.device(kind, indices[local_rank])

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final, final
 if TYPE_CHECKING:
     import yaml
 
+from trainer_kit.core.display import plural
+
 __all__ = ["YamlProblem", "guarded_events", "guarded_root"]
 
 _LONG: Final = 200
@@ -169,6 +171,6 @@ class _Sizes:
         if size > self.most:
             raise YamlProblem(
                 line,
-                f"more than {self.most} values, aliases written out",
+                f"more than {plural(self.most, 'value')}, aliases written out",
                 too_much=True,
             )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import DataError
 
 __all__ = [
@@ -171,7 +172,7 @@ def check_division(division: Division, rank: int, size: int) -> None:
     if (division.ranks, division.rank) != (size, rank):
         raise DataError(
             f"this {type(division.part).__name__} divides the data differently from the strategy",
-            found=f"{division.ranks} ranks, rank {division.rank} on data rank {rank} of {size}",
+            found=f"{plural(division.ranks, 'rank')}, rank {division.rank} on data rank {rank} of {size}",
             fix="let it divide the data for the data ranks, or pass use_distributed_sampler=False to leave it alone",
         )
 

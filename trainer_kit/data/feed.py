@@ -244,7 +244,8 @@ class LoaderState:
             raise CheckpointError(
                 "loaders",
                 "workers",
-                f"the position in the data is known for {saved_numbers} worker processes, and there are {numbers}",
+                f"the position in the data is known for num_workers={saved_numbers}, "
+                f"and it is {numbers}",
                 fix=f"resume with num_workers={saved_numbers}",
             )
         self._before = dict(saved)

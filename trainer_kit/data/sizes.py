@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.tensors import children
 
@@ -239,7 +240,7 @@ def limit_batches(
     if length and count == 0:
         raise DataError(
             f"{name} selects no batch",
-            found=f"{argument} of {length} batches is less than one",
+            found=f"{argument} of {plural(length, 'batch')} is less than one",
             fix=f"at least {1 / length:.3g}, or an int",
         )
     return count

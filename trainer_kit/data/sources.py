@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainer_kit.core.display import bar_class
+from trainer_kit.core.display import bar_class, plural
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data.division import (
@@ -93,7 +93,7 @@ class ListSource(Source):
 
     def describe(self) -> str:
         split = f", each {self.size}th by index" if self.size > 1 else ""
-        return f"{kind_of(self.batches)} of {len(self.batches)} batches, in its order{split}"
+        return f"{kind_of(self.batches)} of {plural(len(self.batches), 'batch')}, in its order{split}"
 
     @property
     def stride(self) -> list[tuple[str, int]]:
@@ -266,10 +266,11 @@ class IndexedSource(Source):
         if size == 1:
             return ""
         if self.own_batches:
-            return f", {size} consecutive batches to {size} ranks"
+            return f", {plural(size, 'consecutive batch')} to {plural(size, 'rank')}"
         if self.place.interleave:
-            return f", each {size}th sample to one of {size} ranks, in batches of {self.per_rank_batch_size}"
-        return f", {size} consecutive blocks of {self.per_rank_batch_size} samples to {size} ranks"
+            return f", each {size}th sample to one of {plural(size, 'rank')}, in batches of {self.per_rank_batch_size}"
+        samples = plural(self.per_rank_batch_size or 1, "sample")
+        return f", {size} consecutive blocks of {samples} to {plural(size, 'rank')}"
 
     @property
     def stride(self) -> list[tuple[str, int]]:
@@ -372,7 +373,7 @@ class IndexedSource(Source):
         read = getattr(iterator, "_num_yielded", None)
         if read is not None and read < split.handed:
             raise DataError(
-                f"StopIteration from user code ended the data after {start + read} batches of {self.length}",
+                f"StopIteration from user code ended the data after {plural(start + read, 'batch')} of {self.length}",
                 found=f"raised in {kind_of(self.given.dataset)} or the collate_fn of this {kind}",
                 fix="raise another error there, or let the sampler end where the data ends",
             )
@@ -749,7 +750,8 @@ class StreamSource(Source):
             if turn is not None and read <= count - self.size * turn:
                 warn_of_early_end(self.given, start)
             warnings.warn(
-                f"{kind_of(self.given)} cannot skip by index: to start at batch {start}, {read} batches were read and"
+                f"{kind_of(self.given)} cannot skip by index: to start at batch {start}, "
+                f"{plural(read, 'batch was', 'batches were')} read and"
                 f" discarded in {time.monotonic() - began:.1f} s. With state_dict() and load_state_dict(state) on"
                 f" {self._owner()} a resume does not read them",
                 stacklevel=2,

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, final
 
-from trainer_kit.core.display import in_units
+from trainer_kit.core.display import in_units, plural
 from trainer_kit.core.errors import TrainerKitError
 
 __all__ = [
@@ -166,7 +166,8 @@ def _devices() -> Iterator[Finding]:
     else:
         yield Finding("devices", "no accelerator; training runs on the CPU")
     yield Finding(
-        "cores", f"{usable_cores()} for this process, {torch.get_num_threads()} threads"
+        "cores",
+        f"{usable_cores()} for this process, {plural(torch.get_num_threads(), 'thread')}",
     )
 
 
@@ -276,7 +277,9 @@ def _ports() -> Iterator[Finding]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world = Environment.detect()
         address = f"{world.master_addr}:{world.master_port}"
-        yield Finding("ports", f"{address} connects the {world.world_size} ranks")
+        yield Finding(
+            "ports", f"{address} connects the {plural(world.world_size, 'rank')}"
+        )
         return
     port = os.environ.get("MASTER_PORT") or str(Environment().master_port)
     if not port.isdigit() or not 0 < int(port) < 65536:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_kit.core.devices import ran_out_of_memory
-from trainer_kit.core.display import in_units
+from trainer_kit.core.display import in_units, plural
 from trainer_kit.core.protocols import Group
 from trainer_kit.health.machine import Finding, driver_version
 
@@ -224,7 +224,7 @@ def _speeds(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
     for name, values in _columns(ranks).items():
         text = _range(values, name)
         if len(values) > 1:
-            text += f" on {len(values)} ranks"
+            text += f" on {plural(len(values), 'rank')}"
         yield Finding(name, text)
         for slow_name, rank, share in slow:
             if slow_name == name:
@@ -280,7 +280,7 @@ def _clocks(
     if equal:
         spread = max(high for _, high in offsets) - min(low for low, _ in offsets)
         milliseconds = max(spread, 0.001) * 1000
-        text = f"of {len(ranks)} ranks are equal within {milliseconds:.0f} ms"
+        text = f"of {plural(len(ranks), 'rank')} are equal within {milliseconds:.0f} ms"
         yield Finding("clocks", text)
 
 
@@ -308,7 +308,9 @@ def _versions(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
             level = "fix" if name in _MUST_BE_EQUAL else "warning"
             yield Finding("versions", text, level, _FIXES["versions"])
     if equal:
-        yield Finding("versions", f"equal on {len(ranks)} ranks: {', '.join(equal)}")
+        yield Finding(
+            "versions", f"equal on {plural(len(ranks), 'rank')}: {', '.join(equal)}"
+        )
 
 
 _MIB: Final = 2**20

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.inference.device_map import Device, resolve_device_map
 from trainer_kit.inference.dispatch import (
@@ -230,7 +231,8 @@ def _quantize_layers(
     if not to_quantize:
         raise PrecisionError(
             "no layer of this model can be quantised",
-            found=f"{len(linear)} linear layers, of which {len(stays)} are kept by name ({first_names(skipped)})",
+            found=f"{plural(len(linear), 'linear layer')}, of which {len(stays)} are kept by name "
+            f"({first_names(skipped)})",
             fix="name fewer layers in skip_modules; only nn.Linear is quantised, not for example Conv1D of GPT-2",
         )
     precision = BitsandbytesPrecision(

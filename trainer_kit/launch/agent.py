@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.environment import START_DIRECTORY, Environment, usable_cores
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.failure import (
@@ -354,7 +355,9 @@ class _Attempt:
         if monitor.killed:
             ranks = ", ".join(map(str, sorted(monitor.killed)))
             lines.append(f"ranks {ranks} did not end by themselves and were killed")
-        lines.append(f"{signal.Signals(number).name}: {self.nproc} ranks ended")
+        lines.append(
+            f"{signal.Signals(number).name}: {plural(self.nproc, 'rank')} ended"
+        )
         self.machines.outcome(self.number, [], 128 + number, 0)
         return 128 + number, "\n".join(lines)
 

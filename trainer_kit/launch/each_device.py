@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from trainer_kit.core.configuration_sources import variable
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.bootstrap import run_words
 
@@ -32,7 +33,7 @@ def _run(index: int, words: list[str]) -> None:
     if wanted is not None and int(wanted.value) != xr.world_size():
         raise LaunchError(
             "torch_xla starts a process for each device",
-            found=f"{xr.world_size()} devices, num_processes={wanted.value} ({wanted.origin})",
+            found=f"{plural(xr.world_size(), 'device')}, num_processes={wanted.value} ({wanted.origin})",
             fix=f"set num_processes: {xr.world_size()}, or 1 for one process that drives all of them",
         )
     # Code in the script may read the variables that other launchers set.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from trainer_kit.core.configuration_sources import ORIGINS
+from trainer_kit.core.display import plural
 from trainer_kit.core.environment import (
     Environment,
     available_devices,
@@ -115,7 +116,7 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
     if accelerated and processes > devices:
         raise ConfigurationError(
             "there are more processes than devices on this machine",
-            found=f"{processes} here, {devices} devices",
+            found=f"{processes} here, {plural(devices, 'device')}",
             fix=f"use --num_processes {devices * machines.count}, or --cpu",
         )
     if around is not None and around != total and here.local_world_size > 1:

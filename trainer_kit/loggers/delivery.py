@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, final
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.loggers.journal import JSONLLogger
 
@@ -578,7 +579,9 @@ class Delivery:
         if self.index is not None and not self.journals:
             notes += f"; all values are in {self.index.journal.path}"
         if self._lost:
-            notes += f"; {self._lost:,} calls were dropped"
+            notes += (
+                f"; {plural(self._lost, 'call was', 'calls were', spec=',')} dropped"
+            )
         return notes
 
     def _say(self, line: str) -> None:
@@ -751,9 +754,7 @@ def _class_name(logger: Any) -> str:
 
 
 def _counted(values: int) -> str:
-    if values == 1:
-        return "1 value is"
-    return f"{values:,} values are"
+    return plural(values, "value is", "values are", spec=",")
 
 
 def _text(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import LogError
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def as_table(
         if len(row) != len(names):
             raise LogError(
                 "every row of a table has one value for each column",
-                found=f"a row of {len(row)} values for {len(names)} columns",
+                found=f"a row of {plural(len(row), 'value')} for {len(names)} columns",
             )
     return names, rows
 

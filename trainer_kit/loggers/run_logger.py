@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.copyable_lock import Lock
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
 from trainer_kit.loggers.layout import (
@@ -343,7 +344,7 @@ class RunLogger(ABC):
         if len(captions) != len(many):
             raise ConfigurationError(
                 f"caption needs one value for each of the {len(many)} pictures",
-                found=f"{len(captions)} values",
+                found=plural(len(captions), "value"),
             )
         for index, (image, words) in enumerate(
             zip(map(picture, many), captions, strict=True)

@@ -13,6 +13,7 @@ import torch
 
 from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.copyable_lock import Lock
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
 from trainer_kit.loggers.layout import DEFAULT_NAME, one_at_a_time, params_dict, plain
@@ -341,7 +342,7 @@ class WandbLogger:
             if len(values) != len(items):
                 raise ConfigurationError(
                     f"{name} needs one value for each of the {len(items)} items",
-                    found=f"{len(values)} values",
+                    found=plural(len(values), "value"),
                 )
         make = getattr(wandb, kind)
         media = [

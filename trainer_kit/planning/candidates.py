@@ -8,6 +8,7 @@ from typing import Final
 import torch.distributed as dist
 
 from trainer_kit.build import choose_strategy
+from trainer_kit.core.display import plural
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.registry import STRATEGIES
@@ -72,7 +73,7 @@ def _make_sized(axis: str, size: int, candidate: Candidate) -> Strategy:
     if candidate.world % size:
         raise StrategyError(
             "the shards do not divide the number of ranks",
-            found=f"{axis}{size}, {candidate.world} ranks",
+            found=f"{axis}{size}, {plural(candidate.world, 'rank')}",
         )
     strategy = STRATEGIES.get("hsdp")(
         "cpu",

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, _redistribute
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.tensors import map_leaves, tensors_of
@@ -63,7 +64,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     if dist.is_initialized():
         raise StrategyError(
             "planning needs a process that is not a rank of a run",
-            found=f"a process group of {dist.get_world_size()} ranks",
+            found=f"a process group of {plural(dist.get_world_size(), 'rank')}",
             fix="plan in a separate process, before the first fit: trainer-kit plan train.py",
         )
     excepthook = sys.excepthook  # torch replaces it

@@ -16,6 +16,7 @@ from torch import nn
 
 from trainer_kit.build import choose_precision
 from trainer_kit.core.costs import optimizer_bytes, shard_bytes
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.module import build_once
 from trainer_kit.core.seed import preserved_rng
@@ -350,7 +351,7 @@ def _calculated(
             )
         else:
             notes.append(
-                f"each of {ranks} ranks is taken to hold an equal part of the model"
+                f"each of {plural(ranks, 'rank')} is taken to hold an equal part of the model"
             )
     else:
         weights = costs.parameters

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, final
 
 from trainer_kit.core.atomic_files import replace_file
-from trainer_kit.core.display import in_units
+from trainer_kit.core.display import in_units, plural
 from trainer_kit.planning.estimate import Estimate, inner_ranks, step_samples
 from trainer_kit.planning.records import CATEGORIES, Candidate, Measured
 from trainer_kit.planning.search import Question, Row
@@ -217,7 +217,7 @@ def _text(plan: Plan) -> str:
     question = plan.question
     limit = in_units(question.limit)
     lines = [
-        f"{plan.device}: {question.global_batch} samples a step, at most {limit} for a rank"
+        f"{plan.device}: {plural(question.global_batch, 'sample')} a step, at most {limit} for a rank"
     ]
     for world in question.worlds:
         lines += _text_of_world(plan, world)
@@ -263,8 +263,7 @@ def _unfitting_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _ranks(count: int) -> str:
-    plural = "s" if count > 1 else ""
-    return f"{count} rank{plural}"
+    return plural(count, "rank")
 
 
 def _wrapped(text: str, first_indent: str, indent: str) -> list[str]:
@@ -375,7 +374,10 @@ def _page(plan: Plan) -> str:
         f'<span><i class="swatch k{number}"></i> {name}</span> '
         for number, name in enumerate(CATEGORIES)
     )
-    facts = f"{plan.question.global_batch} samples a step · at most {in_units(plan.question.limit)} for a rank"
+    facts = (
+        f"{plural(plan.question.global_batch, 'sample')} a step · at most "
+        f"{in_units(plan.question.limit)} for a rank"
+    )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">

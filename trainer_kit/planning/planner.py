@@ -23,7 +23,7 @@ from trainer_kit.core.device_table import (
     known_devices,
 )
 from trainer_kit.core.devices import device_memory
-from trainer_kit.core.display import in_units
+from trainer_kit.core.display import in_units, plural
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError, add_note
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.seed import preserved_rng
@@ -233,7 +233,7 @@ def _check_planned_module(trainer: Session, module: Any) -> Any:
     if trainer.state_verb:
         running = f"a running {trainer.state_verb}"
     if dist.is_initialized():
-        running = f"a process group of {dist.get_world_size()} ranks"
+        running = f"a process group of {plural(dist.get_world_size(), 'rank')}"
     if running:
         raise ConfigurationError(
             "a plan needs a process in which nothing runs",
@@ -377,7 +377,7 @@ def _global_batch(
     samples = trainer.settings.global_batch_size
     if samples is not None:
         notes.append(
-            f"{samples} samples a step, as global_batch_size says; accumulation follows"
+            f"{plural(samples, 'sample')} a step, as global_batch_size says; accumulation follows"
         )
         return samples
     devices = arguments.get("devices", "auto")
@@ -392,10 +392,9 @@ def _global_batch(
     if not isinstance(window, int):  # numbers by epoch
         window = 1
     samples = size * ranks * window
-    plural = "s" if ranks > 1 else ""
     notes.append(
-        f"{samples} samples a step, as in the script: {size} of the loader x {ranks} rank"
-        f"{plural}{unknown} x {window} accumulated; accumulation follows"
+        f"{plural(samples, 'sample')} a step, as in the script: {size} of the loader x "
+        f"{plural(ranks, 'rank')}{unknown} x {window} accumulated; accumulation follows"
     )
     return samples
 
@@ -428,7 +427,8 @@ def _notes(rows: Sequence[Row], samples: int, strategy: Strategy | None) -> list
     for world, count in samples_by_world.items():
         if count != samples:
             notes.append(
-                f"{world} ranks have {count} samples a step, and not {samples}: each has one or more, all equally many"
+                f"{plural(world, 'rank has', 'ranks have')} {plural(count, 'sample')} a step, and not "
+                f"{samples}: each has one or more, all equally many"
             )
     return notes
 
@@ -548,9 +548,15 @@ def _describe_auto(
     for world, strategies in tried.items():
         fits = fitting.get(world, set())
         if fits and automatic in strategies - fits:
-            return f"{text}. On {world} ranks that does not fit: auto does not count activations; name a strategy"
+            return (
+                f"{text}. On {plural(world, 'rank')} that does not fit: auto does not count "
+                "activations; name a strategy"
+            )
         if automatic == "fsdp" and "ddp" in fits:
-            return f"{text}. On {world} ranks ddp fits too: auto assumes Adam, and leaves a fifth for activations"
+            return (
+                f"{text}. On {plural(world, 'rank')} ddp fits too: auto assumes Adam, and leaves a "
+                "fifth for activations"
+            )
     return text
 
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_kit.core.costs import shard_bytes
+from trainer_kit.core.display import plural
 from trainer_kit.core.tensors import map_leaves, tensors_of
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.planning.fake_world import resized_lists, sample_dimension
@@ -233,11 +234,14 @@ class RealSteps:
             raise pair
         small, large = pair
         if small is None:
-            line = f"a step ran for real on the CPU with {large.samples} samples; for other sizes, all but "
+            line = f"a step ran for real on the CPU with {plural(large.samples, 'sample')}; for other sizes, all but "
             line += "weights, gradients and optimizer state is in proportion"
             found = _in_proportion(large, candidate)
         else:
-            line = f"a step ran for real on the CPU with {small.samples} and {large.samples} samples; memory of "
+            line = (
+                f"a step ran for real on the CPU with {small.samples} and "
+                f"{plural(large.samples, 'sample')}; memory of "
+            )
             line += "other sizes is on the line through both"
             found = _on_line(small, large, candidate)
         notes, inexact = (line, *found.notes), (line, *found.inexact)

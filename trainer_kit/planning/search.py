@@ -12,7 +12,7 @@ from lightning_utilities.core.overrides import is_overridden
 from torch import nn
 
 from trainer_kit.core.device_table import Device
-from trainer_kit.core.display import in_units
+from trainer_kit.core.display import in_units, plural
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.launch.processes import no_garbage_in_forks, run_beside
@@ -471,11 +471,10 @@ def describe(candidate: Candidate) -> str:
         >>> describe(Candidate(strategy="fsdp", precision="bf16-mixed", world=8, micro_batch=4, offload=True))
         'fsdp, bf16-mixed, 8 ranks, micro-batch 4, offload'
     """
-    plural = "s" if candidate.world > 1 else ""
     properties = [
         candidate.strategy,
         candidate.precision,
-        f"{candidate.world} rank{plural}",
+        plural(candidate.world, "rank"),
         f"micro-batch {candidate.micro_batch}",
     ]
     if candidate.activation_checkpointing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final, final
 
+from trainer_kit.core.display import plural
 from trainer_kit.planning.verify_buffers import changes_untrained
 from trainer_kit.planning.verify_compare import Finding, Judge, relative_difference
 from trainer_kit.planning.verify_loaders import Division
@@ -95,7 +96,7 @@ class BatchChecks:
                     "layers change with each forward, which one batch calls once",
                 )
                 return
-        text = f"one batch of the {samples} samples of a window: the same gradient"
+        text = f"one batch of the {plural(samples, 'sample')} of a window: the same gradient"
         self._checks.add(_WINDOW, finding, text)
 
     def _comparable_windows(self, exact: Record) -> range:
@@ -134,7 +135,7 @@ class BatchChecks:
         largest = max(differences.values(), default=0.0)
         if largest < _SLIGHT and changes_untrained(exact, step, without=alone.norms):
             return None
-        text = f"a window of {batches} batches trains otherwise than one batch of its samples"
+        text = f"a window of {plural(batches, 'batch')} trains otherwise than one batch of its samples"
         return Finding(
             kind="layout",
             step=step,
@@ -221,7 +222,7 @@ class BatchChecks:
         options: dict[str, Any],
     ) -> None:
         """Add the result of `compare_world`, with the module that depends on the other samples of a batch."""
-        text = f"one process, float32, {samples} samples a step: the same weights"
+        text = f"one process, float32, {plural(samples, 'sample')} a step: the same weights"
         if finding is None:
             if self._run[0].norms:
                 text += ", with batch norms divided as on the ranks"

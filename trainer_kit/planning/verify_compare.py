@@ -11,6 +11,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from trainer_kit.core.display import plural
 from trainer_kit.planning.verify_recorder import Micro, OutputKey, Record
 
 __all__ = [
@@ -202,7 +203,7 @@ class Judge:
         difference = percent(_relative(gradients[name], exact[name]))
         text = f"the gradient differs by {difference}"
         if len(differing) > 1:
-            text += f", and those of {len(differing) - 1} more parameters"
+            text += f", and those of {plural(len(differing) - 1, 'more parameter')}"
         hint = self._cause_of_gradients(run, step, gradients, exact)
         return Finding(kind="gradients", step=step, where=name, text=text, hint=hint)
 
@@ -426,9 +427,11 @@ class Judge:
         window = max(micro_batches.values(), default=1) // ranks
         causes = []
         if ranks > 1 and _is_close(factor * ranks):
-            causes.append(f"averaged over the {ranks} ranks twice")
+            causes.append(f"averaged over the {plural(ranks, 'rank')} twice")
         if ranks > 1 and _is_close(factor / ranks):
-            causes.append(f"summed over the {ranks} ranks instead of averaged")
+            causes.append(
+                f"summed over the {plural(ranks, 'rank')} instead of averaged"
+            )
         if window > 1 and (_is_close(factor * window) or _is_close(factor / window)):
             causes.append(
                 f"divided wrongly by the {window} micro-batches of accumulation"

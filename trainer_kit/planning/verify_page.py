@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from trainer_kit.core.atomic_files import replace_file
+from trainer_kit.core.display import plural
 from trainer_kit.planning.verify import Verification
 from trainer_kit.planning.verify_compare import Point
 from trainer_kit.report.page import page_part
@@ -77,13 +78,14 @@ def _page(verification: Verification) -> str:
         if found
         else ""
     )
+    steps = plural(verification.steps, "step")
     end = "" if found else '<p class="soft">all equal, as far as checked</p>'
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>verify: {escape(word)}</title><style>{page_part("page/page.css")}{_STYLE}</style></head>
 <body><header><h1>verify</h1><span class="badge {kind}">{word}</span>
-<p class="soft">{escape(verification.configuration)}, {verification.steps} steps against a plain loop</p></header>
+<p class="soft">{escape(verification.configuration)}, {steps} against a plain loop</p></header>
 <main>{differences}{end}<h2>Checks</h2><div class="panel">{checks}</div>
 <h2>Difference of the weights</h2>{_figure(verification.curve)}</main><footer></footer></body></html>
 """

@@ -9,6 +9,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from trainer_kit.core.display import plural
 from trainer_kit.planning.verify_compare import Finding, percent
 from trainer_kit.planning.verify_recorder import Record
 
@@ -133,7 +134,7 @@ def excessive_rounding(
     last = excessive[-1]  # backward reaches it first
     text = f"in {precision} the gradient is {last.scale:.3g} times that of float64 and differs by {percent(last.error)}"
     if len(excessive) > 1:
-        text += f", and those of {len(excessive) - 1} more parameters"
+        text += f", and those of {plural(len(excessive) - 1, 'more parameter')}"
     text += f"; rounding explains {percent(last.predicted)}"
     hint = "the plain loop has the same error: look for a backward or an operation that is wrong in this dtype only"
     return Finding(kind="precision", step=0, where=last.name, text=text, hint=hint)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
+from trainer_kit.core.display import plural
 from trainer_kit.planning.verify_compare import Finding, Point
 
 __all__ = ["Check", "CheckList", "Verification"]
@@ -103,7 +104,7 @@ class Verification:
     def __str__(self) -> str:
         width = max((len(check.name) for check in self.checks), default=0)
         lines = [
-            f"verify: {self.configuration}, {self.steps} steps against a plain loop"
+            f"verify: {self.configuration}, {plural(self.steps, 'step')} against a plain loop"
         ]
         for check in self.checks:
             lines.append(f"{check.status:12}{check.name:{width}}  {check.text}")

@@ -9,6 +9,7 @@ from typing import Final, final
 
 from torch import Tensor
 
+from trainer_kit.core.display import plural
 from trainer_kit.planning.verify_compare import Finding, same_bits
 from trainer_kit.planning.verify_loaders import Division
 from trainer_kit.planning.verify_recorder import Micro, Record
@@ -210,7 +211,7 @@ def _repeated_sample(
     ranks = f"ranks {names}" if len(places) > 1 else f"rank {names}"
     text = f"read {counts[sample]} times in this step, by {ranks}"
     if len(repeated) > 1:
-        text += f", and {len(repeated) - 1} other samples"
+        text += f", and {plural(len(repeated) - 1, 'other sample')}"
     return Finding(
         kind="samples",
         step=step,

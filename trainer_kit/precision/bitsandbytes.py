@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, final
 import torch
 from torch import Tensor, nn
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision.converted import ConvertedPrecision, refuse_shared
 from trainer_kit.precision.exceptions import Exceptions, except_modules, is_excepted
@@ -108,7 +109,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
         if self.mode == "int8-training":
             kind = "trainable"
             fix = "train some"
-        layers = f"{len(linear)} linear layers"
+        layers = plural(len(linear), "linear layer")
         if linear:
             layers += f", such as {linear[0]!r}"
         return PrecisionError(

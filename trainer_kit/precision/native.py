@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.devices import present_accelerator
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import PrecisionError, did_you_mean
 from trainer_kit.core.tensors import map_tensors
 from trainer_kit.precision.cast import cast_module
@@ -525,7 +526,8 @@ def _refuse_half_gradients(optimizer: Optimizer, name: str) -> None:
     if half:
         raise PrecisionError(
             "weights in float16 cannot be trained with mixed precision, which needs float32 weights",
-            found=f"{len(half)} of {len(weights)} parameters of {type(optimizer).__name__} in float16, under {name!r}",
+            found=f"{len(half)} of {plural(len(weights), 'parameter')} of {type(optimizer).__name__} "
+            f"in float16, under {name!r}",
             fix="build or load the model in float32 (from_pretrained(..., dtype=torch.float32), or model.float()), "
             'and freeze what stays in float16; or train in pure float16, precision="16-true"',
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.core.collective_errors import fail_together, on_every_rank
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.display import holds_secret, mask_secrets
+from trainer_kit.core.display import holds_secret, mask_secrets, plural
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
@@ -424,7 +424,8 @@ def _restore_training(run: Fit, state: SavedState, configured: Optimizers) -> No
                 raise CheckpointError(
                     "optimizer_states",
                     None,
-                    f"{len(saved_optimizers)} optimizers were saved, {len(configured.optimizers)} are configured",
+                    f"{plural(len(saved_optimizers), 'optimizer was', 'optimizers were')} saved, "
+                    f"{len(configured.optimizers)} are configured",
                 )
             # Before groups are added: the parameters of an added group may have been unfrozen.
             restore_flags(run, state.get("trainable", {}))
@@ -511,13 +512,13 @@ def describe_rank_change(strategy: Strategy, state: SavedState) -> str | None:
     if not saved_ranks:
         return "without random states"
     if saved_ranks != world.size:
-        return f"{saved_ranks} ranks on {world.size}"
+        return f"{plural(saved_ranks, 'rank')} on {world.size}"
     # Ranks that get the same batch have agreed on what they draw.
     data_ranks = [int(row[0]) for row in world.agree([strategy.data.rank])]
     # Older checkpoints lack this entry.
     if state.get("data_ranks", data_ranks) == data_ranks:
         return None
-    return f"{saved_ranks} ranks that now share batches among them in another way"
+    return f"{plural(saved_ranks, 'rank')} that now share batches among them in another way"
 
 
 def _restore_rank_state(run: Fit, state: SavedState, rank_change: str | None) -> None:
@@ -595,7 +596,8 @@ def _restore_loaders(
     saved_ranks = len(state.get("loaders") or state["rng"])
     if saved_ranks and saved_ranks != data.size and global_batch_size is not None:
         run.say(
-            f"global_batch_size={global_batch_size} stays: a batch is {feed.per_rank_batch_size} samples on each rank,"
+            f"global_batch_size={global_batch_size} stays: a batch is "
+            f"{plural(feed.per_rank_batch_size or 1, 'sample')} on each rank,"
             f" of {data.size} now and {saved_ranks} before"
         )
     _convert_position(run, state.get("stride"), global_batch_size)
@@ -645,14 +647,17 @@ def _convert_position(
         raise CheckpointError(
             "progress",
             "epoch_batch",
-            f"{batches} batches of {size_before} are not a whole number of batches of {size_now}",
+            f"{plural(batches, 'batch')} of {size_before} are not a whole number of batches of {size_now}",
             fix="resume with the same number of ranks and samples per batch, or use global_batch_size",
         )
     hint = ""
     if not global_batch_size and stride[0][0] == "samples":
         hint = "; global_batch_size= keeps what a step is made of"
+    trained = plural(
+        batches, f"batch of {size_before} was", f"batches of {size_before} were"
+    )
     run.say(
-        f"continuing at batch {position} of the epoch: {batches} batches of {size_before} were trained on,"
+        f"continuing at batch {position} of the epoch: {trained} trained on,"
         f" they are of {size_now} now{hint}"
     )
     progress.epoch_batch = position

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer_kit.core.display import plural
 from trainer_kit.step.run import Fit
 
 __all__ = ["compare_data", "describe_changes"]
@@ -76,6 +77,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     workers, workers_before = now.get("workers"), before.get("workers")
     if workers_before is not None and workers is not None and workers != workers_before:
         changes.append(
-            f"{workers} workers read the stream, and {workers_before} did in the checkpoint"
+            f"{plural(workers, 'worker reads', 'workers read')} the stream, and {workers_before} did in the checkpoint"
         )
     return changes

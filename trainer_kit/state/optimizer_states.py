@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.checkpoint.lightning import BY_POSITION
 from trainer_kit.core.collective_errors import fail_together
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.state_names import state_name
 from trainer_kit.step.optimizers import OptimizerProxy, check_parameters
@@ -196,7 +197,8 @@ def restore_optimizer(
         raise CheckpointError(
             "optimizer_states",
             "param_groups",
-            f"{len(saved_groups)} groups were saved, the optimizer has {len(optimizer.param_groups)}",
+            f"{plural(len(saved_groups), 'group was', 'groups were')} saved, the optimizer has "
+            f"{len(optimizer.param_groups)}",
         )
     if saved.get(BY_POSITION):
         _check_positions(strategy, parameter_groups, saved_groups)

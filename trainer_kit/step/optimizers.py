@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.module import TrainModule
 from trainer_kit.strategies.strategy import Strategy
@@ -137,7 +138,7 @@ def _no_parameters(optimizer: str, module: TrainModule) -> ConfigurationError:
     frozen = sum(not parameter.requires_grad for parameter in parameters)
     return ConfigurationError(
         f"{optimizer} of {name}.configure_optimizers received no parameters that require a gradient",
-        found=f"{name} has {len(parameters)} parameters, {frozen} of them frozen",
+        found=f"{name} has {plural(len(parameters), 'parameter')}, {frozen} of them frozen",
         fix="pass it self.parameters(); layers in a plain list or dict must be in nn.ModuleList or nn.ModuleDict",
     )
 
@@ -170,13 +171,13 @@ def check_parameters(
         if parameters and foreign == len(parameters):
             raise ConfigurationError(
                 f"{name} updates parameters that do not belong to {owner}",
-                found=f"{foreign} parameters, of which {owner} has none",
+                found=f"{plural(foreign, 'parameter')}, of which {owner} has none",
                 fix="create it in configure_optimizers from self.parameters(); a copy of the module, and layers in a"
                 " plain list or dict, have other parameters",
             )
         if foreign:
             say(
-                f"{foreign} of {len(parameters)} parameters of {name} are not {owner}'s:"
+                f"{foreign} of {plural(len(parameters), 'parameter')} of {name} are not {owner}'s:"
                 " checkpoints do not hold their values"
             )
 
@@ -320,7 +321,7 @@ def _check_names(configured: Optimizers) -> None:
     if len(configured.optimizers) > 1 and configured.names is None:
         raise ConfigurationError(
             "several optimizers in automatic optimization need names",
-            found=f"{len(configured.optimizers)} optimizers in a list",
+            found=f"{plural(len(configured.optimizers), 'optimizer')} in a list",
             fix='return {"generator": opt_g, "discriminator": opt_d} and from training_step one loss for each name, '
             "or set automatic_optimization = False",
         )

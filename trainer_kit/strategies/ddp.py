@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.costs import Costs, shard_costs
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
@@ -418,9 +419,7 @@ class DDPStrategy(Strategy):
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """A full replica on each rank; one all-reduce of all gradients per step."""
-        layout = (
-            f"{ranks} ranks, each with whole parameters, gradients and optimizer state"
-        )
+        layout = f"{plural(ranks, 'rank')}, each with whole parameters, gradients and optimizer state"
         return shard_costs(module, layout, self._describe_exchanges(module, ranks))
 
     def _describe_exchanges(self, module: nn.Module, ranks: int) -> list[str]:
@@ -428,13 +427,15 @@ class DDPStrategy(Strategy):
             return []
         if self.local_sgd is not None:
             period = self.local_sgd.period
-            return [f"weights: all-reduce over {ranks} ranks, every {period} steps"]
+            return [
+                f"weights: all-reduce over {plural(ranks, 'rank')}, every {plural(period, 'step')}"
+            ]
         operation = "own communication hook"
         if self.comm_hook is None:
             operation = "all-reduce"
         elif isinstance(self.comm_hook, str):
             operation = f"{self.comm_hook} communication hook"
-        lines = [f"gradients: {operation} over {ranks} ranks"]
+        lines = [f"gradients: {operation} over {plural(ranks, 'rank')}"]
         has_buffers = next(module.buffers(), None) is not None
         if self.wrapper_options["broadcast_buffers"] and has_buffers:
             lines.append("buffers: broadcast from rank 0")
@@ -448,13 +449,13 @@ class DDPStrategy(Strategy):
         """One line for ``explain()``."""
         line = "DistributedDataParallel"
         if self.started:
-            line += f" over {self.world.size} ranks"
+            line += f" over {plural(self.world.size, 'rank')}"
         enabled = [
             name for name, value in self.wrapper_options.items() if value is True
         ]
         line += f" on {self.device.type}: {', '.join(enabled)}"
         if self.local_sgd is not None:
-            line += f"; weights averaged every {self.local_sgd.period} steps"
+            line += f"; weights averaged every {plural(self.local_sgd.period, 'step')}"
         return line
 
 

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.costs import Costs, local_shard, shard_costs
-from trainer_kit.core.display import in_units
+from trainer_kit.core.display import in_units, plural
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
@@ -197,7 +197,7 @@ class FSDPStrategy(Strategy):
         if math.prod(sizes) != self.world.size:
             raise StrategyError(
                 "the size of the mesh differs from the number of processes",
-                found=f"device_mesh={shape} and {self.world.size} processes",
+                found=f"device_mesh={shape} and {plural(self.world.size, 'process')}",
             )
         self.mesh = shape if isinstance(shape, DeviceMesh) else self._create_mesh(sizes)
 
@@ -509,7 +509,7 @@ class FSDPStrategy(Strategy):
         for root in _find_roots(module):
             sharded.update(root.parameters())
         sharded -= self._unsharded_parameters(module)
-        layout = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
+        layout = f"{plural(shards, 'rank')}, each with its part of parameters, gradients and optimizer state"
         if copies > 1:
             layout = f"{copies} copies, each over {layout}"
 
@@ -539,16 +539,18 @@ class FSDPStrategy(Strategy):
             )
             passes = "forward, and again for backward" if regathers else "forward"
             lines.append(
-                f"parameters: all-gather over {shards} ranks for each {passes}"
+                f"parameters: all-gather over {plural(shards, 'rank')} for each {passes}"
             )
-            lines.append(f"gradients: reduce-scatter over {shards} ranks{when}")
+            lines.append(
+                f"gradients: reduce-scatter over {plural(shards, 'rank')}{when}"
+            )
         if copies > 1:
             lines.append(f"their parts: all-reduce over {copies} copies{when}")
         unsharded = [p for p in module.parameters() if p not in sharded]
         ranks = shards * copies
         if ranks > 1 and any(p.requires_grad for p in unsharded):
             lines.append(
-                f"gradients of what stays whole: all-reduce over {ranks} ranks"
+                f"gradients of what stays whole: all-reduce over {plural(ranks, 'rank')}"
             )
         return lines
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.tensors import local
 from trainer_kit.strategies.process_group import ProcessGroup, inherit_timeout
@@ -64,11 +65,9 @@ def _wrong_number(
     """The error that the number of processes does not fit a mesh of ``ranks``, or of a multiple of it."""
     axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
     mesh_text = f"{axes or '1 in every axis'} in MeshStrategy(...)"
-    launched = f"{processes} processes were launched"
-    if processes == 1:
-        launched = "1 process was launched"
+    launched = f"{plural(processes, 'process was', 'processes were')} launched"
     if not has_open_axis:
-        fix = f"launch {ranks} processes, or leave one axis at -1"
+        fix = f"launch {plural(ranks, 'process')}, or leave one axis at -1"
         return StrategyError(
             f"the mesh has {ranks} places but {launched}", found=mesh_text, fix=fix
         )
@@ -76,7 +75,7 @@ def _wrong_number(
     return StrategyError(
         f"the mesh has {ranks} places or a multiple but {launched}",
         found=mesh_text,
-        fix=f"launch {nearest} processes",
+        fix=f"launch {plural(nearest, 'process')}",
     )
 
 
@@ -252,4 +251,4 @@ def describe_shard(modules: Sequence[nn.Module], elsewhere: int = 0) -> str:
         for parameter in module.parameters():
             total += parameter.numel()
             on_this_rank += local(parameter).numel()
-    return f"this rank holds {on_this_rank:,} of {total:,} parameters"
+    return f"this rank holds {on_this_rank:,} of {plural(total, 'parameter', spec=',')}"

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs, shard_costs
+from trainer_kit.core.display import plural
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
@@ -174,8 +175,8 @@ class ModelParallelStrategy(Strategy):
             raise StrategyError(
                 "the sizes of the axes do not match the number of processes",
                 found=f"data_parallel_size={self._sizes[_DATA]!r}, tensor_parallel_size={self._sizes[_TENSOR]!r}, "
-                f"{processes} processes",
-                fix=f"launch {data * tensor} processes, or leave one size at 'auto'",
+                f"{plural(processes, 'process')}",
+                fix=f"launch {plural(data * tensor, 'process')}, or leave one size at 'auto'",
             )
         return {_DATA: data, _TENSOR: tensor}
 
@@ -325,7 +326,7 @@ class ModelParallelStrategy(Strategy):
             )
         if not_averaged:
             raise StrategyError(
-                f"the gradients of these parameters would differ between the {self.data.size} data ranks",
+                f"the gradients of these parameters would differ between the {plural(self.data.size, 'data rank')}",
                 found=_list_names(not_averaged),
                 fix='end configure_model with fully_shard(self, mesh=self.device_mesh["data_parallel"])',
             )
@@ -416,13 +417,16 @@ class ModelParallelStrategy(Strategy):
         exchanges = []
         if tensor > 1:
             exchanges.append(
-                f"activations of divided layers: among {tensor} tensor ranks, forward and backward"
+                f"activations of divided layers: among {plural(tensor, 'tensor rank')}, forward and backward"
             )
         if shards > 1:
             exchanges.append(
-                f"parameters: all-gather over {shards} data ranks for each forward, for backward where released"
+                f"parameters: all-gather over {plural(shards, 'data rank')} for each forward, for "
+                "backward where released"
             )
-            exchanges.append(f"gradients: reduce-scatter over {shards} data ranks")
+            exchanges.append(
+                f"gradients: reduce-scatter over {plural(shards, 'data rank')}"
+            )
         layout = f"{format_axes(sizes)}, divided by the module"
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             return shard_costs(

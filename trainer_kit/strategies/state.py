@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.state_names import (
     load_module_weights,
@@ -418,7 +419,7 @@ def _check_prepared(
     if unprepared:
         raise StrategyError(
             f"an optimizer steps parameters that were not prepared for {engine}: each rank would train its own",
-            found=f"{len(unprepared)} of the {count} parameters of {type(optimizer).__name__}, the first of"
+            found=f"{len(unprepared)} of the {plural(count, 'parameter')} of {type(optimizer).__name__}, the first of"
             f" shape {list(unprepared[0].shape)}",
             fix="create the layer before the model is prepared, as a part of it; or prepare the module that has it too",
         )

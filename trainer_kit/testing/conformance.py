@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import add_note
 from trainer_kit.core.module import TrainModule
 from trainer_kit.testing.distributed import run_distributed
@@ -391,7 +392,7 @@ def _compare(
             assert trainer.global_step == alone.global_step
             assert trainer.progress.samples == alone.progress.samples
         except BaseException as error:
-            add_note(error, f"with {count} samples")
+            add_note(error, f"with {plural(count, 'sample')}")
             raise
 
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, final
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import LaunchError, RankError
 from trainer_kit.launch.processes import Ranks, local_environment
 
@@ -119,7 +120,7 @@ def run_distributed(
         try:
             if not ranks.wait(timeout):
                 raise RankError(
-                    f"{len(ranks.running)} of {world_size} ranks were not done after {timeout:g} s",
+                    f"{len(ranks.running)} of {plural(world_size, 'rank')} were not done after {timeout:g} s",
                     found=_stacks(ranks.running, Path(directory)),
                 )
             return ranks.results()

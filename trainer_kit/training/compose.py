@@ -11,6 +11,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import nn
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.location import Location
@@ -530,7 +531,7 @@ def _validation_interval(
         if exceeds_epoch and settings.validate_epochs is not None and validates:
             raise ConfigurationError(
                 "validation would never run",
-                found=f"val_check_interval={every} with {batches} batches an epoch{hint}",
+                found=f"val_check_interval={every} with {plural(batches or 0, 'batch')} an epoch{hint}",
                 fix="use a smaller interval, or check_val_every_n_epoch=None to count over epochs",
             )
         return Duration(every, "ba")

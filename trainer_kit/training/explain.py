@@ -10,7 +10,7 @@ from lightning_utilities.core.overrides import is_overridden
 
 from trainer_kit.core.costs import cost_lines
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.display import Svg, Text
+from trainer_kit.core.display import Svg, Text, plural
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import LimitsTime
@@ -128,7 +128,7 @@ def draw(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Svg:
         datamodule = loaders
     strategy, _, size = _strategy_of_fit(trainer, module, datamodule)
     costs = [] if module is None else _cost_lines(trainer, strategy, module, size)
-    processes = "1 process" if size == 1 else f"{size} processes"
+    processes = plural(size, "process")
     return mesh_picture(
         f"{processes}: {strategy.describe()}",
         strategy.places(size),
@@ -221,9 +221,9 @@ def _describe_limits(trainer: Session) -> str:
     settings = trainer.settings
     limits = []
     if settings.max_epochs is not None:
-        limits.append(f"{settings.max_epochs} epochs")
+        limits.append(plural(settings.max_epochs, "epoch"))
     if settings.max_steps is not None:
-        limits.append(f"{settings.max_steps} steps")
+        limits.append(plural(settings.max_steps, "step"))
     if settings.max_duration is not None:
         limits.append(str(settings.max_duration))
     for callback in trainer.callbacks:
@@ -256,7 +256,7 @@ def _data_lines(
         samples = f"{per_rank} a rank, {per_rank * size * window} an optimizer step"
     steps = "unknown"
     if limit is not None:
-        steps = f"{math.ceil(limit / window)} ({limit} batches in windows of {window})"
+        steps = f"{math.ceil(limit / window)} ({plural(limit, 'batch')} in windows of {window})"
     return [
         f"data         {feed.describe()}",
         f"batch        {samples}",

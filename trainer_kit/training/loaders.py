@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 from lightning_utilities.core.overrides import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
@@ -77,7 +78,8 @@ def training_feed(
         if settings.global_batch_size % batches_per_step:
             raise DataError(
                 "the global batch cannot be divided evenly",
-                found=f"global_batch_size={settings.global_batch_size} over {group.size} ranks x {window} batches",
+                found=f"global_batch_size={settings.global_batch_size} over "
+                f"{plural(group.size, 'rank')} x {plural(window, 'batch')}",
                 fix=f"use a multiple of {batches_per_step}",
             )
         batch_size = settings.global_batch_size // batches_per_step

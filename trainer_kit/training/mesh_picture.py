@@ -9,7 +9,7 @@ from html import escape
 from math import prod
 from typing import Final, final
 
-from trainer_kit.core.display import Svg
+from trainer_kit.core.display import Svg, plural
 
 __all__ = ["mesh_picture"]
 
@@ -82,7 +82,7 @@ def mesh_picture(
     for row, line in enumerate(captions):
         y = 3 * _PADDING + _LINE + mesh.height + _LINE * (row + 0.6)
         caption_elements += f'<text class="s" x="{_PADDING}" y="{y:g}" xml:space="preserve">{escape(line)}</text>\n'
-    label = escape(f"{ranks} ranks: {title}")
+    label = escape(f"{plural(ranks, 'rank')}: {title}")
     return Svg(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {view_width:g} {view_height:g}"'
         f' width="{view_width:g}" role="img" aria-label="{label}">\n<style>{_STYLE}</style>\n'

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final, final
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import (
     ConfigurationError,
     DataError,
@@ -349,7 +350,7 @@ class Settler:
             names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
             raise ConfigurationError(
                 "nothing was trained: no parameter received a gradient",
-                found=f"{run.progress.step} steps, and no parameter of {names} has ever had a gradient",
+                found=f"{plural(run.progress.step, 'step')}, and no parameter of {names} has ever had a gradient",
                 fix="compute the loss from parameters of the optimizer; an overridden backward or optimizer_step must"
                 " not drop gradients before the step",
             )

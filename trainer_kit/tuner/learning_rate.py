@@ -9,6 +9,7 @@ from typing import Any, Final, final
 import numpy as np
 from torch import Tensor
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.step.run import Fit
 from trainer_kit.training.on_processes import on_processes
@@ -108,7 +109,7 @@ class LearningRates:
         if rate is None:
             raise ConfigurationError(
                 "the loss does not decrease at any learning rate",
-                found=f"{len(self.losses)} steps with rates from {min(self.results['lr'], default=0):g} on",
+                found=f"{plural(len(self.losses), 'step')} with rates from {min(self.results['lr'], default=0):g} on",
                 fix="use a wider range from min_lr to max_lr, or a larger num_training; update_attr=False"
                 " returns the curve",
             )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
+from trainer_kit.core.display import plural
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.state_names import (
     load_module_weights,
@@ -333,7 +334,7 @@ def deepspeed_costs(
     if stage == 0 and low_dtype is None:
         masters = 0
     return Costs(
-        layout=f"ZeRO stage {stage} over {ranks} ranks: {_STAGE_LAYOUTS[stage]}",
+        layout=f"ZeRO stage {stage} over {plural(ranks, 'rank')}: {_STAGE_LAYOUTS[stage]}",
         parameters=sum(count_bytes(p, sharded=stage == 3) for p in parameters),
         gradients=sum(count_bytes(p, sharded=stage >= 2) for p in trained),
         stepped=stepped,
@@ -348,7 +349,7 @@ def _divide(count: int, ranks: int) -> int:
 
 
 def _describe_exchanges(stage: int, ranks: int) -> list[str]:
-    over = f"over {ranks} ranks"
+    over = f"over {plural(ranks, 'rank')}"
     if stage == 0:
         return [f"gradients: all-reduce {over}"]
     if stage < 3:

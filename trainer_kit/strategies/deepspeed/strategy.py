@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps
@@ -595,7 +596,7 @@ class DeepSpeedStrategy(Strategy):
         """One line for ``explain()``."""
         line = f"DeepSpeed ZeRO stage {self.stage}"
         if self.started:
-            line += f" over {self.world.size} ranks"
+            line += f" over {plural(self.world.size, 'rank')}"
         line += f" on {self.device.type}"
         keys = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
         offloaded = [subject for subject, key in keys.items() if self._offloads(key)]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 
 __all__ = [
@@ -181,7 +182,7 @@ def optimizer_options(
     if len(optimizer.param_groups) != 1:
         raise StrategyError(
             "Megatron steps a single parameter group",
-            found=f"{len(optimizer.param_groups)} groups",
+            found=plural(len(optimizer.param_groups), "group"),
             fix="use one lr and weight_decay for all parameters, or MeshStrategy(tp=)",
         )
     group = optimizer.param_groups[0]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.costs import Costs
+from trainer_kit.core.display import plural
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import local
 from trainer_kit.strategies.state import FlatShard, gather_flat, shard_like
@@ -247,17 +248,20 @@ def megatron_costs(
 def _describe_layout(data_ranks: int, tensor_ranks: int, distributed: bool) -> str:
     if tensor_ranks > 1:
         state = " and of the optimizer's state" if distributed else ""
-        return f"{data_ranks} data ranks; each of {tensor_ranks} tensor ranks holds a part of every layer{state}"
+        return (
+            f"{plural(data_ranks, 'data rank')}; each of {plural(tensor_ranks, 'tensor rank')} "
+            f"holds a part of every layer{state}"
+        )
     if distributed:
-        return f"{data_ranks} data ranks, each with all weights and a part of the optimizer's state"
-    return f"{data_ranks} data ranks, each with everything"
+        return f"{plural(data_ranks, 'data rank')}, each with all weights and a part of the optimizer's state"
+    return f"{plural(data_ranks, 'data rank')}, each with everything"
 
 
 def _describe_exchanges(
     data_ranks: int, tensor_ranks: int, distributed: bool
 ) -> list[str]:
     lines = []
-    over = f"over {data_ranks} data ranks"
+    over = f"over {plural(data_ranks, 'data rank')}"
     if data_ranks > 1 and distributed:
         lines.append(f"gradients: reduce-scatter {over}")
         lines.append(f"stepped parameters: all-gather {over}")
@@ -265,6 +269,6 @@ def _describe_exchanges(
         lines.append(f"gradients: all-reduce {over}")
     if tensor_ranks > 1:
         lines.append(
-            f"activations: all-reduce over {tensor_ranks} tensor ranks, forward and backward"
+            f"activations: all-reduce over {plural(tensor_ranks, 'tensor rank')}, forward and backward"
         )
     return lines

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.state_names import (
@@ -142,7 +143,7 @@ class MegatronStrategy(Strategy):
         """The numbers of data ranks and tensor ranks."""
         if processes % self.tensor_parallel:
             raise StrategyError(
-                f"{processes} processes are not a multiple of {self.tensor_parallel}",
+                f"{plural(processes, 'process is', 'processes are')} not a multiple of {self.tensor_parallel}",
                 found=f"tensor_parallel={self.tensor_parallel}",
                 fix="launch a multiple of tensor_parallel",
             )
@@ -512,9 +513,9 @@ class MegatronStrategy(Strategy):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        line = f"Megatron on {self.device.type}, {self.tensor_parallel} tensor ranks"
+        line = f"Megatron on {self.device.type}, {plural(self.tensor_parallel, 'tensor rank')}"
         if self.started:
-            line += f", {self.data.size} data ranks"
+            line += f", {plural(self.data.size, 'data rank')}"
         if self.distributed_optimizer:
             line += ", distributed optimizer"
         return line

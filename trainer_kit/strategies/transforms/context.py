@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
@@ -256,7 +257,7 @@ class ContextParallel(Transform):
         if mask is not None and mask.shape[-1] != key.shape[-2] * self.size:
             raise StrategyError(
                 "an attention mask under context parallelism must cover all keys of the sequence",
-                found=f"{tuple(mask.shape)} for {key.shape[-2]} keys on each of {self.size} ranks",
+                found=f"{tuple(mask.shape)} for {key.shape[-2]} keys on each of {plural(self.size, 'rank')}",
                 fix="use is_causal=True, or a mask of shape (..., this rank's queries, all keys)",
             )
         key = self._all_gather(key)

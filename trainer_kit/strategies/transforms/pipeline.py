@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import DataError, StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
@@ -93,7 +94,8 @@ def bubble(batches: int, stages: int) -> str | None:
     if batches >= stages:
         return None
     return (
-        f"{batches} micro-batches an optimizer step for {stages} stages of a pipeline: its ranks wait most of the time"
+        f"{plural(batches, 'micro-batch')} an optimizer step for {plural(stages, 'stage')} of a "
+        "pipeline: its ranks wait most of the time"
         f" (accumulate_grad_batches={2 * stages} or more keeps them busy)"
     )
 
@@ -169,7 +171,7 @@ class Pipeline:
         if outside:
             raise StrategyError(
                 f"{outside[0]} lies outside the submodule that becomes the pipeline stages",
-                found=f"{len(outside)} parameters of {type(module).__name__} outside {name!r}",
+                found=f"{plural(len(outside), 'parameter')} of {type(module).__name__} outside {name!r}",
                 fix=f"move them into {name!r}, so that they belong to its first or last stage",
             )
         layout = lay_out(model, plan, self.count)
@@ -626,7 +628,7 @@ class Pipeline:
     def describe(self) -> str:
         """One line for ``explain()``."""
         size = len(set(self.ranks))
-        text = f"pipeline of {self.count} stages over {size} ranks"
+        text = f"pipeline of {plural(self.count, 'stage')} over {plural(size, 'rank')}"
         if self.count > size:
             text += f", {self.count // size} a rank"
         return f"{text} ({self.schedule})"

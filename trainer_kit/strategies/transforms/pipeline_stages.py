@@ -19,6 +19,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
 
@@ -142,7 +143,8 @@ def _find_container(
         raise StrategyError(
             f"split_points names {len(points)} blocks of {len(containers)} lists of blocks",
             found=", ".join(points) or "none",
-            fix=f"name the {stages - 1} blocks of one list at which the second and later of {stages} stages begin",
+            fix=f"name the {stages - 1} blocks of one list at which the second and later of "
+            f"{plural(stages, 'stage')} begin",
         )
     container = containers.pop()
     try:
@@ -172,7 +174,7 @@ def _find_largest_container(model: nn.Module, stages: int) -> str:
     }
     if not sizes:
         raise StrategyError(
-            f"{type(model).__name__} cannot be split into {stages} stages",
+            f"{type(model).__name__} cannot be split into {plural(stages, 'stage')}",
             found="no ModuleList or Sequential with as many blocks",
             fix="use fewer stages (pp=), or keep all blocks in one nn.ModuleList",
         )

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.tensors import local, map_leaves, map_tensors
@@ -283,7 +284,7 @@ def _check_divisible(subject: str, value: int, size: int, fix: str) -> None:
     divisors = [divisor for divisor in range(2, size) if value % divisor == 0]
     size_fix = f"use tp={divisors[-1]}" if divisors else "use another tp"
     raise StrategyError(
-        f"{subject} cannot be divided among {size} ranks",
+        f"{subject} cannot be divided among {plural(size, 'rank')}",
         found=f"{subject} = {value}, tp={size}",
         fix=f"{size_fix}, or {fix}",
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs, shard_costs
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.state_names import load_module_weights, plain_state
@@ -108,7 +109,7 @@ class XLAStrategy(Strategy):
         if self.shard_parameters and launched:
             raise StrategyError(
                 "sharded weights need one process for all devices",
-                found=f"{xr.local_process_count()} processes on this machine",
+                found=f"{plural(xr.local_process_count(), 'process')} on this machine",
                 fix="start the script by itself, without torch_xla.launch",
             )
         if spmd and not launched:
@@ -180,7 +181,7 @@ class XLAStrategy(Strategy):
         if manual and self.world.size > 1:
             raise StrategyError(
                 "manual optimization on XLA needs one process for all devices",
-                found=f"{self.world.size} processes",
+                found=f"{plural(self.world.size, 'process')}",
                 fix="start the script by itself, without torch_xla.launch",
             )
         self.place_module(module, precision)
@@ -299,14 +300,14 @@ class XLAStrategy(Strategy):
         """What one process holds and sends; the compiler decides what the devices of one process exchange."""
         if self._mesh is not None:
             placement = "in parts" if self.shard_parameters else "whole on each"
-            layout = f"one process for {self._mesh.size()} devices, over all of them; parameters {placement}"
+            layout = f"one process for {plural(self._mesh.size(), 'device')}, over all of them; parameters {placement}"
             exchanges = ["exchanges that the compiler inserts between the devices"]
             return shard_costs(module, layout, exchanges)
         exchanges = []
         if ranks > 1:
-            exchanges.append(f"gradients: all-reduce over {ranks} processes")
+            exchanges.append(f"gradients: all-reduce over {plural(ranks, 'process')}")
         return shard_costs(
-            module, f"{ranks} processes, each with everything", exchanges
+            module, f"{plural(ranks, 'process')}, each with everything", exchanges
         )
 
     def describe(self) -> str:
@@ -315,8 +316,8 @@ class XLAStrategy(Strategy):
         if not self.started:
             return f"torch_xla, not started{parts}"
         if self._mesh is not None:
-            return f"torch_xla, one process for {self._mesh.size()} devices{parts}"
-        return f"torch_xla, {self.world.size} processes, one device each"
+            return f"torch_xla, one process for {plural(self._mesh.size(), 'device')}{parts}"
+        return f"torch_xla, {plural(self.world.size, 'process')}, one device each"
 
 
 def _on_host(tensor: Tensor) -> Tensor:
