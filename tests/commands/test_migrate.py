@@ -336,7 +336,7 @@ import lightning as L
 
 class Count(L.Callback):
     def on_train_start(self, trainer, pl_module):
-        trainer.fit_loop.epoch_loop.batch_progress
+        trainer.fit_loop.epoch_loop.manual_optimization
         trainer._data_connector.attach_data(pl_module)
         trainer.callback_metrics["x"] = pl_module.trainer.global_step
         pl_module.trainer.world_size = 2
@@ -357,7 +357,7 @@ class Mine:
 """
     found = [line for line in report_of(text, tmp_path) if not line.startswith("fix")]
     assert [line.partition(":")[0] for line in found] == ["6", "7", "9", "14", "18"]
-    assert "batch_progress" in found[0]
+    assert "manual_optimization" in found[0]
     assert "Trainer._data_connector is private" in found[1]
     assert "Trainer.world_size cannot be set" in found[2]
 
