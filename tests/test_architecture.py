@@ -38,7 +38,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
-MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 870, 84, 12
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
 TRANSLATED = re.compile(
     r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b",
     re.IGNORECASE,
@@ -56,7 +56,20 @@ CONTRACTS = {
     "Transform",
 }
 DOORS = {"build.py", "conformance.py"}  # they read what users hand over
-LONG_FUNCTIONS = {"trainer.Trainer.__init__": "the Trainer's constructor"}
+LONG_FUNCTIONS = {
+    "trainer.Trainer.__init__": "the Trainer's constructor",
+    "planning.local_ranks._threads_as_ranks": "what it replaces in torch, and puts back",
+    "strategies.transforms.pipeline.Pipeline.forward_backward": "one schedule",
+}
+# Files that were within the limit at 120 columns; each is to be split by job, and may not grow until then.
+LONG_FILES = {
+    "accelerator/accelerator.py": 730,
+    "accelerator/loader.py": 660,
+    "commands/arguments.py": 760,
+    "commands/migrate_report.py": 690,
+    "data/sources.py": 700,
+    "training/session.py": 810,
+}
 WIDE_CONSTRUCTORS = {
     "Trainer": "the Trainer's constructor",
     "Accelerator": "the reference library's arguments",
@@ -446,14 +459,18 @@ def code_lines(path: Path) -> int:
 
 def test_files_are_short() -> None:
     """A file that holds one job fits into a head; docstrings do not count, so that documenting never forces a cut."""
-    lengths = {path: code_lines(path) for path in sources()}
-    report(
-        [
-            f"{where(path)}: {n} lines of code, at most {MAX_FILE}"
-            for path, n in lengths.items()
-            if n > MAX_FILE
-        ]
-    )
+    violations = []
+    for path in sources():
+        lines = code_lines(path)
+        file = path.relative_to(ROOT / PACKAGE).as_posix()
+        limit = LONG_FILES.get(file, MAX_FILE)
+        if lines > limit:
+            violations.append(f"{where(path)}: {lines} lines of code, at most {limit}")
+        if file in LONG_FILES and lines <= MAX_FILE:
+            violations.append(
+                f"{where(path)}: {lines} lines: it needs no exception any more"
+            )
+    report(violations)
 
 
 def test_functions_are_short() -> None:

@@ -671,7 +671,7 @@ class Fabric:
         sizes = [len(group["params"]) for group in user_optimizer.param_groups]
         _refuse(
             saved_sizes != sizes,
-            f"the groups of the saved optimizer have {saved_sizes} parameters, those of this one {sizes}",
+            f"the saved optimizer has {saved_sizes} parameters in its groups, and this one {sizes}",
             "make the same groups as when it was saved",
         )
         options = []
