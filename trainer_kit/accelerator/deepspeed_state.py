@@ -149,9 +149,9 @@ class DeepSpeedState:
         for names in group_names:
             missing += [name for name in names if name not in content.moments]
         if missing:
-            more = ", …" if len(missing) > 1 else ""
+            suffix = ", …" if len(missing) > 1 else ""
             self._say(
-                f"{self._path.name} has no moments of {missing[0]}{more}: they begin at zero"
+                f"{self._path.name} has no moments of {missing[0]}{suffix}: they begin at zero"
             )
 
 

@@ -264,7 +264,7 @@ def explain(
         f"configuration file: {'none' if options.file is None else options.file.path}"
     )
     for line in describe_origins(
-        (name, _masked(name, chosen)) for name, chosen in options.chosen.items()
+        (name, _masked(name, setting)) for name, setting in options.chosen.items()
     ):
         click.echo(line)
     _print_sagemaker(options, script, arguments)

@@ -18,7 +18,7 @@ def _numbers(
     context: click.Context, option: click.Parameter, text: str
 ) -> tuple[int, ...]:
     try:
-        return tuple(int(word) for word in text.split(","))
+        return tuple(int(size) for size in text.split(","))
     except ValueError:
         raise click.BadParameter(
             f"numbers of ranks, such as 8,64, and not {text!r}"

@@ -84,15 +84,15 @@ def trial(
             began = time.monotonic()
             _run(command, deadline, "resumed" if resume_options else "started", timeout)
             if not resume_options:
-                about = json.loads((first / "about.json").read_text())
+                metadata = json.loads((first / "about.json").read_text())
                 setup = "{world_size} x {device}, {strategy}, {precision}".format(
-                    **about
+                    **metadata
                 )
                 click.echo(
                     f"OK  trained on {setup} in {time.monotonic() - began:.1f} s"
                 )
-                _check_weights(first, about)
-        _check_resume(first, second, about)
+                _check_weights(first, metadata)
+        _check_resume(first, second, metadata)
 
 
 def _run(command: list[str], deadline: float, verb: str, timeout: float) -> None:

@@ -96,13 +96,13 @@ def main() -> None:
         ckpt_path=checkpoint,
     )
     if trainer.is_global_zero:
-        about = {
+        metadata = {
             "world_size": trainer.world_size,
             "device": trainer.strategy.device.type,
             "strategy": trainer.strategy.name,
             "precision": trainer.precision,
         }
-        (options.directory / "about.json").write_text(json.dumps(about))
+        (options.directory / "about.json").write_text(json.dumps(metadata))
 
 
 def _make_trainer(options: argparse.Namespace) -> Trainer:

@@ -59,11 +59,11 @@ class Deprecation:
         ):  # None: no strategy has set it
             return
         self._warned.append(True)
-        found = (
+        usage = (
             f"a use of it; {self.gone_in} removes it, versions since {self.since} warn"
         )
         text = str(
-            TrainerKitError(f"{self.what} is deprecated", found=found, fix=self.fix)
+            TrainerKitError(f"{self.what} is deprecated", found=usage, fix=self.fix)
         )
         # FutureWarning: Python hides a DeprecationWarning unless the script itself triggers it.
         warnings.warn(text, FutureWarning, stacklevel + 1)

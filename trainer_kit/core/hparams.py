@@ -68,8 +68,8 @@ def constructor_arguments(
             if name in info.locals:  # the constructor may have deleted it
                 collected[name] = info.locals[name]
         code = current.f_code
-        end = code.co_argcount + code.co_kwonlyargcount
-        for name in code.co_varnames[code.co_argcount : end]:
+        count = code.co_argcount + code.co_kwonlyargcount
+        for name in code.co_varnames[code.co_argcount : count]:
             collected[name] = info.locals[name]
         if info.keywords is not None:
             collected.update(info.locals.get(info.keywords, {}))

@@ -181,8 +181,8 @@ class HangWatchdog:
     def every(self) -> float:
         """The seconds until the next check."""
         interval = min(self._clock.every, self._patience / 4)
-        asked = self._question is not None or self._signal is not None
-        if asked or 2 * self.seconds > self._clock.limit:
+        is_asked = self._question is not None or self._signal is not None
+        if is_asked or 2 * self.seconds > self._clock.limit:
             return min(interval, _FAST_INTERVAL)
         return interval
 
@@ -389,9 +389,9 @@ class HangWatchdog:
         for rank in range(self.size):
             if rank in waiting:
                 continue
-            place = answers[rank].place if rank in answers else ""
+            line_of_rank = answers[rank].place if rank in answers else ""
             silent = "silent: it has ended or does not answer"
-            elsewhere.append(f"process {rank} is {place or silent}")
+            elsewhere.append(f"process {rank} is {line_of_rank or silent}")
         processes = ", ".join(map(str, waiting))
         self._say(
             f"waiting for more than {self._patience:g} s {line} (process {processes}); "

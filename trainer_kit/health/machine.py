@@ -84,12 +84,12 @@ def check_machine(directory: Path) -> list[Finding]:
 def make_findings(checks: dict[str, Callable[[], Iterator[Finding]]]) -> list[Finding]:
     """Run the checks, by their subject; one that raises an error becomes a warning."""
     findings: list[Finding] = []
-    for about, check in checks.items():
+    for subject, check in checks.items():
         try:
             findings += check()
         except Exception as error:  # a check may fail on an unusual machine
             text = f"the check failed: {type(error).__name__}: {error}"
-            findings.append(Finding(about, text, "warning"))
+            findings.append(Finding(subject, text, "warning"))
     return findings
 
 
@@ -308,7 +308,7 @@ def check_disk(directory: Path) -> Iterator[Finding]:
         "disk": directory.resolve(),
         "temporary": Path(tempfile.gettempdir()),
     }
-    for about, path in directories.items():
+    for subject, path in directories.items():
         try:
             with tempfile.NamedTemporaryFile(dir=path) as file:
                 file.write(b"\0" * 4096)
@@ -316,12 +316,12 @@ def check_disk(directory: Path) -> Iterator[Finding]:
                 os.fsync(file.fileno())
         except OSError as error:
             text = f"{path} cannot be written to: {error.strerror}"
-            yield Finding(about, text, "fix", "use another directory")
+            yield Finding(subject, text, "fix", "use another directory")
             continue
         free = shutil.disk_usage(path).free
         level = _level(free, 10e9, 1e9)
         fix = "make room: a checkpoint may be gigabytes"
-        yield Finding(about, f"{in_units(free)} free in {path}", level, fix)
+        yield Finding(subject, f"{in_units(free)} free in {path}", level, fix)
 
 
 def _level(amount: float, enough: float, usable: float) -> str:

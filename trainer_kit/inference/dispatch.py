@@ -482,13 +482,13 @@ def check_device_map(
     """
     model_names = {name for name, _ in model.named_modules(remove_duplicate=False)}
     devices = {name: name_of(device) for name, device in device_map.items()}
-    places = Places(devices, None)
+    placement = Places(devices, None)
     missing = []
     for tied in find_tied(model):
         names = [slot.name for slot in tied.slots]
         model_names.update(names)
         if tied.persistent:
-            missing += [name for name in names if not places.covers(name)]
+            missing += [name for name in names if not placement.covers(name)]
     unknown = [name for name in devices if name not in model_names]
     hint = ""
     if unknown:
@@ -605,22 +605,23 @@ def dispatch_model(
     """
     devices = check_device_map(model, device_map)
     several = len(set(devices.values())) > 1 or "disk" in devices.values()
-    places = Places(devices, main_device)
+    placement = Places(devices, main_device)
     source = _sources(model, state_dict, offload_index, offload_dir)
     moves = [
-        _plan_move(tied, places, source, offload_buffers) for tied in find_tied(model)
+        _plan_move(tied, placement, source, offload_buffers)
+        for tied in find_tied(model)
     ]
     computing = {
-        resolve_device(places.main),
-        *(places.runs_on(name) for name in devices),
+        resolve_device(placement.main),
+        *(placement.runs_on(name) for name in devices),
     }
-    offloaded = _move_all(model, moves, places, offload_dir)
-    if several or force_hooks or places.is_away(next(iter(devices))):
+    offloaded = _move_all(model, moves, placement, offload_dir)
+    if several or force_hooks or placement.is_away(next(iter(devices))):
         skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
         preloaded = {*(preload_module_classes or ()), *_PRELOADED}
         _attach(
             model,
-            places,
+            placement,
             offloaded,
             skip,
             preloaded,

@@ -169,12 +169,12 @@ def load_weights(
         offload_buffers: buffers of layers on disk stay on disk.
         strict: refuse different names.
     """
-    places = None if devices is None else Places(devices, None)
+    placement = None if devices is None else Places(devices, None)
     entries = match_weights(model, weights, checkpoint, strict)
     on_disk = []
     in_memory = []
     for entry in entries:
-        if places and _stays_on_disk(entry.tied, places, offload_buffers):
+        if placement and _stays_on_disk(entry.tied, placement, offload_buffers):
             on_disk.append(entry)
         else:
             in_memory.append(entry)
@@ -186,7 +186,7 @@ def load_weights(
             fix="pass a directory for them as offload_folder",
         )
     for entry in in_memory:
-        _load(entry, weights, places, dtype_of)
+        _load(entry, weights, placement, dtype_of)
     groups = [on_disk] if isinstance(weights, OnDisk) else _group_by_size(on_disk)
     origins: dict[str, tuple[OnDisk, str]] = {}
     for group in groups:

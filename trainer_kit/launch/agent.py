@@ -107,12 +107,14 @@ class _Files(DefaultLogsSpecs):
         self._reports = Path(reports)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        found = super().reify(envs)
+        process_context = super().reify(envs)
         for rank, environ in envs.items():
             path = self._reports / str(rank) / "error.json"
             path.parent.mkdir(exist_ok=True)
-            environ["TORCHELASTIC_ERROR_FILE"] = found.error_files[rank] = str(path)
-        return found
+            environ["TORCHELASTIC_ERROR_FILE"] = process_context.error_files[rank] = (
+                str(path)
+            )
+        return process_context
 
 
 def run_agent(
@@ -144,16 +146,16 @@ def run_agent(
         LaunchError: this program cannot be run again, or is itself a rank.
         SystemExit: always, after all ranks have ended.
     """
-    here = Environment.detect()
-    if here.launched:
+    environment = Environment.detect()
+    if environment.launched:
         raise LaunchError(
             "a rank cannot start ranks",
-            found=f"rank {here.rank} of {here.world_size} ({here.source})",
+            found=f"rank {environment.rank} of {environment.world_size} ({environment.source})",
         )
-    options, words = rerun_command()
+    options, command = rerun_command()
     os.chdir(START_DIRECTORY)
     run_ranks(
-        words,
+        command,
         nproc,
         options=options,
         extra_env=extra_env,

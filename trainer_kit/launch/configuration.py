@@ -328,13 +328,13 @@ class Resolved:
 
     def __getitem__(self, name: str) -> Any:
         """The value of an option; None without one."""
-        found = self.chosen.get(name)
-        return None if found is None else found.value
+        setting = self.chosen.get(name)
+        return None if setting is None else setting.value
 
     def origin(self, name: str) -> str:
         """The origin of an option's value."""
-        found = self.chosen.get(name)
-        return "default" if found is None else found.origin
+        setting = self.chosen.get(name)
+        return "default" if setting is None else setting.origin
 
     def given(self, name: str) -> bool:
         """Whether an option's value is not the default."""
@@ -343,7 +343,7 @@ class Resolved:
     def before_file(self) -> list[str]:
         """The options whose value in the environment has priority over a default in the file."""
         return [
-            name for name, chosen in self.chosen.items() if _BEFORE in chosen.origin
+            name for name, setting in self.chosen.items() if _BEFORE in setting.origin
         ]
 
     def describe(self, name: str) -> str:
@@ -396,19 +396,20 @@ def _with_priority(
     file: ConfigurationFile, environment: dict[str, Chosen]
 ) -> dict[str, Chosen]:
     """Return the file values that override the environment; the origin of any other variable names the file's line."""
-    found = {}
+    settings = {}
     for name, value in file.values.items():
         explicit = name in environment and environment[name].origin.startswith(
             "environment "
         )
         if explicit and value == _UNASKED.get(name):
-            chosen = environment[name]
+            explicit_value = environment[name]
             environment[name] = Chosen(
-                chosen.value, f"{chosen.origin}{_BEFORE}{file.where(name)}"
+                explicit_value.value,
+                f"{explicit_value.origin}{_BEFORE}{file.where(name)}",
             )
         else:
-            found[name] = Chosen(value, file.where(name))
-    return found
+            settings[name] = Chosen(value, file.where(name))
+    return settings
 
 
 def _is_for_cpu(file: ConfigurationFile) -> bool:

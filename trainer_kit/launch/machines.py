@@ -344,7 +344,7 @@ def serve_store(address: str, port: int) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
-        family, _, _, _, where = socket.getaddrinfo(
+        family, _, _, _, socket_address = socket.getaddrinfo(
             address, port, type=socket.SOCK_STREAM
         )[0]
     except OSError as error:
@@ -354,14 +354,14 @@ def serve_store(address: str, port: int) -> Any:
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(where)
+            listener.bind(socket_address)
         except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
+            in_use = error.errno == errno.EADDRINUSE
             raise LaunchError(
                 f"this machine cannot listen at {address}:{port}",
                 found=error.strerror,
                 fix="choose another --main_process_port"
-                if taken
+                if in_use
                 else "pass an address of this machine as --main_process_ip, or the rank of this machine as"
                 " --machine_rank",
             ) from None
@@ -388,11 +388,11 @@ def join_store(address: str, port: int, timeout: timedelta = _STORE_TIME) -> Any
 def own_address_towards(address: str) -> str | None:
     """This machine's own address on the route to another one; None without a route."""
     try:
-        family, kind, _, _, where = socket.getaddrinfo(
+        family, kind, _, _, socket_address = socket.getaddrinfo(
             address, 9, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing, but selects the route
+            probe.connect(socket_address)  # sends nothing, but selects the route
             return str(probe.getsockname()[0])
     except OSError:
         return None
@@ -412,21 +412,21 @@ def interface_of(address: str) -> str | None:
         return None
     import fcntl
 
-    own = own_address_towards(address)
-    if own is None:
+    own_address = own_address_towards(address)
+    if own_address is None:
         return None
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", os.fsencode(name)[:15])
                 try:
-                    found = fcntl.ioctl(probe.fileno(), 0x8915, request)[
+                    address_bytes = fcntl.ioctl(probe.fileno(), 0x8915, request)[
                         20:24
                     ]  # SIOCGIFADDR
                 except OSError:
                     continue  # has no IPv4 address
-                if socket.inet_ntoa(found) == own or (
-                    own.startswith("127.") and name == "lo"
+                if socket.inet_ntoa(address_bytes) == own_address or (
+                    own_address.startswith("127.") and name == "lo"
                 ):
                     return name
     except OSError:

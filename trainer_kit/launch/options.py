@@ -199,7 +199,7 @@ def _each(
 
 def _section(section: str, prefix: str, *options: Option) -> dict[str, Option]:
     """Options of a mapping. Their names on the command line begin with ``prefix``, which a file may leave out."""
-    made = {}
+    converted = {}
     for option in options:
         name = f"{prefix}{option.name}"
         aliases = (
@@ -207,13 +207,13 @@ def _section(section: str, prefix: str, *options: Option) -> dict[str, Option]:
             *(f"{prefix}{alias}" for alias in option.aliases),
             *option.aliases,
         )
-        made[name] = replace(
+        converted[name] = replace(
             option,
             name=name,
             section=section,
             aliases=tuple(a for a in aliases if a != name),
         )
-    return made
+    return converted
 
 
 _POD: Final = "the machines of a TPU pod are not started from here"
@@ -389,12 +389,12 @@ def with_kind(*levels: Mapping[str, Chosen]) -> dict[str, Chosen]:
         >>> found["distributed_type"].value, found["use_cpu"].value
         ('FSDP', True)
     """
-    chosen: dict[str, Chosen] = {}
+    settings: dict[str, Chosen] = {}
     for level in levels:
-        chosen = {**chosen, **level}
-        chosen.update(_derived(level, chosen))
-    chosen.pop("cpu", None)
-    return chosen
+        settings = {**settings, **level}
+        settings.update(_derived(level, settings))
+    settings.pop("cpu", None)
+    return settings
 
 
 def _derived(

@@ -357,12 +357,12 @@ def _variables(options: Resolved) -> dict[str, str]:
     Raises:
         ConfigurationError: a pair without ``=``, an invalid name, or a variable that this launcher sets.
     """
-    given, found = options["environment"] or {}, {}
-    if not isinstance(given, Mapping):
+    variables, overridden = options["environment"] or {}, {}
+    if not isinstance(variables, Mapping):
         raise options.wrong(
             "environment: is a mapping of variables to texts", "environment"
         )
-    pairs = [("environment", name, value) for name, value in given.items()]
+    pairs = [("environment", name, value) for name, value in variables.items()]
     for pair in options["tpu_env"] or ():
         name, equals, value = pair.partition("=")
         pairs.append(("tpu_env", name, value if equals else None))
@@ -382,8 +382,8 @@ def _variables(options: Resolved) -> dict[str, str]:
                 found=found_at,
                 fix="use its option; trainer-kit explain lists them",
             )
-        found[name] = value
-    return found
+        overridden[name] = value
+    return overridden
 
 
 def _text(value: Any) -> str:

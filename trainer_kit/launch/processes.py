@@ -95,11 +95,11 @@ def run_forked(
         >>> run_forked(lambda rank: factor + rank, 2)
         20
     """
-    here = Environment.detect()
-    if here.launched:
+    environment = Environment.detect()
+    if environment.launched:
         raise LaunchError(
             "a rank cannot start ranks",
-            found=f"rank {here.rank} of {here.world_size} ({here.source})",
+            found=f"rank {environment.rank} of {environment.world_size} ({environment.source})",
         )
     if nproc < 1:
         raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")

@@ -143,16 +143,19 @@ def _environment(options: Resolved) -> dict[str, str]:
 
 def _hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     """The script's arguments by name: SageMaker passes each as ``--name value``."""
-    found: dict[str, Any] = {}
-    words = list(arguments)
-    while words:
-        name, equals, value = words.pop(0).partition("=")
+    hyperparameters: dict[str, Any] = {}
+    remaining_arguments = list(arguments)
+    while remaining_arguments:
+        name, equals, value = remaining_arguments.pop(0).partition("=")
         if (
             not equals
-            and words
-            and (not words[0].startswith("-") or _NUMBER.fullmatch(words[0]))
+            and remaining_arguments
+            and (
+                not remaining_arguments[0].startswith("-")
+                or _NUMBER.fullmatch(remaining_arguments[0])
+            )
         ):
-            value = words.pop(0)
+            value = remaining_arguments.pop(0)
         elif not equals:
             value = ""
         if not name.startswith("--") or not value:
@@ -161,8 +164,8 @@ def _hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
                 found=f"{name} {value}".strip(),
                 fix="give switches a value: --do_train True",
             )
-        found[name.removeprefix("--").replace("-", "_")] = _typed(value)
-    return found
+        hyperparameters[name.removeprefix("--").replace("-", "_")] = _typed(value)
+    return hyperparameters
 
 
 def _typed(text: str) -> Any:
@@ -199,21 +202,21 @@ def _constructed(value: Any) -> Any:
     import yaml
 
     try:
-        found = yaml.safe_load(value)
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError:
         return value
-    return found if isinstance(found, (bool, int, float)) else value
+    return parsed if isinstance(parsed, (bool, int, float)) else value
 
 
 def _merged(more: Any, base: dict[str, Any]) -> dict[str, Any]:
     """``more`` over ``base``, mapping by mapping."""
-    found = dict(base)
-    for name, given in more.items():
-        value = _constructed(given)
-        inner = found.get(name)
-        found[name] = (
+    merged = dict(base)
+    for name, text in more.items():
+        value = _constructed(text)
+        inner = merged.get(name)
+        merged[name] = (
             _merged(value, inner if isinstance(inner, dict) else {})
             if isinstance(value, dict)
             else value
         )
-    return found
+    return merged

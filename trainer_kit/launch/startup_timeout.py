@@ -194,10 +194,10 @@ def _name_gone(
             ]
         except RuntimeError:  # the process that served the store is gone
             return
-        gone = sorted({*range(here.world_size)} - {*alive})
-        if gone and here.rank == alive[0]:
+        missing_ranks = sorted({*range(here.world_size)} - {*alive})
+        if missing_ranks and here.rank == alive[0]:
             waited = time.monotonic() - began
-            missing = _named(gone, here.world_size)
+            missing = _named(missing_ranks, here.world_size)
             print(
                 f"waiting for {missing} to connect for {waited:.0f} s",
                 file=sys.stderr,

@@ -62,12 +62,12 @@ class AimLogger(RunLogger):
             run=run,
         )
         self._repo, self._run_name = repo, run_name
-        given = {
+        prefixes = {
             "train": train_metric_prefix,
             "val": val_metric_prefix,
             "test": test_metric_prefix,
         }
-        self._subsets = {subset: start for subset, start in given.items() if start}
+        self._subsets = {subset: start for subset, start in prefixes.items() if start}
         self._options = {
             "system_tracking_interval": None,
             "log_system_params": False,
@@ -80,14 +80,14 @@ class AimLogger(RunLogger):
 
         if self._repo is None:
             os.makedirs(self._save_dir, exist_ok=True)
-        where = {
+        options = {
             "repo": self._save_dir if self._repo is None else self._repo,
             **self._options,
         }
         run = (
-            Run(experiment=self._name, **where)
+            Run(experiment=self._name, **options)
             if id is None
-            else Run(id, force_resume=True, **where)
+            else Run(id, force_resume=True, **options)
         )
         if self._run_name is not None:
             run.name = self._run_name

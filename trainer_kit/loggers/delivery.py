@@ -442,16 +442,16 @@ class Delivery:
         """Replace the first values of the gap at the head of the queue by calls read from the journal."""
         problem: Exception | None = None
         calls: list[_Call] = []
-        end = min(gap.first + 100, gap.end)
+        next_index = min(gap.first + 100, gap.end)
         try:
-            calls, end = gap.index.read(gap.first, end, self.timed)
+            calls, next_index = gap.index.read(gap.first, next_index, self.timed)
         except TimeoutError as error:
             return error
         except Exception as error:  # the file was moved, deleted or changed
             problem = error
         with self._changed:
-            self._lost += end - gap.first - len(calls)
-            gap.skip_to(end)
+            self._lost += next_index - gap.first - len(calls)
+            gap.skip_to(next_index)
             if gap.first == gap.end:
                 self._queue.popleft()
                 # marks the end of the gap for `wait`

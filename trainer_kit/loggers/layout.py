@@ -87,13 +87,13 @@ def params_dict(params: Any) -> dict[str, Any]:
     """
     if params is None:
         return {}
-    found = _nested(params)
-    if not isinstance(found, dict):
+    nested = _nested(params)
+    if not isinstance(nested, dict):
         raise LogError(
             "hyperparameters are a dict, a Namespace or a dataclass",
             found=f"a {type(params).__name__}: {params!r}",
         )
-    masked: dict[str, Any] = mask_secrets(found)
+    masked: dict[str, Any] = mask_secrets(nested)
     return masked
 
 
@@ -292,12 +292,12 @@ class DirectoryLogger(ABC):
                 if root.is_dir()
                 else []
             )
-            taken = [
+            numbers = [
                 int(match[1])
                 for match in map(re.compile(r"version_(\d+)").fullmatch, names)
                 if match
             ]
-            self._version = max(taken, default=-1) + 1
+            self._version = max(numbers, default=-1) + 1
         return self._version
 
     @property
@@ -413,13 +413,13 @@ def claim_versions(loggers: Iterable[Any]) -> list[str]:
             key = logger.root_dir, logger.version
             experiments.setdefault(key, []).append(logger)
     lines = []
-    for (root, chosen), together in experiments.items():
-        version = make_version(Path(root), int(chosen))
+    for (root, experiment), together in experiments.items():
+        version = make_version(Path(root), int(experiment))
         for logger in together:
             logger.claim_version(version)
-        if version != chosen:
+        if version != experiment:
             lines.append(
-                f"another run has taken version_{chosen} in {root} at the same time: this one is version_{version}"
+                f"another run has taken version_{experiment} in {root} at the same time: this one is version_{version}"
             )
     return lines
 

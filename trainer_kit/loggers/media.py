@@ -165,11 +165,13 @@ def path_part(name: str) -> str:
         >>> path_part("val/samples 3"), path_part("../../etc"), path_part("/a")
         ('val/samples 3', 'etc', 'a')
     """
-    parts = [part for part in Path(name).parts if part not in ("..", "/", ".")]
+    parts = [
+        component for component in Path(name).parts if component not in ("..", "/", ".")
+    ]
     return (
         "/".join(
-            "".join(c if c.isalnum() or c in " _-." else "_" for c in part)
-            for part in parts
+            "".join(c if c.isalnum() or c in " _-." else "_" for c in component)
+            for component in parts
         )
         or "_"
     )

@@ -104,19 +104,19 @@ class MLFlowLogger(RunLogger):
 
         artifacts, uri = self._artifacts, self._uri
         if uri is None:
-            place = Path(self._save_dir).absolute()
-            place.mkdir(parents=True, exist_ok=True)
-            uri = f"sqlite:///{place / 'mlflow.db'}"
-            artifacts = artifacts or (place / "mlartifacts").as_uri()
+            directory = Path(self._save_dir).absolute()
+            directory.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{directory / 'mlflow.db'}"
+            artifacts = artifacts or (directory / "mlartifacts").as_uri()
         client = MlflowClient(tracking_uri=uri)
         if id is not None:
             client.update_run(id, status="RUNNING")
             return client, id
-        found = client.get_experiment_by_name(self._name)
+        existing = client.get_experiment_by_name(self._name)
         experiment = (
             client.create_experiment(self._name, artifacts)
-            if found is None
-            else found.experiment_id
+            if existing is None
+            else existing.experiment_id
         )
         run = client.create_run(
             experiment, tags=resolve_tags(self._tags), run_name=self._run_name

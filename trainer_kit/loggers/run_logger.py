@@ -307,10 +307,10 @@ class RunLogger(ABC):
             params: a mapping, a Namespace or a dataclass.
             metrics: values for comparing runs.
         """
-        given = plain(params_dict(params))
+        hparams = plain(params_dict(params))
         new = {
             name: value
-            for name, value in given.items()
+            for name, value in hparams.items()
             if self.hparams.get(name, self) != value
         }
         if new:
@@ -346,10 +346,10 @@ class RunLogger(ABC):
                 f"caption needs one value for each of the {len(many)} pictures",
                 found=plural(len(captions), "value"),
             )
-        for index, (image, words) in enumerate(
+        for index, (image, text) in enumerate(
             zip(map(picture, many), captions, strict=True)
         ):
-            self._write_image(self.experiment, key, image, self._at(step), index, words)
+            self._write_image(self.experiment, key, image, self._at(step), index, text)
 
     def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
         """Log a matplotlib figure, as a picture.
@@ -410,11 +410,15 @@ class RunLogger(ABC):
         Raises:
             FileNotFoundError: the path does not exist.
         """
-        found = Path(os.path.expanduser(path))
-        if not found.exists():
-            raise FileNotFoundError(f"{found}: this file or directory does not exist")
+        local_path = Path(os.path.expanduser(path))
+        if not local_path.exists():
+            raise FileNotFoundError(
+                f"{local_path}: this file or directory does not exist"
+            )
         self._write_file(
-            self.experiment, found, path_part(found.name if name is None else name)
+            self.experiment,
+            local_path,
+            path_part(local_path.name if name is None else name),
         )
 
     def after_save_checkpoint(self, path: str | os.PathLike[str]) -> None:

@@ -63,13 +63,13 @@ class SwanLabLogger(RunLogger):
             log_model=log_model,
             run=run,
         )
-        given = {
+        arguments = {
             "workspace": workspace,
             "name": experiment_name,
             "mode": mode,
         }
         self._init = {
-            name: value for name, value in given.items() if value is not None
+            name: value for name, value in arguments.items() if value is not None
         } | kwargs
         self._directory = (
             os.path.join(self._save_dir, "swanlog")
@@ -81,15 +81,15 @@ class SwanLabLogger(RunLogger):
         import swanlab
 
         Path(self._directory).mkdir(parents=True, exist_ok=True)
-        again = (
+        resumed = (
             {"id": id, "resume": "allow"}
             if id is not None and self._init.get("mode", "online") == "online"
             else {}
         )
         run = swanlab.init(
-            project=self._name, log_dir=self._directory, **{**self._init, **again}
+            project=self._name, log_dir=self._directory, **{**self._init, **resumed}
         )
-        if id is not None and not again:
+        if id is not None and not resumed:
             run.config.update({"continues": id})
         return run, str(run.id)
 
@@ -110,9 +110,9 @@ class SwanLabLogger(RunLogger):
     def _write_file(self, run: Any, path: Path, name: str) -> None:
         super()._write_file(run, path, name)
         root = Path(self._save_dir) / self._name / str(self._id)
-        kept = root / name
+        copy_path = root / name
         run.save(
-            str(kept / "**" if kept.is_dir() else kept),
+            str(copy_path / "**" if copy_path.is_dir() else copy_path),
             base_path=str(root),
             policy="now",
         )

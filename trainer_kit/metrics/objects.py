@@ -40,7 +40,7 @@ def name_in_module(metric: _Metric, module: nn.Module | None) -> str | None:
     """The name of a metric in ``module``; None if it is not a submodule."""
     if module is None:
         return None
-    names = (name for name, part in module.named_modules() if part is metric)
+    names = (name for name, submodule in module.named_modules() if submodule is metric)
     return next(names, None)
 
 

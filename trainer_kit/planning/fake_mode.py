@@ -94,9 +94,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             ):  # a step of an optimizer
                 return args[0].constant.item()
             return super().dispatch(func, types, args, kwargs)
-        known = self._known.get(key)
-        if known is not None:
-            return self._repeat(known, args)
+        cached = self._known.get(key)
+        if cached is not None:
+            return self._repeat(cached, args)
         if key in self._known:  # its result may not be repeated
             return self._dispatch_impl(func, types, args, kwargs)
         repeated, computed = _repeated(), _computed()
@@ -115,9 +115,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is self
         ):  # or it was left for real tensors
             key = self._key(func, args, kwargs)
-            known = None if key is None else self._known.get(key)
-            if known is not None:
-                return self._repeat(known, args)
+            cached = None if key is None else self._known.get(key)
+            if cached is not None:
+                return self._repeat(cached, args)
         return func(*args, **kwargs)
 
     def holds(self, tensor: object) -> bool:
@@ -130,7 +130,10 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         several, results = known
         if several:
             return tuple(
-                [None if one is None else self._made(one, args) for one in results]
+                [
+                    None if result is None else self._made(result, args)
+                    for result in results
+                ]
             )
         return None if results[0] is None else self._made(results[0], args)
 
@@ -196,32 +199,33 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is FakeTensor
         ]
         results: list[_Result | None] = []
-        for one in out if type(out) is tuple else (out,):
-            if one is None:
+        for output in out if type(out) is tuple else (out,):
+            if output is None:
                 results.append(None)
                 continue
-            if type(one) is not FakeTensor or one.layout is not torch.strided:
+            if type(output) is not FakeTensor or output.layout is not torch.strided:
                 return None
             same = next(
-                (place for place, value in enumerate(args) if value is one), None
+                (index for index, value in enumerate(args) if value is output), None
             )
             view_of = next(
-                (place for place, value in enumerate(args) if _share(value, one)), None
+                (index for index, value in enumerate(args) if _share(value, output)),
+                None,
             )
             facts: Any = (
-                one.shape,
-                one.stride(),
-                one.storage_offset(),
-                one.dtype,
-                one.fake_device,
-                one.requires_grad,
+                output.shape,
+                output.stride(),
+                output.storage_offset(),
+                output.dtype,
+                output.fake_device,
+                output.requires_grad,
             )
             result = _Result(same, view_of if same is None else None, *facts)
             if same is None:
-                shares = any(_share(leaf, one) for leaf in inside)
+                shares = any(_share(leaf, output) for leaf in inside)
                 if not shares == func.is_view == (view_of is not None) or _facts(
                     self._made(result, args)
-                ) != _facts(one):
+                ) != _facts(output):
                     return None
             results.append(result)
         return type(out) is tuple, tuple(results)
@@ -232,7 +236,7 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return argument
         shape, stride, device = result.shape, result.stride, result.device
         with in_kernel_invocation_manager(self):
-            made = torch.empty_strided(
+            output = torch.empty_strided(
                 shape,
                 stride,
                 dtype=result.dtype,
@@ -240,17 +244,17 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 requires_grad=result.requires_grad,
             )
             if result.view_of is not None:
-                made.set_(
+                output.set_(
                     args[result.view_of].untyped_storage(), result.offset, shape, stride
                 )
         if device not in self._attributes:
-            first = FakeTensor(self, made, device)
+            first = FakeTensor(self, output, device)
             self._attributes[device] = dict(vars(first))
             return first
         # As FakeTensor's constructor does, which sets each attribute on its own.
         tensor: Tensor = Tensor._make_subclass(
             FakeTensor,
-            made,
+            output,
             result.requires_grad,
             dispatch_device=True,
             device_for_backend_keys=device,

@@ -248,8 +248,8 @@ def adapted(*, fused: bool = False) -> Iterator[None]:
         operations: list[dist.P2POp], *args: Any, **kwargs: Any
     ) -> list[Any]:
         handles = exchange(operations, *args, **kwargs)
-        held = _Exchanged([operation.tensor for operation in operations])
-        return [*handles, held]
+        exchanged = _Exchanged([operation.tensor for operation in operations])
+        return [*handles, exchanged]
 
     def concatenate_outside(meshes: list[DeviceMesh]) -> DeviceMesh:
         with unset_fake_temporarily():

@@ -116,11 +116,11 @@ class Allocations:
     @property
     def peak(self) -> int:
         """The most bytes that were held in the part that counts."""
-        total = most = sum(self.changes[: self.begin])
+        total = highest = sum(self.changes[: self.begin])
         for change in self.changes[self.begin :]:
             total += change
-            most = max(most, total)
-        return most
+            highest = max(highest, total)
+        return highest
 
 
 @contextmanager
@@ -224,17 +224,17 @@ class KernelMemory:
         fewer = samples if work <= 1 else min(samples, max(2, int(samples / work)))
         if size / samples * fewer > _LARGEST:
             return None
-        least = fewer // 2 if fewer < samples else fewer
+        smallest = fewer // 2 if fewer < samples else fewer
         try:
             large = run(fewer)
-            small = large if least == fewer else run(least)
+            small = large if smallest == fewer else run(smallest)
         except (
             RuntimeError,
             ValueError,
             NotImplementedError,
         ):  # a shape that this kernel refuses
             return None
-        beyond = (samples - fewer) / max(1, fewer - least)
+        beyond = (samples - fewer) / max(1, fewer - smallest)
         return _Probe(
             extra=large.extra + int(beyond * (large.extra - small.extra)),
             saved=large.saved + int(beyond * (large.saved - small.saved)),
@@ -250,21 +250,22 @@ def _run(func: Any, args: _Arguments, kwargs: Mapping[str, Any]) -> _Probe:
     with record_allocations() as allocations:
         out = _call(func, real, kwargs)
     results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-    kept = sum(allocations.changes)
+    remaining_bytes = sum(allocations.changes)
     saved = results[-1].untyped_storage().nbytes() if func is RECURRENT else 0
-    return _Probe(extra=allocations.peak - max(0, kept), saved=saved)
+    return _Probe(extra=allocations.peak - max(0, remaining_bytes), saved=saved)
 
 
 def _call(func: Any, args: _Arguments, kwargs: Mapping[str, Any]) -> Any:
     """Call a kernel; one that refuses statistics in 16 bits gets them in float32."""
-    places = _STATISTICS.get(func, ())
+    statistics = _STATISTICS.get(func, ())
     try:
         return func(*args, **kwargs)
     except RuntimeError:
-        if not places:
+        if not statistics:
             raise
         wide = [
-            arg.float() if place in places else arg for place, arg in enumerate(args)
+            arg.float() if index in statistics else arg
+            for index, arg in enumerate(args)
         ]
         return func(*wide, **kwargs)
 
@@ -273,10 +274,10 @@ def _with_workspace(args: _Arguments) -> _Arguments:
     """The arguments of oneDNN's recurrent backward, with what the forward saves for it."""
     values, weights, state = args[0], args[1:5], args[5:7]
     (
-        reverse, mode, hidden, layers, biases, train, both, sizes, batch_first,
+        reverse, mode, hidden, layers, biases, train, bidirectional, sizes, batch_first,
     ) = args[13:_WORKSPACE]  # fmt: skip
     out = RECURRENT(
-        values, *weights, *state, reverse, sizes, mode, hidden, layers, biases, both, batch_first, train
+        values, *weights, *state, reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train
     )  # fmt: skip
     return (*args[:_WORKSPACE], out[-1])
 
@@ -285,10 +286,10 @@ def _zeros(values: Any) -> Any:
     """Real tensors of the same shapes and strides."""
 
     def zero(tensor: Tensor) -> Tensor:
-        made = torch.empty_strided(
+        workspace = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
         )
-        return made.zero_()
+        return workspace.zero_()
 
     return tree_map_only(Tensor, zero, values)
 
@@ -296,15 +297,15 @@ def _zeros(values: Any) -> Any:
 def _resized(args: _Arguments, scaled: Sequence[int], samples: int) -> _Arguments:
     """The arguments for fewer samples."""
     resized = list(args)
-    for place in scaled:
-        tensor = args[place]
+    for index in scaled:
+        tensor = args[index]
         if not isinstance(tensor, Tensor) or tensor.shape[0] == samples:
             continue
         strides = tensor.stride()
-        made = torch.empty_strided(
+        small = torch.empty_strided(
             (samples, *tensor.shape[1:]), strides, dtype=tensor.dtype, device="meta"
         )
-        resized[place] = made
+        resized[index] = small
     return tuple(resized)
 
 

@@ -235,9 +235,13 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fresh.clear()
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if self._mode.holds(leaf):
-                known = self._count
+                previous_count = self._count
                 number = self._number(leaf.untyped_storage())
-                if number > known and self._in_step and torch.is_grad_enabled():
+                if (
+                    number > previous_count
+                    and self._in_step
+                    and torch.is_grad_enabled()
+                ):
                     if backward:  # a block that computes its activations again
                         self._category[number] = "activations"
                     else:
@@ -314,14 +318,14 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             left_out: the categories that do not count, because their tensors are elsewhere.
         """
         now: Counter[str] = Counter()
-        total = most = 0
-        found: dict[str, int] = {}
+        total = highest = 0
+        at_peak: dict[str, int] = {}
         for index, (number, change) in enumerate(self._events):
             category = self._category.get(number, "temporary")
             if category in left_out:
                 continue
             now[category] += change
             total += change
-            if index >= since and total > most:
-                most, found = total, dict(now)
-        return {category: found.get(category, 0) for category in CATEGORIES}
+            if index >= since and total > highest:
+                highest, at_peak = total, dict(now)
+        return {category: at_peak.get(category, 0) for category in CATEGORIES}

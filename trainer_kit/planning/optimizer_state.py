@@ -29,12 +29,12 @@ def _plain(moments: int) -> _Size:
 
 def _quantized(moments: int, bits: int, block: int) -> _Size:
     """The state of an optimizer that keeps quantized moments, with a scale for each block."""
-    whole = _plain(moments)
+    moments_state = _plain(moments)
 
     def size(parameter: Tensor, group: Mapping[str, Any]) -> float:
         count = parameter.numel()
         if count < _LEAST or count % block:
-            return whole(parameter, group)
+            return moments_state(parameter, group)
         return moments * (count * bits / 8 + _FLOAT * count / block) + _FLOAT
 
     return size
@@ -43,12 +43,12 @@ def _quantized(moments: int, bits: int, block: int) -> _Size:
 def _factored(parameter: Tensor, group: Mapping[str, Any]) -> float:
     """Adafactor: a row and a column of a matrix, a first moment only with ``beta1``, and one number."""
     count = parameter.numel()
-    kept = count
+    elements = count
     if parameter.dim() > 1:
-        kept = count // parameter.shape[-1] + count // parameter.shape[-2]
+        elements = count // parameter.shape[-1] + count // parameter.shape[-2]
     if group.get("beta1") is not None:
-        kept += count
-    return kept * parameter.element_size() + _FLOAT
+        elements += count
+    return elements * parameter.element_size() + _FLOAT
 
 
 _SIZES: Final[Mapping[str, _Size]] = {

@@ -114,19 +114,19 @@ class RealTensors:
 
 def _initialize(module: nn.Module) -> None:
     """Give weights on the meta device memory and initial values, by their layers' own methods where they have them."""
-    for part in module.modules():
-        own = [
-            *part.named_parameters(recurse=False),
-            *part.named_buffers(recurse=False),
+    for submodule in module.modules():
+        tensors = [
+            *submodule.named_parameters(recurse=False),
+            *submodule.named_buffers(recurse=False),
         ]
-        missing = [name for name, tensor in own if tensor.is_meta]
+        missing = [name for name, tensor in tensors if tensor.is_meta]
         if not missing:
             continue
-        part.to_empty(device="cpu", recurse=False)
+        submodule.to_empty(device="cpu", recurse=False)
         with torch.no_grad():
             for name in missing:
-                _fill(name, getattr(part, name))
-        reset = getattr(part, "reset_parameters", None)
+                _fill(name, getattr(submodule, name))
+        reset = getattr(submodule, "reset_parameters", None)
         if callable(reset):
             reset()
 
@@ -167,10 +167,10 @@ def real_batch(batch: Any, samples: int, size: int) -> Any:
             raise TypeError(
                 f"a batch with a {type(value).__name__} cannot be made in another size"
             )
-        own: Any = copy.copy(value)
-        for key, part in value.items():
-            own[key] = map_leaves(part, resized)
-        return own
+        duplicate: Any = copy.copy(value)
+        for key, item in value.items():
+            duplicate[key] = map_leaves(item, resized)
+        return duplicate
 
     return map_leaves(resized_lists(batch, size, samples), resized)
 
@@ -236,17 +236,17 @@ class RealSteps:
         if small is None:
             line = f"a step ran for real on the CPU with {plural(large.samples, 'sample')}; for other sizes, all but "
             line += "weights, gradients and optimizer state is in proportion"
-            found = _in_proportion(large, candidate)
+            measured = _in_proportion(large, candidate)
         else:
             line = (
                 f"a step ran for real on the CPU with {small.samples} and "
                 f"{plural(large.samples, 'sample')}; memory of "
             )
             line += "other sizes is on the line through both"
-            found = _on_line(small, large, candidate)
-        notes, inexact = (line, *found.notes), (line, *found.inexact)
+            measured = _on_line(small, large, candidate)
+        notes, inexact = (line, *measured.notes), (line, *measured.inexact)
         return replace(
-            found, candidate=candidate, exact=False, notes=notes, inexact=inexact
+            measured, candidate=candidate, exact=False, notes=notes, inexact=inexact
         )
 
     def _pair(
@@ -345,6 +345,10 @@ def _are_alike(lows: Sequence[int], highs: Sequence[int]) -> bool:
 def _with_peak(memory: Mapping[str, int], peak: int) -> dict[str, int]:
     """Memory by category with another peak, of which the state is the same."""
     state = sum(memory[key] for key in _STATE)
-    rest, before = max(0, peak - state), sum(memory.values()) - state
-    activations = round(rest * memory["activations"] / before) if before else 0
-    return {**memory, "activations": activations, "temporary": rest - activations}
+    other_bytes, before = max(0, peak - state), sum(memory.values()) - state
+    activations = round(other_bytes * memory["activations"] / before) if before else 0
+    return {
+        **memory,
+        "activations": activations,
+        "temporary": other_bytes - activations,
+    }

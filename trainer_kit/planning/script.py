@@ -103,11 +103,11 @@ def captured_fit(
             found=script,
             fix="give the path of a Python file",
         )
-    found: list[CapturedFit] = []
+    captured: list[CapturedFit] = []
     mains: list[Any] = []
     ended = "it ran to its end"
     with ExitStack() as stack:
-        stack.enter_context(_capturing(trainer_class, found, mains))
+        stack.enter_context(_capturing(trainer_class, captured, mains))
         if empty_weights:
             stack.enter_context(init_empty_weights())
         try:
@@ -117,19 +117,19 @@ def captured_fit(
         except SystemExit as error:
             ended = f"it exited with {error.code!r}"
         except Exception as error:
-            if not found:  # else the script caught the end of its fit, and failed without the results
+            if not captured:  # else the script caught the end of its fit, and failed without the results
                 fix = "it reads weights before the fit: call trainer.plan(...) there instead of fit(...)"
                 raise failed_script(
                     script, error, "before its Trainer.fit", fix * empty_weights
                 ) from error
-    if not found:
+    if not captured:
         raise ConfigurationError(
             f"{script} calls no Trainer.fit",
             found=f"{ended}, with the arguments {' '.join(arguments) or '(none)'}",
             fix="pass the script's arguments after --; a raw loop with an Accelerator cannot be captured",
         )
     sys.modules["__main__"] = mains[0]
-    return found[0]
+    return captured[0]
 
 
 @contextmanager
@@ -138,12 +138,12 @@ def _capturing(
 ) -> Iterator[None]:
     """Replace the constructor and ``fit`` of a Trainer: the first adapts its arguments, the second ends the script."""
     construct, fit = trainer_class.__init__, trainer_class.fit
-    given: dict[int, dict[str, Any]] = {}
+    arguments_by_call: dict[int, dict[str, Any]] = {}
 
     @wraps(construct)
     def here(self: Session, **arguments: Any) -> None:
         construct(self, **{**arguments, **_HERE})
-        given[id(self)] = arguments
+        arguments_by_call[id(self)] = arguments
 
     @wraps(fit)
     def capture(self: Session, *values: Any, **named: Any) -> None:
@@ -156,7 +156,7 @@ def _capturing(
         found.append(
             CapturedFit(
                 trainer=self,
-                arguments=given.get(id(self), {}),
+                arguments=arguments_by_call.get(id(self), {}),
                 module=passed["model"],
                 train_dataloaders=loaders,
                 val_dataloaders=passed["val_dataloaders"],
@@ -189,17 +189,17 @@ def failed_script(
         for frame in traceback.extract_tb(error.__traceback__)
         if Path(frame.filename) == Path(script).resolve()
     ]
-    where = f" (line {frames[-1].lineno})" if frames else ""
+    line = f" (line {frames[-1].lineno})" if frames else ""
     if isinstance(error, TrainerKitError):
         return ConfigurationError(
-            f"{script} failed {when}{where}: {error.problem}",
+            f"{script} failed {when}{line}: {error.problem}",
             found=error.found,
             fix=error.fix,
         )
     lacking = isinstance(error, (ImportError, OSError, SyntaxError))
     run = f"run it first: {Path(sys.executable).name} {script}"
     return ConfigurationError(
-        f"{script} failed {when}{where}",
+        f"{script} failed {when}{line}",
         found=f"{type(error).__name__}: {error}",
         fix=run if lacking or not fix else f"{run}; if it works, {fix}",
     )

@@ -388,14 +388,14 @@ class _Search:
         candidate = measured.candidate
         single = replace(candidate, accumulate=1)
         samples = candidate.micro_batch * candidate.accumulate
-        whole = self._results.get(self._key(replace(single, micro_batch=samples)))
-        if whole is None or not whole.ran:
+        whole_batch = self._results.get(self._key(replace(single, micro_batch=samples)))
+        if whole_batch is None or not whole_batch.ran:
             return self._measure_once(single)
-        if whole.flops * 2 * candidate.micro_batch != measured.flops * samples:
+        if whole_batch.flops * 2 * candidate.micro_batch != measured.flops * samples:
             return self._measure_once(single)
-        if not _same_bytes_each(whole, measured):
+        if not _same_bytes_each(whole_batch, measured):
             return self._measure_once(single)
-        return replace(whole, candidate=single, flops=measured.flops // 2)
+        return replace(whole_batch, candidate=single, flops=measured.flops // 2)
 
     @staticmethod
     def _state(measured: Measured) -> int:

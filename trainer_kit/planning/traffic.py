@@ -75,11 +75,11 @@ class TrafficCounter:
 
     def traffic(self) -> tuple[Traffic, ...]:
         """What was counted, the most bytes first."""
-        found = [
+        calls = [
             Traffic(kind=kind, axis=axis, count=count, bytes=self._bytes[kind, axis])
             for (kind, axis), count in self._counts.items()
         ]
-        return tuple(sorted(found, key=lambda one: (-one.bytes, one.kind, one.axis)))
+        return tuple(sorted(calls, key=lambda one: (-one.bytes, one.kind, one.axis)))
 
 
 def _kind(operator: str) -> str:

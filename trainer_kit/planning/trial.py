@@ -230,7 +230,7 @@ class Trial:
         optimizers: Sequence[Optimizer] = run.stepper.configured.optimizers
         if self.accelerator != "cpu":
             _step_together(optimizers)
-        held = [*run.module.parameters(), *run.module.buffers()]
+        state = [*run.module.parameters(), *run.module.buffers()]
 
         def note(parameter: Tensor) -> None:
             tracker.note(parameter.grad, "gradients")
@@ -238,7 +238,7 @@ class Trial:
         for parameter in run.module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(note)
-        tracker.note_state(held, optimizers)
+        tracker.note_state(state, optimizers)
         since = tracker.mark()
         tensors = self.tensors
         with tensors.running(self.batch), tensors.mode, tracker, tracker.resizes():
@@ -250,9 +250,9 @@ class Trial:
                     tensors.begin()
                 tracker.note(list(tensors_of(window.batches)), "activations")
                 run.forward_backward(window)
-                tracker.note_state(held, optimizers)
+                tracker.note_state(state, optimizers)
                 self._step(run, window, tracker)
-                tracker.note_state(held, optimizers)
+                tracker.note_state(state, optimizers)
                 run.progress.step += 1
         return since
 

@@ -104,12 +104,12 @@ def _refuse_threads(trainer: Session) -> None:
     device = trainer.strategy.device.type
     if reason is None and device == "cpu":
         return
-    found = f"strategy {trainer.strategy.name} on {device}"
+    configuration = f"strategy {trainer.strategy.name} on {device}"
     if reason:
-        found += f": {reason}"
+        configuration += f": {reason}"
     raise ConfigurationError(
         "runs in this process take turns on the CPU, with a strategy of torch",
-        found=found,
+        found=configuration,
         fix='let ranks be processes: verify without local; accelerator="cpu" needs no other device',
     )
 

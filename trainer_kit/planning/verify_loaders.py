@@ -128,7 +128,7 @@ def feeds_of(
         loaders: of each place, as `place_loaders` returns them.
         division: of the data.
     """
-    made = [
+    loaders_of_rank = [
         training_feed(
             each,
             trainer.settings,
@@ -138,7 +138,7 @@ def feeds_of(
         )
         for place, each in enumerate(loaders)
     ]
-    return [feed for feed, _ in made], made[0][1]
+    return [feed for feed, _ in loaders_of_rank], loaders_of_rank[0][1]
 
 
 def place_loaders(
@@ -158,10 +158,10 @@ def place_loaders(
         shard: whether the Trainer divides the data.
         make: calls ``train_dataloader`` for a place; None: the loaders were passed.
     """
-    others = range(1, division.places)
+    other_ranks = range(1, division.places)
     if make is not None and (not shard or divides_itself(loaders)):
-        return [loaders, *(make(place) for place in others)]
-    by_place = [loaders, *(_own(loaders) for _ in others)]
+        return [loaders, *(make(place) for place in other_ranks)]
+    by_place = [loaders, *(_own(loaders) for _ in other_ranks)]
     if make is None:
         for place, each in enumerate(by_place):
             retarget_samplers(each, place, division.places, division.world)
@@ -275,11 +275,11 @@ def _share(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
     ):
         memo[id(value)] = value
     elif isinstance(value, CombinedLoader):
-        for one in value.flattened:
-            _share(one, memo, seen)
+        for attribute in value.flattened:
+            _share(attribute, memo, seen)
     elif isinstance(value, (DataLoader, Sampler)):
-        held = dict(vars(value))
-        memo[id(held.pop("_iterator", None))] = (
+        attributes = dict(vars(value))
+        memo[id(attributes.pop("_iterator", None))] = (
             None  # it may have processes, and belongs to the user's loader
         )
         for name in (
@@ -287,6 +287,6 @@ def _share(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
             "worker_init_fn",
             "_DataLoader__multiprocessing_context",
         ):
-            memo[id(held.get(name))] = held.pop(name, None)
-        for one in held.values():
-            _share(one, memo, seen)
+            memo[id(attributes.get(name))] = attributes.pop(name, None)
+        for attribute in attributes.values():
+            _share(attribute, memo, seen)

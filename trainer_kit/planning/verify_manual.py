@@ -106,9 +106,11 @@ class Turns:
 
     def _pass(self, rank: int) -> None:
         self._random[rank] = rng_state()
-        others = [(rank + 1 + after) % self.ranks for after in range(self.ranks)]
+        other_ranks = [(rank + 1 + after) % self.ranks for after in range(self.ranks)]
         with self._changed:
-            self._turn = next((one for one in others if one not in self._ended), rank)
+            self._turn = next(
+                (one for one in other_ranks if one not in self._ended), rank
+            )
             self._changed.notify_all()
 
 
@@ -128,15 +130,15 @@ def add_gradients(
         modules: one for each rank, with the new gradients.
         before: the earlier gradients of each rank, in the order of its parameters.
     """
-    for at, parameters in enumerate(
+    for index, parameters in enumerate(
         zip(*(module.parameters() for module in modules), strict=True)
     ):
-        found = [
+        gradients = [
             parameter.grad for parameter in parameters if parameter.grad is not None
         ]
-        total = torch.stack(found).sum(0) if found else None
+        total = torch.stack(gradients).sum(0) if gradients else None
         for parameter, earlier in zip(
-            parameters, (one[at] for one in before), strict=True
+            parameters, (one[index] for one in before), strict=True
         ):
             if total is None:
                 parameter.grad = earlier

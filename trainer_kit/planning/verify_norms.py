@@ -38,7 +38,9 @@ def canonical(name: str) -> str:
         >>> canonical("net.0._checkpoint_wrapped_module.weight")
         'net.0.weight'
     """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(
+        component for component in name.split(".") if component not in _WRAPPERS
+    )
 
 
 def batch_norms(module: nn.Module) -> list[str]:
@@ -49,7 +51,9 @@ def batch_norms(module: nn.Module) -> list[str]:
         ['1']
     """
     return [
-        name for name, part in _norms(module) if not isinstance(part, nn.SyncBatchNorm)
+        name
+        for name, layer in _norms(module)
+        if not isinstance(layer, nn.SyncBatchNorm)
     ]
 
 
@@ -62,8 +66,8 @@ def synced_norms(module: nn.Module) -> list[str]:
     """
     return [
         name
-        for name, part in _norms(module)
-        if isinstance(part, nn.SyncBatchNorm) and part.training
+        for name, layer in _norms(module)
+        if isinstance(layer, nn.SyncBatchNorm) and layer.training
     ]
 
 

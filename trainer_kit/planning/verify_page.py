@@ -64,29 +64,29 @@ def write_page(path: str | os.PathLike[str], verification: Verification) -> Path
 
 
 def _page(verification: Verification) -> str:
-    word, kind = ("equal", "finished") if verification.ok else ("differs", "failed")
+    status, kind = ("equal", "finished") if verification.ok else ("differs", "failed")
     checks = "".join(
         f'<div class="check"><span class="{_CLASSES[check.status]}">{escape(check.status)}</span>'
         f"<b>{escape(check.name)}</b><span>{escape(check.text)}</span></div>"
         for check in verification.checks
     )
-    found = "".join(
+    listed = "".join(
         f"<p>{escape(str(finding))}</p>" for finding in verification.findings
     )
     differences = (
-        f'<div class="failure"><b>Differences, in the order of training</b>{found}</div>'
-        if found
+        f'<div class="failure"><b>Differences, in the order of training</b>{listed}</div>'
+        if listed
         else ""
     )
     steps = plural(verification.steps, "step")
-    end = "" if found else '<p class="soft">all equal, as far as checked</p>'
+    closing = "" if listed else '<p class="soft">all equal, as far as checked</p>'
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>verify: {escape(word)}</title><style>{page_part("page/page.css")}{_STYLE}</style></head>
-<body><header><h1>verify</h1><span class="badge {kind}">{word}</span>
+<title>verify: {escape(status)}</title><style>{page_part("page/page.css")}{_STYLE}</style></head>
+<body><header><h1>verify</h1><span class="badge {kind}">{status}</span>
 <p class="soft">{escape(verification.configuration)}, {steps} against a plain loop</p></header>
-<main>{differences}{end}<h2>Checks</h2><div class="panel">{checks}</div>
+<main>{differences}{closing}<h2>Checks</h2><div class="panel">{checks}</div>
 <h2>Difference of the weights</h2>{_figure(verification.curve)}</main><footer></footer></body></html>
 """
 
@@ -124,14 +124,15 @@ def _figure(curve: Sequence[Point]) -> str:
         lines.append(
             f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{curve[at].step}</text>'
         )
-    found = [place(at, point.difference) for at, point in enumerate(curve)]
+    difference_line = [place(at, point.difference) for at, point in enumerate(curve)]
     allowed = [place(at, point.allowed) for at, point in enumerate(curve)]
-    for name, points in (("allowed", allowed), ("found", found)):
+    for name, points in (("allowed", allowed), ("found", difference_line)):
         lines.append(
             f'<polyline class="{name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
         )
     lines += [
-        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in found
+        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>'
+        for x, y in difference_line
     ]
     return (
         '<div class="panel plain"><div class="runs"><span class="k0"><i class="swatch"></i> largest relative difference'

@@ -160,9 +160,9 @@ def compare_order(
         samples: list[int] = []
         for key in sorted(samples_by_batch):
             samples += samples_by_batch[key]
-        end = start + len(samples)
-        expected = Counter(plan[start:end])
-        start = end
+        stop = start + len(samples)
+        expected = Counter(plan[start:stop])
+        start = stop
         counts = Counter(samples)
         if not samples or expected == counts:
             continue

@@ -46,9 +46,9 @@ class Logs:
             return
         weight = self.weight if batch_size is None else float(batch_size)
         if on_epoch:
-            for one in (name, f"{name}_epoch"):
-                total, weights = self.epoch.get(one, (0.0, 0.0))
-                self.epoch[one] = (total + float(value) * weight, weights + weight)
+            for key in (name, f"{name}_epoch"):
+                total, weights = self.epoch.get(key, (0.0, 0.0))
+                self.epoch[key] = (total + float(value) * weight, weights + weight)
         if logger is not False and on_step is not False:
             self.found.setdefault(f"{name}_step" if on_epoch else name, []).append(
                 (float(value), weight)

@@ -65,15 +65,15 @@ class WaitWatch:
         replace_file(self._file(self.rank), json.dumps(waits).encode())
         if now - self._since < _PATIENCE:
             return
-        others = [
+        other_ranks = [
             json.loads(self._file(rank).read_text()) for rank in range(self.ranks)
         ]
         stuck = all(
             each["seconds"] >= _PATIENCE - _INTERVAL and now - each["at"] < _PATIENCE
-            for each in others
+            for each in other_ranks
         )
-        if stuck and len({(each["call"], each["place"]) for each in others}) > 1:
-            replace_file(self.directory / _VERDICT, json.dumps(others).encode())
+        if stuck and len({(each["call"], each["place"]) for each in other_ranks}) > 1:
+            replace_file(self.directory / _VERDICT, json.dumps(other_ranks).encode())
             os._exit(_EXIT_CODE)
 
     def _file(self, rank: int) -> Path:

@@ -615,4 +615,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 def _natural_order(path: Path) -> list[tuple[int, int, str]]:
     """Return a sort key that puts version_2 before version_10."""
     parts = str(path).replace("_", os.sep).split(os.sep)
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+    return [
+        (0, int(component), "") if component.isdigit() else (1, 0, component)
+        for component in parts
+    ]

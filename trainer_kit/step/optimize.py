@@ -279,9 +279,11 @@ class Stepper:
     def _evaluate(self, optimizer: Optimizer) -> None:
         """Run the window again, without changing the gradients of other optimizers or counting in metric objects."""
         stepped = {id(parameter) for parameter in self._parameters[id(optimizer)]}
-        others = [each for each in self._trained_parameters if id(each) not in stepped]
-        gradients = [parameter.grad for parameter in others]
-        drop_gradients(others)
+        remaining = [
+            each for each in self._trained_parameters if id(each) not in stepped
+        ]
+        gradients = [parameter.grad for parameter in remaining]
+        drop_gradients(remaining)
         clip = next(clip for stepping, clip, _ in self._runs if stepping is optimizer)
         # Metric objects count a batch once, however often it runs.
         undo_metrics = remember_metrics([self.module])
@@ -292,7 +294,7 @@ class Stepper:
             if clip is not None:
                 clip()
         undo_metrics()
-        for parameter, gradient in zip(others, gradients, strict=True):
+        for parameter, gradient in zip(remaining, gradients, strict=True):
             parameter.grad = gradient
 
     @property

@@ -171,11 +171,13 @@ class SplitBatches:
         if self._state.parts == 1:
             return [(batch, 1.0)]
         parts = split(batch, self._state.parts)
-        weights = [self._weigh(part, size) for part, size in parts]
+        weights = [self._weigh(micro_batch, size) for micro_batch, size in parts]
         total = sum(weights)
         weighted_parts = zip(parts, weights, strict=True)
         return [
-            (part, weight / total) for (part, _), weight in weighted_parts if weight
+            (micro_batch, weight / total)
+            for (micro_batch, _), weight in weighted_parts
+            if weight
         ]
 
     def _weigh(self, part: _Batch, size: int) -> float:

@@ -502,8 +502,8 @@ class Window(_Record):
         batch, metrics = self.batch, self.runner.metrics
         weight = metrics.weight
         outputs: list[tuple[_Outputs, float]] = []
-        for part, share in parts:
-            self.batch = part
+        for micro_batch, share in parts:
+            self.batch = micro_batch
             if weight is not None:
                 metrics.use_weight(weight * share)
             loss = self.forward(index)

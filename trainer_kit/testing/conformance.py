@@ -267,15 +267,15 @@ def fit(
     )
     if save is not None:
         trainer.save_checkpoint(save)
-    found = whole(trainer.strategy.module_state(module))
-    everyone = trainer.strategy.world.all_gather_object(found)
+    weights = whole(trainer.strategy.module_state(module))
+    everyone = trainer.strategy.world.all_gather_object(weights)
     if not trainer.strategy.sharded:
         return trainer, everyone[
             0
         ]  # the complete state may be on rank 0 alone, which writes it
-    for own in everyone:  # each stage of a pipeline has a part of the names
-        found = {**own, **found}
-    return trainer, found
+    for rank_weights in everyone:  # each stage of a pipeline has a part of the names
+        weights = {**rank_weights, **weights}
+    return trainer, weights
 
 
 def continues(
@@ -505,8 +505,8 @@ def _manual_optimization(strategy: _Make, precision: str) -> None:
 
 
 def _checkpoints(strategy: _Make, precision: str) -> None:
-    with tempfile.TemporaryDirectory() as own:
-        box = [own]
+    with tempfile.TemporaryDirectory() as directory:
+        box = [directory]
         torch.distributed.broadcast_object_list(box, 0)
         continues({"one": lambda: "auto", "it": strategy}, box[0], precision=precision)
         torch.distributed.barrier()

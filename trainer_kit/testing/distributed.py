@@ -145,8 +145,8 @@ def _filter(entry: Any) -> tuple[Any, ...]:
     """An entry of ``warnings.filters`` as arguments of ``warnings.filterwarnings``."""
     action, message, category, module, line = entry
     pattern = [
-        part if isinstance(part, str) else "" if part is None else part.pattern
-        for part in (message, module)
+        text if isinstance(text, str) else "" if text is None else text.pattern
+        for text in (message, module)
     ]
     return action, pattern[0], category, pattern[1], line
 
@@ -165,13 +165,13 @@ class _Call:
     filters: list[tuple[Any, ...]]
 
     def __call__(self, rank: int) -> Any:
-        own = {
+        variables = {
             name: os.environ[name]
             for name in (*_RANK_VARIABLES, "GLOO_SOCKET_IFNAME")
             if name in os.environ
         }
         os.environ.clear()
-        os.environ.update({**self.environ, **own})
+        os.environ.update({**self.environ, **variables})
         os.chdir(self.working_directory)
         import torch
 

@@ -64,8 +64,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     except BaseException as error:
         raise error.with_traceback(None)  # noqa: B904 - the traceback of the rank is a note of this error
     for outcome in filter(None, outcomes):
-        word, reason = outcome
-        (pytest.skip if word == "skip" else pytest.xfail)(reason)
+        status, reason = outcome
+        (pytest.skip if status == "skip" else pytest.xfail)(reason)
     return True
 
 
