@@ -186,7 +186,7 @@ def choose_strategy(
     return (
         training_strategy,
         processes.on_node,
-        _how_to_start(strategy, processes.on_node, environment),
+        _choose_launch(strategy, processes.on_node, environment),
     )
 
 
@@ -276,7 +276,7 @@ def _make_auto(world_size: int, device: torch.device) -> Strategy:
     return make_strategy("ddp" if world_size > 1 else "single_device", device)
 
 
-def _how_to_start(
+def _choose_launch(
     strategy: Any, processes: int, environment: Environment
 ) -> str | None:
     """How this process starts the ranks; None: it is one."""

@@ -22,7 +22,7 @@ from trainer_kit.launch.machines import (
     Machines,
     PeerFailed,
     SignedStore,
-    own_address_towards,
+    local_address_towards,
 )
 
 ABOUT = {"processes": 2}
@@ -225,7 +225,7 @@ for table in ("tcp", "tcp6"):
 def test_rank_0_listens_at_one_address(
     address: str, port: int, tmp_path: Path, programs: Programs
 ) -> None:
-    own = own_address_towards("192.0.2.200")
+    own = local_address_towards("192.0.2.200")
     if address == "service" and own in (None, "192.0.2.200"):
         pytest.skip("this machine has no network")
     script = tmp_path / "rank.py"

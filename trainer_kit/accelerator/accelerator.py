@@ -21,14 +21,14 @@ from trainer_kit.accelerator.checkpoints import Checkpoints
 from trainer_kit.accelerator.composition import (
     chosen_sizes,
     engine_arguments,
-    made_accumulation,
-    made_precision,
     named_dynamo,
     named_loaders,
     named_options,
     named_project,
     named_trackers,
     plugins,
+    resolve_accumulation,
+    resolve_precision,
     started_strategy,
     started_watchdog,
 )
@@ -249,12 +249,12 @@ class Accelerator:
         debugging = self.origins["debug"].value
         self.origins |= chosen_sizes(options)
         self.strategy = started_strategy(options, on_cpu, self.environment)
-        self.precision = made_precision(precision_name, self.strategy, options)
+        self.precision = resolve_precision(precision_name, self.strategy, options)
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
         self._project = named_project(project_config, project_dir)
         self.rng_types = rng_types
-        self.accumulation = made_accumulation(
+        self.accumulation = resolve_accumulation(
             plugin, steps, default_steps, self.strategy, self.precision.name
         )
         self.processes = AcceleratorProcesses(

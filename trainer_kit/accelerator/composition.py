@@ -59,14 +59,14 @@ __all__ = [
     "chosen_sizes",
     "chosen_strategy",
     "engine_arguments",
-    "made_accumulation",
-    "made_precision",
     "named_dynamo",
     "named_loaders",
     "named_options",
     "named_project",
     "named_trackers",
     "plugins",
+    "resolve_accumulation",
+    "resolve_precision",
     "started_strategy",
     "started_watchdog",
 ]
@@ -298,7 +298,7 @@ def started_strategy(
     return strategy
 
 
-def made_precision(
+def resolve_precision(
     precision: Any, strategy: Strategy, options: Mapping[type, Any]
 ) -> Precision:
     """Return the precision for a name or an object, with the gradient scaler of the user's options."""
@@ -324,7 +324,7 @@ def _fp8_recipe(options: Mapping[type, Any]) -> FP8Recipe:
     return launched_recipe() or AORecipeKwargs()
 
 
-def made_accumulation(
+def resolve_accumulation(
     plugin: GradientAccumulationPlugin | None,
     steps: int | None,
     default_steps: int,

@@ -30,8 +30,8 @@ from trainer_kit.compat.deepspeed import (
     DeepSpeedPlugin,
     DummyOptim,
     DummyScheduler,
-    made_optimizer,
-    made_scheduler,
+    resolve_optimizer,
+    resolve_scheduler,
     selected_plugin,
 )
 from trainer_kit.compat.options import DataLoaderConfiguration, TorchDynamoPlugin
@@ -237,7 +237,7 @@ class Prepared:
         """Wrap an optimizer, so that it steps only when gradients are complete."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
-        optimizer = made_optimizer(self._strategy, optimizer)
+        optimizer = resolve_optimizer(self._strategy, optimizer)
         owns_step = self._strategy.owns_step
         if owns_step:
             # Before the engine replaces the parameters with its own.
@@ -356,7 +356,7 @@ class Prepared:
             latest = self.optimizers[-1].optimizer
         times = self._scheduler_steps
         is_dummy = isinstance(scheduler, DummyScheduler)
-        scheduler = made_scheduler(self._strategy, scheduler, latest, times)
+        scheduler = resolve_scheduler(self._strategy, scheduler, latest, times)
         is_plateau = isinstance(scheduler, ReduceLROnPlateau)
         is_deepspeed = type(scheduler).__module__.startswith("deepspeed.")
         if is_plateau or is_dummy or is_deepspeed:

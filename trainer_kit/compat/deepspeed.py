@@ -26,9 +26,9 @@ __all__ = [
     "DeepSpeedPlugin",
     "DummyOptim",
     "DummyScheduler",
-    "made_optimizer",
-    "made_scheduler",
     "named_plugins",
+    "resolve_optimizer",
+    "resolve_scheduler",
     "selected_plugin",
 ]
 
@@ -99,7 +99,9 @@ class DummyScheduler:
         self.kwargs = kwargs
 
 
-def made_optimizer(strategy: Strategy, optimizer: Optimizer | DummyOptim) -> Optimizer:
+def resolve_optimizer(
+    strategy: Strategy, optimizer: Optimizer | DummyOptim
+) -> Optimizer:
     """Return the given optimizer; for a `DummyOptim`, the one that the strategy's JSON names. Both is an error."""
     sections = strategy.sections
     if not isinstance(optimizer, DummyOptim):
@@ -116,7 +118,7 @@ def made_optimizer(strategy: Strategy, optimizer: Optimizer | DummyOptim) -> Opt
     )
 
 
-def made_scheduler(
+def resolve_scheduler(
     strategy: Strategy, scheduler: Any, optimizer: Any, times: int = 1
 ) -> Any:
     """Return the given scheduler; for a `DummyScheduler`, the one that the strategy's JSON names.

@@ -20,7 +20,7 @@ from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.failure import RankFailure
 
 __all__ = [
-    "RUN_TOKEN", "Machines", "PeerFailed", "SignedStore", "interface_of", "join_store", "own_address_towards",
+    "RUN_TOKEN", "Machines", "PeerFailed", "SignedStore", "interface_of", "join_store", "local_address_towards",
     "run_token", "serve_store",
 ]  # fmt: skip
 
@@ -385,7 +385,7 @@ def join_store(address: str, port: int, timeout: timedelta = _STORE_TIME) -> Any
     return TCPStore(address, port, None, False, timeout, False)
 
 
-def own_address_towards(address: str) -> str | None:
+def local_address_towards(address: str) -> str | None:
     """This machine's own address on the route to another one; None without a route."""
     try:
         family, kind, _, _, socket_address = socket.getaddrinfo(
@@ -412,7 +412,7 @@ def interface_of(address: str) -> str | None:
         return None
     import fcntl
 
-    own_address = own_address_towards(address)
+    own_address = local_address_towards(address)
     if own_address is None:
         return None
     try:

@@ -20,7 +20,7 @@ from trainer_kit.launch.machines import (
     SignedStore,
     interface_of,
     join_store,
-    own_address_towards,
+    local_address_towards,
     run_token,
     serve_store,
 )
@@ -94,7 +94,7 @@ def _serve_as_master(here: Environment) -> Any:
     except LaunchError as error:
         listen_address = None
         if not _is_local(here.master_addr):
-            listen_address = own_address_towards(here.master_addr)
+            listen_address = local_address_towards(here.master_addr)
         if listen_address is None:
             raise LaunchError(
                 error.problem,

@@ -296,7 +296,7 @@ class RunLogger(ABC):
         """
         values = numbers(metrics, self._prefix)
         if values:
-            self._write_metrics(self.experiment, values, self._at(step))
+            self._write_metrics(self.experiment, values, self._resolve_step(step))
 
     def log_hyperparams(
         self, params: Any, metrics: Mapping[str, Any] | None = None
@@ -349,7 +349,9 @@ class RunLogger(ABC):
         for index, (image, text) in enumerate(
             zip(map(picture, many), captions, strict=True)
         ):
-            self._write_image(self.experiment, key, image, self._at(step), index, text)
+            self._write_image(
+                self.experiment, key, image, self._resolve_step(step), index, text
+            )
 
     def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
         """Log a matplotlib figure, as a picture.
@@ -360,12 +362,12 @@ class RunLogger(ABC):
             step: None for that of the previous call.
         """
         self._write_image(
-            self.experiment, key, rendered(figure), self._at(step), 0, None
+            self.experiment, key, rendered(figure), self._resolve_step(step), 0, None
         )
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
         """Log text under ``key``."""
-        self._write_text(self.experiment, key, str(text), self._at(step))
+        self._write_text(self.experiment, key, str(text), self._resolve_step(step))
 
     def log_histogram(
         self, key: str, values: Any, step: int | None = None, bins: int = 64
@@ -379,7 +381,7 @@ class RunLogger(ABC):
             bins: number of intervals.
         """
         self._write_histogram(
-            self.experiment, key, flat_values(values), bins, self._at(step)
+            self.experiment, key, flat_values(values), bins, self._resolve_step(step)
         )
 
     def log_table(
@@ -396,7 +398,7 @@ class RunLogger(ABC):
             LogError: a row's number of values differs from the number of columns.
         """
         names, rows = as_table(columns, data, dataframe)
-        self._write_table(self.experiment, key, names, rows, self._at(step))
+        self._write_table(self.experiment, key, names, rows, self._resolve_step(step))
 
     def log_artifact(
         self, path: str | os.PathLike[str], name: str | None = None
@@ -440,7 +442,7 @@ class RunLogger(ABC):
         else:
             self._write_file(self.experiment, path, f"checkpoints/{path.name}")
 
-    def _at(self, step: int | None) -> int:
+    def _resolve_step(self, step: int | None) -> int:
         self._step = self._step if step is None else int(step)
         return self._step
 

@@ -131,11 +131,11 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if several:
             return tuple(
                 [
-                    None if result is None else self._made(result, args)
+                    None if result is None else self._make_output(result, args)
                     for result in results
                 ]
             )
-        return None if results[0] is None else self._made(results[0], args)
+        return None if results[0] is None else self._make_output(results[0], args)
 
     def _key(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -224,13 +224,13 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if same is None:
                 shares = any(_share(leaf, output) for leaf in inside)
                 if not shares == func.is_view == (view_of is not None) or _facts(
-                    self._made(result, args)
+                    self._make_output(result, args)
                 ) != _facts(output):
                     return None
             results.append(result)
         return type(out) is tuple, tuple(results)
 
-    def _made(self, result: _Result, args: Sequence[Any]) -> Tensor:
+    def _make_output(self, result: _Result, args: Sequence[Any]) -> Tensor:
         if result.argument is not None:
             argument: Tensor = args[result.argument]
             return argument

@@ -141,7 +141,7 @@ def _capturing(
     arguments_by_call: dict[int, dict[str, Any]] = {}
 
     @wraps(construct)
-    def here(self: Session, **arguments: Any) -> None:
+    def record_arguments(self: Session, **arguments: Any) -> None:
         construct(self, **{**arguments, **_HERE})
         arguments_by_call[id(self)] = arguments
 
@@ -166,7 +166,7 @@ def _capturing(
         mains.append(sys.modules["__main__"])
         raise _Reached
 
-    trainer_class.__init__, trainer_class.fit = here, capture
+    trainer_class.__init__, trainer_class.fit = record_arguments, capture
     try:
         yield
     finally:

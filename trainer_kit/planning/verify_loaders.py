@@ -161,7 +161,7 @@ def place_loaders(
     other_ranks = range(1, division.places)
     if make is not None and (not shard or divides_itself(loaders)):
         return [loaders, *(make(place) for place in other_ranks)]
-    by_place = [loaders, *(_own(loaders) for _ in other_ranks)]
+    by_place = [loaders, *(_copy_loaders(loaders) for _ in other_ranks)]
     if make is None:
         for place, each in enumerate(by_place):
             retarget_samplers(each, place, division.places, division.world)
@@ -251,7 +251,7 @@ def retarget_samplers(loaders: Any, rank: int, size: int, world: int) -> list[st
     return changed
 
 
-def _own(loaders: Any) -> Any:
+def _copy_loaders(loaders: Any) -> Any:
     """A copy of the loaders, whose samplers, generators and streams another rank's reading does not change.
 
     What reads one sample at a time is shared, so that state between samples shows. Loaders that cannot be copied are

@@ -61,7 +61,7 @@ class Turns:
         """
         self._random = [rng_state() for _ in range(self.ranks)]
         threads = [
-            threading.Thread(target=self._one, args=(work, rank), daemon=True)
+            threading.Thread(target=self._work_in_turns, args=(work, rank), daemon=True)
             for rank in range(self.ranks)
         ]
         for thread in threads:
@@ -81,7 +81,7 @@ class Turns:
         self._pass(rank)
         self._wait(rank)
 
-    def _one(self, work: Callable[[int], None], rank: int) -> None:
+    def _work_in_turns(self, work: Callable[[int], None], rank: int) -> None:
         try:
             self._wait(rank)
             work(rank)
