@@ -731,7 +731,7 @@ def test_the_loggers_have_the_arguments_of_their_frameworks():
     from trainer_kit import loggers
 
     named = {
-        "MLFlowLogger": "experiment_name run_name tracking_uri tags save_dir log_model checkpoint_path_prefix prefix "
+        "MLFlowLogger": "experiment_name run_name tracking_uri tags save_dir log_model prefix "
         "artifact_location run_id synchronous",
         "CometLogger": "api_key workspace project experiment_key mode online prefix",
         "DVCLiveLogger": "run_name prefix log_model experiment",
