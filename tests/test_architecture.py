@@ -68,7 +68,7 @@ LONG_FILES = {
     "commands/arguments.py": 760,
     "commands/migrate_report.py": 690,
     "data/sources.py": 700,
-    "training/session.py": 810,
+    "training/session.py": 815,
 }
 WIDE_CONSTRUCTORS = {
     "Trainer": "the Trainer's constructor",

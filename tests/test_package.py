@@ -39,7 +39,10 @@ DISTRIBUTIONS = {
     "yaml": "pyyaml",
 }
 # Packages of which a user may hand over objects; they are imported only then.
-HANDED_OVER = {"omegaconf": "hyperparameters and states that are OmegaConf containers"}
+HANDED_OVER = {
+    "omegaconf": "hyperparameters and states that are OmegaConf containers",
+    "typing-extensions": "torch requires it; only the type checker reads the import",
+}
 # Dependencies that our source does not import: what imports them.
 INDIRECT = {
     "docstring-parser": "jsonargparse, for the help of options",

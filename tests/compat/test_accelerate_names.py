@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 
 import trainer_kit as tk
 from trainer_kit import Accelerator, PartialState
-from trainer_kit.accelerator import loader as loaders
+from trainer_kit.accelerator import samplers as loaders
 from trainer_kit.accelerator import script_names
 from trainer_kit.accelerator.accelerator import forget_newest
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler

@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
+from trainer_kit.compat._plateau import ReduceLROnPlateau
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
@@ -198,23 +199,6 @@ def is_overridden(
             fix="pass parent=",
         )
     return _is_overridden(method_name, instance, parent)
-
-
-class ReduceLROnPlateau(TorchReduceLROnPlateau):
-    """torch's scheduler, with the name of the logged value that it looks at.
-
-    Args:
-        optimizer: the optimizer.
-        monitor: the logged value.
-        args: torch's arguments.
-        kwargs: torch's arguments by name.
-    """
-
-    def __init__(
-        self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any
-    ) -> None:
-        super().__init__(optimizer, *args, **kwargs)
-        self.monitor = monitor
 
 
 def get_filesystem(path: Any, **options: Any) -> Any:

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, final
 
@@ -258,6 +259,7 @@ class DirectoryLogger(ABC):
         )
         self.claimed = version is not None
         """Whether the version belongs to this run: given, continued, or its directory made by this run."""
+        self._made_directory = False
         self._opened = (
             False  # whether there are files or buffered values of this version
         )
@@ -345,6 +347,15 @@ class DirectoryLogger(ABC):
         """Write to this version, whose directory this run has made."""
         self._version = version
         self.claimed = True
+        self._made_directory = True
+
+    def release_version(self) -> None:
+        """Remove the directory that was made for this version, if it is empty: the run is refused."""
+        if self._made_directory:
+            self._made_directory = False
+            self.claimed = False
+            with suppress(OSError):
+                os.rmdir(self.log_dir)
 
     @abstractmethod
     def finalize(self, status: str) -> None:

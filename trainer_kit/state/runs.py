@@ -38,7 +38,11 @@ from trainer_kit.launch.program import (
 )
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
-from trainer_kit.loggers.layout import DEFAULT_NAME, claim_versions
+from trainer_kit.loggers.layout import (
+    DEFAULT_NAME,
+    DirectoryLogger,
+    claim_versions,
+)
 from trainer_kit.state.records import (
     RUN,
     RunRecord,
@@ -320,6 +324,12 @@ class RunFiles:
             self._share_directory(world)
         if self.loggers and world.rank == 0:
             self._open_journal()
+
+    def release_versions(self) -> None:
+        """Remove the empty directories that this run has made: it is refused before anything is written."""
+        for logger in self._directory_loggers:
+            if isinstance(logger, DirectoryLogger):
+                logger.release_version()
 
     def _share_directory(self, world: Group) -> None:
         """Give rank 0's directory, states of loggers and seed to every rank."""
@@ -657,6 +667,7 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
         if problem is None:
             problem = next(iter(problems.values()), f"no {RUN} knows their run")
         newest = unknown[-1]
+        files.release_versions()
         raise ConfigurationError(
             f"the checkpoints in {directory} belong to an unknown run",
             found=f"{problem}; the newest checkpoint there is of step {newest.step}",

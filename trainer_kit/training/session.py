@@ -357,6 +357,11 @@ class Session:
         return RunningStage(self.state_verb) if self.state_verb else None
 
     @property
+    def status(self) -> TrainerStatus:
+        """The status of the last entry point."""
+        return self.running.status
+
+    @property
     def interrupted(self) -> bool:
         """Whether the last entry point ended by an exception or a signal."""
         return self.running.status == TrainerStatus.INTERRUPTED
