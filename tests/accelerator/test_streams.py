@@ -130,7 +130,7 @@ def test_drop_last_drops_the_samples_that_do_not_fill_a_batch_for_each_process(d
 
 @pytest.mark.parametrize("kind", [Place, Shuffles])
 @pytest.mark.parametrize("dispatch", [None, False])
-@pytest.mark.filterwarnings("ignore:.*batches were read:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*batch(es were| was) read:UserWarning")
 def test_a_resumed_epoch_ends_as_the_whole_one(kind, dispatch, tmp_path):
     """With the samples that fill the last batch up."""
 

@@ -220,13 +220,16 @@ def plural(count: int, noun: str, nouns: str | None = None, *, spec: str = "") -
         spec: how the count is formatted, such as ``","``.
 
     Example:
-        >>> plural(1, "rank"), plural(2, "batch"), plural(0, "entry", "entries")
-        ('1 rank', '2 batches', '0 entries')
+        >>> plural(1, "rank"), plural(2, "batch"), plural(3, "epoch")
+        ('1 rank', '2 batches', '3 epochs')
+        >>> plural(0, "entry", "entries")
+        '0 entries'
     """
     if count == 1:
         return f"1 {noun}"
     if nouns is None:
-        nouns = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
+        hisses = noun.endswith(("ch", "s", "x")) and not noun.endswith("epoch")
+        nouns = f"{noun}es" if hisses else f"{noun}s"
     return f"{count:{spec}} {nouns}"
 
 
