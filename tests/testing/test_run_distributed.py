@@ -144,6 +144,24 @@ def test_a_hang_ends_with_every_stack() -> None:
     assert "barrier" in told
 
 
+class _SlowToStart:
+    """Takes longer to reach a rank than the function has time."""
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        time.sleep(2)
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"seconds": 2}
+
+
+@pytest.mark.slow
+def test_the_start_of_the_ranks_is_not_time_of_the_function() -> None:
+    assert run_distributed(isinstance, 2, _SlowToStart(), object, timeout=1) == [
+        True,
+        True,
+    ]
+
+
 @pytest.mark.slow
 def test_no_process_is_left_after_a_hang(tmp_path: Path) -> None:
     with pytest.raises(RankError):

@@ -288,6 +288,7 @@ class Ranks:
         self._ends: dict[int, RankFailure] = {}  # of ranks that returned
         self._errors: dict[int, BaseException | None] = {}
         self._failures: dict[int, RankFailure] = {}
+        self._peer_deadline: float | None = None  # set by the first failure
         self._readers: list[Connection[Any, Any]] = []
         self._processes: list[Any] = []
         try:
@@ -348,22 +349,19 @@ class Ranks:
             False at the timeout.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        peer_deadline: float | None = None
         while self.running:
-            if self._failures and peer_deadline is None:
-                peer_deadline = time.monotonic() + self.peer_grace
-            deadlines = [
-                limit for limit in (deadline, peer_deadline) if limit is not None
-            ]
-            remaining = None
-            if deadlines:
-                remaining = min(deadlines) - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                if peer_deadline is None:
-                    return False
+            now = time.monotonic()
+            if self._failures and self._peer_deadline is None:
+                self._peer_deadline = now + self.peer_grace
+            if self._peer_deadline is not None and now >= self._peer_deadline:
                 self._stop_peers()
                 break
-            self._collect_messages(remaining)
+            if deadline is not None and now >= deadline:
+                return False
+            deadlines = [
+                limit for limit in (deadline, self._peer_deadline) if limit is not None
+            ]
+            self._collect_messages(min(deadlines) - now if deadlines else None)
         return True
 
     def _collect_messages(self, timeout: float | None) -> None:

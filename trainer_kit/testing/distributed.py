@@ -43,6 +43,8 @@ _PRELOAD_WHERE_USED: Final = (
     "torchmetrics",
 )
 """The server loads these if this process has loaded them: the functions on the ranks may need them too."""
+_START_TIME: Final = 60.0
+"""Seconds that the ranks have to start: on a busy machine, importing and meeting takes longer than a short timeout."""
 # A signal with no other use.
 _DUMP: Final[int] = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 _RANK_VARIABLES: Final = (
@@ -73,7 +75,7 @@ def run_distributed(
         fn: a function at the top level of a module.
         world_size: number of ranks.
         args: picklable arguments of ``fn``.
-        timeout: seconds after which the run fails; also the timeout of the collectives.
+        timeout: seconds after which the run fails, counted from when all ranks call ``fn``. To start they have 60 more.
         process_group: initialise the gloo process group before ``fn`` is called.
         kwargs: picklable arguments of ``fn``.
 
@@ -118,7 +120,8 @@ def run_distributed(
         )
         ranks = Ranks(context, world_size, call, local_environment(world_size))
         try:
-            if not ranks.wait(timeout):
+            _wait_for_calls(ranks, Path(directory))
+            if not ranks.wait(timeout) and not ranks.failures:
                 raise RankError(
                     f"{len(ranks.running)} of {plural(world_size, 'rank')} were not done after {timeout:g} s",
                     found=_stacks(ranks.running, Path(directory)),
@@ -126,6 +129,16 @@ def run_distributed(
             return ranks.results()
         finally:
             ranks.close()
+
+
+def _wait_for_calls(ranks: Ranks, directory: Path) -> None:
+    """Return when all ranks call the function, when one has failed, or when the time to start is over."""
+    marks = [directory / f"called-{rank}" for rank in range(ranks.nproc)]
+    deadline = time.monotonic() + _START_TIME
+    while time.monotonic() < deadline:
+        all_done = ranks.wait(timeout=0.02)
+        if all_done or ranks.failures or all(mark.exists() for mark in marks):
+            return
 
 
 def _pickled(
@@ -193,6 +206,7 @@ class _Call:
                 if self.process_group:
                     self._join(rank)
                 fn, args, kwargs = pickle.loads(self.call)
+                Path(self.directory, f"called-{rank}").touch()
                 return fn(*args, **kwargs)
             finally:
                 faulthandler.unregister(_DUMP)
@@ -208,7 +222,8 @@ class _Call:
             store=store,
             rank=rank,
             world_size=int(os.environ["WORLD_SIZE"]),
-            timeout=timedelta(seconds=self.timeout),
+            # The launching process ends a collective that waits longer than `timeout`, and shows every stack.
+            timeout=timedelta(seconds=max(self.timeout, _START_TIME)),
         )
 
 
