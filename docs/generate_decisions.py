@@ -1,28 +1,53 @@
-"""Writes docs/decisions/index.md, the list of the decision records, for ``make docs``."""
+"""Writes docs/decisions/index.md, the list of the decisions, for ``make docs``."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-RECORDS = Path(__file__).with_name("decisions")
-PAGE = RECORDS / "index.md"
+DECISIONS = Path(__file__).with_name("decisions")
+PAGE = DECISIONS / "index.md"
+PAGES = (
+    "step",
+    "data",
+    "precision",
+    "strategies",
+    "checkpoints",
+    "resume",
+    "logging",
+    "callbacks",
+    "accelerator",
+    "launch",
+    "planning",
+    "project",
+)
+HEADING = re.compile(r"^## (\d+) · (.+) \{ #(\d{4}) \}$", re.M)
 HEAD = """\
 # Decisions
 
 <!-- Written by docs/generate_decisions.py; `make docs` writes it again. -->
 
-To learn why something is as it is, find its record here. Each is one page: context, decision, and what was rejected.
-
+To learn why something is as it is, find its decision here: context, decision, and what was rejected. A decision keeps
+its number; a new one takes the next free number, on the page of its subject.
 """
+DROPPED: dict[int, str] = {}
+"""By number, why a decision is no longer listed: where it went, or why it no longer decides anything."""
 
 
 def render() -> str:
     """The whole page."""
-    lines = []
-    for record in sorted(RECORDS.glob("[0-9]*.md")):
-        title = record.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        lines.append(f"- [{title}]({record.name})\n")
-    return HEAD + "".join(lines)
+    lines = [HEAD]
+    for name in PAGES:
+        text = (DECISIONS / f"{name}.md").read_text(encoding="utf-8")
+        subject = text.splitlines()[0].removeprefix("# ")
+        lines.append(f"\n## [{subject}]({name}.md)\n\n")
+        for number, title, anchor in HEADING.findall(text):
+            lines.append(f"- [{number} · {title}]({name}.md#{anchor})\n")
+    if DROPPED:
+        lines.append("\n## Dropped numbers\n\n")
+    for number, reason in DROPPED.items():
+        lines.append(f"- {number}: {reason}\n")
+    return "".join(lines)
 
 
 if __name__ == "__main__":

@@ -93,14 +93,24 @@ def test_hook_page_is_current() -> None:
 
 
 def test_decisions_are_whole() -> None:
-    """A record says what was decided, why, and what was rejected."""
-    records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
-    assert records
-    for record in records:
-        text = record.read_text(encoding="utf-8")
-        assert re.match(r"\d{4}-[a-z0-9-]+\.md$", record.name), record.name
-        for part in ("## Context", "## Decision", "## Rejected"):
-            assert f"\n{part}\n" in text, f"{record.name} lacks {part}"
+    """A section says what was decided, why, and what was rejected; its number is its anchor, and is used once."""
+    decisions = runpy.run_path(str(ROOT / "docs" / "generate_decisions.py"))
+    folder = ROOT / "docs" / "decisions"
+    names = {page.stem for page in folder.glob("*.md")}
+    assert names == {*decisions["PAGES"], "index"}
+    numbers = [*decisions["DROPPED"]]
+    for name in decisions["PAGES"]:
+        text = (folder / f"{name}.md").read_text(encoding="utf-8")
+        for section in re.split(r"^## ", text, flags=re.M)[1:]:
+            heading = section.splitlines()[0]
+            match = decisions["HEADING"].match(f"## {heading}")
+            assert match, f"{name}.md: {heading}"
+            number, _, anchor = match.groups()
+            assert anchor == f"{int(number):04}", heading
+            numbers.append(int(number))
+            for part in ("**Context.**", "**Decision.**", "**Rejected.**"):
+                assert f"\n{part}" in section, f"{name}.md: {number} lacks {part}"
+    assert len(numbers) == len(set(numbers))
 
 
 def test_the_learn_pages_tell_of_one_model() -> None:

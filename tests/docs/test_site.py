@@ -53,13 +53,7 @@ def test_every_page_is_in_the_navigation() -> None:
         *entries(yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)["nav"])
     ]
     assert len(listed) == len(set(listed))
-    records = {
-        page.relative_to(DOCS).as_posix() for page in DOCS.glob("decisions/[0-9]*.md")
-    }
-    assert records, "the records are listed on a page of their own"
-    assert {page.relative_to(DOCS).as_posix() for page in PAGES} - records == set(
-        listed
-    )
+    assert {page.relative_to(DOCS).as_posix() for page in PAGES} == set(listed)
 
 
 def test_icons_are_those_that_mkdocs_material_has_too() -> None:
@@ -117,6 +111,36 @@ def test_links_and_anchors_resolve(page: Path) -> None:
         inside = page in OUTSIDE or (file.is_relative_to(DOCS) and file.is_file())
         if not file.exists() or not inside or (anchor and not is_there(file, anchor)):
             broken.append(target)
+    assert not broken
+
+
+SOURCES = [
+    *(
+        path
+        for room in ("trainer_kit", "tests")
+        for path in (ROOT / room).rglob("*.py")
+    ),
+    *(ROOT / name for name in (".ci/run", "CHANGELOG.md", "Makefile", "SECURITY.md")),
+    ROOT / "pyproject.toml",
+]
+
+
+def test_decisions_that_sources_name_exist() -> None:
+    """A comment names a decision as ``docs/decisions/step.md#0003``."""
+    named = [
+        (path, page, anchor)
+        for path in SOURCES
+        for page, anchor in re.findall(
+            r"docs/decisions/([\w.-]+)(?:#(\d+))?", path.read_text(encoding="utf-8")
+        )
+    ]
+    broken = [
+        f"{path.relative_to(ROOT)}: {page}#{anchor}"
+        for path, page, anchor in named
+        if not (DOCS / "decisions" / page).is_file()
+        or anchor not in anchors(DOCS / "decisions" / page)
+    ]
+    assert named
     assert not broken
 
 

@@ -41,7 +41,7 @@ __all__ = [
 
 _ROUNDS: Final = 3
 _SLOW: Final = {"GEMM": 0.7, "memory": 0.7, "link": 0.5, "disk": 0.25}
-"""By measurement, the part of the median below which a rank is slow; see docs/decisions/0150."""
+"""By measurement, the part of the median below which a rank is slow; see docs/decisions/launch.md#0150."""
 _SLOW_ON_CPU: Final = 0.5
 _SLOW_DISK: Final = 20e6
 _CLOCK_TOLERANCE: Final = 1.0

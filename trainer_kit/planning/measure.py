@@ -59,7 +59,7 @@ AUTOCAST_COPIES: Final = (
     "FSDP under autocast: each rank holds unsharded 16-bit copies of weights from forward to backward; "
     "FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=...)) avoids them"
 )
-"""A note on a cost that users can avoid (docs/decisions/0155)."""
+"""A note on a cost that users can avoid (docs/decisions/precision.md#0155)."""
 _ADAM_STATES: Final = 2
 """The states of Adam, where the optimizer is not known."""
 _READ: Final = frozenset({"attention_mask", "position_ids"})

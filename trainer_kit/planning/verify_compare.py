@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _FACTOR: Final = 10.0
-"""How many times the measured rounding error a difference may be; docs/decisions/0148 says why 10."""
+"""How many times the measured rounding error a difference may be; docs/decisions/planning.md#0148 says why 10."""
 _FLOOR: Final = 4.0
 """How many units in the last place a difference may be, where the measured error is accidentally smaller."""
 

@@ -534,7 +534,7 @@ def exchange_optimizers(
     resumed: bool,
     has_guard: bool,
 ) -> None:
-    """Step other optimizers from here on; see docs/decisions/0121-prepared-modules-of-fabric.md.
+    """Step other optimizers from here on; see docs/decisions/accelerator.md#0121.
 
     Args:
         run: the fit.
