@@ -477,7 +477,9 @@ class _ProcessMonitor(threading.Thread):
             for worker in workers
             if isinstance(worker.id, int)
         }
-        return pids if len(pids) == self._nproc else {}
+        if len(pids) != self._nproc:
+            return {}
+        return pids
 
     def _living(self) -> dict[int, int]:
         return {

@@ -100,7 +100,9 @@ class RankFailure:
         """
         if self.type and self.type != "SystemExit":
             text = self.message.strip().split("\n", 1)[0]
-            return f"{self.type}: {text}" if text else self.type
+            if not text:
+                return self.type
+            return f"{self.type}: {text}"
         if self.exit_code == 0:
             return "with exit code 0, while other ranks train"
         if (
