@@ -13,12 +13,13 @@ from collections.abc import (
     MutableSequence,
     Sequence,
 )
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.types import Function, Nested
 
 __all__ = [
     "BLOCKING",
@@ -39,14 +40,16 @@ __all__ = [
 # Copies to these devices always block; a non-blocking copy to mps has given wrong values.
 BLOCKING = ("cpu", "mps")
 
-Kinds: TypeAlias = "type[Any] | tuple[type[Any], ...] | None"
+Kinds: TypeAlias = "type | tuple[type, ...] | None"
+"""Classes of leaves, as ``isinstance`` takes them; None: every object with a method ``to``."""
+_K = TypeVar("_K")
 _NO_CONTAINERS: Final = (str, bytes, bytearray, memoryview, range)
 """Sequences whose items are no values of a batch."""
 
 
 def move_to_device(
-    batch: Any, device: torch.device | str, non_blocking: bool = True
-) -> Any:
+    batch: Nested, device: torch.device | str, non_blocking: bool = True
+) -> Nested:
     """Move all tensors of a batch to ``device``.
 
     Args:
@@ -66,7 +69,7 @@ def move_to_device(
     device = torch.device(device)
     wait = not non_blocking or device.type in BLOCKING
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: Any) -> object:
         if isinstance(leaf, Tensor):
             return leaf.to(device) if wait else leaf.to(device, non_blocking=True)
         moved = leaf.to(device)
@@ -76,15 +79,15 @@ def move_to_device(
     return map_leaves(batch, move)
 
 
-def sequence_like(given: Any, parts: Iterable[Any]) -> Any:
-    """Make a list or tuple of the class of ``given``, also of a named tuple."""
-    cls = type(given)
-    if hasattr(given, "_fields"):
+def sequence_like(model: Nested, parts: Iterable[object]) -> Nested:
+    """Make a list or tuple of the class of ``model``, also of a named tuple."""
+    cls = type(model)
+    if hasattr(model, "_fields"):
         return cls(*parts)
     return cls(parts)
 
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+def map_tensors(batch: Nested, change: Callable[[Tensor], object]) -> Nested:
     """Call ``change`` on every tensor of a batch; see `map_leaves`.
 
     Example:
@@ -95,11 +98,11 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def map_leaves(
-    node: Any,
-    change: Callable[[Any], Any],
+    node: Nested,
+    change: Callable[[Any], object],
     kinds: Kinds = None,
-    other: Callable[[Any], Any] | None = None,
-) -> Any:
+    other: Callable[[Any], object] | None = None,
+) -> Nested:
     """Call ``change`` on every leaf of a batch; the one function that walks a batch and changes it.
 
     Mappings (also those that only behave like one), lists, tuples, named tuples, other sequences and dataclasses
@@ -134,7 +137,7 @@ def map_leaves(
             return node
         return _sequence_with(node, values)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        changed: dict[str, Any] = {}
+        changed: dict[str, object] = {}
         for (_, name), child in children(node):
             value = map_leaves(child, change, kinds, other)
             if value is not child:
@@ -147,35 +150,38 @@ def map_leaves(
     return other(node)
 
 
-def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _mapping_like(node: Mapping[_K, object], items: dict[_K, object]) -> Nested:
     """Make a mapping of the class of ``node`` that holds ``items``, which have the same keys."""
     if type(node) is dict:
         return items
     if isinstance(node, MutableMapping):
-        mapping: Any = copy.copy(node)
+        mapping = copy.copy(node)
         # Not ``update``, which raises in outputs of transformers.
         for key, value in items.items():
             mapping[key] = value
         return mapping
+    cls: Function = type(node)
     try:
-        return type(node)(items)  # type: ignore[call-arg]
-    except TypeError:  # a class whose constructor takes something else
+        return cls(items)
+    except TypeError:
+        # The constructor takes something else than its items: a plain dict has them at least.
         return items
 
 
-def _sequence_with(node: Any, values: list[Any]) -> Any:
+def _sequence_with(node: Sequence[object], values: list[Nested]) -> Nested:
     """Make a sequence of the class of ``node`` that holds ``values``, which are as many."""
     if type(node) is list:
         return values
     if not isinstance(node, MutableSequence):
         return sequence_like(node, values)
-    sequence: Any = copy.copy(node)
-    for index, value in enumerate(values):  # a deque takes no slice
+    sequence = copy.copy(node)
+    # One by one, since a deque takes no slice.
+    for index, value in enumerate(values):
         sequence[index] = value
     return sequence
 
 
-def _dataclass_with(node: Any, changed: Mapping[str, Any]) -> Any:
+def _dataclass_with(node: object, changed: Mapping[str, object]) -> Nested:
     """Make a copy of a dataclass object with other values in some fields."""
     clone = copy.copy(node)
     for name, value in changed.items():
@@ -184,7 +190,7 @@ def _dataclass_with(node: Any, changed: Mapping[str, Any]) -> Any:
     return clone
 
 
-def children(node: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+def children(node: Nested) -> Iterator[tuple[tuple[str, Any], Nested]]:
     """Iterate over the direct contents of a mapping, a sequence or a dataclass; anything else has none.
 
     Yields:
@@ -204,11 +210,12 @@ def children(node: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
             try:
                 child = getattr(node, field.name)
             except AttributeError:
-                continue  # a field that ``__init__`` does not take, and that was never set
+                # A field that ``__init__`` does not take, and that was never set.
+                continue
             yield ("field", field.name), child
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
+def tensors_of(batch: Nested) -> Iterator[Tensor]:
     """Iterate over the tensors of a batch or an output, in order: of mappings, sequences and dataclasses.
 
     Example:
@@ -222,20 +229,21 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
         yield from tensors_of(child)
 
 
-def local(tensor: Any) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """The local shard of a ``DTensor``; any other tensor itself."""
-    shard: Tensor = tensor
-    if hasattr(tensor, "to_local"):
-        shard = tensor.to_local()
-    return shard
+    # Not ``isinstance``, which would import torch.distributed.tensor in programs that use none.
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    if to_local is None:
+        return tensor
+    return to_local()
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     """Whether ``value`` is a tensor."""
     return isinstance(value, Tensor)
 
 
-def require_tensor(leaf: Any) -> NoReturn:
+def require_tensor(leaf: object) -> NoReturn:
     """Refuse a value that is not a tensor: the argument ``other`` of `map_leaves` where only tensors can be exchanged.
 
     Raises:
