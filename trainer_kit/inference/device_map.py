@@ -30,6 +30,7 @@ __all__ = [
     "get_balanced_memory",
     "get_max_memory",
     "infer_auto_device_map",
+    "join_names",
     "name_of",
     "named_tensors",
     "order_of",
@@ -56,13 +57,15 @@ class Unit:
         buffers: bytes that stay on the computing device when the part is offloaded.
     """
 
+    # Weights and buffers are counted apart because a device that runs offloaded units needs room for the buffers of
+    # all of them at once, but only for the weights of the largest one (see `_assign_devices`).
     names: list[str]
     weights: int = 0
     buffers: int = 0
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Bytes of weights and buffers."""
         return self.weights + self.buffers
 
     def add(self, size: int, stays: bool) -> None:
@@ -106,12 +109,24 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and buffers under each of their names, in the order of modules."""
+    # Duplicates are not removed: a device map may name a shared tensor by any of its names.
     for path, submodule in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
         tensors = [*submodule._parameters.items(), *submodule._buffers.items()]
         for key, tensor in tensors:
             if tensor is not None:
-                yield f"{prefix}{key}", tensor
+                yield join_names(path, key), tensor
+
+
+def join_names(path: str, key: str) -> str:
+    """Return the name of a child in the model; ``""`` is the path of the model itself.
+
+    Example:
+        >>> join_names("block.0", "weight"), join_names("", "weight")
+        ('block.0.weight', 'weight')
+    """
+    if not path:
+        return key
+    return f"{path}.{key}"
 
 
 def tensor_sizes(
@@ -134,9 +149,12 @@ def tensor_sizes(
     special = special_dtypes or {}
     sizes = {}
     for name, tensor in named_tensors(module):
-        converted = dtype if tensor.is_floating_point() else None
-        stored_dtype = special.get(name, converted) or tensor.dtype
-        # rounded up: the last byte of a 4-bit tensor may be half full
+        stored_dtype = special.get(name)
+        # Loading converts only floating-point tensors (`pick_dtype`); integers keep the width that they have.
+        if stored_dtype is None and tensor.is_floating_point():
+            stored_dtype = dtype
+        stored_dtype = stored_dtype or tensor.dtype
+        # Round up: the last byte of a 4-bit tensor may be half full.
         sizes[name] = -(-tensor.numel() * _count_bits(stored_dtype) // 8)
     return sizes
 
@@ -172,6 +190,8 @@ def compute_module_sizes(
         for depth in range(len(path) + 1):
             holder = ".".join(path[:depth])
             sizes.setdefault(holder, 0)
+            # One tensor counts once in each module that contains it, under whichever name comes first: tied embeddings
+            # would otherwise be counted twice in the size of the model.
             entry = (holder, id(tensors[name]))
             if entry not in counted:
                 sizes[holder] += size
@@ -200,9 +220,14 @@ def find_units(
         buffers_stay: buffers are not offloaded with their layer.
     """
     classes = no_split_module_classes or ()
-    unsplit = {classes} if isinstance(classes, str) else set(classes)
+    # A single name is allowed; as a collection it would be a set of letters.
+    if isinstance(classes, str):
+        classes = [classes]
+    unsplit = set(classes)
     resident = _find_resident_buffers(module, buffers_stay)
     units: list[Unit] = []
+    # The unit of each tensor, by the tensor's id. Layers that share a tensor must end in one unit: on two devices they
+    # would have two copies, which a backward or an update would let drift apart.
     owner: dict[int, Unit] = {}
     for name, tensors in _split("", module, unsplit):
         owners = {
@@ -214,12 +239,14 @@ def find_units(
         else:
             home = Unit([])
             units.append(home)
-        for other in sharing[1:]:  # this layer shares weights with several units
+        # A layer that shares weights with several units joins them into one.
+        for other in sharing[1:]:
             home.take(other)
             units.remove(other)
             owner.update({key: home for key, unit in owner.items() if unit is other})
         home.names.append(name)
         for key, tensor in tensors.items():
+            # A shared tensor was counted with the unit that has it already.
             if id(tensor) not in owner:
                 owner[id(tensor)] = home
                 home.add(sizes[key], stays=id(tensor) in resident)
@@ -230,25 +257,30 @@ def _split(
     name: str, module: nn.Module, unsplit: Collection[str]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield layers, whole blocks, and direct tensors of modules with children, by name, each with its tensors."""
-    prefix = f"{name}." if name else ""
     children = {
         key: child for key, child in module._modules.items() if child is not None
     }
     if not children or type(module).__name__ in unsplit:
-        yield name, {f"{prefix}{key}": tensor for key, tensor in named_tensors(module)}
+        yield (
+            name,
+            {join_names(name, key): value for key, value in named_tensors(module)},
+        )
         return
+    # A module with children is split, so tensors that it holds itself (a class token, a position table) are units of
+    # their own: no child's name in the map covers them.
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None:
-            tensor_name = f"{prefix}{key}"
+            tensor_name = join_names(name, key)
             yield tensor_name, {tensor_name: tensor}
     for key, child in children.items():
-        yield from _split(f"{prefix}{key}", child, unsplit)
+        yield from _split(join_names(name, key), child, unsplit)
 
 
 def _find_resident_buffers(module: nn.Module, buffers_stay: bool) -> set[int]:
     """Return the ids of buffers that stay when their layer is offloaded: always those that are in no state_dict."""
     resident = set()
     for submodule in module.modules():
+        # A checkpoint does not contain these buffers, so there is no file from which they could be read again.
         transient = submodule._non_persistent_buffers_set
         for key, tensor in submodule._buffers.items():
             if tensor is not None and (buffers_stay or key in transient):
@@ -342,9 +374,12 @@ def resolve_device(device: Device) -> torch.device:
     if not isinstance(device, int):
         return torch.device(device)
     kind = present_accelerator()
-    count = 0 if kind is None else count_accelerators()
+    present = "no accelerator"
+    count = 0
+    if kind is not None:
+        count = count_accelerators()
+        present = f"{count} of {kind.type}"
     if kind is None or not 0 <= device < count:
-        present = "no accelerator" if kind is None else f"{count} of {kind.type}"
         raise StrategyError(
             f"this machine has no device {device}",
             found=present,
@@ -458,6 +493,8 @@ def get_balanced_memory(
     if len(used) < 2 or not _fits(units, {device: room[device] for device in used}):
         return room
     if low_zero:
+        # Find the least limit of the first accelerator with which the model still fits, with the others filled up;
+        # below, its limit is fixed and only the others are balanced.
         first = used.pop(0)
         limits = {device: room[device] for device in used}
         room[first] = _find_least(
@@ -472,6 +509,8 @@ def get_balanced_memory(
         return _fits(units, {**fixed, **shares})
 
     share = _find_least(max(room[device] for device in used), fits_with_share)
+    # The last accelerator keeps its whole limit, in case the shares turn out too small: what is left over goes to it,
+    # and not to the host.
     return {**room, **{device: min(share, room[device]) for device in used[:-1]}}
 
 
@@ -504,7 +543,7 @@ def resolve_device_map(
             dtype,
             special_dtypes,
             low_zero=device_map == "balanced_low_0",
-        )  # type: ignore[assignment]
+        )  # type: ignore[assignment]  # Mapping is invariant in its key
     return dict(
         infer_auto_device_map(
             model,
@@ -521,7 +560,9 @@ def _assign_devices(
     units: Sequence[Unit], room: Mapping[int | str, int], fallback: bool
 ) -> list[int | str]:
     """Return a device for each unit. The reserved room grows until each offloaded unit fits into it."""
-    # bytes reserved for offloaded units on the computing accelerator, and on the host
+    # Bytes reserved for offloaded units on the computing accelerator, and on the host. They begin at 0, so that a model
+    # that fits reserves nothing. A reservation may push more units off the device, and a larger one among them needs
+    # more room: hence the loop. The reservations only grow, and are bounded by the model, so it ends.
     on_accelerator = 0
     on_host = 0
     while True:
@@ -534,7 +575,9 @@ def _assign_devices(
             if device == "disk":
                 on_disk.append(unit)
         accelerator_need = 0
+        # A unit on disk passes through host memory on its way, one unit at a time.
         host_need = _largest_weights(on_disk)
+        # Weights leave after their layer has run, buffers stay: the device that computes holds all of them.
         if accelerators(devices):
             buffers = sum(unit.buffers for unit in offloaded)
             accelerator_need = _largest_weights(offloaded) + buffers
@@ -557,6 +600,15 @@ def _fill(
     on_host: int,
     fallback: bool,
 ) -> list[int | str]:
+    """Return a device for each unit: each device in turn takes the next units while they fit, the disk the rest.
+
+    Args:
+        units: in the order in which layers run.
+        room: bytes by device, in the order of filling.
+        on_accelerator: bytes reserved on the first accelerator in use.
+        on_host: bytes reserved in host memory.
+        fallback: skip units that are too large for an empty device.
+    """
     devices: list[int | str] = ["disk"] * len(units)
     waiting = list(range(len(units)))
     accelerator_used = False
@@ -564,16 +616,22 @@ def _fill(
         capacity = limit
         if device == "cpu":
             capacity -= on_host
-        elif not accelerator_used:  # the first one in use runs the offloaded units
+        # The first accelerator in use runs the offloaded units (`Places.main`).
+        elif not accelerator_used:
             capacity -= on_accelerator
         used = 0
         fitting = []
-        for index in waiting if capacity > 0 else ():
+        for index in waiting:
+            if capacity <= 0:
+                break
             if used + units[index].size <= capacity:
                 fitting.append(index)
                 used += units[index].size
+            # Stop at the first unit that does not fit: a smaller later one would cost a transfer there and back.
             elif used or not fallback:
                 break
+        # Units without bytes (activations, containers) do not make a device "used": they follow the next unit with
+        # weights, or take the device only when nothing else is left.
         if used or not any(units[index].size for index in waiting):
             accelerator_used = accelerator_used or device != "cpu"
             for index in fitting:
@@ -583,6 +641,7 @@ def _fill(
 
 
 def _fits(units: Sequence[Unit], room: Mapping[int | str, int]) -> bool:
+    """Whether the devices hold all units, without any reserved room."""
     return "disk" not in _fill(units, room, 0, 0, fallback=False)
 
 
@@ -595,9 +654,9 @@ def _check_largest(units: Sequence[Unit], room: Mapping[int | str, int]) -> None
     capacity = max(room.values(), default=0)
     largest = max(units, key=lambda unit: unit.size)
     if 0 < capacity < largest.size:
-        tied = (
-            " together with what shares its weights" if len(largest.names) > 1 else ""
-        )
+        tied = ""
+        if len(largest.names) > 1:
+            tied = " together with what shares its weights"
         raise StrategyError(
             f"{largest.names[0] or 'the model'!r} takes {in_units(largest.size)}{tied}, more than any device has",
             found=", ".join(
@@ -612,6 +671,7 @@ def _check_largest(units: Sequence[Unit], room: Mapping[int | str, int]) -> None
 def _warn_of_idle(
     units: Sequence[Unit], room: Mapping[int | str, int], used: Collection[int | str]
 ) -> None:
+    # A limit of 0 is the caller's way of excluding an accelerator; only those with room are unexpectedly idle.
     idle = [device for device in accelerators(room) if room[device] > 0]
     sizes = [unit.size for unit in units if unit.size]
     if idle and sizes and not accelerators(used):
@@ -629,15 +689,15 @@ def _sort_by_module(
     """Return the devices inside a module in the order of modules; only the module's if all are equal."""
     if name in device_map:
         return {name: device_map[name]}
-    prefix = f"{name}." if name else ""
     devices: dict[str, int | str] = {}
     for key in [*module._parameters, *module._buffers]:
-        tensor_name = f"{prefix}{key}"
+        tensor_name = join_names(name, key)
         if tensor_name in device_map:
             devices[tensor_name] = device_map[tensor_name]
     for key, child in module._modules.items():
         if child is not None:
-            devices |= _sort_by_module(f"{prefix}{key}", child, device_map, clean)
+            devices |= _sort_by_module(join_names(name, key), child, device_map, clean)
+    # The children were merged first, so that one device for all of them collapses level by level up to the model.
     if clean and len(set(devices.values())) == 1:
         return {name: next(iter(devices.values()))}
     return devices

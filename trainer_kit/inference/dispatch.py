@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.devices import present_accelerator
@@ -19,6 +20,7 @@ from trainer_kit.core.tensors import move_to_device
 from trainer_kit.inference.device_map import (
     Device,
     accelerators,
+    join_names,
     name_of,
     resolve_device,
 )
@@ -61,6 +63,8 @@ _Origin: TypeAlias = "tuple[Mapping[str, Tensor], str]"
 _Source: TypeAlias = "Callable[[str], _Origin | None]"
 """Returns the origin of a meta tensor by its name in the model; None if it is unknown."""
 
+# Both are entries of the model's `__dict__`, set there directly: `nn.Module.__setattr__` would register what they hold,
+# and `copy.deepcopy` of a model takes them along.
 _DISPATCHED: Final = "_dispatched"
 _NOTED: Final = "_weights_on_disk"
 _PRELOADED: Final = ("MultiheadAttention", "TransformerEncoderLayer")
@@ -81,13 +85,15 @@ class Dispatched:
     ) -> None:
         self.offloaded = offloaded
         self.hooks = hooks
-        self.handles: list[Any] = []
+        self.handles: list[RemovableHandle] = []
         self.guarded: list[nn.Module] = []
         self.called: list[nn.Module] = []
 
     def guard(self, module: nn.Module) -> None:
         """Make calls that would move or cast a module raise an error."""
-        if "_apply" not in module.__dict__:  # a module with two names is visited twice
+        # `to`, `cuda`, `half` and the moves of engines all go through `_apply`. A module with two names is visited
+        # twice, and must be in the list of guarded modules once.
+        if "_apply" not in module.__dict__:
             module.__dict__["_apply"] = self.hooks.refuse_move
             self.guarded.append(module)
 
@@ -98,6 +104,7 @@ class Dispatched:
                 hooks.before, prepend=True, with_kwargs=True
             )
         )
+        # Without `always_call` a failed forward (out of memory, for example) would leave its weights on the device.
         self.handles.append(module.register_forward_hook(hooks.after, always_call=True))
         call = module.__dict__.get("_call_impl")
         if not isinstance(call, Call):
@@ -109,13 +116,14 @@ class Dispatched:
 def _read_state(
     tensors: Mapping[str, OffloadedTensor],
     module: nn.Module,
-    state: dict[str, Any],
+    state: dict[str, object],
     prefix: str,
-    metadata: Any,
+    metadata: object,
 ) -> None:
     """A ``state_dict`` hook that reads the weights of one module from disk."""
     for key, tensor in tensors.items():
         name = f"{prefix}{key}"
+        # A parameter that the user replaced after the dispatch has its own values, which are in the state already.
         if name in state and tensor.rests_in(module, key):
             state[name] = tensor.content(torch.device("cpu"))
 
@@ -124,6 +132,7 @@ def parameter_like(old: Tensor, content: Tensor) -> Tensor:
     """Return ``content`` as a parameter with the class and attributes of ``old``; a buffer's content is unchanged."""
     if not isinstance(old, nn.Parameter):
         return content
+    # The class and the attributes matter: bitsandbytes keeps its quantization state in both.
     parameter = type(old)(content, requires_grad=old.requires_grad)
     parameter.__dict__.update(old.__dict__)
     return parameter
@@ -152,10 +161,12 @@ def _recorded_origins(model: nn.Module) -> _Source:
     """Return the origins that `note_sources` recorded, or an earlier `dispatch_model` left on disk."""
     dispatched: Dispatched | None = model.__dict__.get(_DISPATCHED)
     origins: dict[str, _Origin] = {}
-    for tensor, slots in dispatched.offloaded if dispatched else ():
-        if tensor.source is not None:
-            origin = (tensor.source, tensor.name)
-            origins |= {slot.name: origin for slot in slots}
+    if dispatched is not None:
+        for tensor, slots in dispatched.offloaded:
+            if tensor.source is not None:
+                for slot in slots:
+                    origins[slot.name] = (tensor.source, tensor.name)
+    # What was loaded last wins: `note_sources` may follow an earlier dispatch.
     origins |= model.__dict__.get(_NOTED, {})
     return origins.get
 
@@ -182,6 +193,7 @@ def _plan_move(
     tied: Tied, places: Places, source: _Source, offload_buffers: bool
 ) -> _Move:
     origin = None
+    # A tensor with content is its own origin. The files of a meta tensor may know it by any of its names.
     if is_meta(tied.tensor):
         origins = (source(slot.name) for slot in tied.slots)
         origin = next(filter(None, origins), None)
@@ -194,8 +206,11 @@ def _plan_move(
 
 
 def _move_all(
-    model: nn.Module, moves: list[_Move], places: Places, offload_dir: Any
-) -> list[Any]:
+    model: nn.Module,
+    moves: list[_Move],
+    places: Places,
+    offload_dir: str | os.PathLike[str] | None,
+) -> list[tuple[OffloadedTensor, list[Slot]]]:
     """Move all tensors to their places, and return the offloaded tensors with their slots.
 
     If a check fails, no tensor has moved.
@@ -203,6 +218,7 @@ def _move_all(
     Raises:
         StrategyError: the source of a meta tensor is unknown, or a directory for tensors that go to disk is missing.
     """
+    # What can fail comes first: the check, then the file. After an error the model still runs as it did before.
     _check_content(moves)
     to_disk = []
     for move in moves:
@@ -210,6 +226,8 @@ def _move_all(
         if move.away and has_content and _belongs_on_disk(move.tied, places):
             to_disk.append(move.tied)
     written = _write(to_disk, offload_dir)
+    # The hooks of an earlier dispatch would bring weights to the earlier devices. They are removed only now because
+    # the moves were planned from the origins that they know (`_recorded_origins`).
     undo_dispatch(model)
     offloaded = []
     for move in moves:
@@ -227,13 +245,16 @@ def _find_resident_slots(
     tied: Tied, places: Places, offload_buffers: bool
 ) -> dict[torch.device, list[Slot]]:
     """Return the slots whose tensor stays on a device, by device; all slots that run on a device share one copy."""
+    # A buffer that no state_dict contains cannot be read from a checkpoint, and buffers that a forward updates lose
+    # the update when they are offloaded: therefore buffers stay unless the caller asks otherwise.
     stays = tied.is_buffer and not (offload_buffers and tied.persistent)
     resident: dict[torch.device, list[Slot]] = {}
     for slot in tied.slots:
         if stays or not places.is_away(slot.name):
             device = places.runs_on(slot.name)
             resident.setdefault(device, []).append(slot)
-    for slot in tied.slots:  # offloaded slots use a copy that is on their device anyway
+    # Offloaded slots use a copy that is on their device anyway: nothing has to be transferred for them.
+    for slot in tied.slots:
         device = places.runs_on(slot.name)
         if device in resident and slot not in resident[device]:
             resident[device].append(slot)
@@ -246,6 +267,8 @@ def _belongs_on_disk(tied: Tied, places: Places) -> bool:
 
 
 def _check_content(moves: list[_Move]) -> None:
+    # A meta tensor without an origin may stay meta (a test of placement, or a stand-in for an accelerator); anywhere
+    # else it would have arbitrary values.
     lost = [
         move.tied.slots[0].name
         for move in moves
@@ -271,7 +294,9 @@ def _check_content(moves: list[_Move]) -> None:
                 )
 
 
-def _write(to_disk: list[Tied], offload_dir: Any) -> OnDisk | None:
+def _write(
+    to_disk: list[Tied], offload_dir: str | os.PathLike[str] | None
+) -> OnDisk | None:
     if not to_disk:
         return None
     if offload_dir is None:
@@ -292,6 +317,8 @@ def _move_to_devices(move: _Move) -> None:
         if move.origin is not None and device.type != "meta":
             content = read_one(*move.origin, device).to(tensor.dtype)
         moved = content.to(device)
+        # An optimizer that was created before holds the parameter by identity, so the first device keeps the object.
+        # torch refuses to assign `data` between the meta device and a real one.
         if index == 0 and is_meta(tensor) == is_meta(moved):
             tensor.data = moved
             resident = tensor
@@ -302,6 +329,7 @@ def _move_to_devices(move: _Move) -> None:
 
 
 def _offload(move: _Move, places: Places, written: OnDisk | None) -> OffloadedTensor:
+    """Return the record of a tensor that its layers borrow; in host memory, or in files and on the meta device."""
     tensor = move.tied.tensor
     name = move.tied.slots[0].name
     if not _belongs_on_disk(move.tied, places):
@@ -313,6 +341,7 @@ def _offload(move: _Move, places: Places, written: OnDisk | None) -> OffloadedTe
             tensor = parameter_like(tensor, tensor.detach().to("cpu"))
         return OffloadedTensor(tensor, None, name, tensor.requires_grad)
     files: Any = written
+    # A meta tensor is read in place, from the file where it is already: a checkpoint is never copied to offload_dir.
     if move.origin is not None:
         files, name = move.origin
     if not is_meta(tensor):
@@ -331,6 +360,7 @@ def _attach(
 ) -> None:
     description = _describe_device_map(device_map)
     hooks = ModelHooks([tensor for tensor, _ in offloaded], description, skip)
+    # One lock for all layers: a tensor that several of them share has one count of borrowers.
     lock = Lock()
     dispatched = Dispatched(offloaded, hooks)
     by_module: dict[str, list[tuple[nn.Module, str, OffloadedTensor]]] = {}
@@ -341,13 +371,14 @@ def _attach(
             by_module.setdefault(loader, []).append(entry)
     modules = dict(model.named_modules(remove_duplicate=False))
     hooked = {"", *by_module}
+    # Layers that keep their weights need hooks only where inputs may come from another device.
     if several:
         hooked.update(name for name in device_map if name in modules)
     for name in sorted(hooked, key=lambda name: name.count(".")):
         device = _computing_device(name, modules[name], places)
         layer_hooks = LayerHooks(name, device, by_module.get(name, []), skip, lock)
         dispatched.hook(modules[name], layer_hooks)
-    # registered last, so it runs first, and sees the inputs on the caller's device
+    # Registered last, so that it runs first: it must see the inputs on the caller's device to return outputs there.
     dispatched.hook(model, hooks)
     dispatched.guard(model)
     for _, slots in offloaded:
@@ -368,7 +399,11 @@ def _describe_device_map(device_map: Mapping[str, int | str]) -> str:
 
 def _find_loader(model: nn.Module, path: str, preload: Collection[str]) -> str:
     """Return the name of the module whose forward loads the tensors of ``path``: itself, or a preloaded parent."""
-    parts = path.split(".") if path else []
+    # `"".split(".")` is not empty: the path of the model itself has no parts.
+    parts = path.split(".")
+    if not path:
+        parts = []
+    # From the outside in: with nested preloaded classes, the outermost forward is the first to use the weights.
     for count in range(len(parts) + 1):
         name = ".".join(parts[:count])
         if type(model.get_submodule(name)).__name__ in preload:
@@ -380,12 +415,17 @@ def _computing_device(name: str, module: nn.Module, places: Places) -> torch.dev
     if not name:
         return resolve_device(places.main)
     keys = [*module._parameters, *module._buffers]
-    return places.runs_on(f"{name}.{keys[0]}" if keys else name)
+    # A map may name the tensors of a split module only, and not the module.
+    if keys:
+        return places.runs_on(join_names(name, keys[0]))
+    return places.runs_on(name)
 
 
 def _guard_states(
     dispatched: Dispatched, offloaded: list[tuple[OffloadedTensor, list[Slot]]]
 ) -> None:
+    """Make ``state_dict`` read weights from disk, and ``load_state_dict`` refuse them; host memory needs neither."""
+    # Grouped by module, by id: a module may be visited under several names, and must get each hook once.
     on_disk: dict[int, tuple[nn.Module, dict[str, OffloadedTensor]]] = {}
     for tensor, slots in offloaded:
         if tensor.source is None:
@@ -394,7 +434,8 @@ def _guard_states(
             _, by_key = on_disk.setdefault(id(slot.module), (slot.module, {}))
             by_key[slot.key] = tensor
     for module, tensors in on_disk.values():
-        hooked: Any = module  # torch does not type these two methods
+        # torch does not type these two methods.
+        hooked: Any = module
         dispatched.handles.append(
             hooked.register_state_dict_post_hook(partial(_read_state, tensors))
         )
@@ -421,7 +462,7 @@ class Slot:
     @property
     def name(self) -> str:
         """The tensor's name in the model."""
-        return f"{self.path}.{self.key}" if self.path else self.key
+        return join_names(self.path, self.key)
 
 
 @final
@@ -450,11 +491,12 @@ def find_tied(model: nn.Module) -> list[Tied]:
     by_id: dict[int, Tied] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         tensors = [*module._parameters.items(), *module._buffers.items()]
+        transient = module._non_persistent_buffers_set
         for key, tensor in tensors:
             if tensor is None:
                 continue
-            persistent = key not in module._non_persistent_buffers_set
-            tied = by_id.setdefault(id(tensor), Tied(tensor, [], persistent))
+            new = Tied(tensor, [], persistent=key not in transient)
+            tied = by_id.setdefault(id(tensor), new)
             tied.slots.append(Slot(path, module, key))
     return list(by_id.values())
 
@@ -468,8 +510,10 @@ def first_names(names: Collection[str]) -> str:
     """
     shown = sorted(names)[:3]
     omitted = len(names) - len(shown)
-    suffix = f" and {omitted} more" if omitted else ""
-    return ", ".join(shown) + suffix
+    text = ", ".join(shown)
+    if omitted:
+        return f"{text} and {omitted} more"
+    return text
 
 
 def check_device_map(
@@ -487,6 +531,8 @@ def check_device_map(
     for tied in find_tied(model):
         names = [slot.name for slot in tied.slots]
         model_names.update(names)
+        # Buffers that no state_dict contains are often computed in the constructor and absent from a map that was
+        # made from a checkpoint: they are on the main device.
         if tied.persistent:
             missing += [name for name in names if not placement.covers(name)]
     unknown = [name for name in devices if name not in model_names]
@@ -522,9 +568,11 @@ class Places:
     ) -> None:
         self._map = dict(device_map)
         used: Sequence[int | str] = accelerators(self._map.values())
-        self.main: int | str = used[0] if used else "cpu"
+        self.main: int | str = "cpu"
         if main is not None:
             self.main = name_of(main)
+        elif used:
+            self.main = used[0]
 
     def covers(self, name: str) -> bool:
         """Whether the map has a device for a module or tensor."""
@@ -543,7 +591,9 @@ class Places:
 
     def runs_on(self, name: str) -> torch.device:
         """Return the device that computes with a module or tensor."""
-        return resolve_device(self.main if self.is_away(name) else self.of(name))
+        if self.is_away(name):
+            return resolve_device(self.main)
+        return resolve_device(self.of(name))
 
 
 def _above(name: str) -> Iterator[str]:
@@ -611,13 +661,17 @@ def dispatch_model(
         _plan_move(tied, placement, source, offload_buffers)
         for tied in find_tied(model)
     ]
+    # Resolved before anything moves: a map with an absent device raises while the model is still intact.
     computing = {
         resolve_device(placement.main),
         *(placement.runs_on(name) for name in devices),
     }
     offloaded = _move_all(model, moves, placement, offload_dir)
+    # With everything on one device that computes, the model runs without hooks, at no cost.
     if several or force_hooks or placement.is_away(next(iter(devices))):
-        skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
+        skip = skip_keys or ()
+        if isinstance(skip, str):
+            skip = [skip]
         preloaded = {*(preload_module_classes or ()), *_PRELOADED}
         _attach(
             model,
@@ -702,7 +756,9 @@ def _computes(model: nn.Module, device: Device | None) -> Device:
     if device is not None:
         return name_of(device)
     first = next(model.parameters(), None)
-    return "cpu" if first is None or is_meta(first) else str(first.device)
+    if first is None or is_meta(first):
+        return "cpu"
+    return str(first.device)
 
 
 def _sources(
@@ -721,15 +777,18 @@ def _sources(
             origins = [recorded(slot.name) for slot in tied.slots]
             without_origin = without_origin or None in origins
     folder: Mapping[str, Tensor] = {}
+    # The directory has two uses: a checkpoint to read in place, or an empty target for what goes to disk. It is opened
+    # only where a tensor lacks content, so that files of other models in a target directory are not looked at.
     if without_origin and offload_dir is not None and os.path.isdir(offload_dir):
         try:
             folder = open_weights(offload_dir)
         except CheckpointError:
+            # Files of weights that cannot be opened are a damaged checkpoint; no such files are a target directory.
             if any(
                 name.endswith((".safetensors", ".json"))
                 for name in os.listdir(offload_dir)
             ):
-                raise  # a damaged checkpoint
+                raise
 
     def find(name: str) -> _Origin | None:
         if name in caller_weights:
@@ -746,9 +805,9 @@ def _sources(
             weights = files.setdefault(file, open_weights(file))
             return weights, entry.get("weight_name", name)
         origin = recorded(name)
-        if origin is not None:
-            return origin
-        return (folder, name) if name in folder else None
+        if origin is None and name in folder:
+            origin = (folder, name)
+        return origin
 
     return find
 
@@ -772,11 +831,14 @@ class UserCpuOffloadHook:
         self.model = model
         self.device = device
         self.previous = previous
-        self._handle: Any = model.register_forward_pre_hook(
+        self._handle: RemovableHandle = model.register_forward_pre_hook(
             self._before, with_kwargs=True
         )
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> Any:
+        # The previous model leaves first: the device may not have room for both.
         if self.previous is not None:
             self.previous.offload()
         self.model.to(self.device)
@@ -813,8 +875,9 @@ def cpu_offload_with_hook(
         >>> other.offload()
     """
     if execution_device is None:
-        accelerator = present_accelerator()
-        execution_device = "cpu" if accelerator is None else 0
+        execution_device = "cpu"
+        if present_accelerator() is not None:
+            execution_device = 0
     hook = UserCpuOffloadHook(model, resolve_device(execution_device), prev_module_hook)
     hook.offload()
     return model, hook

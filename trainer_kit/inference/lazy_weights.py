@@ -50,6 +50,9 @@ _SAFETENSORS: Final = ".safetensors"
 class Lazy(Mapping[str, Tensor], ABC):
     """A mapping of names to tensors that are read or computed at each access."""
 
+    # The methods beside Mapping's exist so that no caller reads a whole tensor where a name, a shape or a comparison of
+    # positions in a file is enough: the models are larger than memory.
+
     @abstractmethod
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor of this name; Mapping's default would read the tensor."""
@@ -81,6 +84,7 @@ class OnDisk(Lazy):
     """
 
     def __init__(self, root: Path, layout: Mapping[str, TensorLayout]) -> None:
+        # Absolute, because the script may change its working directory before a layer reads.
         self.root = root.absolute()
         self._layout = dict(layout)
         self._versions = {}
@@ -101,7 +105,8 @@ class OnDisk(Lazy):
         return len(self._layout)
 
     def __deepcopy__(self, memo: object) -> OnDisk:
-        return self  # a copy of a model reads the same file, which exists as long as this object
+        # A copy of a model reads the same file, which exists as long as this object (`write_weights`).
+        return self
 
     def read(
         self, names: Iterable[str], device: torch.device | str = "cpu"
@@ -115,16 +120,19 @@ class OnDisk(Lazy):
         used: set[str] = set()
         for name in names:
             used.update(chunk.file for chunk in self._layout[name].chunks)
-        self._check_versions(used)  # first: do not map a file that was truncated
+        # Before: a read from a mapped file that was truncated would end the process with SIGBUS.
+        self._check_versions(used)
         with ShardFiles(self.root) as files:
             assembled = Assembled(files, self._layout, device)
             tensors = {name: assembled[name] for name in names}
+        # After: a file that was overwritten during the read may have given half old, half new values.
         self._check_versions(used)
         return tensors
 
     def _version(self, file: str) -> tuple[int, int, int]:
         with named_failure(self.root / file, "it cannot be read"):
             status = os.stat(self.root / file)
+        # The inode shows a file that was replaced by a rename within the resolution of the clock.
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _check_versions(self, files: Iterable[str]) -> None:
@@ -151,7 +159,9 @@ class OnDisk(Lazy):
 
 def tensor_like(weights: Mapping[str, Tensor], name: str) -> Tensor:
     """Return a tensor with the shape and dtype of a weight; lazy weights are not read."""
-    return weights.like(name) if isinstance(weights, Lazy) else weights[name]
+    if isinstance(weights, Lazy):
+        return weights.like(name)
+    return weights[name]
 
 
 def read_one(
@@ -185,6 +195,7 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> OnDisk | dict[str, Tenso
         return read_weights(checkpoint)
     if path.is_file() and path.suffix == ".json":
         return _open_index(path)
+    # A directory without a manifest and without safetensors files may still have `torch.save` files or their index.
     if path.is_dir():
         has_manifest = (path / MANIFEST).exists()
         if not has_manifest and not holds_weight_files(path):
@@ -216,6 +227,7 @@ def _open_index(index: Path) -> OnDisk | dict[str, Tensor]:
     files = sorted(set(file_of.values()))
     if all(file.endswith(_SAFETENSORS) for file in files):
         return OnDisk(*weight_layout(index.parent, index=index))
+    # Files of `torch.save` are mapped: pages are read when a tensor is copied, so memory does not hold them all.
     weights: dict[str, Tensor] = {}
     for file in files:
         weights |= map_weights(index.parent / file)
@@ -240,6 +252,7 @@ def write_weights(
     Raises:
         CheckpointError: the file cannot be written, or safetensors does not hold a dtype.
     """
+    # All dtypes are checked before the file exists, which may take the rest of the disk.
     for name, tensor in weights.items():
         if tensor.dtype not in TENSOR_DTYPES:
             raise CheckpointError(
@@ -251,17 +264,21 @@ def write_weights(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, safetensors_bytes(weights)[1])
     except OSError as error:
+        # A full disk is the usual reason: what was written of the file must not keep it full.
         with suppress(OSError):
             file.unlink()
         raise CheckpointError(
             file, None, f"weights could not be offloaded: {error.strerror or error}"
         ) from error
     stored = OnDisk(*weight_layout(file))
+    # Files that outlive the model are refused by design: nothing records which model they belong to, and a later run
+    # would take weights of another one from them.
     weakref.finalize(stored, _delete_file, file, os.getpid())
     return stored
 
 
 def _delete_file(file: Path, process: int) -> None:
-    if os.getpid() == process:  # not when a forked process ends
+    # A forked process (a worker of a loader) inherits the finalizer, and its end must not delete the parent's file.
+    if os.getpid() == process:
         with suppress(OSError):
             file.unlink()

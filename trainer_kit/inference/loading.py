@@ -64,6 +64,7 @@ DtypeOf: TypeAlias = "Callable[[str, Tensor], torch.dtype]"
 """Returns the dtype in which a tensor is loaded, from its name and the model's tensor."""
 
 _FILE: Final = 256 << 20
+"""Bytes of weights that are in memory at once while they are written to `offload_folder`, and the size of a file."""
 
 
 @final
@@ -133,7 +134,9 @@ def load_checkpoint_in_model(
         (torch.float16, 'cpu')
     """
     _refuse(full_state_dict, broadcast_from_rank0, offload_8bit_bnb)
-    devices = None if device_map is None else check_device_map(model, device_map)
+    devices = None
+    if device_map is not None:
+        devices = check_device_map(model, device_map)
     load_weights(
         model,
         open_weights(checkpoint),
@@ -150,7 +153,7 @@ def load_weights(
     model: nn.Module,
     weights: Mapping[str, Tensor],
     checkpoint: str,
-    devices: Mapping[str, Any] | None,
+    devices: Mapping[str, int | str] | None,
     dtype_of: DtypeOf,
     *,
     offload_folder: str | os.PathLike[str] | None,
@@ -169,7 +172,10 @@ def load_weights(
         offload_buffers: buffers of layers on disk stay on disk.
         strict: refuse different names.
     """
-    placement = None if devices is None else Places(devices, None)
+    placement = None
+    if devices is not None:
+        placement = Places(devices, None)
+    # Both refusals come before the first tensor is loaded: after an error the model is unchanged.
     entries = match_weights(model, weights, checkpoint, strict)
     on_disk = []
     in_memory = []
@@ -187,7 +193,11 @@ def load_weights(
         )
     for entry in in_memory:
         _load(entry, weights, placement, dtype_of)
-    groups = [on_disk] if isinstance(weights, OnDisk) else _group_by_size(on_disk)
+    # Files that can be read again are left where they are. Other weights (of `torch.save` files, or quantized ones) are
+    # computed and written group by group, so that memory never holds all of them.
+    groups = [on_disk]
+    if not isinstance(weights, OnDisk):
+        groups = _group_by_size(on_disk)
     origins: dict[str, tuple[OnDisk, str]] = {}
     for group in groups:
         source = weights
@@ -197,7 +207,9 @@ def load_weights(
                 {entry.name: weights[entry.name] for entry in group},
             )
         for entry in group:
-            origins |= _leave_on_disk(entry, source, dtype_of)
+            _leave_on_disk(entry.tied, dtype_of)
+            for slot in entry.tied.slots:
+                origins[slot.name] = (source, entry.name)
     if origins:
         note_sources(model, origins)
 
@@ -259,6 +271,7 @@ def load_checkpoint_and_dispatch(
         torch.Size([1, 3])
     """
     devices: dict[str, Device] | None = None
+    # Resolved once, for the loading and for the dispatch: "auto" measures free memory, which loading changes.
     if device_map is not None:
         devices = resolve_device_map(
             model,
@@ -279,6 +292,7 @@ def load_checkpoint_and_dispatch(
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
     )
+    # Without a map each tensor stays where it was, and the model runs without hooks.
     if devices is None:
         return model
     return dispatch_model(
@@ -323,12 +337,16 @@ def pick_dtype(
         >>> pick("norm.weight", x), pick("head.weight", x), pick("count", torch.tensor(1))
         (torch.float32, torch.bfloat16, torch.int64)
     """
-    wanted = None if dtype is None else resolve_dtype(dtype)
+    wanted: torch.dtype | None = None
+    if dtype is not None:
+        wanted = resolve_dtype(dtype)
     exact = set(keep_in_fp32_modules or ())
 
     def pick(name: str, tensor: Tensor) -> torch.dtype:
+        # Indices and counters would lose values in a floating-point dtype.
         if not tensor.is_floating_point():
             return tensor.dtype
+        # The last component is the parameter; the others are the modules that contain it.
         if exact.intersection(name.split(".")[:-1]):
             return torch.float32
         return wanted or tensor.dtype
@@ -348,10 +366,11 @@ def match_weights(
     tensors = find_tied(model)
     entries = []
     missing = []
-    # the names may be those of a compiled model, or of a plain one
+    # Either side may be a compiled model, whose names have `_orig_mod.` in them: names are compared without it.
     stored = {state_name(name): name for name in weights}
     used: set[str] = set()
     for tied in tensors:
+        # Checkpoints usually store a shared tensor once, and which of its names they use depends on the writer.
         plain_names = [state_name(slot.name) for slot in tied.slots]
         used.update(plain_names)
         names = [stored[name] for name in plain_names if name in stored]
@@ -364,6 +383,7 @@ def match_weights(
         for name in weights
         if state_name(name) not in used and not name.endswith("_extra_state")
     ]
+    # Shapes are compared without reading (`tensor_like`), before anything is loaded.
     for entry in entries:
         stored_shape = list(tensor_like(weights, entry.name).shape)
         wanted = list(entry.tied.tensor.shape)
@@ -376,12 +396,18 @@ def match_weights(
                 fix="build the model as it was when the checkpoint was saved",
             )
     _refuse_different_copies(entries, weights, checkpoint)
+    # Real tensors may stay as they were initialized, for example a new head; a meta tensor has nothing to stay with,
+    # and a checkpoint without one equal name belongs to another model.
     lost = missing
     if entries and not strict:
         lost = [tied for tied in missing if is_meta(tied.tensor)]
     refused = bool(lost or (strict and unexpected))
-    names = [tied.slots[0].name for tied in (lost if refused else missing)]
-    differences = [f"lacks {first_names(names)}"] if names else []
+    if refused:
+        missing = lost
+    names = [tied.slots[0].name for tied in missing]
+    differences = []
+    if names:
+        differences.append(f"lacks {first_names(names)}")
     if unexpected:
         differences.append(
             f"has {first_names(unexpected)}, which the model does not have"
@@ -392,7 +418,7 @@ def match_weights(
             near = f" ({names[0]!r}: {did_you_mean(names[0], unexpected)})"
         raise CheckpointError(
             checkpoint,
-            names[0] if names else unexpected[0],
+            [*names, *unexpected][0],
             f"the checkpoint {', and '.join(differences)}",
             fix="build the model as it was when the checkpoint was saved; if it shares weights, tie them first: "
             f"model.tie_weights(){near}",
@@ -408,6 +434,7 @@ def match_weights(
 def _refuse_different_copies(
     entries: Iterable[Entry], weights: Mapping[str, Tensor], checkpoint: object
 ) -> None:
+    """Refuse a checkpoint with two different tensors for one shared weight: one of them would be dropped silently."""
     for entry in entries:
         for other in dict.fromkeys(slot.name for slot in entry.tied.slots):
             if other == entry.name or other not in weights:
@@ -423,6 +450,7 @@ def _refuse_different_copies(
 
 
 def _stays_on_disk(tied: Tied, places: Places, offload_buffers: bool) -> bool:
+    # The same conditions as in `dispatch_model`: what it keeps on a device must be loaded here.
     stays = tied.is_buffer and not (offload_buffers and tied.persistent)
     return not stays and all(places.of(slot.name) == "disk" for slot in tied.slots)
 
@@ -435,16 +463,20 @@ def _load(
 ) -> None:
     tied = entry.tied
     dtype = dtype_of(tied.slots[0].name, tied.tensor)
-    device = tied.tensor.device if not is_meta(tied.tensor) else torch.device("cpu")
+    device = tied.tensor.device
+    if is_meta(tied.tensor):
+        device = torch.device("cpu")
     if places is not None:
         # Load to the first device that is not the disk; a later dispatch copies the tensor to the other devices.
         devices = [places.of(slot.name) for slot in tied.slots]
         in_memory = [device for device in devices if device != "disk"]
-        device = resolve_device(in_memory[0] if in_memory else "cpu")
+        device = resolve_device([*in_memory, "cpu"][0])
     # A tensor of a mapped file must not outlive the file: always copy it.
     content = read_one(weights, entry.name, device).to(
         device, dtype, copy=not isinstance(weights, Lazy)
     )
+    # Keep the parameter object where possible: ties and optimizers hold it by identity. torch refuses to assign `data`
+    # between the meta device and a real one.
     if is_meta(tied.tensor) == is_meta(content) and tied.tensor.dtype == content.dtype:
         tied.tensor.data = content
         return
@@ -453,22 +485,19 @@ def _load(
         put(slot.module, slot.key, parameter)
 
 
-def _leave_on_disk(
-    entry: Entry, source: OnDisk, dtype_of: DtypeOf
-) -> dict[str, tuple[OnDisk, str]]:
-    """Leave a tensor on disk: put a meta tensor into the model, and return its origin by its names."""
-    tied = entry.tied
+def _leave_on_disk(tied: Tied, dtype_of: DtypeOf) -> None:
+    """Put a meta tensor, in the dtype of the forward, into the model for a tensor whose content stays on disk."""
     dtype = dtype_of(tied.slots[0].name, tied.tensor)
     empty = torch.empty(tied.tensor.shape, dtype=dtype, device="meta")
     parameter = parameter_like(tied.tensor, empty)
     for slot in tied.slots:
         put(slot.module, slot.key, parameter)
-    return {slot.name: (source, entry.name) for slot in tied.slots}
 
 
 def _group_by_size(entries: list[Entry]) -> list[list[Entry]]:
     """Divide weights into groups that are small enough for memory, each for one file."""
     groups: list[list[Entry]] = []
+    # Full at the start, so that the first entry opens a group. A tensor larger than a file has a group of its own.
     filled = _FILE
     for entry in entries:
         size = entry.tied.tensor.nbytes
@@ -517,11 +546,16 @@ def init_on_device(
     """
     device = torch.device(device)
     thread = threading.get_ident()
-    moved: Any = WeakIdKeyDictionary()  # keeps tensors that are registered twice shared
+    # Keeps tensors that are registered twice (tied weights) shared. Weak: it must not hold the real tensors in memory,
+    # which would defeat the purpose; by identity, because tensors compare element by element.
+    moved: Any = WeakIdKeyDictionary()
 
-    def move(module: nn.Module, name: str, tensor: Any) -> Any:
+    # torch annotates these hooks as returning nothing, although it registers the tensor that they return.
+    def move(module: nn.Module, name: str, tensor: Tensor | None) -> Any:
         if tensor is None or tensor.device == device:
             return None
+        # torch's hooks are global: other threads may create real modules meanwhile. A lazy parameter has no shape yet;
+        # it would lose its class.
         if threading.get_ident() != thread or is_lazy(tensor):
             return None
         if tensor not in moved:

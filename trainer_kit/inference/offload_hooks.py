@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ class OffloadedTensor:
         self.source = source
         self.name = name
         self.needs_gradient = needs_gradient
+        # By device: the tensor that borrowers share, and the number of borrowers. It is removed with the last one.
         self._lent: dict[torch.device, tuple[Tensor, int]] = {}
 
     def borrow(self, device: torch.device, read: dict[str, Tensor]) -> Tensor:
@@ -45,22 +46,27 @@ class OffloadedTensor:
             device: the computing device.
             read: tensors that were already read from its source.
         """
-        tensor, count = self._lent.get(device, (None, 0))
-        if tensor is None:
-            tensor = self.content(device, read)
-            if isinstance(self.rest, nn.Parameter):
-                # torch selects kernels by this flag even without gradients; with gradients a graph would keep the
-                # weights.
-                flag = self.needs_gradient and not torch.is_grad_enabled()
-                tensor = type(self.rest)(tensor, requires_grad=flag)
-        self._lent[device] = tensor, count + 1
+        lent = self._lent.get(device)
+        if lent is not None:
+            tensor, count = lent
+            self._lent[device] = (tensor, count + 1)
+            return tensor
+        tensor = self.content(device, read)
+        if isinstance(self.rest, nn.Parameter):
+            # torch selects kernels by this flag even without gradients; with gradients a graph would keep the weights.
+            flag = self.needs_gradient and not torch.is_grad_enabled()
+            tensor = type(self.rest)(tensor, requires_grad=flag)
+        self._lent[device] = (tensor, 1)
         return tensor
 
     def give_back(self, device: torch.device) -> None:
         """Release the tensor of one `borrow`."""
-        tensor, count = self._lent.pop(device, (None, 0))
-        if tensor is not None and count > 1:
-            self._lent[device] = tensor, count - 1
+        lent = self._lent.pop(device, None)
+        if lent is None:
+            return
+        tensor, count = lent
+        if count > 1:
+            self._lent[device] = (tensor, count - 1)
 
     def content(
         self, device: torch.device, read: dict[str, Tensor] | None = None
@@ -68,9 +74,11 @@ class OffloadedTensor:
         """Return the tensor's values on a device, in the dtype of the forward."""
         if self.source is None:
             return self.rest.detach().to(device)
-        if read is None or self.name not in read:
-            read = self.source.read([self.name], device)
-        return read[self.name].to(self.rest.dtype)
+        tensors = read or {}
+        if self.name not in tensors:
+            tensors = self.source.read([self.name], device)
+        # The file has the dtype of the checkpoint; `rest` has the one that the caller asked for.
+        return tensors[self.name].to(self.rest.dtype)
 
     def rests_in(self, module: nn.Module, key: str) -> bool:
         """Whether a module holds this tensor, offloaded or borrowed, and not a replacement."""
@@ -91,7 +99,7 @@ def put(module: nn.Module, key: str, tensor: Tensor) -> None:
     if key in module._buffers:
         module._buffers[key] = tensor
     else:
-        # recurrent layers update their list of weights in __setattr__
+        # Recurrent layers update their list of weights in __setattr__; writing into `_parameters` would leave it stale.
         setattr(module, key, tensor)
 
 
@@ -125,34 +133,36 @@ class LayerHooks:
         self.slots = list(slots)
         self.skip = frozenset(skip)
         self.lock = lock
+        # Forwards of this module that are running: a module may call itself, and threads may share a model. Weights
+        # arrive with the first and leave with the last of them.
         self._depth = 0
         self._borrowed: list[tuple[nn.Module, str, OffloadedTensor]] = []
 
     def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]]:
         """Move inputs and weights before the forward."""
         if self.slots:
             with self.lock:
                 self._depth += 1
                 if self._depth == 1:
                     self._load_weights()
-        moved = {
-            key: value if key in self.skip else self._move(value)
-            for key, value in kwargs.items()
-        }
+        moved = dict(kwargs)
+        for key in kwargs.keys() - self.skip:
+            moved[key] = self._move(kwargs[key])
         return tuple(self._move(value) for value in args), moved
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: object, output: object) -> None:
         """Remove weights after the forward, also after an error."""
         if self.slots:
             with self.lock:
-                # an earlier hook may have failed, so that `before` did not run
+                # An earlier hook may have failed, so that `before` did not run.
                 self._depth = max(0, self._depth - 1)
                 if self._depth == 0:
                     self._remove_weights()
 
-    def _move(self, value: Any) -> Any:
+    def _move(self, value: object) -> object:
+        # With weights on disk, `next(model.parameters()).device` is meta, and scripts create inputs there.
         if self.device.type != "meta" and isinstance(value, Tensor) and is_meta(value):
             raise StrategyError(
                 f"an input of {self.name or 'the model'!r} has no values",
@@ -162,6 +172,8 @@ class LayerHooks:
         return move_to_device(value, self.device)
 
     def _load_weights(self) -> None:
+        # All slots are checked before the first tensor is read. Putting the offloaded tensor over a replacement would
+        # discard the user's new weights silently.
         for module, key, tensor in self.slots:
             if not tensor.rests_in(module, key):
                 owner = repr(self.name) if self.name else "the model"
@@ -173,24 +185,27 @@ class LayerHooks:
         content = self._read_missing()
         for module, key, tensor in self.slots:
             borrowed = tensor.borrow(self.device, content.get(id(tensor.source), {}))
+            # Recorded before it is put: an interrupt between the two lines must not leave the tensor lent for ever.
             self._borrowed.append((module, key, tensor))
             put(module, key, borrowed)
 
     def _read_missing(self) -> dict[int, dict[str, Tensor]]:
         """Read all tensors of a source at once; the keys are the ids of the sources."""
-        missing: dict[int, tuple[OnDisk, list[str]]] = {}
+        # One read per source opens each of its files once for the whole layer.
+        sources: dict[int, OnDisk] = {}
+        names: dict[int, list[str]] = {}
         for _, _, tensor in self.slots:
             source = tensor.source
             if source is not None and not tensor.is_lent(self.device):
-                _, names = missing.setdefault(id(source), (source, []))
-                names.append(tensor.name)
-        return {
-            key: source.read(names, self.device)
-            for key, (source, names) in missing.items()
-        }
+                sources[id(source)] = source
+                names.setdefault(id(source), []).append(tensor.name)
+        content = {}
+        for key, source in sources.items():
+            content[key] = source.read(names[key], self.device)
+        return content
 
     def _remove_weights(self) -> None:
-        # one at a time: after an interrupt a later call continues
+        # One at a time, each removed from the list last: after an interrupt a later call continues.
         while self._borrowed:
             module, key, tensor = self._borrowed[-1]
             put(module, key, tensor.rest)
@@ -212,9 +227,13 @@ class Call:
         self.module = module
         self.hooks: list[LayerHooks | ModelHooks] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        # The class's method, because this object shadows the one of the module.
+        call = type(self.module)._call_impl
         try:
-            return type(self.module)._call_impl(self.module, *args, **kwargs)  # type: ignore[no-untyped-call]
+            # torch does not annotate `_call_impl`.
+            return call(self.module, *args, **kwargs)  # type: ignore[no-untyped-call]
+        # torch has run the hooks already.
         except Exception:
             raise
         except BaseException:
@@ -239,22 +258,25 @@ class ModelHooks:
         self.where = where
         self.skip = frozenset(skip)
         self.trains = any(tensor.needs_gradient for tensor in offloaded)
+        # A stack, because a model may call itself with inputs on another device.
         self._input_devices: list[torch.device | None] = []
 
     def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         """Record the device of the inputs."""
         self._input_devices.append(_first_device((args, kwargs)))
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: object, output: object) -> object:
         """Move the outputs to the device of the inputs."""
+        # Empty if an earlier hook failed, so that `before` did not run.
         if not self._input_devices:
-            return None  # an earlier hook failed, so that `before` did not run
+            return None
         device = self._input_devices.pop()
         if output is None:
             return None
         if device is not None:
+            # In place, because an output of transformers is a dict whose class has more than its items.
             if self.skip and isinstance(output, dict):
                 for key in output.keys() - self.skip:
                     output[key] = move_to_device(output[key], device)
@@ -264,13 +286,15 @@ class ModelHooks:
             output = map_leaves(output, self._mark_untrainable)
         return output
 
-    def _mark_untrainable(self, leaf: Any) -> Any:
+    def _mark_untrainable(self, leaf: object) -> object:
         if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
             return leaf
+        # Borrowed weights require no gradient (`OffloadedTensor.borrow`), so the output may have no graph: a backward
+        # would do nothing, or fail in torch without the reason.
         if not leaf.requires_grad:
             leaf = leaf.detach().requires_grad_()
-        refuse_backward: Any = _RefuseBackward.apply
-        return refuse_backward(leaf, self)
+        marked: object = _RefuseBackward.apply(leaf, self)  # type: ignore[no-untyped-call]  # torch's
+        return marked
 
     def refuse_training(self) -> StrategyError:
         """Return the error of a backward."""
@@ -281,7 +305,7 @@ class ModelHooks:
             "requires_grad_(False) before the model is dispatched",
         )
 
-    def refuse_move(self, *args: Any, **kwargs: Any) -> Any:
+    def refuse_move(self, *args: object, **kwargs: object) -> NoReturn:
         """Replaces a module's ``_apply``, which ``to``, ``cuda``, ``half`` and similar methods call."""
         raise StrategyError(
             "a dispatched model cannot be moved or cast as a whole",
@@ -289,7 +313,7 @@ class ModelHooks:
             fix='call dispatch_model with another device map, such as {"": "cpu"}; or load it with dtype=',
         )
 
-    def refuse_loading(self, *args: Any, **kwargs: Any) -> None:
+    def refuse_loading(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse ``load_state_dict``, whose values would be lost."""
         raise StrategyError(
             "load_state_dict cannot change weights that are offloaded to disk",
@@ -302,12 +326,13 @@ class _RefuseBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, hooks: ModelHooks) -> Tensor:
         ctx.hooks = hooks
-        return tensor.clone()  # in-place changes of a view would fail
+        # A copy, because torch refuses in-place changes of a view that a custom function returns.
+        return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> NoReturn:
         raise ctx.hooks.refuse_training()
 
 
-def _first_device(values: Any) -> torch.device | None:
+def _first_device(values: object) -> torch.device | None:
     return next((tensor.device for tensor in tensors_of(values)), None)

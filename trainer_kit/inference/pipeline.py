@@ -62,15 +62,22 @@ def prepare_pippy(
         torch.Size([3, 2])
     """
     environment = Environment.detect()
-    on_cpu = is_true(choose("use_cpu", None, False).value)
-    device = pick_device("cpu" if on_cpu else "auto", environment.local_rank)
-    chunks = environment.world_size if num_chunks is None else num_chunks
+    device_name = "auto"
+    if is_true(choose("use_cpu", None, False).value):
+        device_name = "cpu"
+    device = pick_device(device_name, environment.local_rank)
+    # With fewer micro-batches than stages, some stages would always wait.
+    chunks = environment.world_size
+    if num_chunks is not None:
+        chunks = num_chunks
     if chunks < 1:
         raise StrategyError(
             "num_chunks must be at least 1", found=f"num_chunks={num_chunks}"
         )
     if environment.world_size == 1:
         return model.to(device)
+    # Before the layout is planned: it refuses parameters that stages share, since training would let their copies
+    # drift apart. Inference never updates them.
     _untie_parameters(model)
     plan = PipelinePlan(model="", split_points=split_points)
     blocks = lay_out(model, plan, environment.world_size).blocks
@@ -78,7 +85,10 @@ def prepare_pippy(
     _refuse_inside(model, container, no_split_module_classes or ())
     world = join_world(device)
     pipeline = Pipeline(world, world, device, "GPipe")
-    pipeline.has(model)  # raises an error if another pipeline has split the model
+    # Raises an error if another pipeline has split the model.
+    pipeline.has(model)
+    # The names are recorded while the model is whole: they are the same on every process. The weights are sent after
+    # the split, so that a process receives only those of its blocks.
     weights = InitialWeights(model, world)
     pipeline.divide(model, plan, make_precision("32-true", device.type))
     weights.distribute(model, device, device)
@@ -99,15 +109,21 @@ class _Chunked:
         self.chunks = chunks
         self.gathers = gathers
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.pipeline.share((args, kwargs), last=False)
-        sizes = _chunk_sizes((args, kwargs), self.chunks)
-        outputs = self.pipeline.infer(_split_inputs((args, kwargs), sizes))
-        output = _merge_outputs(outputs, sizes) if self.pipeline.last else None
-        return self.pipeline.share(output) if self.gathers else output
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        # The main process has the inputs; the others need them for the sizes, and for arguments that no stage passes on
+        # (an attention mask, for example, goes to every block).
+        inputs = self.pipeline.share((args, kwargs), last=False)
+        sizes = _chunk_sizes(inputs, self.chunks)
+        outputs = self.pipeline.infer(_split_inputs(inputs, sizes))
+        output = None
+        if self.pipeline.last:
+            output = _merge_outputs(outputs, sizes)
+        if self.gathers:
+            output = self.pipeline.share(output)
+        return output
 
 
-def _chunk_sizes(inputs: Any, chunks: int) -> list[int]:
+def _chunk_sizes(inputs: object, chunks: int) -> list[int]:
     """Return the sizes of the micro-batches, none of them empty; the batch is as long as its first tensor."""
     tensors = [
         leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim
@@ -120,13 +136,14 @@ def _chunk_sizes(inputs: Any, chunks: int) -> list[int]:
                 fix="pass num_chunks=1",
             )
         return [0]
+    # A batch with fewer samples than chunks has fewer micro-batches: many models fail for an empty one.
     indices = torch.arange(len(tensors[0]))
     sizes = [len(chunk) for chunk in indices.tensor_split(chunks) if len(chunk)]
     return sizes or [0]
 
 
 def _split_inputs(
-    inputs: tuple[tuple[Any, ...], dict[str, Any]], sizes: Sequence[int]
+    inputs: tuple[tuple[object, ...], dict[str, object]], sizes: Sequence[int]
 ) -> list[Any]:
     """Return the inputs of each micro-batch; tensors that are not as long as the batch go to all of them."""
     if len(sizes) == 1:
@@ -135,7 +152,7 @@ def _split_inputs(
     chunks = []
     start = 0
     for size in sizes:
-
+        # The defaults fix the values of this turn; the loop changes the variables.
         def narrow(tensor: Tensor, start: int = start, size: int = size) -> Tensor:
             if tensor.ndim and len(tensor) == batch_size:
                 return tensor.narrow(0, start, size)
@@ -146,36 +163,43 @@ def _split_inputs(
     return chunks
 
 
-def _merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _merge_outputs(outputs: Sequence[object], sizes: Sequence[int]) -> object:
+    """Concatenate what has one entry per sample, keep what all chunks agree on, and refuse everything else.
+
+    A loss, for example, is a mean over its chunk: neither its first value nor the list of them is the batch's.
+    """
     if len(outputs) == 1:
         return outputs[0]
     flat = [tree_flatten(output) for output in outputs]
     merged = []
     for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
-        if all(
-            isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n
-            for leaf, n in zip(leaves, sizes, strict=True)
-        ):
+        has_samples = [
+            isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == size
+            for leaf, size in zip(leaves, sizes, strict=True)
+        ]
+        if all(has_samples):
             merged.append(torch.cat(leaves))
-        # for example tables and flags
+        # For example tables and flags.
         elif all(_are_equal(leaf, leaves[0]) for leaf in leaves):
             merged.append(leaves[0])
         else:
-            shapes = [
-                tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                for leaf in leaves
-            ]
             raise StrategyError(
                 "the outputs of the chunks cannot be concatenated",
-                found=f"{shapes} for parts of {list(sizes)} samples",
+                found=f"{[_shape_or_type(leaf) for leaf in leaves]} for parts of {list(sizes)} samples",
                 fix="return outputs with one entry per sample (no loss, use_cache=False), or pass num_chunks=1",
             )
     return tree_unflatten(merged, flat[0][1])
 
 
+def _shape_or_type(leaf: object) -> tuple[int, ...] | str:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape)
+    return type(leaf).__name__
+
+
 def _are_equal(leaf: object, other: object) -> bool:
     if isinstance(leaf, Tensor) and isinstance(other, Tensor):
-        # sync point: not for outputs of samples
+        # Sync point, which outputs with one entry per sample do not reach.
         return leaf.shape == other.shape and torch.equal(leaf, other)
     return isinstance(leaf, _PLAIN) and leaf == other
 

@@ -89,6 +89,8 @@ class BnbQuantizationConfig:
         self.bnb_4bit_compute_dtype = _resolve_dtype(
             "bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype
         )
+        # The dtypes are the ones with which the products of bitsandbytes return: int8 products return float16, 4-bit
+        # products the compute dtype. Another dtype between the layers would cost a conversion per layer.
         if self.torch_dtype is not None:
             self.torch_dtype = _resolve_dtype("torch_dtype", self.torch_dtype)
         elif self.load_in_8bit:
@@ -107,7 +109,9 @@ class BnbQuantizationConfig:
 
 
 def _resolve_dtype(option: str, value: torch.dtype | str) -> torch.dtype:
-    dtype = _DTYPES.get(value) if isinstance(value, str) else value
+    dtype: object = value
+    if isinstance(value, str):
+        dtype = _DTYPES.get(value)
     if not isinstance(dtype, torch.dtype):
         raise PrecisionError(
             f"{option}={value!r} is not a dtype",
@@ -166,20 +170,28 @@ def load_and_quantize_model(
             found=f"{first_names(empty)} are on the meta device",
             fix="pass a checkpoint as weights_location",
         )
-    weights = None if weights_location is None else open_weights(weights_location)
+    # Opened before the model is changed: a missing or damaged checkpoint leaves the model as it was.
+    weights = None
+    if weights_location is not None:
+        weights = open_weights(weights_location)
     unquantized_dtype = config.torch_dtype
+    # `__post_init__` has resolved it.
     assert isinstance(unquantized_dtype, torch.dtype)
     layers = _quantize_layers(model, config, unquantized_dtype)
     model.__dict__.update(
         is_loaded_in_4bit=config.load_in_4bit, is_loaded_in_8bit=config.load_in_8bit
     )
+    # The parts of a quantized layer (packed weights, scales) have dtypes that no conversion may touch, and with which
+    # the device map must count them.
     exact = {}
     for name, layer in layers.items():
         for key, parameter in _quantized_parameters(layer).items():
             exact[f"{name}.{key}"] = parameter.dtype
     pick_float_dtype = pick_dtype(unquantized_dtype, config.keep_in_fp32_modules)
     if device_map is None:
-        device_map = {"": 0 if torch.accelerator.is_available() else "cpu"}
+        device_map = {"": "cpu"}
+        if torch.accelerator.is_available():
+            device_map = {"": 0}
     resolved_map = resolve_device_map(
         model,
         device_map,
@@ -191,8 +203,11 @@ def load_and_quantize_model(
     devices = check_device_map(model, resolved_map)
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
-        return exact[name] if name in exact else pick_float_dtype(name, tensor)
+        if name in exact:
+            return exact[name]
+        return pick_float_dtype(name, tensor)
 
+    # The layers have quantized the model's weights already: only the others are converted here.
     if weights is None:
         for tied in find_tied(model):
             tied.tensor.data = tied.tensor.data.to(
@@ -222,6 +237,7 @@ def _quantize_layers(
     linear = {
         name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear
     }
+    # The dots make a key match whole components of a path: "head" must not match "header".
     stays = [
         name for name in linear if any(f".{key}." in f".{name}." for key in skipped)
     ]
@@ -240,6 +256,8 @@ def _quantize_layers(
         config.bnb_4bit_compute_dtype,  # type: ignore[arg-type]
         base="32-true",
     )
+    # In the dtype of the other tensors first, so that a model with its weights and one that loads them from a
+    # checkpoint (`_QuantizedWeights`) are quantized from the same values.
     for linear_layer in to_quantize:
         linear_layer.weight.requires_grad_(False)
         linear_layer.weight.data = linear_layer.weight.data.to(dtype)
@@ -261,12 +279,14 @@ def _find_head(model: nn.Module) -> list[str]:
     for tied in find_tied(model):
         if len(tied.slots) > 1:
             shared += [slot.path for slot in tied.slots]
+    # A model of transformers without a head (`AutoModel`) has no attribute of its `base_model_prefix`; its last child
+    # is the stack of blocks, which is what should be quantized.
     prefix = getattr(model, "base_model_prefix", None)
     headless = isinstance(prefix, str) and not hasattr(model, prefix)
     children = [name for name, _ in model.named_children()]
-    if not children or (headless and not shared):
-        return shared
-    return [*shared, children[-1]]
+    if children and (shared or not headless):
+        shared.append(children[-1])
+    return shared
 
 
 def _quantized_parameters(layer: nn.Module) -> dict[str, nn.Parameter]:
@@ -291,11 +311,13 @@ class _QuantizedWeights(Lazy):
         self._computed: dict[str, tuple[str, str]] = {}
         for layer_name, layer in layers.items():
             weight = f"{layer_name}.weight"
-            # already quantised weights are not floats, and are read unchanged
+            # Already quantized weights are not floats, and are read unchanged.
             if weight in weights and tensor_like(weights, weight).is_floating_point():
                 self._layers[layer_name] = layer
                 for key in _quantized_parameters(layer):
                     self._computed[f"{layer_name}.{key}"] = (layer_name, key)
+        # The parts of the layer that was computed last. Loading asks for all parts of a layer in a row, and one layer
+        # is quantized once for them; keeping more would hold the quantized model a second time.
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def __contains__(self, name: object) -> bool:
@@ -328,7 +350,8 @@ class _QuantizedWeights(Lazy):
         if key != "weight":
             return quantized
         stored = tensor_like(self._weights, name)
-        # A weight of another shape belongs to another model: return it, so that loading reports the shapes.
+        # Quantized weights are packed, so their shape says nothing about the layer: compare the stored shape here. A
+        # weight of another shape belongs to another model: return it, so that loading reports the shapes.
         if list(stored.shape) != [layer.out_features, layer.in_features]:
             return stored
         return quantized
