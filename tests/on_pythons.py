@@ -46,7 +46,7 @@ NEEDED = ["numpy", "pytest", "pytest-timeout", "scikit-learn"]
 # Installed with torch by its CUDA builds; a CPU does without.
 CUDA = re.compile(r"^Requires-Dist: (nvidia-|cuda-|triton).*\n", re.M)
 # Modules that need an extra.
-EXTRAS = {"trainer_kit.commands.migrate_rewrite": "libcst"}
+EXTRAS = {"trainer_kit.migrate.rewrite": "libcst"}
 ALONE = f"""
 import importlib, pkgutil, sys, tempfile
 import torch

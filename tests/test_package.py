@@ -415,7 +415,7 @@ def test_an_installed_wheel_needs_only_its_dependencies(
     ).splitlines()
     # Modules of one command and of a pytest plugin: their extras are `migrate` and `testing`.
     alone = [
-        ("trainer_kit.commands.migrate_rewrite", "libcst"),
+        ("trainer_kit.migrate.rewrite", "libcst"),
         ("trainer_kit.testing.pytest_plugin", "pytest"),
     ]
     assert lines[0] == str(alone)

@@ -170,6 +170,7 @@ def test_nothing_public_is_missing_from_the_names():
         "inference",
         "launch",
         "metrics",
+        "migrate",
         "planning",
         "report",
         "state",
@@ -177,6 +178,7 @@ def test_nothing_public_is_missing_from_the_names():
         "testing",
         "trainer",
         "training",
+        "verify",
     }
     # A module that was found by another library's path becomes an attribute too.
     paths = {

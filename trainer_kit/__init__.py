@@ -322,6 +322,7 @@ _READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")
 _find_names(
     __name__,
     ["compat.lightning_names", "compat.accelerate_names", "compat.transformers"],
+    former="compat.former_paths",
 )
 _alias_package(
     f"{__name__}.pytorch", __name__

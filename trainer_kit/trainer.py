@@ -57,7 +57,7 @@ from trainer_kit.training.settings import check_switches, make_settings, plain_a
 
 if TYPE_CHECKING:
     from trainer_kit.planning.plan import Plan
-    from trainer_kit.planning.verify import Verification
+    from trainer_kit.verify.result import Verification
 
 __all__ = ["Trainer"]
 
@@ -668,7 +668,7 @@ class Trainer(Session):
             >>> trainer.verify(TinyModule(), DataLoader(torch.randn(16, 32), batch_size=4), steps=2).ok
             True
         """
-        from trainer_kit.planning.verify import verify
+        from trainer_kit.verify.verify import verify
 
         return verify(
             self,

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import weakref
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import trainer_kit as tk
-from tests.planning import verified
 from trainer_kit.planning import fake_world as fake_world_module
 from trainer_kit.planning.fake_mode import FastFakeMode
-from trainer_kit.planning.fake_world import adapted, fake_world
+from trainer_kit.planning.fake_world import adapted
 from trainer_kit.planning.memory_tracker import StepTracker
+from trainer_kit.strategies.fake_world import fake_world
 
 
 def start_of_a_sum(rank: int) -> int:
@@ -101,15 +99,3 @@ def test_an_exchange_of_a_pipeline_holds_its_tensors():
         works.clear()
         assert alive() is None
     assert schedules._batch_p2p is plain
-
-
-@pytest.mark.slow
-def test_ranks_forked_after_a_plan_save_their_own_parts():
-    trainer = tk.Trainer(
-        strategy="fsdp", accelerator="cpu", devices=2, logger=False, seed=1
-    )
-    trainer.plan(verified.Classifier(), verified.loader(), world=2, strategies=["fsdp"])
-    found = trainer.verify(
-        verified.Classifier(), verified.loader(), steps=2
-    )  # it saves and resumes
-    assert found.ok, str(found)

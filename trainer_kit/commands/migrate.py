@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainer_kit.commands.migrate_names import Finding
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.migrate.names import Finding
 
 if TYPE_CHECKING:
-    from trainer_kit.commands.migrate_report import Project
+    from trainer_kit.migrate.report import Project
 
 __all__ = ["migrate"]
 
@@ -44,7 +44,7 @@ def migrate(path: Path, check: bool, write: bool) -> None:
             "imports are rewritten with libcst, which is not installed",
             fix="pip install 'trainer-kit[migrate]'",
         )
-    from trainer_kit.commands.migrate_files import read_project, rewrite_files
+    from trainer_kit.migrate.files import read_project, rewrite_files
 
     files = read_project(path)
     contents, findings = rewrite_files(files)

@@ -92,11 +92,11 @@ def plan(
     then run on tensors without storage, under each strategy. Exits with 1 if nothing fits.
     """
     from trainer_kit.checkpoint.files import in_bytes
+    from trainer_kit.commands.script import captured_fit, failed_script
     from trainer_kit.core.device_table import find_device
     from trainer_kit.core.errors import TrainerKitError
     from trainer_kit.planning.estimate import Assumptions
     from trainer_kit.planning.planner import plan_fit
-    from trainer_kit.planning.script import captured_fit, failed_script
     from trainer_kit.trainer import Trainer
 
     if device not in (None, "cpu"):

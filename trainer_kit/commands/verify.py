@@ -70,9 +70,9 @@ def verify(
     The script runs unchanged up to its first Trainer.fit; put its own ARGUMENTS after --. Exits with 0 where nothing
     differs, with 1 where something does, and with 2 where it could not be checked.
     """
-    from trainer_kit.planning.script import captured_fit
-    from trainer_kit.planning.verify_page import write_page
+    from trainer_kit.commands.script import captured_fit
     from trainer_kit.trainer import Trainer
+    from trainer_kit.verify.page import write_page
 
     options: dict[str, Any] = {
         "strategy": strategy,

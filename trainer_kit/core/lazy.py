@@ -44,7 +44,7 @@ def lazy_names(
     return find, names
 
 
-def find_names(package: str, tables: Sequence[str]) -> None:
+def find_names(package: str, tables: Sequence[str], former: str) -> None:
     """Make module paths and names of other libraries importable from a package.
 
     Each table is a module with four constants. ``LIBRARY`` names the library. ``PATHS`` maps each module path to its
@@ -58,8 +58,10 @@ def find_names(package: str, tables: Sequence[str]) -> None:
     Args:
         package: its ``__name__``.
         tables: modules in it, such as ``"compat.lightning_names"``; they are imported when a lookup fails.
+        former: a module like these, whose ``PATHS`` are those of the package's earlier versions. They can be imported,
+            and no error suggests one.
     """
-    finder = _OtherPaths(package, tables)
+    finder = _OtherPaths(package, tables, former)
     _FINDERS[package] = finder
     sys.meta_path.append(finder)
 
@@ -151,19 +153,24 @@ class _Alias(MetaPathFinder, Loader):
 class _OtherPaths(MetaPathFinder, Loader):
     """Finds the modules in the tables of `find_names`; its errors for unknown modules suggest a fix."""
 
-    def __init__(self, package: str, tables: Sequence[str]) -> None:
+    def __init__(self, package: str, tables: Sequence[str], former: str) -> None:
         self._package = package
         self._names = tables
+        self._former_name = former
 
     @cached_property
     def _tables(self) -> list[Any]:
         return [import_module(f"{self._package}.{name}") for name in self._names]
 
     @cached_property
+    def _former(self) -> Any:
+        return import_module(f"{self._package}.{self._former_name}")
+
+    @cached_property
     def paths(self) -> dict[str, dict[str, str]]:
-        """The merged ``PATHS`` of all tables."""
+        """The merged ``PATHS`` of all tables, and of the former paths."""
         merged: dict[str, dict[str, str]] = {}
-        for table in self._tables:
+        for table in [*self._tables, self._former]:
             for path, homes in table.PATHS.items():
                 merged.setdefault(path, {}).update(homes)
         return merged
@@ -241,7 +248,7 @@ class _OtherPaths(MetaPathFinder, Loader):
             if self._has(path, module, name):
                 packages.append(path)
         for path, homes in self.paths.items():
-            if name in homes:
+            if name in homes and path not in self._former.PATHS:
                 packages.append(f"{self._package}.{path}")
         return packages
 

@@ -1,6 +1,6 @@
-"""A fake world of ranks, and copies of modules and batches without storage.
+"""What a step in a fake world of ranks needs: copies of modules and batches without storage, and a DDP without buckets.
 
-This is the only file that uses torch's fake process group and fake copies, which are private.
+This is the only file that uses torch's fake copies, which are private.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import DTensor
 
-from trainer_kit.core.display import plural
-from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.tensors import map_leaves, tensors_of
 from trainer_kit.data.sizes import batch_size_of
@@ -41,56 +40,11 @@ from trainer_kit.strategies.process_group import (
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
-    "FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_module", "fake_world", "forget_layouts",
-    "resized_lists", "sample_dimension", "unpacked",
+    "FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_module", "resized_lists", "sample_dimension",
+    "unpacked",
 ]  # fmt: skip
 
 _torch_swap_tensors: Any = torch.utils.swap_tensors
-
-
-@contextmanager
-def fake_world(size: int, rank: int = 0) -> Iterator[None]:
-    """Inside, torch's default process group has ``size`` ranks; this process is one of them, and nothing is sent.
-
-    Args:
-        size: the number of ranks.
-        rank: of this process.
-
-    Raises:
-        StrategyError: this process has a process group already.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise StrategyError(
-            "planning needs a process that is not a rank of a run",
-            found=f"a process group of {plural(dist.get_world_size(), 'rank')}",
-            fix="plan in a separate process, before the first fit: trainer-kit plan train.py",
-        )
-    excepthook = sys.excepthook  # torch replaces it
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    forget_layouts()
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        forget_layouts()
-        sys.excepthook = excepthook
-
-
-def forget_layouts() -> None:
-    """Empty the caches of DTensor, which hold results of operations with the mesh that this process was in.
-
-    Meshes of the same ranks are equal there, although each says which part is its own: the next rank of this process,
-    or one forked from it, would take the part of the rank that filled the cache.
-    """
-    dispatcher: Any = DTensor._op_dispatcher
-    dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-    _redistribute._gen_transform_infos.cache_clear()
-    # torch 2.9 has no cache in C++.
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
 
 
 @contextmanager

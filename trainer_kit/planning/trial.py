@@ -21,7 +21,6 @@ from trainer_kit.planning.fake_world import (
     fake_batch,
     fake_mail,
     fake_module,
-    fake_world,
     unpacked,
 )
 from trainer_kit.planning.kernel_memory import KernelMemory
@@ -34,6 +33,7 @@ from trainer_kit.step.bus import Bus
 from trainer_kit.step.run import Fit
 from trainer_kit.step.window import Window
 from trainer_kit.strategies.ddp import DDPStrategy
+from trainer_kit.strategies.fake_world import fake_world
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.auto_strategy import build_module
 from trainer_kit.training.compose import compose_fit

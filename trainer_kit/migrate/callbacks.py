@@ -1,0 +1,115 @@
+"""Find callbacks of other packages that extend Lightning's class, without importing those packages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Final
+
+from trainer_kit.compat.callback_adapters import NEEDS_LOOP
+from trainer_kit.migrate.refusals import Answer
+
+__all__ = ["answer_callback"]
+
+_IMPORTS_LIGHTNING: Final = re.compile(
+    r"^\s*(?:from|import)\s+(?:pytorch_)?lightning\b", re.MULTILINE
+)
+_SOURCES: Final = 50
+"""The most files of a package that are read for one class."""
+
+
+def answer_callback(module: str, name: str, is_rewritten: bool) -> Answer | None:
+    """The finding for a class of another package that extends a callback of Lightning; None for anything else.
+
+    Args:
+        module: the dotted name of the module that the class is imported from.
+        name: of the class.
+        is_rewritten: the file names this library already, so that only what does not run is a finding.
+
+    Example:
+        >>> answer_callback("collections", "OrderedDict", is_rewritten=False) is None
+        True
+    """
+    if not name[:1].isupper():
+        return None
+    root = _package_directory(module.partition(".")[0])
+    files = [] if root is None else _files(root, module)
+    bases = next(filter(None, (_bases(path, name) for path in files)), None)
+    if bases is None:
+        return None if is_rewritten else _answer_by_name(module, name)
+    loop = next((base for base in bases if base in NEEDS_LOOP), None)
+    if loop is not None:
+        return Answer(
+            "callback",
+            f"{module}.{name} extends Lightning's {loop}, which drives Lightning's own loop",
+            f"subclass trainer_kit.callbacks.{loop} in your code",
+        )
+    if is_rewritten:
+        return None
+    return Answer(
+        "callback",
+        f"{module}.{name} extends Lightning's Callback: the Trainer takes it through an adapter",
+        "nothing, but keep lightning installed: the package needs it to define this class",
+    )
+
+
+def _answer_by_name(module: str, name: str) -> Answer | None:
+    if "lightning" not in f"{module}.{name}".lower() or "Callback" not in name:
+        return None
+    return Answer(
+        "callback",
+        f"{module}.{name} is a callback for Lightning, by its name",
+        "keep lightning installed: the Trainer takes callbacks that extend Lightning's through an adapter",
+    )
+
+
+@cache
+def _package_directory(package: str) -> Path | None:
+    spec = PathFinder.find_spec(package)
+    locations = None if spec is None else spec.submodule_search_locations
+    return Path(next(iter(locations))) if locations else None
+
+
+def _files(root: Path, module: str) -> list[Path]:
+    """The files in which a class that is imported from a module may stand; packages often import them lazily."""
+    inside = root.joinpath(*module.split(".")[1:])
+    candidates = [inside.with_suffix(".py"), *inside.glob("*.py")]
+    files = [path for path in candidates if path.is_file()]
+    files += _files_for_lightning(root)
+    return list(dict.fromkeys(files))[:_SOURCES]
+
+
+@cache
+def _files_for_lightning(root: Path) -> list[Path]:
+    """The files of a package below a folder, or with a name, that names Lightning."""
+    return [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if "lightning" in str(path.relative_to(root))
+    ]
+
+
+def _bases(path: Path, name: str) -> list[str] | None:
+    """The last names of the bases of a class, if a file defines it and imports Lightning; else None."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if f"class {name}(" not in text or _IMPORTS_LIGHTNING.search(text) is None:
+        return None
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+            callbacks = {
+                "Callback",
+                "Checkpoint",
+                "EarlyStopping",
+                "LearningRateMonitor",
+                *NEEDS_LOOP,
+            }
+            return bases if callbacks & set(bases) else None
+    return None

@@ -1,0 +1,602 @@
+"""The runs that `verify` compares: each in processes of its own, or on copies in this one, from the same state."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import copy, deepcopy
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from lightning_utilities.core.overrides import is_overridden
+from torch import Tensor
+
+from trainer_kit.checkpoint.commit import write_checkpoint
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.environment import Environment, pick_device
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.module import TrainModule, build_once
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import SetsAccumulation
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.data import Feed
+from trainer_kit.launch.processes import run_forked
+from trainer_kit.precision.precision import Precision
+from trainer_kit.state.runs import RunFiles
+from trainer_kit.strategies.single import SingleDeviceStrategy
+from trainer_kit.training.loaders import find_loaders
+from trainer_kit.training.session import Session
+from trainer_kit.verify.loaders import (
+    Division,
+    divides_itself,
+    feeds_of,
+    place_loaders,
+    rows_of,
+)
+from trainer_kit.verify.local_ranks import run_local
+from trainer_kit.verify.norms import Shares
+from trainer_kit.verify.recorder import Record, Recorder, makes_batches
+from trainer_kit.verify.reference import plain_loop
+from trainer_kit.verify.state import plain_attributes
+from trainer_kit.verify.trainer import NeedsJoinError, PlainTrainer
+from trainer_kit.verify.waits import WaitWatch, raise_verdict
+
+__all__ = ["Runs", "locked_directory"]
+
+_PREFIX: Final = "trainer_kit-verify-"
+_UNLOCKED_PREFIX: Final = "trainer_kit-new-"
+_START: Final = "start"
+_NO_GROUP: Final = "process group has not been initialized"
+"""In the error of torch where code asks for its rank without a process group."""
+_EPOCH_BATCHES: Final = 16
+"""Batches of an epoch whose order is compared with the next epoch's."""
+_RANK: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@contextmanager
+def locked_directory() -> Iterator[Path]:
+    """A temporary directory of this process; first removes those of processes that were killed.
+
+    The kernel releases the lock of a killed process, in every container that shares the directory.
+
+    Example:
+        >>> with locked_directory() as directory:
+        ...     directory.is_dir()
+        True
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows, where a directory that is in use cannot be removed
+        with tempfile.TemporaryDirectory(
+            prefix=_PREFIX, ignore_cleanup_errors=True
+        ) as name:
+            yield Path(name)
+        return
+    parent = Path(tempfile.gettempdir())
+    for abandoned in parent.glob(f"{_PREFIX}*"):
+        # An error: it is locked, of another user, or already removed.
+        with suppress(OSError), _opened(abandoned) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(abandoned, ignore_errors=True)
+    unlocked = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX))
+    with _opened(unlocked) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Other processes look at it only under its new name.
+        name = unlocked.name.replace(_UNLOCKED_PREFIX, _PREFIX)
+        directory = unlocked.rename(parent / name)
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@final
+class Runs:
+    """Makes the runs.
+
+    Args:
+        trainer: the configuration that is verified; it is not changed.
+        module: never trained in this process.
+        loaders: of the training data.
+        val_loaders: of validation, or None.
+        datamodule: or None.
+        steps: optimizer steps of each run.
+        directory: for what the runs return.
+        local: ranks are threads of this process, and train copies.
+    """
+
+    def __init__(
+        self,
+        trainer: Session,
+        module: TrainModule,
+        loaders: Any,
+        val_loaders: Any,
+        datamodule: DataModule | None,
+        steps: int,
+        directory: Path,
+        local: bool = False,
+    ) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.loaders = loaders
+        self.val_loaders = val_loaders
+        self.datamodule = datamodule
+        self.steps = steps
+        self.directory = directory
+        self.local = local
+        self._count = 0
+        self._grouped = False
+        self._joined = False
+        self._eager = False
+        self._builds_layers = is_overridden("configure_model", module, TrainModule)
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is a loader of validation."""
+        if self.val_loaders is not None:
+            return True
+        for owner in (self.datamodule, self.module):
+            if owner is not None and is_overridden("val_dataloader", owner, DataHooks):
+                return True
+        return False
+
+    def run_without_compiler(self) -> None:
+        """Run compiled code as it is written from now on: compiled random layers draw other numbers."""
+        self._eager = True
+
+    @staticmethod
+    def needs_launcher(error: BaseException) -> bool:
+        """Whether an error says that an environment variable or a process group of a launcher is missing."""
+        return any(name in str(error) for name in (*_RANK, _NO_GROUP))
+
+    def start(self) -> None:
+        """Write the weights that every run starts from, where the module builds its layers in ``configure_model``."""
+        # Optimizers import it: once here, not in every process.
+        importlib.import_module("torch._dynamo")
+        if not self._builds_layers:
+            return
+
+        def build(runs: Runs, rank: int) -> None:
+            trainer = PlainTrainer(runs.trainer, Progress(), self.trainer.processes)
+            runs._attach(trainer)
+            runs._prepare_data()
+            build_once(runs.module)
+            state = {
+                name: value
+                for name, value in runs.module.state_dict().items()
+                if isinstance(value, Tensor)
+            }
+            write_checkpoint(self.directory / _START, {"model": state})
+
+        self._run(build, 1)
+
+    def train(
+        self,
+        *,
+        reseeds: int | None = None,
+        watched: frozenset[int] = frozenset(),
+        traced: str = "",
+        saves: tuple[int, str] | None = None,
+        resumes: str | None = None,
+        validates: bool = False,
+        alone: int | None = None,
+        precision: Precision | None = None,
+        shares: Shares | None = None,
+        one_batch: bool = False,
+    ) -> list[Record]:
+        """Train with the verified configuration, in real processes; one record for each rank.
+
+        Args:
+            reseeds: the seed of the random numbers of each micro-batch; None: the run's own.
+            watched: steps whose module outputs are recorded.
+            traced: the name of a module whose operations are recorded at these steps.
+            saves: the step after which a checkpoint is saved, and its path.
+            resumes: the checkpoint to resume from.
+            validates: after each step.
+            alone: the global batch size with which one process runs it instead; 0: the Trainer's.
+            precision: instead of the Trainer's.
+            shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
+            one_batch: without gradient accumulation.
+        """
+        directory = self._new_directory()
+        start = str(self.directory / _START) if self._builds_layers else None
+
+        def train_rank(runs: Runs, rank: int) -> None:
+            recorder = Recorder(
+                self.steps,
+                reseeds=reseeds,
+                watched=watched,
+                traced=traced,
+                saves=saves,
+                shares=shares,
+                threads=self.local,
+                loaders=runs.loaders,
+                describe=plain_attributes,
+            )
+            trainer = runs._trial_trainer(
+                validates=validates,
+                reproducible=reseeds is not None,
+                batch_size=alone,
+                compiled=not (watched or self._eager),
+            )
+            accumulation = [] if one_batch else runs._accumulation_callbacks()
+            trainer.set_callbacks([*accumulation, recorder])
+            if precision is not None:
+                trainer.precision_plugin = deepcopy(precision)
+            recorder.take_logs(trainer)
+            with self._compiler():
+                trainer.fit(  # type: ignore[attr-defined]  # a trial is of the Trainer's class
+                    runs.module,
+                    runs.loaders,
+                    runs.val_loaders if validates else None,
+                    runs.datamodule,
+                    ckpt_path=resumes or start,
+                    load_weights_only=resumes is None and start is not None,
+                )
+            torch.save(recorder.record, directory / str(rank))
+
+        ranks = self.trainer.processes if alone is None else 1
+        return self._records(train_rank, ranks, directory)
+
+    def _trial_trainer(
+        self,
+        *,
+        validates: bool,
+        reproducible: bool,
+        batch_size: int | None,
+        compiled: bool,
+    ) -> Session:
+        """A Trainer of this rank that writes nothing and runs only these steps; ``batch_size``: of a single process."""
+        configured = self.trainer
+        settings = replace(
+            configured.settings,
+            sanity_steps=0,
+            log_every=1,
+            fast=0,
+            reproducible=configured.settings.reproducible or reproducible,
+            global_batch_size=batch_size or configured.settings.global_batch_size,
+        )
+        if validates:
+            settings = replace(settings, validate_every=1, validate_epochs=None)
+        else:
+            settings = replace(settings, limits={**settings.limits, "val": 0})
+        trainer = configured.for_trial(settings)
+        environment = Environment.detect()
+        trainer.environment = environment
+        trainer.processes = environment.local_world_size
+        device = pick_device(configured.strategy.device.type, environment.local_rank)
+        trainer.strategy.device = device
+        if batch_size is not None:
+            trainer.strategy = SingleDeviceStrategy(device)
+            trainer.sharded_alternative = None
+        if not compiled:
+            trainer.compile_options = None
+        trainer.files = RunFiles(
+            loggers=[],
+            root=str(self.directory),
+            seed=configured.files.seed,
+            resume=None,
+            records=False,
+            say=lambda line: None,
+        )
+        return trainer
+
+    def _compiler(self) -> AbstractContextManager[object]:
+        """Inside, compiled functions and modules run as they are written, if random layers are compiled."""
+        if self._eager:
+            eager: AbstractContextManager[object] = torch.compiler.set_stance(
+                "force_eager"
+            )
+            return eager
+        return nullcontext()
+
+    def plain(
+        self,
+        precision: Precision,
+        division: Division,
+        watched: frozenset[int] = frozenset(),
+        traced: str = "",
+    ) -> Record:
+        """The plain loop."""
+
+        def run_loop(runs: Runs, division: Division, directory: Path) -> None:
+            loaders = runs._place_loaders(division)
+            build_once(runs.module)
+            if self._builds_layers:
+                from trainer_kit.checkpoint.read import read_checkpoint
+
+                start = read_checkpoint(self.directory / _START)
+                runs.module.load_state_dict(start["model"])
+            with self._compiler():
+                record = plain_loop(
+                    runs.trainer,
+                    runs.module,
+                    loaders,
+                    runs.datamodule,
+                    precision=deepcopy(precision),
+                    steps=self.steps,
+                    division=division,
+                    watched=watched,
+                    traced=traced,
+                )
+            torch.save(record, directory / "0")
+
+        return self._run_single(run_loop, division)
+
+    def order(self, division: Division) -> list[int] | None:
+        """The dataset's indices in the order in which one process reads them; None where they are not known."""
+
+        def read(runs: Runs, division: Division, directory: Path) -> None:
+            record = Record()
+            record.plan = runs._read_plan(division)
+            torch.save(record, directory / "0")
+
+        return self._run_single(read, division).plan
+
+    def _read_plan(self, division: Division) -> list[int] | None:
+        trainer = self.trainer
+        batches = self.steps * trainer.accumulation
+        loaders = self._place_loaders(division)
+        feeds, length = feeds_of(trainer, loaders, division)
+        if divides_itself(loaders[0]):
+            # Together the places read what one process would.
+            return _read_places(feeds, batches, length.limit)
+        limit = length.limit
+        size = feeds[0].per_rank_batch_size
+        if makes_batches(feeds[0]):
+            # One process reads the batches of all places one after the other.
+            batches *= division.places
+            limit = limit and limit * division.places
+        elif size is not None:
+            samples = size * division.places * trainer.accumulation
+            trainer.settings = replace(trainer.settings, global_batch_size=samples)
+        single_feeds, _ = feeds_of(trainer, loaders[:1], replace(division, places=1))
+        return _read(single_feeds[0], batches, limit)
+
+    def epochs(self, division: Division) -> Record:
+        """The orders of the first two epochs at the first place."""
+
+        def read(runs: Runs, division: Division, directory: Path) -> None:
+            loaders = runs._place_loaders(division)
+            feeds, length = feeds_of(runs.trainer, loaders, division)
+            record = Record()
+            record.orders = [
+                _read_epoch(feeds[0], epoch, length.limit) for epoch in range(2)
+            ]
+            record.divides = divides_itself(loaders[0])
+            torch.save(record, directory / "0")
+
+        return self._run_single(read, division)
+
+    def _run_single(
+        self, run: Callable[[Runs, Division, Path], None], division: Division
+    ) -> Record:
+        """Call ``run`` in one process, again where the module turns out to need other ranks."""
+        directory = self._new_directory()
+        division = replace(division, grouped=self._grouped, joined=self._joined)
+
+        def call(runs: Runs, rank: int) -> None:
+            runs.trainer.settings = replace(runs.trainer.settings, reproducible=True)
+            run(runs, division, directory)
+
+        try:
+            return self._records(call, 1, directory)[0]
+        except NeedsJoinError:
+            if self._joined:
+                raise
+            self._joined = True
+        except (RuntimeError, ValueError) as error:
+            if self._grouped or division.world == 1 or _NO_GROUP not in str(error):
+                raise
+            self._grouped = True
+        return self._run_single(run, division)
+
+    def _place_loaders(self, division: Division) -> list[Any]:
+        """Set module and data up as the first rank does, and return the loaders of each place."""
+        with division.as_rank(0) as rank:
+            self._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
+            self._prepare_data()
+            loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
+        make = None
+        if self.loaders is None:
+            make = partial(self._make_loaders, division)
+        return place_loaders(loaders, division, self.trainer.settings.shard, make)
+
+    def _make_loaders(self, division: Division, place: int) -> Any:
+        """The loaders of another place, from a copy of module and data that is set up as its rank."""
+        memo = {id(vars(self.module).get("_trainer")): None}
+        runs = copy(self)
+        with suppress(Exception):  # of any class: user code decides how a copy is made
+            copies = deepcopy((self.module, self.datamodule), memo)
+            runs.module, runs.datamodule = copies
+        with preserved_rng(), division.as_rank(place) as rank:
+            runs._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
+            if runs.module is not self.module:
+                runs._prepare_data()
+            return find_loaders("fit", None, runs.module, runs.datamodule)
+
+    def _attach(self, trainer: PlainTrainer) -> None:
+        """Let module and data read ``self.trainer``, as in the hooks of a fit."""
+        self.module.trainer = trainer
+        self.trainer.module = self.module
+        self.trainer.datamodule = self.datamodule
+        if self.datamodule is not None:
+            self.datamodule.trainer = trainer
+
+    def _accumulation_callbacks(self) -> list[Any]:
+        return [
+            callback
+            for callback in self.trainer.callbacks
+            if isinstance(callback, SetsAccumulation)
+        ]
+
+    def _prepare_data(self) -> None:
+        for owner in (self.datamodule, self.module):
+            if owner is not None and is_overridden("prepare_data", owner, DataHooks):
+                owner.prepare_data()
+        for owner in (self.datamodule, self.module):
+            if owner is not None and is_overridden("setup", owner, DataHooks):
+                owner.setup("fit")
+
+    def _new_directory(self) -> Path:
+        self._count += 1
+        directory = self.directory / f"run-{self._count}"
+        directory.mkdir()
+        return directory
+
+    def _records(
+        self, function: Callable[[Runs, int], None], ranks: int, directory: Path
+    ) -> list[Record]:
+        """Call ``function`` on every rank, and load the record that each has written."""
+        if ranks == 1 or self.local:  # threads are named by those who give them turns
+            self._run(function, ranks)
+        else:
+            self._run_watched(function, ranks, directory)
+        records = []
+        for rank in range(ranks):
+            records.append(torch.load(directory / str(rank), weights_only=False))
+        return records
+
+    def _run_watched(
+        self, function: Callable[[Runs, int], None], ranks: int, directory: Path
+    ) -> None:
+        """Run processes, and name what they wait for where they do not meet."""
+
+        def watched(runs: Runs, rank: int) -> None:
+            watch = WaitWatch(directory, rank, ranks)
+            try:
+                function(runs, rank)
+            finally:
+                watch.stop()
+
+        try:
+            self._run(watched, ranks)
+        except Exception as error:
+            raise_verdict(directory, error)
+            raise
+
+    def _run(self, function: Callable[[Runs, int], None], ranks: int) -> None:
+        """Call a function on every rank, with what it changes: a forked process has all of it, a thread gets copies."""
+
+        def run_forked_rank(rank: int) -> None:
+            if ranks == 1:  # one process, as it starts without a launcher
+                for name in _RANK:
+                    os.environ.pop(name, None)
+            function(self, rank)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself shows them
+            if self.local:
+                run_local(lambda rank: function(self._copy(), rank), ranks)
+            else:
+                run_forked(run_forked_rank, ranks)
+
+    def _copy(self) -> Runs:
+        """These runs, over copies of everything that a run changes."""
+        runs = copy(self)
+        trainer = self.trainer.for_trial(self.trainer.settings)
+        runs.trainer = trainer
+        memo: dict[int, Any] = {
+            id(vars(self.module).get("_trainer")): None,
+            id(self.trainer): trainer,
+        }
+        # In one copy, for they may share objects.
+        originals = {
+            "module": self.module,
+            "loaders": self.loaders,
+            "val_loaders": self.val_loaders,
+            "datamodule": self.datamodule,
+            "strategy": self.trainer.strategy,
+            "alternative": self.trainer.sharded_alternative,
+            "callbacks": self._accumulation_callbacks(),
+        }
+        try:
+            copies: dict[str, Any] = deepcopy(originals, memo)
+        except Exception as error:  # of any class: user code decides how a copy is made
+            raise ConfigurationError(
+                "runs in this process train copies of the module, the loaders and the strategy; one cannot be copied",
+                found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                fix="let ranks be processes, which need no copies: verify without local",
+            ) from error
+        runs.module = copies["module"]
+        runs.loaders = copies["loaders"]
+        runs.val_loaders = copies["val_loaders"]
+        runs.datamodule = copies["datamodule"]
+        trainer.strategy = copies["strategy"]
+        trainer.sharded_alternative = copies["alternative"]
+        trainer.set_callbacks(copies["callbacks"])
+        return runs
+
+
+def _read(feed: Feed, batches: int, limit: int | None) -> list[int] | None:
+    """The indices of so many batches, over as many epochs as they take; None where they are not known."""
+    order: list[int] = []
+    epoch = 0
+    while batches > 0:
+        feed.record_indices()
+        remaining = batches
+        for _ in islice(feed.epoch(epoch), _smaller(batches, limit)):
+            ids = feed.next_indices()
+            if ids is None:
+                return None
+            order += ids
+            batches -= 1
+        epoch += 1
+        if batches == remaining:  # an epoch without a batch
+            break
+    return order
+
+
+def _smaller(batches: int, limit: int | None) -> int:
+    return batches if limit is None else min(batches, limit)
+
+
+def _read_places(
+    feeds: Sequence[Feed], batches: int, limit: int | None
+) -> list[int] | None:
+    """The indices that all places read, a batch of each in turn."""
+    order: list[int] = []
+    epoch = 0
+    while batches > 0:
+        remaining = batches
+        for row in islice(rows_of(list(feeds), epoch), _smaller(batches, limit)):
+            for _, _, ids in row:
+                if ids is None:
+                    return None
+                order += ids
+            batches -= 1
+        epoch += 1
+        if batches == remaining:  # an epoch without a batch
+            break
+    return order
+
+
+def _read_epoch(feed: Feed, epoch: int, limit: int | None) -> list[int] | None:
+    """The first indices of an epoch."""
+    feed.record_indices()
+    order: list[int] = []
+    for _ in islice(feed.epoch(epoch), _smaller(_EPOCH_BATCHES, limit)):
+        ids = feed.next_indices()
+        if ids is None:
+            return None
+        order += ids
+    return order
