@@ -129,12 +129,12 @@ def test_only_our_own_dead_work_is_cleaned(saved, tmp_path):
 def test_a_process_number_that_was_given_away_is_dead(tmp_path):
     name = hidden_path(tmp_path / "c", "tmp").name
     parsed = Hidden.parse(name)
-    assert parsed == Hidden("c", "tmp", here=True, stale=False)
+    assert parsed == Hidden("c", "tmp", on_this_host=True, stale=False)
     head, _, token = name.rpartition("-")
     assert Hidden.parse(f"{head}-{token[:6]}ffffff{token[12:]}") == Hidden(
-        "c", "tmp", here=True, stale=True
+        "c", "tmp", on_this_host=True, stale=True
     )
     assert Hidden.parse(".c.d.9999999999-" + token) == Hidden(
-        "c.d", "tmp", here=True, stale=True
+        "c.d", "tmp", on_this_host=True, stale=True
     )
     assert Hidden.parse("step-12") is None

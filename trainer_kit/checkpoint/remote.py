@@ -106,7 +106,7 @@ def clean_uploads(root: RemotePath) -> list[str]:
         hidden = Hidden.parse(entry.name)
         if hidden is None:
             continue
-        is_dead = hidden.stale or (has_lock and not hidden.here)
+        is_dead = hidden.stale or (has_lock and not hidden.on_this_host)
         if not is_dead or not entry.is_file():
             continue
         if hidden.target != LOCK:

@@ -15,10 +15,12 @@ from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import (
+    TYPE_CHECKING,
     Any,
     Literal,
     NamedTuple,
     ParamSpec,
+    TypeAlias,
     TypeVar,
     Union,
     get_args,
@@ -28,6 +30,10 @@ from typing import (
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.lazy import argument_rows
+from trainer_kit.core.types import Function
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = [
     "Replaced",
@@ -45,7 +51,10 @@ __all__ = [
     "word_of",
 ]
 
-# what `known_arguments` checks, as annotated
+_Annotation: TypeAlias = Any
+"""An annotation at run time: a class, or a special form of ``typing``."""
+# What `known_arguments` checks, by the annotation as written: a string where True belongs would count as true, and no
+# later code would notice.
 _SWITCHES = {"bool": bool, "bool | None": bool | None}
 _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
@@ -63,7 +72,7 @@ class Replaced(NamedTuple):
     same: tuple[object, ...] = ()
 
 
-def check_fields(record: Any) -> None:
+def check_fields(record: DataclassInstance) -> None:
     """Compare each field of a dataclass instance with its annotation.
 
     int accepts the whole numbers of any library, float real numbers, bool also 0 and 1 and numpy's, Path any path
@@ -84,7 +93,7 @@ def check_fields(record: Any) -> None:
           fix:   size takes int
     """
     cls = type(record)
-    hints = _hints(cls)  # type: ignore[arg-type]
+    hints = _hints(cls)
     for field in fields(record):
         value = getattr(record, field.name, field.default)
         hint = hints[field.name]
@@ -116,13 +125,15 @@ def typed_arguments(
 
     @wraps(make)
     def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
+        # In the call, since annotations may name classes that the module defines below this one.
         kinds = _plain_hints(make)
         signature = inspect.signature(make)
         parameters = signature.parameters
         refuse_replaced(cls.__name__, cls, parameters, kwargs)
         try:
             values = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # Python's own error names the argument
+        except TypeError:
+            # The call below raises Python's own error, which names the argument.
             values = {}
         for name in values.keys() & kinds.keys():
             annotation = parameters[name].annotation
@@ -133,7 +144,10 @@ def typed_arguments(
 
 
 def refuse_replaced(
-    owner: str, cls: type | None, parameters: Collection[str], keywords: dict[str, Any]
+    owner: str,
+    cls: type | None,
+    parameters: Collection[str],
+    keywords: dict[str, object],
 ) -> None:
     """Refuse arguments of another library's class or method, and drop those that ask for what happens anyway.
 
@@ -170,11 +184,14 @@ def _is_same(value: object, other: object) -> bool:
 def with_typed_arguments(cls: type) -> None:
     """Replace the constructor that a class of this library defines by `typed_arguments` of it."""
     if cls.__module__.startswith("trainer_kit.") and "__init__" in vars(cls):
-        target: Any = cls  # mypy takes an assignment to a method for a mistake
+        # mypy takes an assignment to a method for a mistake.
+        target: Any = cls
         target.__init__ = typed_arguments(cls, target.__init__)
 
 
-def check_type(owner: str, name: str, value: Any, kind: Any, text: str = "") -> None:
+def check_type(
+    owner: str, name: str, value: object, kind: _Annotation, text: str = ""
+) -> None:
     """Raise `ConfigurationError` if ``value`` does not fit the annotation ``kind``, as in `check_fields`.
 
     Args:
@@ -197,10 +214,12 @@ def check_type(owner: str, name: str, value: Any, kind: Any, text: str = "") -> 
 
 
 @cache
-def _plain_hints(make: Callable[..., Any]) -> dict[str, Any]:
+def _plain_hints(make: Function) -> dict[str, _Annotation]:
+    """The annotations of those parameters of a function that `typed_arguments` checks."""
     try:
         hints = get_type_hints(make)
-    except NameError:  # as in `_hints`
+    except NameError:
+        # As in `_hints`: a type of a library that is imported lazily.
         return {}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     plain = {}
@@ -212,19 +231,20 @@ def _plain_hints(make: Callable[..., Any]) -> dict[str, Any]:
     return plain
 
 
-def _is_plain(kind: Any) -> bool:
-    origin = get_origin(kind)
+def _is_plain(kind: _Annotation) -> bool:
+    """Whether an annotation consists of numbers, strings, functions, paths and collections of them."""
+    origin: _Annotation = get_origin(kind)
+    members = get_args(kind)
     if origin in (Union, types.UnionType):
-        return all(map(_is_plain, get_args(kind)))
+        return all(map(_is_plain, members))
     if origin in (collections.abc.Sequence, collections.abc.Mapping):
-        elements = get_args(kind)
-        return all(element is Any or _is_plain(element) for element in elements)
+        return all(member is Any or _is_plain(member) for member in members)
     if origin in (collections.abc.Callable, os.PathLike):
         return True
     return kind in (int, float, bool, str, Path, types.NoneType)
 
 
-def check_timeout(timeout: Any, owner: str) -> None:
+def check_timeout(timeout: object, owner: str) -> None:
     """Raise `ConfigurationError` unless ``timeout`` is a positive timedelta.
 
     Args:
@@ -246,7 +266,7 @@ def check_timeout(timeout: Any, owner: str) -> None:
     )
 
 
-def positive(record: Any, *names: str) -> None:
+def positive(record: object, *names: str) -> None:
     """Raise `ConfigurationError` for a field that is not above zero; None is accepted."""
     for name in names:
         value = getattr(record, name)
@@ -258,15 +278,16 @@ def positive(record: Any, *names: str) -> None:
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: type) -> dict[str, _Annotation]:
     try:
         return get_type_hints(cls)
-    except NameError:  # an annotation names a type of a library that is imported lazily
+    except NameError:
+        # An annotation names a type of a library that is imported lazily: no field is checked.
         return {field.name: Any for field in fields(cls)}
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    origin = get_origin(kind)
+def _fits(value: object, kind: _Annotation) -> bool:
+    origin: _Annotation = get_origin(kind)
     arguments = get_args(kind)
     if kind is Any:
         return True
@@ -278,6 +299,7 @@ def _fits(value: Any, kind: Any) -> bool:
         return value is None
     if kind is bool:
         return _fits_bool(value)
+    # The abstract classes of numbers, since numpy's are no subclasses of Python's.
     if kind is int:
         return isinstance(value, Integral)
     if kind is float:
@@ -285,58 +307,62 @@ def _fits(value: Any, kind: Any) -> bool:
     return _fits_class(value, origin or kind, arguments)
 
 
-def _fits_bool(value: Any) -> bool:
-    if isinstance(value, Integral):  # bool is one too
+def _fits_bool(value: object) -> bool:
+    # Python's bool is an Integral too; NumPy's is none.
+    if isinstance(value, Integral):
         return value in (0, 1)
-    # NumPy's bool is no Integral.
-    return str(getattr(value, "dtype", None)) == "bool" and value.ndim == 0
+    return str(getattr(value, "dtype", None)) == "bool" and not getattr(
+        value, "ndim", 0
+    )
 
 
-def _fits_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
-    if kind.__name__ == "Callable":  # a special form; mypy does not know it as a class
+def _fits_class(value: object, kind: type, members: tuple[_Annotation, ...]) -> bool:
+    # By name: Callable is a special form, which mypy does not know as a class.
+    if kind.__name__ == "Callable":
         return callable(value)
     if kind in (os.PathLike, Path):
         return isinstance(value, os.PathLike)
     if issubclass(kind, Mapping):
         if not isinstance(value, Mapping):
             return False
-        if not arguments:
+        if not members:
             return True
-        key_kind, item_kind = arguments
+        key_kind, item_kind = members
         return all(
             _fits(key, key_kind) and _fits(item, item_kind)
             for key, item in value.items()
         )
     if kind in (list, tuple, collections.abc.Sequence):
+        # A string is a sequence of strings, and a mapping one of keys: both are mistakes where a list belongs.
         if isinstance(value, (str, bytes, Mapping)):
             return False
         if not isinstance(value, Collection):
             return False
-        return not arguments or all(_fits(item, arguments[0]) for item in value)
+        return not members or all(_fits(item, members[0]) for item in value)
     return isinstance(value, kind)
 
 
-def as_list(given: Any, *single: type) -> list[Any]:
+def as_list(value: Any, *single: type) -> list[Any]:
     """Convert an argument that takes one object or any iterable of them to a list; empty for None and False.
 
     Args:
-        given: the argument.
+        value: the argument.
         single: classes whose objects count as one object even if they are iterable, as strings and mappings always do.
 
     Example:
         >>> as_list(None), as_list(3), as_list("ab"), as_list({"a": 1, "b": 2}.values())
         ([], [3], ['ab'], [1, 2])
     """
-    if given is None or given is False:
+    if value is None or value is False:
         return []
-    if not isinstance(given, Iterable):
-        return [given]
-    if isinstance(given, (str, bytes, Mapping, *single)):
-        return [given]
-    return list(given)
+    if not isinstance(value, Iterable):
+        return [value]
+    if isinstance(value, (str, bytes, Mapping, *single)):
+        return [value]
+    return list(value)
 
 
-def word_of(value: Any) -> str:
+def word_of(value: object) -> str:
     """A word from a string or from a member of an enumeration, such as Accelerate's.
 
     Example:
@@ -351,7 +377,7 @@ def word_of(value: Any) -> str:
 
 def refuse_unknown(
     owner: str,
-    unknown: Mapping[str, Any],
+    unknown: Mapping[str, object],
     known: Collection[str],
     former: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
@@ -369,6 +395,7 @@ def refuse_unknown(
             fix = former[name].format(value=text)
         else:
             fix = did_you_mean(name, known)
+        # The repr of a module or an array would hide the message.
         if len(text) > 100 or "\n" in text:
             text = f"a {type(value).__name__}"
         raise ConfigurationError(
@@ -418,15 +445,15 @@ def known_arguments(
 
 
 def call_check(
-    method: Callable[..., Any], former: Mapping[str, str]
-) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
+    method: Function, former: Mapping[str, str]
+) -> Callable[[Sequence[object], Mapping[str, object]], None]:
     """The check of `known_arguments` on its own, for a decorator that would otherwise add a second frame to tracebacks.
 
     Args:
         method: a constructor or method; the first of its arguments is not checked.
         former: as for `known_arguments`.
     """
-    # Without the first one, which is ``self``.
+    # The signature is read once, for every call. Without the first parameter, which is ``self``.
     parameters = dict(list(inspect.signature(method).parameters.items())[1:])
     variadic = False
     accepted: list[str] = []
@@ -443,7 +470,8 @@ def call_check(
             required.append(name)
     owner = method.__qualname__.removesuffix(".__init__")
 
-    def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def check(args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        # Unknown names before missing ones: a misspelt argument is both.
         unknown = {name: kwargs[name] for name in kwargs if name not in accepted}
         refuse_unknown(owner, unknown, accepted, former)
         values = args[1:]
@@ -471,7 +499,9 @@ def _surplus_argument(
     owner: str, count: int, value: object, example: str, former: Mapping[str, str]
 ) -> ConfigurationError:
     """The error for a value without a name behind the ``count`` that ``owner`` takes."""
-    takes = f"{count} arguments without a name" if count else "its arguments by name"
+    takes = "its arguments by name"
+    if count:
+        takes = f"{count} arguments without a name"
     fix = f"such as {example}=..."
     shown = f"{value!r:.100}"
     # By name: torch need not be imported for it, and the repr of a module has many lines.

@@ -28,18 +28,20 @@ __all__ = [
     "sync_directory",
 ]
 
+# As `hidden_path` writes it: pid, then six hex digits each of the host, the start time and a random number.
 _PATTERN: Final = re.compile(
     r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)",
     re.DOTALL,
 )
 
 
-_Place = TypeVar("_Place", Path, RemotePath)
+_AnyPath = TypeVar("_AnyPath", Path, RemotePath)
 
 
-def hidden_path(target: _Place, suffix: str) -> _Place:
+def hidden_path(target: _AnyPath, suffix: str) -> _AnyPath:
     """A new hidden sibling of ``target``; ``suffix`` is tmp or old."""
     pid = os.getpid()
+    # The random part tells the files of two threads apart.
     token = f"{_short(socket.gethostname())}{_short(_start(pid) or '')}{secrets.token_hex(3)}"
     return target.with_name(f".{target.name}.{pid}-{token}.{suffix}")
 
@@ -52,13 +54,13 @@ class Hidden:
     Attributes:
         target: the name of the file or directory beside it.
         suffix: tmp or old.
-        here: whether its writer runs, or ran, on this host. Processes of other hosts cannot be checked.
+        on_this_host: whether its writer runs, or ran, on this host. Processes of other hosts cannot be checked.
         stale: whether its writer ran on this host and has ended.
     """
 
     target: str
     suffix: str
-    here: bool
+    on_this_host: bool
     stale: bool
 
     @classmethod
@@ -68,8 +70,9 @@ class Hidden:
         if match is None:
             return None
         target, pid, host, start, suffix = match.groups()
-        here = host == _short(socket.gethostname())
-        return cls(target, suffix, here, here and not _lives(int(pid), start))
+        on_this_host = host == _short(socket.gethostname())
+        stale = on_this_host and not _lives(int(pid), start)
+        return cls(target, suffix, on_this_host, stale)
 
 
 @final
@@ -95,9 +98,9 @@ class Process:
     @property
     def dead(self) -> bool:
         """Whether it ran on this host and has ended; False for other hosts, whose processes cannot be checked."""
-        return self.host == socket.gethostname() and not _lives(
-            self.pid, _short(self.start)
-        )
+        if self.host != socket.gethostname():
+            return False
+        return not _lives(self.pid, _short(self.start))
 
 
 def replace_file(path: Path | RemotePath, data: bytes, mode: int = 0o666) -> None:
@@ -115,16 +118,22 @@ def replace_file(path: Path | RemotePath, data: bytes, mode: int = 0o666) -> Non
         path.write_bytes(data)
         return
     work = hidden_path(path, "tmp")
+
+    def open_with_mode(name: str, flags: int) -> int:
+        return os.open(name, flags, mode)
+
     try:
-        with open(
-            work, "xb", opener=lambda name, flags: os.open(name, flags, mode)
-        ) as file:
+        with open(work, "xb", opener=open_with_mode) as file:
             file.write(data)
             file.flush()
+            # Before the rename: a file system may write names before contents, and a crash between them would leave
+            # an empty file under the final name.
             os.fsync(file.fileno())
         os.replace(work, path)
+        # Until its directory is on disk, a crash brings the old file back.
         sync_directory(path.parent)
     except BaseException:
+        # Also at a KeyboardInterrupt: while this process lives, `discard_torn` leaves the sibling alone.
         with suppress(OSError):
             work.unlink()
         raise
@@ -132,6 +141,7 @@ def replace_file(path: Path | RemotePath, data: bytes, mode: int = 0o666) -> Non
 
 def discard_torn(path: Path) -> None:
     """Remove the temporary files of killed processes beside ``path``."""
+    # Another process may discard them at the same time, and a directory may be read-only: they only take space.
     with suppress(OSError):
         for entry in path.parent.glob(f".{escape(path.name)}.*"):
             hidden = Hidden.parse(entry.name)
@@ -155,28 +165,29 @@ def _short(text: str) -> str:
 
 
 def _lives(pid: int, start: str) -> bool:
-    if os.name == "nt":  # os.kill(pid, 0) would end the process there
+    # On Windows, os.kill(pid, 0) would end the process.
+    if os.name == "nt":
         return True
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
+        # It exists, and belongs to another user.
         pass
-    return (
-        _short(_start(pid) or "") == start
-    )  # otherwise another process has reused the pid
+    # With another start time, another process has reused the pid. Where the system does not tell start times, both
+    # are the hash of an empty text, and the pid alone decides.
+    return _short(_start(pid) or "") == start
 
 
 def _start(pid: int) -> str | None:
     # Linux: state and start time (clock ticks) follow the command name, which may contain spaces and brackets.
     try:
-        fields = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    return "zombie" if fields[0] == "Z" else fields[19]
+    fields = text.rpartition(")")[2].split()
+    # A zombie still has its pid and start time, but has ended: this word is no start time of a process.
+    if fields[0] == "Z":
+        return "zombie"
+    return fields[19]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from torch import Tensor
 
 from trainer_kit.core.errors import RankError, TrainerKitError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import children
+from trainer_kit.core.types import Nested
 
 __all__ = [
     "compare",
@@ -38,10 +39,12 @@ def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
     if world.rank == 0:
         try:
             result = act()
-        except Exception as error:  # any error: the other ranks wait in the broadcast
+        except Exception as error:
+            # Whatever it is: the other ranks wait in the broadcast below.
             problem = error
             shared = shared_error(error, 0)
     result, shared = world.broadcast((result, shared))
+    # Rank 0 raises the error itself, with its traceback.
     if problem is not None:
         raise problem
     if shared is not None:
@@ -60,7 +63,8 @@ def on_every_rank(world: Group, act: Callable[[], _T]) -> list[_T]:
     problem: Exception | None = None
     try:
         result = act()
-    except Exception as error:  # any error: the other ranks wait in the gather
+    except Exception as error:
+        # Whatever it is: the other ranks wait in the gather below.
         problem = error
     shared = None
     if problem is not None:
@@ -106,7 +110,7 @@ def shape_of(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
-def signature(data: Any, describe: Callable[[Tensor], str] = shape_of) -> str:
+def signature(data: Nested, describe: Callable[[Tensor], str] = shape_of) -> str:
     """The structure of ``data`` as text: ``describe`` of each tensor, and the type of every other leaf.
 
     Example:
@@ -129,7 +133,7 @@ def signature(data: Any, describe: Callable[[Tensor], str] = shape_of) -> str:
     return f"{name}({fields})"
 
 
-def same_everywhere(group: Group, call: str, data: Any) -> None:
+def same_everywhere(group: Group, call: str, data: Nested) -> None:
     """Compare the data that the ranks are about to exchange. Every rank must call it.
 
     Args:
@@ -165,10 +169,13 @@ def compare(
     rows = group.agree([int.from_bytes(digest, "little"), *numbers])
     if all(row[0] == rows[0][0] for row in rows):
         return [row[1:] for row in rows]
-    ranks: dict[str, list[str]] = {}
+    # Every rank has the same rows, so all reach this second exchange; only an error needs the texts.
+    ranks_by_call: dict[str, list[str]] = {}
     for rank, text in enumerate(group.all_gather_object(call)):
-        ranks.setdefault(text, []).append(str(rank))
-    calls = [f"process {', '.join(same)}: {text}" for text, same in ranks.items()]
+        ranks_by_call.setdefault(text, []).append(str(rank))
+    calls = []
+    for text, ranks in ranks_by_call.items():
+        calls.append(f"process {', '.join(ranks)}: {text}")
     raise RankError(
         f"the processes pass different tensors to {call.partition('(')[0]}",
         found="; ".join(calls),

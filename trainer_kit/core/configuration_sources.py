@@ -71,33 +71,38 @@ def variable(name: str, environ: Mapping[str, str] = os.environ) -> Chosen | Non
         >>> variable("mixed_precision", {"ACCELERATE_MIXED_PRECISION": "bf16"})
         Chosen(value='bf16', origin='environment ACCELERATE_MIXED_PRECISION')
     """
-    for key in (
-        *(f"{prefix}{name.upper()}" for prefix in _PREFIXES),
-        *_OTHER_NAMES.get(name, ()),
-    ):
-        if environ.get(key):
-            origin = (
-                _launcher_origins(environ).get(name)
-                if key.startswith(_PREFIXES[0])
-                else None
-            )
-            return Chosen(
-                environ[key],
-                origin if isinstance(origin, str) else f"environment {key}",
-            )
+    keys = [f"{prefix}{name.upper()}" for prefix in _PREFIXES]
+    keys += _OTHER_NAMES.get(name, ())
+    for key in keys:
+        # An empty variable counts as one that is not set.
+        if not environ.get(key):
+            continue
+        origin = None
+        # Only this library's launcher records origins: a flag or a file that it passes on in its own variables.
+        if key.startswith(_PREFIXES[0]):
+            origin = _launcher_origins(environ).get(name)
+        if not isinstance(origin, str):
+            origin = f"environment {key}"
+        return Chosen(environ[key], origin)
     return None
 
 
-def _launcher_origins(environ: Mapping[str, str]) -> Mapping[str, Any]:
+def _launcher_origins(environ: Mapping[str, str]) -> Mapping[str, object]:
     try:
         origins = json.loads(environ.get(ORIGINS) or "{}")
     except ValueError:
+        # Origins are shown to users, and nothing else: a damaged variable ends no run.
         return {}
-    return origins if isinstance(origins, dict) else {}
+    if not isinstance(origins, dict):
+        return {}
+    return origins
 
 
 def choose(
-    name: str, argument: Any, default: Any, environ: Mapping[str, str] = os.environ
+    name: str,
+    argument: object,
+    default: object,
+    environ: Mapping[str, str] = os.environ,
 ) -> Chosen:
     """The argument, else the value in the environment, else the default.
 
@@ -118,7 +123,7 @@ def choose(
     return variable(name, environ) or Chosen(default, "default")
 
 
-def is_true(value: Any) -> bool:
+def is_true(value: object) -> bool:
     """Whether ``value`` is true, or a word for it in an environment variable.
 
     Example:
@@ -139,6 +144,7 @@ def steps_of(chosen: Chosen) -> int:
         4
     """
     try:
+        # int() would cut 2.5 to 2.
         if isinstance(chosen.value, float) and not chosen.value.is_integer():
             raise ValueError
         return int(chosen.value)
@@ -156,13 +162,19 @@ def describe_origins(chosen: Iterable[tuple[str, Chosen]]) -> list[str]:
         >>> describe_origins([("debug", Chosen(True, "argument")), ("mixed_precision", Chosen("no", "default"))])
         ['debug            true  argument', 'mixed_precision  no    default']
     """
-    rows = [(name, _text(option.value), option.origin) for name, option in chosen]
-    name_width = max((len(name) for name, _, _ in rows), default=0)
-    value_width = max((len(value) for _, value, _ in rows), default=0)
-    return [
-        f"{name:<{name_width}}  {value:<{value_width}}  {origin}"
-        for name, value, origin in rows
-    ]
+    names = []
+    values = []
+    origins = []
+    for name, option in chosen:
+        names.append(name)
+        values.append(_text(option.value))
+        origins.append(option.origin)
+    name_width = max(map(len, names), default=0)
+    value_width = max(map(len, values), default=0)
+    lines = []
+    for name, value, origin in zip(names, values, origins, strict=True):
+        lines.append(f"{name:<{name_width}}  {value:<{value_width}}  {origin}")
+    return lines
 
 
 def _text(value: object) -> str:

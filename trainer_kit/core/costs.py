@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.display import in_units
 from trainer_kit.core.tensors import local
+from trainer_kit.core.types import ParamGroup
 
 __all__ = [
     "Costs",
@@ -48,7 +49,7 @@ class Costs:
     during: str = ""
 
 
-def shard_bytes(tensors: Iterable[Any]) -> int:
+def shard_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of tensors on this rank; of a ``DTensor`` only the local shard counts.
 
     Example:
@@ -59,7 +60,7 @@ def shard_bytes(tensors: Iterable[Any]) -> int:
     return sum(shard.numel() * shard.element_size() for shard in shards)
 
 
-def local_shard(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
+def local_shard(tensor: Tensor, ranks: int = 1, rank: int = 0) -> Tensor:
     """A meta tensor with the shape of a rank's shard of ``tensor``, which is or will be sharded along its first dim.
 
     Example:
@@ -67,10 +68,13 @@ def local_shard(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
         [2, 2, 1]
     """
     shape = list(local(tensor).shape)
-    # A ``DTensor`` is sharded already. The last ranks may have a smaller shard, or none.
-    if ranks > 1 and shape and not hasattr(tensor, "to_local"):
+    is_sharded = hasattr(tensor, "to_local")
+    if ranks > 1 and shape and not is_sharded:
+        # As fully_shard divides: every rank has the rows of a full shard, except the last ones, which may have fewer
+        # rows or none.
         rows = -(-shape[0] // ranks)
-        shape[0] = max(0, min(rows, shape[0] - rank * rows))
+        remaining = max(0, shape[0] - rank * rows)
+        shape[0] = min(rows, remaining)
     return torch.empty(
         shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
     )
@@ -123,12 +127,14 @@ def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None
     """
     total = 0
     for optimizer in optimizers:
+        # The true size, once a step has made it.
         if optimizer.state:
             for state in optimizer.state.values():
                 total += shard_bytes(v for v in state.values() if isinstance(v, Tensor))
             continue
         sizes = _SIZES.get(type(optimizer))
-        # Before sharding, the tensors that this rank steps are not known either.
+        # Of the exact class: a subclass may keep more. Before sharding, the tensors that this rank steps are unknown
+        # too.
         if sizes is None or costs.parameters is None:
             return None
         for group in optimizer.param_groups:
@@ -140,7 +146,7 @@ def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None
     return total
 
 
-_Sizes = Callable[[Mapping[str, Any]], tuple[int, int]]
+_Sizes = Callable[[ParamGroup], tuple[int, int]]
 _SIZES: Final[Mapping[type[Optimizer], _Sizes]] = {
     torch.optim.SGD: lambda group: (bool(group["momentum"]), 0),
     torch.optim.Adam: lambda group: (2 + group["amsgrad"], 1),
@@ -159,7 +165,7 @@ _SIZES: Final[Mapping[type[Optimizer], _Sizes]] = {
 """For each class, a function of its options: parameter-shaped tensors, and scalars, that it keeps per parameter."""
 
 
-def _number_bytes(group: Mapping[str, Any]) -> int:
+def _number_bytes(group: ParamGroup) -> int:
     # torch's optimizers count steps in the default dtype; fused ones always in float32.
     if torch.get_default_dtype() is torch.float64 and not group.get("fused"):
         return 8
@@ -175,7 +181,9 @@ def _describe_sizes(sizes: Sequence[tuple[int | None, str]]) -> str:
             unknown.append(data)
         else:
             texts.append(f"{in_units(number)} of {data}")
-    clauses = [", ".join(texts)] if texts else []
+    clauses = []
+    if texts:
+        clauses.append(", ".join(texts))
     if unknown:
         clauses.append(f"sizes known only in the run: {' and '.join(unknown)}")
     return "; ".join(clauses)
@@ -196,7 +204,9 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
         a rank holds 482 kB of parameters, 482 kB of gradients, 963 kB of optimizer state
         a step sends nothing
     """
-    state = None if optimizers is None else optimizer_bytes(optimizers, costs)
+    state = None
+    if optimizers is not None:
+        state = optimizer_bytes(optimizers, costs)
     sizes = [
         (costs.parameters, "parameters"),
         (costs.gradients, "gradients"),
@@ -215,5 +225,6 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
     label = "a step sends"
     for exchange in costs.exchanges:
         lines.append(f"{label:<13}{exchange}")
-        label = ""  # only the first line has it
+        # Only the first line has it.
+        label = ""
     return lines

@@ -44,6 +44,7 @@ class Deprecation:
     since: str
     gone_in: str
     fix: str
+    # A list, since the record is frozen; one entry after the warning.
     _warned: list[bool] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -54,16 +55,15 @@ class Deprecation:
         Args:
             stacklevel: whose line the warning names; 2: the caller of the function that calls this.
         """
-        if self._warned or getattr(
-            rank_zero_only, "rank", None
-        ):  # None: no strategy has set it
+        # None where no strategy has set it: a single process warns.
+        rank = getattr(rank_zero_only, "rank", None)
+        if self._warned or rank:
             return
         self._warned.append(True)
+        problem = f"{self.what} is deprecated"
         usage = (
             f"a use of it; {self.gone_in} removes it, versions since {self.since} warn"
         )
-        text = str(
-            TrainerKitError(f"{self.what} is deprecated", found=usage, fix=self.fix)
-        )
+        text = str(TrainerKitError(problem, found=usage, fix=self.fix))
         # FutureWarning: Python hides a DeprecationWarning unless the script itself triggers it.
         warnings.warn(text, FutureWarning, stacklevel + 1)

@@ -64,6 +64,7 @@ class Device:
             precision: None is known for 64-bit floats, for 8-bit products, and for bf16 on devices that emulate it.
             tf32: whether float32 products use TF32; None: as torch is set.
         """
+        # "8" finds fp8 and int8.
         if any(name in precision for name in ("64", "8", "transformer-engine")):
             return None
         if "bf16" in precision and not self.bf16:
@@ -71,8 +72,9 @@ class Device:
         if "32" in precision:
             if tf32 is None:
                 tf32 = torch.get_float32_matmul_precision() != "highest"
-            rate = self.tf32 if tf32 else self.single
-            return 1e12 * rate
+            if tf32:
+                return 1e12 * self.tf32
+            return 1e12 * self.single
         return 1e12 * self.half
 
 
@@ -140,12 +142,14 @@ def device_peak(name: str, precision: str) -> float | None:
         >>> device_peak("NVIDIA H100 80GB HBM3", "bf16-mixed"), device_peak("an unknown one", "32-true")
         (989000000000000.0, None)
     """
-    name_parts = set(name.replace("-", " ").replace("/", " ").split())
+    spaced = name.replace("-", " ").replace("/", " ")
+    name_parts = set(spaced.split())
     matches = [row for row in _rows() if name_parts.issuperset(row.name.split())]
     if not matches:
         return None
     # The longest name is the most specific one.
     row = max(matches, key=lambda match: len(match.name))
+    # "RTX 4090 Laptop" is a slower chip than the row "RTX 4090": no figure is better than a wrong one.
     unmatched = name_parts - set(row.name.split())
     if unmatched & _OTHER_CHIPS:
         return None

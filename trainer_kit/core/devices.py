@@ -83,6 +83,7 @@ def deterministic_products() -> Callable[[], None]:
         >>> undo = deterministic_products()
         >>> undo()
     """
+    # torch declares no types for it.
     built: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
     if not built or _WORKSPACE in os.environ:
         return lambda: None
@@ -94,6 +95,7 @@ def deterministic_products() -> Callable[[], None]:
     return undo
 
 
+# Of control groups: the paths of version 2, then those of version 1.
 _LIMITS: Final = (
     "/sys/fs/cgroup/memory.max",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -115,10 +117,13 @@ def device_memory(device: torch.device, ranks: int) -> int | None:
     """
     if device.type != "cpu":
         info = _accelerator_memory(device)
-        return None if info is None else info[1]
+        if info is None:
+            return None
+        return info[1]
     host = _host_memory()
     if host is None:
         return None
+    # In a container, the limit of its control group is what the kernel enforces.
     return min([host, *_numbers(_LIMITS)]) // ranks
 
 
@@ -126,10 +131,13 @@ def free_memory(device: torch.device) -> int | None:
     """Free bytes of an accelerator, or of the host; None if unknown."""
     if device.type != "cpu":
         info = _accelerator_memory(device)
-        return None if info is None else info[0]
+        if info is None:
+            return None
+        return info[0]
     host = _host_memory()
     if host is None:
         return None
+    # Without /proc, the whole memory counts as available.
     available = _table(_MEMINFO).get("MemAvailable:", host // 1024) * 1024
     limits = _numbers(_LIMITS)
     used = _numbers(_USED)
@@ -154,7 +162,8 @@ def _accelerator_memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def _host_memory() -> int | None:
-    if not hasattr(os, "sysconf"):  # Windows
+    # Windows has none.
+    if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -183,17 +192,22 @@ def memory_peak(device: torch.device) -> int | None:
     if device.type != "cpu":
         module = torch.get_device_module(device)
         read = getattr(module, "max_memory_allocated", None)
-        return None if read is None else int(read(device))
+        if read is None:
+            return None
+        return int(read(device))
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:
+        # Windows.
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # In bytes on macOS, in KiB elsewhere.
     if sys.platform == "darwin":
-        return peak  # in bytes; elsewhere in KiB
+        return peak
     return peak * 1024
 
 
+# cuBLAS and cuDNN may report exhausted memory as an operation that is not supported.
 _FULL: Final = (
     "out of memory",
     "can't allocate memory",

@@ -65,6 +65,7 @@ def bar_class() -> Any:
     """
     from tqdm import tqdm
 
+    # tqdm is generic only for type checkers: at run time it takes no argument.
     class Bar(tqdm):  # type: ignore[type-arg]
         # One rank draws: it needs no monitor thread, and no lock shared between processes.
         monitor_interval = 0
@@ -86,10 +87,10 @@ _KEY: Final = (
     r"|(?:^|(?:^|_)(?:db|database|user|admin|root|smtp|mail|ftp|sql|mysql|postgres|pg|redis|mongo|http|proxy|login)_)"
     r"pass$|^token$|(?:^|_)auth$"
 )
-_NUMBERS: Final = re.compile(
-    r"pass|pwd|secret"
-)  # a number under such a name is a secret too
-_TEXT: Final = (  # compiled at its first use: `import trainer_kit` does not need it
+# A number under such a name is a secret too.
+_NUMBERS: Final = re.compile(r"pass|pwd|secret")
+# Compiled at its first use: `import trainer_kit` does not need it.
+_TEXT: Final = (
     r"(?-i:\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,})"
     r"|\bsk-[A-Za-z0-9_\-]{16,}"
     r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}"
@@ -111,6 +112,13 @@ def _is_secret(key: str) -> bool:
     last = re.split(r"[./]", key)[-1] or key
     name = "_".join(_WORDS.findall(last)).lower()
     return re.search(_KEY, name) is not None
+
+
+def _secret_name(key: str) -> str:
+    """``key`` if values of this name are secrets, else an empty text."""
+    if _is_secret(key):
+        return key
+    return ""
 
 
 def mask_text(text: str) -> str:
@@ -148,10 +156,10 @@ def mask_secrets(value: Any, key: str = "") -> Any:
         >>> mask_secrets({"credentials": {"user": ["a", "b"]}, "db_pass": 1234})
         {'credentials': {'user': ['***', '***']}, 'db_pass': '***'}
     """
-    return _mask(value, key if _is_secret(key) else "", [])
+    return _mask(value, _secret_name(key), [])
 
 
-def holds_secret(value: Any, key: str = "") -> bool:
+def holds_secret(value: object, key: str = "") -> bool:
     """Whether `mask_secrets` would change anything.
 
     Example:
@@ -159,7 +167,7 @@ def holds_secret(value: Any, key: str = "") -> bool:
         (True, False)
     """
     masks: list[str] = []
-    _mask(value, key if _is_secret(key) else "", masks)
+    _mask(value, _secret_name(key), masks)
     return bool(masks)
 
 
@@ -172,7 +180,10 @@ def _mask(value: Any, secret: str, masks: list[str]) -> Any:
         masks: gets each masked text.
     """
     if isinstance(value, str):
-        masked = MASK if secret and value else mask_text(value)
+        masked = mask_text(value)
+        # An empty text is no secret.
+        if secret and value:
+            masked = MASK
         if masked != value:
             masks.append(masked)
             return masked
@@ -182,15 +193,16 @@ def _mask(value: Any, secret: str, masks: list[str]) -> Any:
         count = len(masks)
         masked_fields = _mask(fields, secret, masks)
         # Without a secret in it, the object itself is returned.
-        return masked_fields if len(masks) > count else value
+        if len(masks) == count:
+            return value
+        return masked_fields
     if isinstance(value, Mapping):
         masked_items = {}
         for name, item in value.items():
-            secret_name = secret
-            if not secret and _is_secret(str(name)):
-                secret_name = str(name)
+            secret_name = secret or _secret_name(str(name))
             masked_items[name] = _mask(item, secret_name, masks)
         return masked_items
+    # Not their subclasses: the constructor of a named tuple takes its fields.
     if type(value) in (list, tuple):
         return type(value)(_mask(item, secret, masks) for item in value)
     if secret and type(value) in (int, bytes) and _NUMBERS.search(secret.lower()):
@@ -199,14 +211,16 @@ def _mask(value: Any, secret: str, masks: list[str]) -> Any:
     return value
 
 
-def _fields(value: Any) -> dict[str, Any] | None:
+def _fields(value: object) -> dict[str, object] | None:
     """The fields of a dataclass object or a namespace; None for anything else."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: getattr(value, name, None) for name in names}
+        contents = {}
+        for field in dataclasses.fields(value):
+            # A field that ``__init__`` does not take may have no value yet.
+            contents[field.name] = getattr(value, field.name, None)
+        return contents
     if type(value) in (argparse.Namespace, SimpleNamespace):
-        attributes: dict[str, Any] = vars(value)
-        return attributes
+        return vars(value)
     return None
 
 
@@ -228,8 +242,11 @@ def plural(count: int, noun: str, nouns: str | None = None, *, spec: str = "") -
     if count == 1:
         return f"1 {noun}"
     if nouns is None:
+        # "epoch" ends in a k sound.
         hisses = noun.endswith(("ch", "s", "x")) and not noun.endswith("epoch")
-        nouns = f"{noun}es" if hisses else f"{noun}s"
+        nouns = f"{noun}s"
+        if hisses:
+            nouns = f"{noun}es"
     return f"{count:{spec}} {nouns}"
 
 
@@ -244,7 +261,8 @@ def in_units(size: float | None) -> str:
         return "an unknown number"
     # From 999.5 on, three digits would round to 1000.
     for unit in ("B", "kB", "MB", "GB", "TB"):
-        if not size >= 999.5:  # also NaN
+        # Not ``size < 999.5``, which is false for NaN.
+        if not size >= 999.5:
             return f"{size:.3g} {unit}"
         size = size / 1000
     return f"{size:.3g} PB"

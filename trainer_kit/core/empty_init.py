@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from inspect import isfunction
 from typing import Any, Final, final
 
 import torch
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
+
+from trainer_kit.core.types import Function, Keywords
 
 __all__ = ["EmptyInit"]
 
@@ -35,17 +38,24 @@ class EmptyInit(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Function,
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Keywords | None = None,
+    ) -> object:
         """Leave out the functions of ``torch.nn.init``, and the random ones that those call."""
         kwargs = kwargs or {}
         if func in _INITIALIZERS:
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        if sys._getframe(1).f_globals is vars(
-            init
-        ):  # a function that torch does not pass on to modes
+            if "tensor" in kwargs:
+                return kwargs["tensor"]
+            return args[0]
+        # Some functions of ``torch.nn.init`` do not pass themselves on to modes; their random calls arrive here. The
+        # calling frame tells them from the user's own random numbers, which must be drawn as usual.
+        if sys._getframe(1).f_globals is vars(init):
             if func.__name__ in _RANDOM:
                 return args[0]
             if func is torch.randperm:
+                # A permutation is used as an index: fresh memory would hold invalid ones.
                 return torch.arange(*args)
         return func(*args, **kwargs)

@@ -13,12 +13,13 @@ __all__ = [
     "Batch",
     "DataModuleLike",
     "Function",
-    "HParams",
+    "HyperParameters",
     "JsonObject",
     "Keywords",
     "LRSchedulerLike",
     "Loaders",
     "Nested",
+    "ParamGroup",
     "SavedState",
     "StateDict",
     "Stateful",
@@ -29,12 +30,14 @@ StateDict: TypeAlias = dict[str, Any]
 """What a ``state_dict`` method returns: plain data, tensors and further such dictionaries, by name."""
 SavedState: TypeAlias = Mapping[str, Any]
 """A state that is only read: of a checkpoint, or before it is written."""
-HParams: TypeAlias = Mapping[str, Any]
+HyperParameters: TypeAlias = Mapping[str, Any]
 """Hyperparameters by name; values are any objects, of which loggers and checkpoints write what they can."""
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as ``json.loads`` returns it: keys are strings, values are plain data."""
 Keywords: TypeAlias = dict[str, Any]
 """Keyword arguments by name, for a function that is called with ``**keywords``."""
+ParamGroup: TypeAlias = Mapping[str, Any]
+"""An entry of an optimizer's ``param_groups``: its parameters under ``"params"``, and its options by name."""
 Function: TypeAlias = Callable[..., Any]
 """A function whose parameters are unknown here, such as a method of the user's that is wrapped or inspected."""
 Batch: TypeAlias = Any
