@@ -23,7 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("precision", "data", "loggers", "launch"),
     ("strategies",),
-    ("checkpoint", "metrics", "hang", "health"),
+    ("checkpoint", "metrics", "hang", "health", "options"),
     ("step", "inference"),
     ("state", "compat"),
     ("training",),
@@ -411,7 +411,7 @@ def test_only_the_faces_know_names_of_other_libraries() -> None:
             for source, path in modules().items()
             if room(source) not in faces
             for target, node in imports(path)
-            if room(target) == "compat"
+            if room(target) in {"compat", "options"} and room(source) != "options"
         ]
     )
 

@@ -171,6 +171,7 @@ def test_nothing_public_is_missing_from_the_names():
         "launch",
         "metrics",
         "migrate",
+        "options",
         "planning",
         "report",
         "state",

@@ -45,28 +45,6 @@ if TYPE_CHECKING:
     from trainer_kit.commands.cli import cli
     from trainer_kit.commands.lightning_cli import LightningCLI
     from trainer_kit.compat.accelerate_utilities import send_to_device
-    from trainer_kit.compat.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
-    from trainer_kit.compat.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-    from trainer_kit.compat.megatron import MegatronLMPlugin
-    from trainer_kit.compat.options import (
-        AutocastKwargs,
-        DataLoaderConfiguration,
-        DDPCommunicationHookType,
-        DistributedDataParallelKwargs,
-        FullyShardedDataParallelPlugin,
-        GradientAccumulationPlugin,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
-        ProjectConfiguration,
-        TorchDynamoPlugin,
-    )
-    from trainer_kit.compat.parallelism import (
-        ParallelismConfig,
-        TorchContextParallelConfig,
-        TorchTensorParallelConfig,
-        TorchTensorParallelPlugin,
-    )
     from trainer_kit.core.datamodule import DataModule
     from trainer_kit.core.datamodule import DataModule as LightningDataModule
     from trainer_kit.core.errors import (
@@ -114,6 +92,36 @@ if TYPE_CHECKING:
     from trainer_kit.inference.quantization import (
         BnbQuantizationConfig,
         load_and_quantize_model,
+    )
+    from trainer_kit.options.deepspeed import (
+        DeepSpeedPlugin,
+        DummyOptim,
+        DummyScheduler,
+    )
+    from trainer_kit.options.fp8 import (
+        AORecipeKwargs,
+        MSAMPRecipeKwargs,
+        TERecipeKwargs,
+    )
+    from trainer_kit.options.megatron import MegatronLMPlugin
+    from trainer_kit.options.parallelism import (
+        ParallelismConfig,
+        TorchContextParallelConfig,
+        TorchTensorParallelConfig,
+        TorchTensorParallelPlugin,
+    )
+    from trainer_kit.options.records import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
     )
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.trainer import Trainer
@@ -222,9 +230,9 @@ __all__ = [
 ]
 
 _HOME = {
-    "AORecipeKwargs": "compat.fp8:AORecipeKwargs",
+    "AORecipeKwargs": "options.fp8:AORecipeKwargs",
     "Accelerator": "accelerator:Accelerator",
-    "AutocastKwargs": "compat.options:AutocastKwargs",
+    "AutocastKwargs": "options.records:AutocastKwargs",
     "BnbQuantizationConfig": "inference.quantization:BnbQuantizationConfig",
     "Callback": "core.hooks:Callback",
     "CheckpointError": "core.errors:CheckpointError",
@@ -232,23 +240,23 @@ _HOME = {
     "ConfigurationError": "core.errors:ConfigurationError",
     "ContextPlan": "core.parallel:ContextPlan",
     "DataError": "core.errors:DataError",
-    "DataLoaderConfiguration": "compat.options:DataLoaderConfiguration",
+    "DataLoaderConfiguration": "options.records:DataLoaderConfiguration",
     "DataModule": "core.datamodule:DataModule",
-    "DeepSpeedPlugin": "compat.deepspeed:DeepSpeedPlugin",
-    "DDPCommunicationHookType": "compat.options:DDPCommunicationHookType",
-    "DistributedDataParallelKwargs": "compat.options:DistributedDataParallelKwargs",
+    "DeepSpeedPlugin": "options.deepspeed:DeepSpeedPlugin",
+    "DDPCommunicationHookType": "options.records:DDPCommunicationHookType",
+    "DistributedDataParallelKwargs": "options.records:DistributedDataParallelKwargs",
     "DistributedType": "accelerator.processes:DistributedType",
-    "DummyOptim": "compat.deepspeed:DummyOptim",
-    "DummyScheduler": "compat.deepspeed:DummyScheduler",
+    "DummyOptim": "options.deepspeed:DummyOptim",
+    "DummyScheduler": "options.deepspeed:DummyScheduler",
     "Duration": "core.progress:Duration",
     "DurationError": "core.errors:DurationError",
     "Fabric": "accelerator.fabric:Fabric",
-    "FullyShardedDataParallelPlugin": "compat.options:FullyShardedDataParallelPlugin",
+    "FullyShardedDataParallelPlugin": "options.records:FullyShardedDataParallelPlugin",
     "GeneralTracker": "accelerator.trackers:GeneralTracker",
-    "GradScalerKwargs": "compat.options:GradScalerKwargs",
-    "GradientAccumulationPlugin": "compat.options:GradientAccumulationPlugin",
+    "GradScalerKwargs": "options.records:GradScalerKwargs",
+    "GradientAccumulationPlugin": "options.records:GradientAccumulationPlugin",
     "HookError": "core.errors:HookError",
-    "InitProcessGroupKwargs": "compat.options:InitProcessGroupKwargs",
+    "InitProcessGroupKwargs": "options.records:InitProcessGroupKwargs",
     "LaunchError": "core.errors:LaunchError",
     "LightningCLI": "commands.lightning_cli:LightningCLI",
     "LightningDataModule": "core.datamodule:DataModule",
@@ -256,26 +264,26 @@ _HOME = {
     "LocalSGD": "accelerator.local_sgd:LocalSGD",
     "LogError": "core.errors:LogError",
     "LoggerType": "accelerator.trackers:LoggerType",
-    "MSAMPRecipeKwargs": "compat.fp8:MSAMPRecipeKwargs",
-    "MegatronLMPlugin": "compat.megatron:MegatronLMPlugin",
+    "MSAMPRecipeKwargs": "options.fp8:MSAMPRecipeKwargs",
+    "MegatronLMPlugin": "options.megatron:MegatronLMPlugin",
     "MissingCheckpointError": "core.errors:MissingCheckpointError",
     "NonFiniteError": "core.errors:NonFiniteError",
     "ParallelPlan": "core.parallel:ParallelPlan",
-    "ParallelismConfig": "compat.parallelism:ParallelismConfig",
+    "ParallelismConfig": "options.parallelism:ParallelismConfig",
     "PartialState": "accelerator:PartialState",
     "PipelinePlan": "core.parallel:PipelinePlan",
     "PrecisionError": "core.errors:PrecisionError",
-    "ProfileKwargs": "compat.options:ProfileKwargs",
+    "ProfileKwargs": "options.records:ProfileKwargs",
     "Progress": "core.progress:Progress",
-    "ProjectConfiguration": "compat.options:ProjectConfiguration",
+    "ProjectConfiguration": "options.records:ProjectConfiguration",
     "RankError": "core.errors:RankError",
     "RegistryError": "core.errors:RegistryError",
     "StrategyError": "core.errors:StrategyError",
-    "TERecipeKwargs": "compat.fp8:TERecipeKwargs",
-    "TorchContextParallelConfig": "compat.parallelism:TorchContextParallelConfig",
-    "TorchDynamoPlugin": "compat.options:TorchDynamoPlugin",
-    "TorchTensorParallelConfig": "compat.parallelism:TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin": "compat.parallelism:TorchTensorParallelPlugin",
+    "TERecipeKwargs": "options.fp8:TERecipeKwargs",
+    "TorchContextParallelConfig": "options.parallelism:TorchContextParallelConfig",
+    "TorchDynamoPlugin": "options.records:TorchDynamoPlugin",
+    "TorchTensorParallelConfig": "options.parallelism:TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin": "options.parallelism:TorchTensorParallelPlugin",
     "TrainModule": "core.module:TrainModule",
     "Trainer": "trainer:Trainer",
     "TrainerKitError": "core.errors:TrainerKitError",

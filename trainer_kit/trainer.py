@@ -25,7 +25,6 @@ from trainer_kit.compat.accelerators import (
 )
 from trainer_kit.compat.callback_adapters import adapt_callbacks, writes_checkpoints
 from trainer_kit.compat.checkpoint_io import refuse_checkpoint_io
-from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
 from trainer_kit.core.arguments import as_list, call_check, known_arguments
@@ -40,6 +39,7 @@ from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import hang_watchdog
+from trainer_kit.options.fp8 import launched_precision
 from trainer_kit.precision.precision import Precision
 from trainer_kit.report.trainer_report import TrainerReport
 from trainer_kit.state.unsaveable import Unsaveable

@@ -11,10 +11,10 @@ import torch
 import trainer_kit as tk
 from trainer_kit import Accelerator
 from trainer_kit.accelerator.composition import chosen_strategy, plugins
-from trainer_kit.compat.deepspeed import named_plugins
-from trainer_kit.compat.options import by_kind
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.options.deepspeed import named_plugins
+from trainer_kit.options.records import by_kind
 
 
 def rows(accelerator: Accelerator) -> dict[str, list[str]]:

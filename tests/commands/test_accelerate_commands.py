@@ -22,10 +22,10 @@ from torch import nn
 from tests.launch.configurations import SAMPLES
 from trainer_kit.commands.main import main
 from trainer_kit.commands.to_fsdp2 import rewrite
-from trainer_kit.compat.options import FullyShardedDataParallelPlugin
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.configuration import read_configuration, resolve
 from trainer_kit.launch.sagemaker import estimator_arguments
+from trainer_kit.options.records import FullyShardedDataParallelPlugin
 from trainer_kit.strategies.launcher_options import FSDP_KEYS, fsdp_from_launcher
 
 beside = pytest.mark.skipif(

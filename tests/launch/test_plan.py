@@ -12,7 +12,6 @@ import pytest
 import trainer_kit as tk
 from tests.launch.configurations import SAMPLES
 from trainer_kit.build import choose_strategy
-from trainer_kit.compat.fp8 import launched_recipe
 from trainer_kit.core.configuration_sources import ORIGINS, Chosen, choose, variable
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, PrecisionError
@@ -24,6 +23,7 @@ from trainer_kit.launch.configuration import (
     resolve,
 )
 from trainer_kit.launch.plan import plan
+from trainer_kit.options.fp8 import launched_recipe
 from trainer_kit.strategies import MeshStrategy
 from trainer_kit.strategies.megatron.config import from_launcher
 

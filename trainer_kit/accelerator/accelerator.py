@@ -48,11 +48,18 @@ from trainer_kit.accelerator.wrapping import (
     with_exchange,
     without_exchange,
 )
-from trainer_kit.compat.accelerate_records import takes_accelerate_records
-from trainer_kit.compat.deepspeed import DeepSpeedPlugin, named_plugins, selected_plugin
-from trainer_kit.compat.fp8 import AORecipeKwargs, TERecipeKwargs
-from trainer_kit.compat.megatron import MegatronLMPlugin
-from trainer_kit.compat.options import (
+from trainer_kit.core.arguments import known_arguments
+from trainer_kit.core.configuration_sources import describe_origins
+from trainer_kit.core.display import Text, plural
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Group
+from trainer_kit.options.accelerate_records import takes_accelerate_records
+from trainer_kit.options.deepspeed import DeepSpeedPlugin, active_plugin, named_plugins
+from trainer_kit.options.fp8 import AORecipeKwargs, TERecipeKwargs
+from trainer_kit.options.megatron import MegatronLMPlugin
+from trainer_kit.options.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+from trainer_kit.options.records import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -67,14 +74,7 @@ from trainer_kit.compat.options import (
     by_kind,
     micro_batches,
 )
-from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-from trainer_kit.compat.refusals import refused
-from trainer_kit.core.arguments import known_arguments
-from trainer_kit.core.configuration_sources import describe_origins
-from trainer_kit.core.display import Text, plural
-from trainer_kit.core.environment import Environment
-from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.protocols import Group
+from trainer_kit.options.refusals import refused
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Accelerator", "forget_newest", "newest"]
@@ -951,7 +951,7 @@ class Accelerator:
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The active DeepSpeed plugin, or None."""
-        return selected_plugin(self.deepspeed_plugins)
+        return active_plugin(self.deepspeed_plugins)
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return a plugin of ``Accelerator(deepspeed_plugins={name: plugin})``."""

@@ -27,8 +27,6 @@ from trainer_kit.accelerator.wrapping import unwrap
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.deepspeed import DeepSpeedFiles, find_deepspeed
 from trainer_kit.checkpoint.read import read_checkpoint
-from trainer_kit.compat.options import ProjectConfiguration
-from trainer_kit.compat.refusals import refused
 from trainer_kit.core.collective_errors import (
     fail_together,
     on_every_rank,
@@ -38,6 +36,8 @@ from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import load_module_weights, names_in
 from trainer_kit.data.sources import has_state
+from trainer_kit.options.records import ProjectConfiguration
+from trainer_kit.options.refusals import refused
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import (
     SavedState,

@@ -17,23 +17,6 @@ from trainer_kit.accelerator.joint_calls import ADVICE
 from trainer_kit.accelerator.processes import AcceleratorProcesses
 from trainer_kit.accelerator.wrapping import without_exchange
 from trainer_kit.build import choose_precision, choose_strategy
-from trainer_kit.compat.deepspeed import DeepSpeedPlugin
-from trainer_kit.compat.fp8 import AORecipeKwargs, FP8Recipe, launched_recipe
-from trainer_kit.compat.megatron import MegatronLMPlugin
-from trainer_kit.compat.options import (
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-    check_arguments,
-    check_kind,
-    micro_batches,
-)
-from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from trainer_kit.compat.torch_collective import TorchCollective
 from trainer_kit.core.arguments import as_list, word_of
 from trainer_kit.core.configuration_sources import (
@@ -48,6 +31,23 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import HangWatchdog, stop_at_exit
+from trainer_kit.options.deepspeed import DeepSpeedPlugin
+from trainer_kit.options.fp8 import AORecipeKwargs, FP8Recipe, launched_recipe
+from trainer_kit.options.megatron import MegatronLMPlugin
+from trainer_kit.options.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+from trainer_kit.options.records import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    check_arguments,
+    check_kind,
+    micro_batches,
+)
 from trainer_kit.precision.converted import ConvertedPrecision
 from trainer_kit.precision.native import make_scaler
 from trainer_kit.precision.precision import Precision

@@ -26,7 +26,6 @@ from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.weights import check_exists, read_weights
 from trainer_kit.compat.accelerators import LightningAccelerator, accelerator_word
 from trainer_kit.compat.checkpoint_io import refuse_checkpoint_io
-from trainer_kit.compat.options import FullyShardedDataParallelPlugin
 from trainer_kit.core.arguments import as_list, known_arguments
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.devices import count_accelerators
@@ -43,6 +42,7 @@ from trainer_kit.core.location import locate
 from trainer_kit.core.seed import seed_everything
 from trainer_kit.core.tensors import map_leaves, map_tensors, move_to_device
 from trainer_kit.launch import run_agent, run_forked
+from trainer_kit.options.records import FullyShardedDataParallelPlugin
 from trainer_kit.strategies.gathering import TensorGroup, gather_with_gradients
 from trainer_kit.strategies.single import SingleDeviceStrategy
 

@@ -15,7 +15,6 @@ from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.samplers import BatchSamplerShard, SeedableRandomSampler
 from trainer_kit.accelerator.split_batches import split_loader
 from trainer_kit.accelerator.uneven_batches import Turn, evened, filled
-from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -26,6 +25,7 @@ from trainer_kit.data import EMPTY, MISSING, Feed
 from trainer_kit.data.combined import CombinedLoader, read_together
 from trainer_kit.data.division import check_division, divide_by_itself, fingerprint
 from trainer_kit.data.order import BatchTurns, SampleBlocks, derive_seed, drawn
+from trainer_kit.options.records import DataLoaderConfiguration
 from trainer_kit.state.data_changes import describe_changes
 
 __all__ = [

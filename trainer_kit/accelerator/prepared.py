@@ -26,20 +26,20 @@ from trainer_kit.accelerator.wrapping import (
     uncompiled,
     unwrap,
 )
-from trainer_kit.compat.deepspeed import (
-    DeepSpeedPlugin,
-    DummyOptim,
-    DummyScheduler,
-    resolve_optimizer,
-    resolve_scheduler,
-    selected_plugin,
-)
-from trainer_kit.compat.options import DataLoaderConfiguration, TorchDynamoPlugin
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
 from trainer_kit.data.combined import CombinedLoader
+from trainer_kit.options.deepspeed import (
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    active_plugin,
+    resolve_optimizer,
+    resolve_scheduler,
+)
+from trainer_kit.options.records import DataLoaderConfiguration, TorchDynamoPlugin
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.optimizer_states import note_configured
@@ -291,7 +291,7 @@ class Prepared:
         sizes = {loader.feed.per_rank_batch_size for loader in self.loaders}
         known_sizes = sorted(size for size in sizes if size is not None)
         batch_size = None
-        plugin = selected_plugin(self._deepspeed_plugins)
+        plugin = active_plugin(self._deepspeed_plugins)
         if plugin is not None:
             batch_size = plugin.batch_size(known_sizes)
         self._strategy.configure(

@@ -20,12 +20,12 @@ from trainer_kit.accelerator.collectives import Collectives
 from trainer_kit.accelerator.generators import synchronize
 from trainer_kit.accelerator.joint_calls import JointCalls
 from trainer_kit.build import choose_strategy, launched_on_xla
-from trainer_kit.compat.parallelism import ParallelismConfig
 from trainer_kit.core.configuration_sources import choose, is_true
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.launch.options import several_on
+from trainer_kit.options.parallelism import ParallelismConfig
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.context import dividing
 

@@ -24,18 +24,18 @@ from trainer_kit.accelerator.trackers import LoggerTracker, Trackers
 from trainer_kit.accelerator.wrapping import compiled, uncompiled, unwrap
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.compat.accelerate_utilities import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from trainer_kit.compat.deepspeed import DeepSpeedPlugin
-from trainer_kit.compat.options import (
+from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.display import bar_class
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.seed import order_seed
+from trainer_kit.options.deepspeed import DeepSpeedPlugin
+from trainer_kit.options.records import (
     AutocastKwargs,
     DataLoaderConfiguration,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from trainer_kit.compat.refusals import refused
-from trainer_kit.core.collective_errors import on_rank_zero
-from trainer_kit.core.display import bar_class
-from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.seed import order_seed
+from trainer_kit.options.refusals import refused
 from trainer_kit.strategies.transforms.blocks import Compile, units
 
 __all__ = [

@@ -18,10 +18,10 @@ from trainer_kit.checkpoint.commit import (
 from trainer_kit.checkpoint.manifest import check_content, read_manifest
 from trainer_kit.checkpoint.read import missing_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, newest_verified, similar
-from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.core.collective_errors import fail_together, on_rank_zero
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import absolute
+from trainer_kit.options.records import ProjectConfiguration
 
 __all__ = [
     "StateDirectories",

@@ -23,7 +23,6 @@ from trainer_kit.accelerator.run_directory import (
     newest_version,
     remove_unused,
 )
-from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.core.arguments import word_of
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.environment import Environment
@@ -34,6 +33,7 @@ from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.loggers.layout import DirectoryLogger, flatten, params_dict, plain
 from trainer_kit.loggers.run_logger import RunLogger
+from trainer_kit.options.records import ProjectConfiguration
 from trainer_kit.report.events import read_events
 from trainer_kit.report.running import RunReport
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from trainer_kit.accelerator.fabric_module import FabricModule
-from trainer_kit.compat.options import TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.state_names import uncompiled
 from trainer_kit.core.tensors import map_tensors, to_float32
+from trainer_kit.options.records import TorchDynamoPlugin
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.adaptive_ddp import AdaptiveDDP
 from trainer_kit.strategies.strategy import EngineModule

@@ -64,13 +64,13 @@ _HOMES: Final[dict[str, str]] = {
     "is_port_in_use is_tensor_information listify load merge_dicts model_has_dtensor pad_input_tensors "
     "parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment recursive_getattr "
     "recursively_apply send_to_device slice_tensors str_to_bool",
-    "compat.deepspeed": "DeepSpeedPlugin DummyOptim DummyScheduler MegatronLMDummyScheduler=DummyScheduler",
-    "compat.fp8": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
-    "compat.megatron": "MegatronLMPlugin",
-    "compat.options": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
+    "options.deepspeed": "DeepSpeedPlugin DummyOptim DummyScheduler MegatronLMDummyScheduler=DummyScheduler",
+    "options.fp8": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
+    "options.megatron": "MegatronLMPlugin",
+    "options.records": "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DistributedDataParallelKwargs "
     "FullyShardedDataParallelPlugin GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler "
     "ProfileKwargs ProjectConfiguration TorchDynamoPlugin",
-    "compat.parallelism": "ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig "
+    "options.parallelism": "ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig "
     "TorchTensorParallelPlugin",
     "core.devices": "should_reduce_batch_size=ran_out_of_memory",
     "core.errors": "DistributedOperationException=RankError",

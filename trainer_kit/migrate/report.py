@@ -15,7 +15,6 @@ from torch import nn
 
 from trainer_kit.accelerator import Accelerator
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
-from trainer_kit.compat.options import GradientAccumulationPlugin
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
@@ -42,6 +41,7 @@ from trainer_kit.migrate.refusals import (
     wrong_members,
 )
 from trainer_kit.migrate.yaml import Configured, configured
+from trainer_kit.options.records import GradientAccumulationPlugin
 from trainer_kit.trainer import Trainer
 
 __all__ = ["Project"]

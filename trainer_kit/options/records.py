@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Final
 
 from torch.profiler import ProfilerActivity, schedule
 
-from trainer_kit.compat.refusals import refused
 from trainer_kit.core.arguments import (
     as_list,
     check_fields,
@@ -25,6 +24,7 @@ from trainer_kit.core.arguments import (
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.options.refusals import refused
 from trainer_kit.strategies.ddp import check_comm_hook
 from trainer_kit.strategies.launcher_options import FSDP_KEYS, fsdp_from_launcher
 from trainer_kit.strategies.strategy import Strategy

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import trainer_kit as tk
-from trainer_kit.compat.fp8 import AORecipeKwargs
-from trainer_kit.compat.options import (
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.options.fp8 import AORecipeKwargs
+from trainer_kit.options.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+from trainer_kit.options.records import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -25,8 +27,6 @@ from trainer_kit.compat.options import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
 
 

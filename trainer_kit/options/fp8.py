@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from trainer_kit.compat.options import KwargsHandler
 from trainer_kit.core.configuration_sources import is_true, variable
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, did_you_mean
 from trainer_kit.launch.options import SECTIONS
+from trainer_kit.options.records import KwargsHandler
 from trainer_kit.precision.precision import Precision
 
 __all__ = [

@@ -15,21 +15,21 @@ from typing import Any, Final, final
 
 from torch.optim import Optimizer
 
-from trainer_kit.compat.options import micro_batches
-from trainer_kit.compat.refusals import refused
 from trainer_kit.core.configuration_sources import is_true, variable
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.options.records import micro_batches
+from trainer_kit.options.refusals import refused
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "DeepSpeedPlugin",
     "DummyOptim",
     "DummyScheduler",
+    "active_plugin",
     "named_plugins",
     "resolve_optimizer",
     "resolve_scheduler",
-    "selected_plugin",
 ]
 
 _VARIABLES: Final = {
@@ -370,7 +370,7 @@ class DeepSpeedPlugin:
         return strategy  # type: ignore[no-any-return]
 
 
-def selected_plugin(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin | None:
+def active_plugin(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin | None:
     """The plugin in use."""
     return next((plugin for plugin in plugins.values() if plugin.selected), None)
 

@@ -8,7 +8,8 @@ from enum import Enum
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 
-from trainer_kit.compat.options import (
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.options.records import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -19,7 +20,6 @@ from trainer_kit.compat.options import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from trainer_kit.core.errors import ConfigurationError
 
 __all__ = ["takes_accelerate_records", "translated_record"]
 

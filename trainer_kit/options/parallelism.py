@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from trainer_kit.compat.options import FullyShardedDataParallelPlugin
-from trainer_kit.compat.refusals import refused
 from trainer_kit.core.arguments import check_fields
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.options.records import FullyShardedDataParallelPlugin
+from trainer_kit.options.refusals import refused
 from trainer_kit.strategies.mesh_layout import AXES
 from trainer_kit.strategies.strategy import Strategy
 
