@@ -383,18 +383,7 @@ def match_weights(
         for name in weights
         if state_name(name) not in used and not name.endswith("_extra_state")
     ]
-    # Shapes are compared without reading (`tensor_like`), before anything is loaded.
-    for entry in entries:
-        stored_shape = list(tensor_like(weights, entry.name).shape)
-        wanted = list(entry.tied.tensor.shape)
-        if stored_shape != wanted:
-            reason = f"{stored_shape} in the checkpoint, and the model has {wanted}"
-            raise CheckpointError(
-                checkpoint,
-                entry.name,
-                reason,
-                fix="build the model as it was when the checkpoint was saved",
-            )
+    _refuse_different_shapes(entries, weights, checkpoint)
     _refuse_different_copies(entries, weights, checkpoint)
     # Real tensors may stay as they were initialized, for example a new head; a meta tensor has nothing to stay with,
     # and a checkpoint without one equal name belongs to another model.
@@ -429,6 +418,23 @@ def match_weights(
             stacklevel=3,
         )
     return entries
+
+
+def _refuse_different_shapes(
+    entries: Iterable[Entry], weights: Mapping[str, Tensor], checkpoint: object
+) -> None:
+    """Compare shapes without reading (`tensor_like`), before anything is loaded."""
+    for entry in entries:
+        stored_shape = list(tensor_like(weights, entry.name).shape)
+        wanted = list(entry.tied.tensor.shape)
+        if stored_shape != wanted:
+            reason = f"{stored_shape} in the checkpoint, and the model has {wanted}"
+            raise CheckpointError(
+                checkpoint,
+                entry.name,
+                reason,
+                fix="build the model as it was when the checkpoint was saved",
+            )
 
 
 def _refuse_different_copies(

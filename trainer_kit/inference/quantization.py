@@ -120,6 +120,20 @@ def _resolve_dtype(option: str, value: torch.dtype | str) -> torch.dtype:
     return dtype
 
 
+def _refuse_empty_model(model: nn.Module) -> None:
+    empty = [
+        tied.slots[0].name
+        for tied in find_tied(model)
+        if tied.persistent and is_meta(tied.tensor)
+    ]
+    if empty:
+        raise PrecisionError(
+            "the model has no weights to quantise",
+            found=f"{first_names(empty)} are on the meta device",
+            fix="pass a checkpoint as weights_location",
+        )
+
+
 def load_and_quantize_model(
     model: nn.Module,
     bnb_quantization_config: BnbQuantizationConfig,
@@ -159,17 +173,8 @@ def load_and_quantize_model(
         (torch.uint8, torch.float32)
     """
     config = bnb_quantization_config
-    empty = [
-        tied.slots[0].name
-        for tied in find_tied(model)
-        if tied.persistent and is_meta(tied.tensor)
-    ]
-    if weights_location is None and empty:
-        raise PrecisionError(
-            "the model has no weights to quantise",
-            found=f"{first_names(empty)} are on the meta device",
-            fix="pass a checkpoint as weights_location",
-        )
+    if weights_location is None:
+        _refuse_empty_model(model)
     # Opened before the model is changed: a missing or damaged checkpoint leaves the model as it was.
     weights = None
     if weights_location is not None:
