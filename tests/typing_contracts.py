@@ -126,7 +126,7 @@ if TYPE_CHECKING:
         jsonl: JSONLLogger,
         tensorboard: TensorBoardLogger,
         wandb: WandbLogger,
-        run: RunLogger,
+        run: RunLogger[object],
     ) -> list[Logger]:
         return [csv, dummy, jsonl, tensorboard, wandb, run]
 

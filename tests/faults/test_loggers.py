@@ -302,9 +302,8 @@ def test_values_are_replayed_in_order_when_the_logger_answers(tmp_path, capsys):
 def test_values_beyond_the_queue_are_read_back_from_the_journal(
     tmp_path, released, monkeypatch
 ):
-    monkeypatch.setattr(
-        delivery, "_KEPT", 40
-    )  # the journal keeps ten times as many: all of this run
+    # The journal keeps ten times as many: all of this run.
+    monkeypatch.setattr(delivery, "_MAX_CALLS", 40)
 
     def fault(name, count):
         if name == "log_metrics" and count == 3:
@@ -331,7 +330,7 @@ def test_values_that_cannot_be_read_back_are_counted(
     tmp_path, capsys, released, monkeypatch
 ):
     """Only the first hundred of them were in a line."""
-    monkeypatch.setattr(delivery, "_KEPT", 40)
+    monkeypatch.setattr(delivery, "_MAX_CALLS", 40)
 
     def fault(name, count):
         if name == "log_metrics" and count == 3:

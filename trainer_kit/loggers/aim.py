@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
+from trainer_kit.loggers.layout import Json
+from trainer_kit.loggers.media import Values, numbered_key
 from trainer_kit.loggers.run_logger import RunLogger
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = ["AimLogger"]
 
 
+class AimRun(Protocol):
+    """The part of ``aim.Run`` that `AimLogger` calls."""
+
+    name: str | None
+
+    @property
+    def hash(self) -> str:
+        """The id of the run."""
+
+    def set(self, key: str | tuple[str, str], val: Json, strict: bool) -> object:
+        """Store a value; with ``strict`` only types that Aim knows."""
+
+    def track(
+        self,
+        value: object,
+        name: str,
+        step: int,
+        *,
+        context: Mapping[str, str] | None = None,
+    ) -> object:
+        """Add a value to a sequence."""
+
+    def close(self) -> object:
+        """Write everything and end the run."""
+
+
 @final
-class AimLogger(RunLogger):
+class AimLogger(RunLogger[AimRun]):
     """Log to an Aim repository.
 
     Args:
@@ -35,7 +66,9 @@ class AimLogger(RunLogger):
         ConfigurationError: aim is not installed.
     """
 
-    requires, module, extra = "aim>=3.17", "aim", "aim"
+    requires = "aim>=3.17"
+    module = "aim"
+    extra = "aim"
 
     def __init__(
         self,
@@ -49,10 +82,12 @@ class AimLogger(RunLogger):
         save_dir: str | os.PathLike[str] = ".",
         prefix: str = "",
         log_model: Literal["all"] | bool = False,
-        run: Any = None,
-        **kwargs: Any,
+        run: AimRun | None = None,
+        **kwargs: object,
     ) -> None:
-        id = run_hash if run is None else run.hash
+        id = run_hash
+        if run is not None:
+            id = run.hash
         super().__init__(
             name=experiment,
             save_dir=save_dir,
@@ -61,13 +96,16 @@ class AimLogger(RunLogger):
             log_model=log_model,
             run=run,
         )
-        self._repo, self._run_name = repo, run_name
+        self._repo = repo
+        self._run_name = run_name
         prefixes = {
             "train": train_metric_prefix,
             "val": val_metric_prefix,
             "test": test_metric_prefix,
         }
+        # Every name starts with an empty prefix: such a subset would take all metrics.
         self._subsets = {subset: start for subset, start in prefixes.items() if start}
+        # Off unless asked for: they start a thread, record secrets of the environment, and copy the terminal.
         self._options = {
             "system_tracking_interval": None,
             "log_system_params": False,
@@ -75,65 +113,69 @@ class AimLogger(RunLogger):
             **kwargs,
         }
 
-    def _begin(self, id: str | None) -> tuple[Any, str]:
+    def _begin(self, id: str | None) -> tuple[AimRun, str]:
         from aim import Run
 
-        if self._repo is None:
-            os.makedirs(self._save_dir, exist_ok=True)
-        options = {
-            "repo": self._save_dir if self._repo is None else self._repo,
-            **self._options,
-        }
-        run = (
-            Run(experiment=self._name, **options)
-            if id is None
-            else Run(id, force_resume=True, **options)
-        )
+        repo = self._repo
+        if repo is None:
+            repo = self._save_dir
+            os.makedirs(repo, exist_ok=True)
+        options = {"repo": repo, **self._options}
+        run: AimRun
+        if id is None:
+            run = Run(experiment=self._name, **options)
+        else:
+            # Forced: Aim refuses a run that is still locked because its process was killed.
+            run = Run(id, force_resume=True, **options)
         if self._run_name is not None:
             run.name = self._run_name
         return run, str(run.hash)
 
-    def _end(self, run: Any, status: str) -> None:
+    def _end(self, run: AimRun, status: str) -> None:
         run.set("status", status, strict=False)
         run.close()
 
-    def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
+    def _write_metrics(
+        self, run: AimRun, values: Mapping[str, float], step: int
+    ) -> None:
         for name, value in values.items():
-            subset, start = next(
-                (
-                    (s, start)
-                    for s, start in self._subsets.items()
-                    if name.startswith(start)
-                ),
-                ("", ""),
-            )
-            context = {"subset": subset} if subset else {}
-            run.track(
-                value, name=name[len(start) :] or name, step=step, context=context
-            )
+            short_name, context = self._split_subset(name)
+            run.track(value, name=short_name, step=step, context=context)
 
-    def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
+    def _split_subset(self, name: str) -> tuple[str, dict[str, str]]:
+        """The name without the prefix of its subset, and Aim's context of that subset."""
+        for subset, start in self._subsets.items():
+            if name.startswith(start):
+                # A metric whose whole name is the prefix keeps it: the rest would be empty.
+                return name.removeprefix(start) or name, {"subset": subset}
+        return name, {}
+
+    def _write_params(self, run: AimRun, params: Mapping[str, Json]) -> None:
+        # One by one: setting the whole dict would drop hyperparameters of earlier calls.
         for name, value in params.items():
             run.set(("hparams", name), value, strict=False)
 
     def _write_image(
-        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+        self,
+        run: AimRun,
+        key: str,
+        image: Image,
+        step: int,
+        index: int,
+        caption: str | None,
     ) -> None:
-        from aim import Image
+        import aim
 
-        run.track(
-            Image(image, caption=caption or ""),
-            name=f"{key}/{index}" if index else key,
-            step=step,
-        )
+        picture = aim.Image(image, caption=caption or "")
+        run.track(picture, name=numbered_key(key, index), step=step)
 
-    def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
+    def _write_text(self, run: AimRun, key: str, text: str, step: int) -> None:
         from aim import Text
 
         run.track(Text(text), name=key, step=step)
 
     def _write_histogram(
-        self, run: Any, key: str, values: Any, bins: int, step: int
+        self, run: AimRun, key: str, values: Values, bins: int, step: int
     ) -> None:
         from aim import Distribution
 

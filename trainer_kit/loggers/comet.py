@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import TYPE_CHECKING, Final, Literal, Protocol, final
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.loggers.layout import Json
+from trainer_kit.loggers.media import Values, numbered_key
 from trainer_kit.loggers.run_logger import RunLogger
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = ["CometLogger"]
 
@@ -21,8 +26,51 @@ _FORMER: Final = {
 """Arguments of Lightning's former `CometLogger`, with their replacements."""
 
 
+class CometExperiment(Protocol):
+    """The part of ``comet_ml.CometExperiment`` that `CometLogger` calls."""
+
+    def get_key(self) -> str:
+        """The id of the experiment."""
+
+    def log_metrics(self, dic: dict[str, float], *, step: int) -> object:
+        """Write numbers."""
+
+    def log_parameters(
+        self, parameters: dict[str, Json], *, nested_support: bool
+    ) -> object:
+        """Write hyperparameters; with ``nested_support`` nested names are joined."""
+
+    def log_other(self, key: str, value: str) -> object:
+        """Write a text about the run."""
+
+    def log_asset(self, file_data: str, file_name: str) -> object:
+        """Upload a file."""
+
+    def log_image(
+        self,
+        image_data: Image,
+        name: str,
+        *,
+        step: int,
+        metadata: dict[str, int | str],
+    ) -> object:
+        """Write a picture."""
+
+    def log_text(self, text: str, *, step: int, metadata: dict[str, str]) -> object:
+        """Write text."""
+
+    def log_histogram_3d(self, values: Values, name: str, step: int) -> object:
+        """Write the distribution of numbers."""
+
+    def flush(self) -> object:
+        """Send all buffered values."""
+
+    def end(self) -> object:
+        """End the experiment; blocks until everything is sent."""
+
+
 @final
-class CometLogger(RunLogger):
+class CometLogger(RunLogger[CometExperiment]):
     """Log to Comet, or to an archive for ``comet upload`` with ``online=False``.
 
     The experiment stays open between ``fit``, ``validate`` and ``test``, and ends with the process. An offline
@@ -45,7 +93,9 @@ class CometLogger(RunLogger):
         ConfigurationError: comet_ml is not installed, or an argument has been renamed.
     """
 
-    requires, module, extra = "comet-ml>=3.44.4", "comet_ml", "comet"
+    requires = "comet-ml>=3.44.4"
+    module = "comet_ml"
+    extra = "comet"
     stays_open = True
 
     def __init__(
@@ -60,8 +110,8 @@ class CometLogger(RunLogger):
         prefix: str | None = None,
         save_dir: str | os.PathLike[str] = ".",
         log_model: Literal["all"] | bool = False,
-        experiment: Any = None,
-        **kwargs: Any,
+        experiment: CometExperiment | None = None,
+        **kwargs: object,
     ) -> None:
         for name in _FORMER.keys() & kwargs.keys():
             raise ConfigurationError(
@@ -69,7 +119,9 @@ class CometLogger(RunLogger):
                 found=f"{name}={kwargs[name]!r}",
                 fix=f"pass {_FORMER[name]}",
             )
-        id = experiment_key if experiment is None else experiment.get_key()
+        id = experiment_key
+        if experiment is not None:
+            id = experiment.get_key()
         super().__init__(
             name=project,
             save_dir=save_dir,
@@ -78,19 +130,22 @@ class CometLogger(RunLogger):
             log_model=log_model,
             run=experiment,
         )
+        # `comet_ml.start` looks these up itself where they are None: in the environment and in the configuration file.
         self._options = {
             "api_key": api_key,
             "workspace": workspace,
             "project_name": project,
             "online": online,
         }
-        self._mode, self._config = mode, {"offline_directory": self._save_dir, **kwargs}
+        self._mode = mode
+        # Archives go beside the user's other files, not to Comet's own default.
+        self._config = {"offline_directory": self._save_dir, **kwargs}
 
-    def _begin(self, id: str | None) -> tuple[Any, str]:
+    def _begin(self, id: str | None) -> tuple[CometExperiment, str]:
         from comet_ml import ExperimentConfig, start
 
         config = ExperimentConfig(**self._config)
-        run = start(
+        run: CometExperiment = start(
             experiment_key=id,
             mode=self._mode,
             experiment_config=config,
@@ -98,45 +153,50 @@ class CometLogger(RunLogger):
         )
         return run, str(run.get_key())
 
-    def _end(self, run: Any, status: str) -> None:
+    def _end(self, run: CometExperiment, status: str) -> None:
         run.log_other("status", status)
         run.end()
 
-    def _flush(self, run: Any) -> None:
+    def _flush(self, run: CometExperiment) -> None:
         run.flush()
 
-    def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
+    def _write_metrics(
+        self, run: CometExperiment, values: Mapping[str, float], step: int
+    ) -> None:
         run.log_metrics(dict(values), step=step)
 
-    def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
+    def _write_params(self, run: CometExperiment, params: Mapping[str, Json]) -> None:
         run.log_parameters(dict(params), nested_support=True)
 
-    def _write_file(self, run: Any, path: Path, name: str) -> None:
+    def _write_file(self, run: CometExperiment, path: Path, name: str) -> None:
         if not path.is_dir():
             run.log_asset(str(path), file_name=name)
             return
+        # File by file, so that each keeps its path below `name`.
         for file in sorted(path.rglob("*")):
             if file.is_file():
-                run.log_asset(
-                    str(file), file_name=f"{name}/{file.relative_to(path).as_posix()}"
-                )
+                relative = file.relative_to(path).as_posix()
+                run.log_asset(str(file), file_name=f"{name}/{relative}")
 
     def _write_image(
-        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+        self,
+        run: CometExperiment,
+        key: str,
+        image: Image,
+        step: int,
+        index: int,
+        caption: str | None,
     ) -> None:
-        metadata = (
-            {"index": index}
-            if caption is None
-            else {"index": index, "caption": caption}
-        )
-        run.log_image(
-            image, name=f"{key}-{index}" if index else key, step=step, metadata=metadata
-        )
+        metadata: dict[str, int | str] = {"index": index}
+        if caption is not None:
+            metadata["caption"] = caption
+        name = numbered_key(key, index, separator="-")
+        run.log_image(image, name=name, step=step, metadata=metadata)
 
-    def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
+    def _write_text(self, run: CometExperiment, key: str, text: str, step: int) -> None:
         run.log_text(text, step=step, metadata={"key": key})
 
     def _write_histogram(
-        self, run: Any, key: str, values: Any, bins: int, step: int
+        self, run: CometExperiment, key: str, values: Values, bins: int, step: int
     ) -> None:
         run.log_histogram_3d(values, name=key, step=step)

@@ -8,18 +8,23 @@ import os
 from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.errors import ConfigurationError, LogError
+from trainer_kit.core.types import HyperParameters
 from trainer_kit.loggers.layout import (
     DEFAULT_NAME,
     DirectoryLogger,
+    LoggedValues,
     numbers,
     one_at_a_time,
 )
 
 __all__ = ["CSVExperiment", "CSVLogger"]
+
+_Row: TypeAlias = dict[str, Any]
+"""Values by column: numbers of this process, text of the file."""
 
 
 @final
@@ -69,7 +74,8 @@ class CSVLogger(DirectoryLogger):
             )
         self._prefix = prefix
         self._flush_every = flush_logs_every_n_steps
-        self._waiting: dict[int, dict[str, Any]] = {}
+        # by step, the values that are not in the file yet
+        self._waiting: dict[int, _Row] = {}
         self._table: _Table | None = None
         self._step: int | None = None
         # the last row of an entry point that has returned
@@ -85,12 +91,12 @@ class CSVLogger(DirectoryLogger):
         """The files of this logger, with the attributes of Lightning's writer."""
         return CSVExperiment(self)
 
-    def waiting_rows(self) -> list[dict[str, Any]]:
+    def waiting_rows(self) -> list[_Row]:
         """The rows that are not written yet, in order of steps."""
         return [{**row, "step": step} for step, row in sorted(self._waiting.items())]
 
     @one_at_a_time
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: LoggedValues, step: int | None = None) -> None:
         """Add the values to the row of ``step``.
 
         Args:
@@ -112,6 +118,7 @@ class CSVLogger(DirectoryLogger):
             step = self._next_step()
         self._step = int(step)
         self._waiting.setdefault(self._step, {}).update(values)
+        # The span of steps, not the number of rows: the argument counts steps, as in Lightning.
         steps = max(self._waiting) - min(self._waiting) + 1
         if steps >= self._flush_every:
             self.save()
@@ -126,7 +133,7 @@ class CSVLogger(DirectoryLogger):
 
     @one_at_a_time
     def log_hyperparams(
-        self, params: Any, metrics: Mapping[str, Any] | None = None
+        self, params: object, metrics: LoggedValues | None = None
     ) -> None:
         """Write the hyperparameters to ``hparams.json``, and log ``metrics`` at step 0.
 
@@ -134,7 +141,7 @@ class CSVLogger(DirectoryLogger):
             params: a mapping, a Namespace or a dataclass.
             metrics: values for comparing runs.
         """
-        self._keep_hparams(params)
+        self._record_hparams(params)
         if metrics:
             self.log_metrics(metrics, 0)
 
@@ -202,22 +209,20 @@ class CSVExperiment:
         return str(self._logger.path)
 
     @property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[_Row]:
         """The rows that `save` writes next."""
         return self._logger.waiting_rows()
 
     @property
-    def hparams(self) -> Mapping[str, Any]:
+    def hparams(self) -> HyperParameters:
         """The hyperparameters."""
         return self._logger.hparams
 
-    def log_hparams(self, params: Mapping[str, Any]) -> None:
+    def log_hparams(self, params: HyperParameters) -> None:
         """Add hyperparameters."""
         self._logger.log_hyperparams(params)
 
-    def log_metrics(
-        self, metrics_dict: Mapping[str, Any], step: int | None = None
-    ) -> None:
+    def log_metrics(self, metrics_dict: LoggedValues, step: int | None = None) -> None:
         """Add the values to the row of ``step``."""
         self._logger.log_metrics(metrics_dict, step)
 
@@ -232,12 +237,16 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = ["step"]
-        self._last: dict[str, Any] | None = None
-        self._start = 0  # where the last row begins, in bytes
-        data = path.read_bytes() if path.exists() else b""
+        self._last: _Row | None = None
+        # where the last row begins, in bytes
+        self._start = 0
+        data = b""
+        if path.exists():
+            data = path.read_bytes()
         length = data.rfind(b"\n") + 1
+        # Drop a row that a machine crash cut short: it would become one row with the next.
         if length != len(data):
-            os.truncate(path, length)  # drop a row that a machine crash cut short
+            os.truncate(path, length)
         rows = self._read()
         if rows:
             self._last = rows[-1]
@@ -246,9 +255,11 @@ class _Table:
     @property
     def last_step(self) -> int | None:
         """The step of the last row."""
-        return None if self._last is None else int(self._last["step"])
+        if self._last is None:
+            return None
+        return int(self._last["step"])
 
-    def merge(self, rows: dict[int, dict[str, Any]], separate_step: int | None) -> None:
+    def merge(self, rows: dict[int, _Row], separate_step: int | None) -> None:
         """Write ``rows``, each merged with the row of its step in the file.
 
         Values of step ``separate_step`` get a separate row if they would overwrite others.
@@ -256,9 +267,11 @@ class _Table:
         last = self.last_step
         if separate_step is not None and not self._overwrites(rows, separate_step):
             separate_step = None
-        columns = dict.fromkeys(self._columns)  # in order, each once
+        # A dict as an ordered set: columns of the file first, then new ones in the order they were logged.
+        columns = dict.fromkeys(self._columns)
         for row in rows.values():
             columns.update(dict.fromkeys(row))
+        # A new column changes the header, and an earlier step the order of rows; otherwise rows are only appended.
         if last is None or list(columns) != self._columns or min(rows) < last:
             self._rewrite(rows, list(columns), separate_step)
             return
@@ -274,13 +287,15 @@ class _Table:
                 file.seek(0, os.SEEK_END)
             file.write(b"".join(lines))
             length = file.tell()
+            # The row that was written over may have been longer.
             file.truncate()
         newest_step = max(rows)
         self._last = {"step": newest_step, **rows[newest_step]}
         self._start = length - len(lines[-1])
 
-    def _overwrites(self, rows: Mapping[int, Mapping[str, Any]], step: int) -> bool:
+    def _overwrites(self, rows: Mapping[int, _Row], step: int) -> bool:
         """Whether the values of ``step`` differ from values of the last row."""
+        # As text: the cells of a row that was read from the file are text.
         cells = _cells(self._last)
         values = rows.get(step, {})
         return any(
@@ -290,10 +305,11 @@ class _Table:
 
     def _rewrite(
         self,
-        rows: dict[int, dict[str, Any]],
+        rows: dict[int, _Row],
         columns: list[str],
         separate_step: int | None,
     ) -> None:
+        # A step may have two rows already, of a fit and of a validate after it: values go to the newer one.
         merged = [(int(row["step"]), _cells(row)) for row in self._read()]
         newest = {step: values for step, values in merged if step != separate_step}
         for step, values in rows.items():
@@ -301,6 +317,7 @@ class _Table:
                 newest[step].update(values)
             else:
                 merged.append((step, values))
+        # The sort is stable, so the rows of one step keep their order.
         merged.sort(key=itemgetter(0))
         self._columns = columns
         lines = [self._line({name: name for name in columns})]
@@ -311,7 +328,7 @@ class _Table:
         self._last = {"step": last_step, **values}
         self._start = sum(map(len, lines[:-1]))
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self) -> list[_Row]:
         if not self._path.exists():
             return []
         with open(self._path, encoding="utf-8", newline="") as file:
@@ -336,14 +353,15 @@ class _Table:
         self._columns = names
         return rows
 
-    def _line(self, row: Mapping[str, Any]) -> bytes:
+    def _line(self, row: Mapping[str, object]) -> bytes:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([row.get(name, "") for name in self._columns])
         return text.getvalue().encode()
 
 
-def _cells(row: Mapping[str, Any] | None) -> dict[str, Any]:
+def _cells(row: _Row | None) -> _Row:
+    """The values of a row, without its step and without empty cells."""
     return {
         name: value
         for name, value in (row or {}).items()

@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import TrainerKitError
+from trainer_kit.core.types import StateDict
 from trainer_kit.loggers.journal import JSONLLogger
 
 __all__ = ["Deliveries", "Delivery", "JournalIndex"]
 
-_KEPT: Final = 1000
+_Target: TypeAlias = Any
+"""A logger of a Trainer, or a queue of an Accelerator's tracker: methods are called by name, if it has them."""
+
+_MAX_CALLS: Final = 1000
 """The most calls to keep in memory for one logger; further values are read back from the journal."""
 _PATIENCE: Final = 10.0
 """The most seconds that a start, a close or the sync of a checkpoint's journal waits for all loggers together."""
@@ -54,6 +58,7 @@ _MISTAKES: Final = (
 )
 """Errors that point to a bug rather than to a failing service: such a call is retried fewer times."""
 _PUBLISHING: Final = threading.Lock()
+"""Held while one step's values are put into all queues."""
 
 
 @final
@@ -62,7 +67,7 @@ class _Call:
     """One call of a logger; ``number`` counts logged values, -1 for every other call."""
 
     method: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
     number: int = -1
     ticket: int = 0
 
@@ -87,12 +92,14 @@ class _Gap:
         self.first = number
 
 
-def _takes_time(logger: Any) -> bool:
+def _takes_time(logger: _Target) -> bool:
     """Whether ``log_metrics(metrics, step, at)`` takes when the values were logged: earlier than it is called."""
     try:
         parameters = list(inspect.signature(logger.log_metrics).parameters)
     except (AttributeError, TypeError, ValueError):
+        # Functions written in C may have no signature.
         return False
+    # By name, not by count: a third parameter of a user's logger may be anything.
     return parameters[2:3] == ["at"]
 
 
@@ -106,7 +113,9 @@ class JournalIndex:
 
     def __init__(self, journal: JSONLLogger) -> None:
         self.journal = journal
-        self.numbers = count()  # of the values, written or not
+        # the numbers of the values, written or not
+        self.numbers = count()
+        # An array, not a list: 8 bytes for each value of a run that may log for weeks.
         self._offsets = array("q")
         self._written = threading.Condition()
 
@@ -164,7 +173,7 @@ class Delivery:
 
     def __init__(
         self,
-        logger: Any,
+        logger: _Target,
         say: Callable[[str], None],
         index: JournalIndex | None,
         journals: bool,
@@ -176,31 +185,40 @@ class Delivery:
         self.journals = journals
         self.name = name
         self.timed = _takes_time(logger)
-        self._first = -1  # the ticket of a call whose refusal `started` raises
+        # the ticket of a call whose refusal `started` raises
+        self._first = -1
         self._refusal: TrainerKitError | None = None
         # Without a journal to read from, more is worth keeping.
-        self._capacity = 10 * _KEPT if journals or index is None else _KEPT
+        self._capacity = _MAX_CALLS
+        if journals or index is None:
+            self._capacity = 10 * _MAX_CALLS
         # the length of the queue that wakes the thread, whatever the calls are
         self._wake_length = max(1, self._capacity // 10)
         self._queue: deque[_Call | _Gap] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._put = 0  # the ticket of the last call
-        self._done = 0  # the ticket of the last finished call
-        self._lost = 0  # calls that were dropped
+        # the ticket of the last call, and of the last finished one
+        self._put = 0
+        self._done = 0
+        # the number of calls that were dropped since the last line about them
+        self._lost = 0
         # the current call, and when it began
         self._busy: tuple[str, float] | None = None
-        self._failing: float | None = None  # when the logger began to fail
+        # when the logger began to fail; None while it responds
+        self._failing: float | None = None
         self._attempts = 0
         # when to give up on a failing logger; None while the run continues
         self._closing: float | None = None
+        # whether a wait ended at its deadline: later waits skip this logger until its queue is empty
         self._late = False
         # when the first call began; None once a call has succeeded
         self._begun: float | None = None
         self._starting = not journals
         # when the thread's CPU time was read last, and the CPU time
         self._cpu_reading = (0.0, 0.0)
+        # when the last warning was printed; the clock may be near 0 after a boot, and the first one must pass
         self._warned = -_QUIET
+        # errors of calls that were dropped while the next call succeeded: such a call is not retried again
         self._refused: set[type[BaseException]] = set()
 
     def use_index(self, index: JournalIndex | None) -> None:
@@ -223,7 +241,7 @@ class Delivery:
         return values
 
     def put(
-        self, method: str, *arguments: Any, number: int = -1, first: bool = False
+        self, method: str, *arguments: object, number: int = -1, first: bool = False
     ) -> int:
         """Queue a call; returns the ticket for `wait`. Never waits for the logger.
 
@@ -234,6 +252,7 @@ class Delivery:
             first: whether `started` is called next.
         """
         with self._changed:
+            # A new call belongs to a run that continues, also after a close that did not finish.
             self._closing = None
             self._put += 1
             if first:
@@ -244,11 +263,14 @@ class Delivery:
                 self._queue.append(call)
             elif number >= 0 and self.index is not None and not self.journals:
                 self._extend_gap(self.index, number)
-            elif method != "save":  # a later checkpoint saves again
+            # A `save` may be dropped: a later checkpoint saves again.
+            elif method != "save":
+                # Hyperparameters and `finalize` are not read back from the journal: they get more room than values.
                 if len(self._queue) < 2 * self._capacity and number < 0:
                     self._queue.append(call)
                 else:
                     self._lost += 1
+            # Daemon: a logger that hangs must not keep the process from ending.
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name=f"logger {self.name}", daemon=True
@@ -279,6 +301,7 @@ class Delivery:
             Whether the call is done.
         """
         with self._changed:
+            # Once a logger was too slow, each checkpoint would wait for it again.
             if self._late and not stalled:
                 return self._done >= ticket
             self._late = not self._wait_for(ticket, deadline)
@@ -306,6 +329,7 @@ class Delivery:
             self._wait_for(self._put, deadline)
 
     def _wait_for(self, ticket: int, deadline: float) -> bool:
+        # Values do not wake the thread, so a wait does.
         self._changed.notify_all()
         self._changed.wait_for(
             lambda: self._done >= ticket or self._failing is not None,
@@ -319,7 +343,8 @@ class Delivery:
             self.put("finalize", status)
         with self._changed:
             self._closing = time.monotonic() + _LAST
-            self._computes()  # begins the interval that `_is_starting` looks at
+            # Begins the interval that `_is_starting` looks at.
+            self._computes()
             self._changed.notify_all()
 
     def wait_closed(self, deadline: float, grace: bool = True) -> bool:
@@ -378,6 +403,7 @@ class Delivery:
         starting = True
         with self._changed:
             while starting and self._begun is not None:
+                # In intervals: a call that stops computing gets no more than one of them.
                 patience = min(_PATIENCE, _seconds_until(self._begun + _GRACE))
                 self._changed.wait_for(
                     lambda: self._thread is None or self._begun is None, patience
@@ -420,14 +446,17 @@ class Delivery:
         if method is None:
             return None
         self._busy = (call.method, time.monotonic())
+        # Only the very first call may take long: it creates a database, or connects.
         if self._starting:
             self._starting = False
             self._begun = time.monotonic()
         # Copies of the dicts, which all loggers share: a logger may change its arguments.
-        arguments = [
-            dict(argument) if isinstance(argument, dict) else argument
-            for argument in call.arguments
-        ]
+        arguments: list[object] = []
+        for argument in call.arguments:
+            if isinstance(argument, dict):
+                argument = dict(argument)
+            arguments.append(argument)
+        # Also SystemExit and KeyboardInterrupt: they would end this thread, and the queue would never be emptied.
         try:
             method(*arguments)
         except BaseException as error:
@@ -435,26 +464,28 @@ class Delivery:
         finally:
             self._busy = None
         if self.journals and self.index is not None and call.number >= 0:
-            self.index.note(call.number, self.logger.line)
+            self.index.note(call.number, self.index.journal.line)
         return None
 
     def _expand(self, gap: _Gap) -> BaseException | None:
         """Replace the first values of the gap at the head of the queue by calls read from the journal."""
         problem: Exception | None = None
         calls: list[_Call] = []
+        # A hundred at a time: all of a gap would again be in memory at once.
         next_index = min(gap.first + 100, gap.end)
         try:
             calls, next_index = gap.index.read(gap.first, next_index, self.timed)
         except TimeoutError as error:
             return error
-        except Exception as error:  # the file was moved, deleted or changed
+        except Exception as error:
+            # The file was moved, deleted or changed: no retry brings these values back.
             problem = error
         with self._changed:
             self._lost += next_index - gap.first - len(calls)
             gap.skip_to(next_index)
             if gap.first == gap.end:
                 self._queue.popleft()
-                # marks the end of the gap for `wait`
+                # A call of nothing, which marks the end of the gap for `wait`.
                 calls.append(_Call("", (), ticket=gap.ticket))
             self._queue.extendleft(reversed(calls))
         if problem is not None:
@@ -478,6 +509,7 @@ class Delivery:
 
     def _handle(self, item: _Call | _Gap, error: BaseException) -> bool:
         """Drop the call, or wait before its retry; return whether the thread continues."""
+        # An error of this library is about the arguments: a retry would fail with it too.
         if isinstance(item, _Call) and isinstance(error, TrainerKitError):
             self._drop(item, error)
             return True
@@ -494,6 +526,7 @@ class Delivery:
             f"{_text(error)}; training continues, {_counted(self.pending)} not logged there"
         )
         with self._changed:
+            # Whoever waits for this logger stops: it fails, and may do so for hours.
             self._changed.notify_all()
             if self._closing is None:
                 delay = _DELAYS[min(self._attempts, len(_DELAYS)) - 1]
@@ -510,6 +543,7 @@ class Delivery:
         with self._changed:
             self._failing = None
             raised = False
+            # Only while the start waits: after its 10 seconds nobody would receive the error.
             if call.ticket == self._first and isinstance(error, TrainerKitError):
                 self._refusal = error
                 raised = True
@@ -531,6 +565,7 @@ class Delivery:
         patient = few_retries or not mistake
         if patient and failing_time <= _QUIET:
             return False
+        # A service that is down refuses every call; one that takes the next call refuses only this one.
         if len(self._queue) < 2:
             return False
         next_call = self._queue[1]
@@ -545,8 +580,9 @@ class Delivery:
         """End the thread of a logger that fails while closing; its calls stay queued for the next entry point."""
         last = self._queue[-1]
         finalizes = isinstance(last, _Call) and last.method == "finalize"
+        # Out of order, and once: it may still close its files.
         if isinstance(last, _Call) and finalizes:
-            self._call(last)  # it may still close its files
+            self._call(last)
         with self._changed:
             if finalizes and self._queue[-1] is last:
                 self._queue.pop()
@@ -556,6 +592,7 @@ class Delivery:
     # -- what is printed -------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        """Warn if the current call takes long. The caller's thread does this: the logger's own may hang."""
         busy = self._busy
         if busy is None:
             return
@@ -585,7 +622,8 @@ class Delivery:
         return notes
 
     def _say(self, line: str) -> None:
-        with suppress(Exception):  # a closed standard output
+        # Standard output may be closed.
+        with suppress(Exception):
             self.say(line)
 
 
@@ -599,21 +637,23 @@ class Deliveries:
     """
 
     def __init__(
-        self, say: Callable[[str], None], name: Callable[[Any], str] | None = None
+        self, say: Callable[[str], None], name: Callable[[_Target], str] | None = None
     ) -> None:
         self.say = say
         self._name = name or _class_name
-        self._loggers: list[Any] = []
-        self._deliveries: dict[int, Delivery] = {}  # by the logger's identity
+        self._loggers: list[_Target] = []
+        # by the logger's identity: a user's logger may not be hashable
+        self._deliveries: dict[int, Delivery] = {}
         self._index: JournalIndex | None = None
+        # whether values were logged, and whether `wait_for_runs` has waited for them
         self._logged = False
         self._waited = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """A copy in another process has the same loggers and its own threads."""
         return {**self.__dict__, "_deliveries": {}, "_index": None}
 
-    def open(self, loggers: Iterable[Any], journal: JSONLLogger | None) -> None:
+    def open(self, loggers: Iterable[_Target], journal: JSONLLogger | None) -> None:
         """Set the loggers that receive the next calls.
 
         Args:
@@ -624,7 +664,9 @@ class Deliveries:
         if journal is None:
             self._index = None
         else:
+            # First: other loggers read values back from it, and a checkpoint waits for it longest.
             self._loggers.insert(0, journal)
+            # The index of the same journal stays: calls in the queues refer to its numbers.
             if self._index is None or self._index.journal is not journal:
                 self._index = JournalIndex(journal)
         for delivery in self._deliveries.values():
@@ -637,31 +679,35 @@ class Deliveries:
                 self._deliveries[id(logger)] = self._start_delivery(logger)
         return [self._deliveries[id(logger)] for logger in self._loggers]
 
-    def _start_delivery(self, logger: Any) -> Delivery:
+    def _start_delivery(self, logger: _Target) -> Delivery:
         index = self._index
-        journals = index is not None and logger is index.journal
-        name = str(logger.path) if journals else self._name(logger)
-        return Delivery(logger, self.say, index, journals, name)
+        if index is not None and logger is index.journal:
+            path = str(index.journal.path)
+            return Delivery(logger, self.say, index, journals=True, name=path)
+        name = self._name(logger)
+        return Delivery(logger, self.say, index, journals=False, name=name)
 
     def log(
-        self, values: Mapping[str, Any], step: int, counts: Mapping[str, int]
+        self, values: Mapping[str, object], step: int, counts: Mapping[str, int]
     ) -> None:
         """Queue the values of a step for every logger; a journal also gets the time, the samples and the tokens."""
+        # Here, not on the loggers' threads: they may be seconds behind the step.
         now = time.time()
-        with _PUBLISHING:  # the same order in every queue
+        # Two threads that log keep the same order in every queue, and in the journal's numbers.
+        with _PUBLISHING:
             self._logged = True
             number = 0
             if self._index is not None:
                 number = next(self._index.numbers)
             for delivery in self.each():
-                arguments: list[Any] = [values, step]
+                arguments: list[object] = [values, step]
                 if isinstance(delivery.logger, JSONLLogger):
                     arguments += [counts, now]
                 elif delivery.timed:
                     arguments.append(now)
                 delivery.put("log_metrics", *arguments, number=number)
 
-    def call(self, method: str, *arguments: Any) -> list[tuple[Delivery, int]]:
+    def call(self, method: str, *arguments: object) -> list[tuple[Delivery, int]]:
         """Queue another call for every logger that has this method; return the ticket of each."""
         tickets = []
         for delivery in self.each():
@@ -669,7 +715,7 @@ class Deliveries:
             tickets.append((delivery, ticket))
         return tickets
 
-    def start(self, method: str, *arguments: Any) -> list[Any]:
+    def start(self, method: str, *arguments: object) -> list[_Target]:
         """Make an entry point's first call of every logger, and wait up to 10 seconds for all of them.
 
         A later refusal is reported in a line, as any other failure of a logger is.
@@ -696,7 +742,10 @@ class Deliveries:
         def wait() -> None:
             begun = time.monotonic()
             for delivery, ticket in tickets:
-                patience = _PATIENCE if delivery.journals else _SHORT
+                # The journal resumes with the checkpoint; the other loggers can be filled from it.
+                patience = _SHORT
+                if delivery.journals:
+                    patience = _PATIENCE
                 delivery.wait(ticket, begun + patience)
 
         return wait
@@ -713,7 +762,8 @@ class Deliveries:
         """Wait up to 10 seconds until every responding logger has taken the queued calls."""
         deadline = time.monotonic() + _PATIENCE
         for delivery in list(self._deliveries.values()):
-            ticket = delivery.put("", ())  # a call of nothing, behind all others
+            # A call of nothing, behind all others.
+            ticket = delivery.put("", ())
             delivery.wait(ticket, deadline)
 
     def close(self, status: str | None, at_once: bool = False) -> None:
@@ -725,12 +775,15 @@ class Deliveries:
                 that computes in its first call gets up to 60 seconds from the beginning of that call, unless a signal
                 ends the run: the sender may kill it after 30 seconds.
         """
-        deadline = time.monotonic() + (_SHORT if at_once else _PATIENCE)
+        patience = _SHORT if at_once else _PATIENCE
+        deadline = time.monotonic() + patience
         grace = not at_once and status != "interrupted"
         deliveries = self.each()
+        # All are closed before any is waited for, so that they share the ten seconds.
         for delivery in deliveries:
             delivery.close(status)
         for delivery in deliveries:
+            # One with calls left stays: the next entry point continues its queue.
             if delivery.wait_closed(deadline, grace=grace):
                 del self._deliveries[id(delivery.logger)]
 
@@ -741,7 +794,7 @@ def _seconds_until(deadline: float) -> float:
 
 def _cpu_seconds(thread: threading.Thread | None) -> float:
     """The CPU time that a running thread has used; that of this process where the system does not tell."""
-    # A fork has no threads of its parent.
+    # A fork has no threads of its parent, and the clock of a thread that has ended raises.
     if thread is None or thread.ident is None or not thread.is_alive():
         return 0.0
     if sys.platform == "linux":
@@ -749,7 +802,7 @@ def _cpu_seconds(thread: threading.Thread | None) -> float:
     return time.process_time()
 
 
-def _class_name(logger: Any) -> str:
+def _class_name(logger: _Target) -> str:
     return type(logger).__name__
 
 
@@ -760,7 +813,8 @@ def _counted(values: int) -> str:
 def _text(error: BaseException) -> str:
     try:
         lines = str(error).strip().splitlines()
-    except Exception:  # the exception's own __str__ fails
+    except Exception:
+        # The exception's own __str__ fails.
         lines = []
     name = type(error).__name__
     if not lines:

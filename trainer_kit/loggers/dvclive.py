@@ -5,16 +5,49 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
+from trainer_kit.core.types import Keywords
+from trainer_kit.loggers.layout import Json
 from trainer_kit.loggers.media import path_part
 from trainer_kit.loggers.run_logger import RunLogger, copied
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = ["DVCLiveLogger"]
 
 
+class DVCLive(Protocol):
+    """The part of ``dvclive.Live`` that `DVCLiveLogger` calls."""
+
+    step: int
+
+    @property
+    def artifacts_dir(self) -> str:
+        """The directory of copied files."""
+
+    def log_metric(self, name: str, val: float) -> object:
+        """Append a number of the current step to its plot."""
+
+    def log_params(self, params: dict[str, Json]) -> object:
+        """Write hyperparameters beside those of earlier calls."""
+
+    def log_image(self, name: str, val: Image) -> object:
+        """Write a picture to a file."""
+
+    def make_summary(self) -> object:
+        """Write the newest value of each metric to a file."""
+
+    def sync(self) -> object:
+        """Write all files."""
+
+    def end(self) -> object:
+        """Write all files and end the run."""
+
+
 @final
-class DVCLiveLogger(RunLogger):
+class DVCLiveLogger(RunLogger[DVCLive]):
     """Log with DVCLive: plots, parameters and metrics as files, which Git and DVC version.
 
     As usual with DVCLive, a new run replaces the files of the last one in ``dir``; a resumed run, and ``validate`` and
@@ -34,16 +67,18 @@ class DVCLiveLogger(RunLogger):
         ConfigurationError: dvclive is not installed.
     """
 
-    requires, module, extra = "dvclive>=3", "dvclive", "dvclive"
+    requires = "dvclive>=3"
+    module = "dvclive"
+    extra = "dvclive"
 
     def __init__(
         self,
         run_name: str | None = None,
         prefix: str = "",
         log_model: Literal["all"] | bool = False,
-        experiment: Any = None,
+        experiment: DVCLive | None = None,
         save_dir: str | os.PathLike[str] = ".",
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(
             name=run_name or "dvclive",
@@ -52,41 +87,55 @@ class DVCLiveLogger(RunLogger):
             log_model=log_model,
             run=experiment,
         )
-        directory = (
-            os.path.join(self._save_dir, "dvclive") if save_dir != "." else "dvclive"
-        )
-        self._live = {
-            "dir": directory,
-            **({"exp_name": run_name} if run_name else {}),
-            **kwargs,
-        }
+        # Without `save_dir`, the directory of DVCLive's own default.
+        directory = "dvclive"
+        if save_dir != ".":
+            directory = os.path.join(self._save_dir, "dvclive")
+        self._options: Keywords = {"dir": directory}
+        if run_name:
+            self._options["exp_name"] = run_name
+        self._options.update(kwargs)
 
-    def _begin(self, id: str | None) -> tuple[Any, str]:
+    def _begin(self, id: str | None) -> tuple[DVCLive, str]:
         from dvclive import Live
 
-        live = Live(**(self._live if id is None else {**self._live, "resume": True}))
+        options = dict(self._options)
+        # A new `Live` deletes the files of the last run in its directory.
+        if id is not None:
+            options["resume"] = True
+        live = Live(**options)
+        # DVCLive has no ids: any id that a checkpoint brings back means to append.
         return live, path_part(self._name).replace("/", "-").replace(" ", "-")
 
-    def _end(self, run: Any, status: str) -> None:
+    def _end(self, run: DVCLive, status: str) -> None:
         run.end()
 
-    def _flush(self, run: Any) -> None:
+    def _flush(self, run: DVCLive) -> None:
         run.sync()
 
-    def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
+    def _write_metrics(
+        self, run: DVCLive, values: Mapping[str, float], step: int
+    ) -> None:
+        # Not `next_step`: it counts by itself, and writes the report at every call.
         run.step = step
         for name, value in values.items():
             run.log_metric(name, value)
         run.make_summary()
 
-    def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
+    def _write_params(self, run: DVCLive, params: Mapping[str, Json]) -> None:
         run.log_params(dict(params))
 
-    def _write_file(self, run: Any, path: Path, name: str) -> None:
+    def _write_file(self, run: DVCLive, path: Path, name: str) -> None:
         copied(path, Path(run.artifacts_dir) / name)
 
     def _write_image(
-        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+        self,
+        run: DVCLive,
+        key: str,
+        image: Image,
+        step: int,
+        index: int,
+        caption: str | None,
     ) -> None:
         run.step = step
         run.log_image(f"{path_part(key)}/{step:08d}-{index}.png", image)

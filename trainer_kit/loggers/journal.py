@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, final
+from typing import IO, Final, final
 
 from trainer_kit.core.errors import LogError
+from trainer_kit.core.types import JsonObject, StateDict
 from trainer_kit.loggers.layout import (
     DEFAULT_NAME,
     DirectoryLogger,
+    LoggedValues,
     numbers,
     one_at_a_time,
     params_dict,
@@ -53,7 +55,8 @@ class JSONLLogger(DirectoryLogger):
         [0.5]
     """
 
-    _file: int | None = None  # also of an object whose constructor failed
+    # A default of the class, for `__del__` of an object whose constructor failed.
+    _file: int | None = None
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class JSONLLogger(DirectoryLogger):
         self._step = 0
         self._file: int | None = None
         self._path: str | None = None
-        # identify the file as this process left it
+        # These two identify the file as this process left it: see `_open`.
         self._inode = 0
         self._size = 0
         self.line = 0
@@ -81,7 +84,7 @@ class JSONLLogger(DirectoryLogger):
     @one_at_a_time
     def log_metrics(
         self,
-        metrics: Mapping[str, Any],
+        metrics: LoggedValues,
         step: int | None = None,
         counts: Mapping[str, int] | None = None,
         at: float | None = None,
@@ -106,17 +109,18 @@ class JSONLLogger(DirectoryLogger):
             return
         if at is None:
             at = time.time()
-        record: dict[str, Any] = {"step": self._step, "time": at}
+        record: dict[str, object] = {"step": self._step, "time": at}
         if counts:
             record["counts"] = dict(counts)
         for name, value in values.items():
+            # Otherwise a metric called `time` would replace the time of its own record.
             key = f"metric/{name}" if name in _FIELDS else name
             record[key] = value
         self._append(record)
 
     @one_at_a_time
     def log_hyperparams(
-        self, params: Any, metrics: Mapping[str, Any] | None = None
+        self, params: object, metrics: LoggedValues | None = None
     ) -> None:
         """Append the hyperparameters unless all of them are already written, then log ``metrics`` at step 0.
 
@@ -148,17 +152,19 @@ class JSONLLogger(DirectoryLogger):
         self.save()
         self._close()
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: Mapping[str, object]) -> None:
         text = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
         line = f"{text}\n".encode()
         file = self._open()
+        # One system call for a whole line: a process that is killed leaves all of it or nothing.
         if os.write(file, line) != len(line):
+            # A full disk takes the start of a line; without the cut, the next record would be glued to it.
             os.ftruncate(file, self._size)
             raise OSError(f"{self.path}: no space left for a line of {len(line)} bytes")
         self.line = self._size
         self._size += len(line)
 
-    def read_values(self, line: int) -> tuple[dict[str, Any], int, float]:
+    def read_values(self, line: int) -> tuple[JsonObject, int, float]:
         """Read what one call of ``log_metrics`` wrote.
 
         Args:
@@ -182,6 +188,7 @@ class JSONLLogger(DirectoryLogger):
             raise LogError(
                 f"{self.path} has no values at byte {line}", found=str(error)
             ) from error
+        # What remains are the metrics, under the names that the other loggers get.
         record.pop("counts", None)
         prefix = f"{self._prefix}-" if self._prefix else ""
         metrics = {
@@ -195,6 +202,7 @@ class JSONLLogger(DirectoryLogger):
         path = self._path
         if self._file is not None and path is not None:
             try:
+                # A stat for each line: a run that was moved or copied back must not be written to the old file.
                 status = os.stat(path)
                 if (status.st_ino, status.st_size) == (self._inode, self._size):
                     return self._file
@@ -205,6 +213,7 @@ class JSONLLogger(DirectoryLogger):
         self._path = os.fspath(self.path)
         # A bare descriptor: a logger that is never finalized causes no ResourceWarning.
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        # Before the first line of this process: an incomplete line of a crash would swallow it.
         with open(self._file, "r+b", buffering=0, closefd=False) as stream:
             self._size = _cut_torn_line(stream)
         self._inode = os.fstat(self._file).st_ino
@@ -215,7 +224,8 @@ class JSONLLogger(DirectoryLogger):
             os.close(self._file)
             self._file = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
+        # A descriptor's number means another file in the process of the copy.
         return {**vars(self), "_file": None}
 
     def __del__(self) -> None:
@@ -223,15 +233,17 @@ class JSONLLogger(DirectoryLogger):
             self._close()
 
 
-def _cut_torn_line(file: Any) -> int:
+def _cut_torn_line(file: IO[bytes]) -> int:
     """Truncate the file after the last newline; returns its new length in bytes."""
-    size: int = file.seek(0, os.SEEK_END)
+    size = file.seek(0, os.SEEK_END)
     length = size
+    # Backwards in blocks: a journal may have gigabytes, and the last line is short.
     while length > 0:
         start = max(0, length - 65536)
         file.seek(start)
         newline = file.read(length - start).rfind(b"\n")
-        length = start + newline + 1  # ``start`` if there is no newline
+        # `rfind` returns -1 if there is no newline: the search goes on before `start`.
+        length = start + newline + 1
         if newline >= 0:
             break
     if length != size:
@@ -239,7 +251,7 @@ def _cut_torn_line(file: Any) -> int:
     return length
 
 
-def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_journal(path: str | os.PathLike[str]) -> list[JsonObject]:
     """The records of a journal, in the order they were written; a torn last line is left out.
 
     Args:
@@ -253,8 +265,9 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         OSError: the file cannot be read.
     """
     records = []
-    *lines, torn = Path(os.path.expanduser(path)).read_bytes().split(b"\n")
-    del torn  # the part after the last newline: empty, or an incomplete line
+    lines = Path(os.path.expanduser(path)).read_bytes().split(b"\n")
+    # The part after the last newline is empty, or an incomplete line: a run may be writing it right now.
+    lines.pop()
     for number, line in enumerate(lines, 1):
         try:
             records.append(journal_record(line))
@@ -266,7 +279,7 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return records
 
 
-def journal_record(line: bytes) -> dict[str, Any]:
+def journal_record(line: bytes) -> JsonObject:
     """One line of a journal, with NaN and infinities as numbers.
 
     Raises:
@@ -276,7 +289,7 @@ def journal_record(line: bytes) -> dict[str, Any]:
         >>> journal_record(b'{"step": 3, "loss": "NaN"}')
         {'step': 3, 'loss': nan}
     """
-    # Given bytes, json would detect the encoding first.
+    # Decoded here: json would first detect the encoding of bytes, which takes time for each line.
     record = json.loads(line.decode())
     if not isinstance(record, dict):
         raise ValueError("not an object")

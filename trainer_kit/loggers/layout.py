@@ -14,18 +14,32 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar, final
+from typing import (
+    Any,
+    ClassVar,
+    Concatenate,
+    Final,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    final,
+    overload,
+)
 
 from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, LogError
+from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = [
     "DEFAULT_NAME",
     "DirectoryLogger",
     "DummyLogger",
+    "Json",
+    "LoggedValues",
     "claim_versions",
     "flatten",
     "make_version",
@@ -36,7 +50,26 @@ __all__ = [
 ]
 
 
-def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, int | float]:
+class _HasItem(Protocol):
+    """A tensor or an array."""
+
+    def item(self) -> object:
+        """The value of its only element."""
+
+
+class _HasLock(Protocol):
+    """A logger whose methods one thread at a time may run."""
+
+    lock: Lock
+
+
+LoggedValues: TypeAlias = "Mapping[str, int | float | _HasItem]"
+"""Metrics by name: numbers, or tensors and arrays of one element."""
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""A value that strict JSON can hold."""
+
+
+def numbers(metrics: LoggedValues, prefix: str = "") -> dict[str, int | float]:
     """The values as Python numbers, with ``prefix-`` before each name if there is a prefix.
 
     Args:
@@ -51,29 +84,31 @@ def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, int | flo
         >>> numbers({"loss": torch.tensor(0.5)}, prefix="a")
         {'a-loss': 0.5}
     """
-    return {
-        f"{prefix}-{name}" if prefix else name: _number(name, value)
-        for name, value in metrics.items()
-    }
+    start = f"{prefix}-" if prefix else ""
+    return {f"{start}{name}": _number(name, value) for name, value in metrics.items()}
 
 
-def _number(name: str, value: Any) -> int | float:
-    if isinstance(value, (int, float)):
-        return int(value) if isinstance(value, bool) else value
-    try:
-        number = value.item()
-    except (AttributeError, RuntimeError, ValueError):
-        number = None
-    if not isinstance(number, (int, float)):
-        raise LogError(
-            f"the metric {name!r} is not a single number",
-            found=f"a {type(value).__name__}{_shape(value)}",
-            fix="log a number or a tensor of one element; use the logger's `experiment` for pictures and text",
-        )
-    return int(number) if isinstance(number, bool) else number
+def _number(name: str, value: int | float | _HasItem) -> int | float:
+    number: object = value
+    if not isinstance(value, (int, float)):
+        try:
+            number = value.item()
+        except (AttributeError, RuntimeError, ValueError):
+            # Several elements: torch raises RuntimeError, NumPy ValueError; text has no `item`.
+            number = None
+    # A bool is an int too, but would be written as `True` to files of numbers.
+    if isinstance(number, bool):
+        return int(number)
+    if isinstance(number, (int, float)):
+        return number
+    raise LogError(
+        f"the metric {name!r} is not a single number",
+        found=f"a {type(value).__name__}{_shape(value)}",
+        fix="log a number or a tensor of one element; use the logger's `experiment` for pictures and text",
+    )
 
 
-def params_dict(params: Any) -> dict[str, Any]:
+def params_dict(params: object) -> dict[str, object]:
     """Hyperparameters as a dict with text keys; passwords and API keys are masked. None gives an empty dict.
 
     Args:
@@ -94,11 +129,12 @@ def params_dict(params: Any) -> dict[str, Any]:
             "hyperparameters are a dict, a Namespace or a dataclass",
             found=f"a {type(params).__name__}: {params!r}",
         )
-    masked: dict[str, Any] = mask_secrets(nested)
+    # Here, not in each logger: no tracker and no file gets a secret in clear text.
+    masked: dict[str, object] = mask_secrets(nested)
     return masked
 
 
-def _nested(value: Any) -> Any:
+def _nested(value: object) -> object:
     if isinstance(value, Namespace):
         value = vars(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -111,28 +147,28 @@ def _nested(value: Any) -> Any:
     return value
 
 
-def flatten(params: Mapping[str, Any], delimiter: str = "/") -> dict[str, Any]:
+def flatten(params: Mapping[str, object], delimiter: str = "/") -> dict[str, object]:
     """Flatten nested mappings by joining their names; an empty mapping stays a value.
 
     Example:
         >>> flatten({"optim": {"lr": 0.1, "decay": {"by": 2}}, "data": {}})
         {'optim/lr': 0.1, 'optim/decay/by': 2, 'data': {}}
     """
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in params.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(
-                {
-                    f"{key}{delimiter}{name}": item
-                    for name, item in flatten(value, delimiter).items()
-                }
-            )
-        else:
+        if not isinstance(value, Mapping) or not value:
             flat[key] = value
+            continue
+        for name, item in flatten(value, delimiter).items():
+            flat[f"{key}{delimiter}{name}"] = item
     return flat
 
 
-def plain(value: Any) -> Any:
+@overload
+def plain(value: Mapping[str, object]) -> dict[str, Json]: ...
+@overload
+def plain(value: object) -> Json: ...
+def plain(value: object) -> Json:
     """Convert ``value`` to strict JSON: NaN, infinities and values without a JSON form become text.
 
     Example:
@@ -140,51 +176,65 @@ def plain(value: Any) -> Any:
         >>> plain({"betas": (0.9, 0.99), "limit": float("inf"), "dtype": torch.float16, "act": torch.relu})
         {'betas': [0.9, 0.99], 'limit': 'Infinity', 'dtype': 'torch.float16', 'act': 'relu'}
     """
+    # Before int and str: the members of an IntEnum or a StrEnum are both.
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return (
-            value
-            if math.isfinite(value)
-            else "NaN"
-            if math.isnan(value)
-            else f"{'-' * (value < 0)}Infinity"
-        )
+        return _plain_float(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
+        # Sorted: the order of a set of strings differs between two processes, and hyperparameters would seem changed.
         return sorted((plain(item) for item in value), key=repr)
-    if _shape(
-        value
-    ):  # tensors and arrays: the value of a single element, else a description
-        return (
-            plain(value.item())
-            if math.prod(value.shape) == 1
-            else f"{type(value).__name__}{_shape(value)}"
-        )
+    description = _shape(value)
+    if description:
+        return _plain_array(value, description)
     if callable(value):
         return str(getattr(value, "__name__", type(value).__name__))
     return str(value)
 
 
-def _shape(value: Any) -> str:
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    return (
-        "" if shape is None or dtype is None else f" of shape {tuple(shape)}, {dtype}"
-    )
+def _plain_float(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    # JSON has no numbers for these; the texts are those that Python's own encoder writes.
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def _plain_array(array: Any, description: str) -> Json:
+    """The value of a tensor or an array of one element; the class and the shape of any other."""
+    if math.prod(array.shape) == 1:
+        element: object = array.item()
+        return plain(element)
+    return f"{type(array).__name__}{description}"
+
+
+def _shape(value: object) -> str:
+    """The shape and dtype of a tensor or an array; empty for anything else."""
+    shape = getattr(value, "shape", None)
+    dtype = getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return ""
+    return f" of shape {tuple(shape)}, {dtype}"
 
 
 DEFAULT_NAME: Final = "trainer_kit_logs"
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_LoggerType = TypeVar("_LoggerType", bound=_HasLock)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
-def one_at_a_time(method: _F) -> _F:
+def one_at_a_time(
+    method: Callable[Concatenate[_LoggerType, _Arguments], _Result],
+) -> Callable[Concatenate[_LoggerType, _Arguments], _Result]:
     """Decorator for a logger's methods that share ``self.lock``: a run calls each logger on a separate thread, and user
     code may call the same logger on another one.
 
@@ -203,11 +253,14 @@ def one_at_a_time(method: _F) -> _F:
     """
 
     @functools.wraps(method)
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+    def call(
+        self: _LoggerType, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Result:
+        # The lock is reentrant: `log_metrics` may call `save`, which takes it too.
         with self.lock:
-            return method(self, *arguments, **options)
+            return method(self, *args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return call
 
 
 class DirectoryLogger(ABC):
@@ -234,7 +287,7 @@ class DirectoryLogger(ABC):
     }
     """Methods that Lightning's loggers call: by name, the replacement."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         with_typed_arguments(cls)
 
@@ -252,18 +305,16 @@ class DirectoryLogger(ABC):
                 found=f"save_dir={self._save_dir!r}",
                 fix="give a local path, and copy the files afterwards",
             )
-        self._name, self._version, self._given = (
-            name or "",
-            version,
-            version is not None,
-        )
+        self._name = name or ""
+        self._version = version
+        # Only a version that the user passed wins over that of a resumed run.
+        self._fixed_version = version is not None
         self.claimed = version is not None
-        """Whether the version belongs to this run: given, continued, or its directory made by this run."""
-        self._made_directory = False
-        self._opened = (
-            False  # whether there are files or buffered values of this version
-        )
-        self._sub_dir = "" if sub_dir is None else os.fspath(sub_dir)
+        """Whether the version belongs to this run: passed, continued, or its directory created by this run."""
+        self._created_directory = False
+        # whether there are files or buffered values of this version
+        self._opened = False
+        self._sub_dir = os.fspath(sub_dir or "")
         self.hparams: dict[str, Any] = {}
         self.lock = Lock()
 
@@ -280,80 +331,66 @@ class DirectoryLogger(ABC):
     @property
     def root_dir(self) -> str:
         """``save_dir/name``: all versions of the experiment."""
-        return os.fspath(
-            Path(os.path.expandvars(os.path.expanduser(self._save_dir))) / self._name
-        )
+        # Expanded here, not in the constructor: `save_dir` stays what the caller wrote, as in Lightning.
+        expanded = os.path.expandvars(os.path.expanduser(self._save_dir))
+        return os.fspath(Path(expanded) / self._name)
 
     @property
     def version(self) -> int | str:
         """The version of the experiment; fixed after its first use."""
         if self._version is None:
-            root = Path(self.root_dir)
-            names = (
-                [entry.name for entry in root.iterdir() if entry.is_dir()]
-                if root.is_dir()
-                else []
-            )
-            numbers = [
-                int(match[1])
-                for match in map(re.compile(r"version_(\d+)").fullmatch, names)
-                if match
-            ]
-            self._version = max(numbers, default=-1) + 1
+            # One above the highest, as in Lightning: the number of a version that was deleted in between stays unused.
+            self._version = max(_used_versions(Path(self.root_dir)), default=-1) + 1
         return self._version
 
     @property
     def log_dir(self) -> str:
         """The directory of this run; it may not exist yet."""
-        version = (
-            f"version_{self.version}" if isinstance(self.version, int) else self.version
-        )
-        return os.fspath(Path(self.root_dir) / version / self._sub_dir)
+        version = self.version
+        directory = f"version_{version}" if isinstance(version, int) else version
+        return os.fspath(Path(self.root_dir) / directory / self._sub_dir)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The name and the version of the run."""
         return {"name": self._name, "version": self.version}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Continue the run of ``state`` unless a version was given; files already written stay.
 
         Raises:
             ConfigurationError: the version is not the name of a directory in ``root_dir``.
         """
         version = state["version"]
-        if self._given or state["name"] != self._name or version == self._version:
+        if self._fixed_version or state["name"] != self._name:
+            return
+        if version == self._version:
             return
         # A record or a checkpoint may have been edited: the path must stay inside the directory of the experiment.
-        inside = os.path.normpath(version) if isinstance(version, str) else "version"
-        if (
-            not isinstance(version, (int, str))
-            or os.path.isabs(inside)
-            or inside.split(os.sep)[0] == os.pardir
-        ):
+        if not isinstance(version, (int, str)) or _leaves_directory(version):
             raise ConfigurationError(
                 f"the run to continue has its logs outside of {self.root_dir}",
                 found=f"version {version!r} in run.json or in the checkpoint",
                 fix=f"pass version= to {type(self).__name__} to log there deliberately",
             )
-        if (
-            self._opened
-        ):  # on other ranks than 0, which write nothing, there is nothing to close
+        # On ranks other than 0, which write nothing, there is nothing to close.
+        if self._opened:
             self._opened = False
             self.finalize("interrupted")
         self._version = version
         self.claimed = True
 
     def claim_version(self, version: int) -> None:
-        """Write to this version, whose directory this run has made."""
+        """Write to this version, whose directory this run has created."""
         self._version = version
         self.claimed = True
-        self._made_directory = True
+        self._created_directory = True
 
     def release_version(self) -> None:
-        """Remove the directory that was made for this version, if it is empty: the run is refused."""
-        if self._made_directory:
-            self._made_directory = False
+        """Remove the directory that was created for this version, if it is empty: the run is refused."""
+        if self._created_directory:
+            self._created_directory = False
             self.claimed = False
+            # `rmdir` fails if a file is inside: nothing that was logged is ever deleted.
             with suppress(OSError):
                 os.rmdir(self.log_dir)
 
@@ -362,7 +399,7 @@ class DirectoryLogger(ABC):
         """Write all buffered values and close all files; logging may continue."""
 
     @abstractmethod
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: LoggedValues, step: int | None = None) -> None:
         """Log the values of ``step``."""
 
     def _directory(self) -> Path:
@@ -372,21 +409,42 @@ class DirectoryLogger(ABC):
         self.claimed = True
         return path
 
-    def _keep_hparams(self, params: Any) -> dict[str, Any]:
+    def _record_hparams(self, params: object) -> None:
         """Add ``params`` to ``hparams``, and write all of them to ``hparams.json``."""
         new = params_dict(params)
         self.hparams.update(new)
-        if new:
-            text = json.dumps(
-                plain(self.hparams), indent=2, ensure_ascii=False, allow_nan=False
-            )
-            path = self._directory() / "hparams.json"
-            discard_torn(path)
-            replace_file(path, f"{text}\n".encode(), mode=0o600)
-        return new
+        if not new:
+            return
+        values = plain(self.hparams)
+        text = json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
+        path = self._directory() / "hparams.json"
+        # A crash inside an earlier write left its temporary file here.
+        discard_torn(path)
+        # Only the owner reads it: the mask knows names of secrets, not every secret.
+        replace_file(path, f"{text}\n".encode(), mode=0o600)
 
 
-_FACTS: Final = {
+def _used_versions(root: Path) -> list[int]:
+    """The numbers N of the directories ``version_N`` in ``root``."""
+    if not root.is_dir():
+        return []
+    versions = []
+    for entry in root.iterdir():
+        match = re.fullmatch(r"version_(\d+)", entry.name)
+        if match is not None and entry.is_dir():
+            versions.append(int(match[1]))
+    return versions
+
+
+def _leaves_directory(version: int | str) -> bool:
+    """Whether the version, as a relative path, is outside of the directory of the experiment."""
+    if isinstance(version, int):
+        return False
+    path = os.path.normpath(version)
+    return os.path.isabs(path) or path.split(os.sep)[0] == os.pardir
+
+
+_ATTRIBUTES: Final = {
     "name": "",
     "version": "",
     "log_dir": None,
@@ -396,7 +454,7 @@ _FACTS: Final = {
 """Attributes of a logger, with their defaults."""
 
 
-def claim_versions(loggers: Iterable[Any]) -> list[str]:
+def claim_versions(loggers: Iterable[object]) -> list[str]:
     """Make the directory of each version that a logger has chosen, so that no other run writes there.
 
     Of two runs that start at one time only one can make a directory; the other one takes the next version. Loggers of
@@ -421,16 +479,18 @@ def claim_versions(loggers: Iterable[Any]) -> list[str]:
     experiments: dict[tuple[str, int | str], list[DirectoryLogger]] = {}
     for logger in loggers:
         if isinstance(logger, DirectoryLogger) and not logger.claimed:
-            key = logger.root_dir, logger.version
+            key = (logger.root_dir, logger.version)
             experiments.setdefault(key, []).append(logger)
     lines = []
-    for (root, experiment), together in experiments.items():
-        version = make_version(Path(root), int(experiment))
-        for logger in together:
+    for (root, expected_version), members in experiments.items():
+        # An unclaimed version is always a number: only a passed one can be text.
+        version = make_version(Path(root), int(expected_version))
+        for logger in members:
             logger.claim_version(version)
-        if version != experiment:
+        if version != expected_version:
             lines.append(
-                f"another run has taken version_{experiment} in {root} at the same time: this one is version_{version}"
+                f"another run has taken version_{expected_version} in {root} at the same time: "
+                f"this one is version_{version}"
             )
     return lines
 
@@ -442,10 +502,12 @@ def make_version(root: Path, version: int) -> int:
             root.mkdir(parents=True, exist_ok=True)
             (root / f"version_{version}").mkdir()
         except FileExistsError:
+            # A file stands where the root should be: no number would help, and the first write reports it.
             if not root.is_dir():
                 return version
             version += 1
         except OSError:
+            # No permission, or a full disk: training starts, and the first write reports it.
             return version
         else:
             return version
@@ -466,38 +528,48 @@ class DummyLogger:
         True
     """
 
-    def __init__(self, like: Any = None) -> None:
+    name: str
+    version: int | str | None
+    log_dir: str | None
+    save_dir: str | None
+    root_dir: str | None
+
+    def __init__(self, like: object = None) -> None:
         self.experiment = _Nothing()
-        for fact, value in _FACTS.items():
-            setattr(self, fact, getattr(like, fact, value))
+        for name, default in _ATTRIBUTES.items():
+            setattr(self, name, getattr(like, name, default))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Nothing is kept."""
 
     def log_hyperparams(
-        self, params: Mapping[str, Any], *args: Any, **kwargs: Any
+        self, params: Mapping[str, object], *args: object, **kwargs: object
     ) -> None:
         """Nothing is kept."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> _Nothing:
+        # copy, pickle and NumPy ask for special methods, and take any answer for an implementation.
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.__dict__["experiment"]
+        # Not `self.experiment`: while an object is unpickled it is not set yet, and this method would call itself.
+        experiment: _Nothing = self.__dict__["experiment"]
+        return experiment
 
 
 class _Nothing:
     """Returns itself for every attribute, call and item."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> _Nothing:
+        # As in `DummyLogger`: no special method exists here.
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> _Nothing:
         return self
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> _Nothing:
         return self
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         """Nothing is kept."""

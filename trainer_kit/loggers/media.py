@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer_kit.core.display import plural
@@ -20,18 +22,56 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = [
+    "DataFrame",
+    "Figure",
+    "TableRows",
+    "Values",
     "as_table",
     "centers",
     "csv_text",
     "flat_values",
     "histogram",
+    "numbered_key",
     "path_part",
     "picture",
     "rendered",
 ]
 
 
-def picture(image: Any) -> Image:
+TableRows: TypeAlias = "list[list[object]]"
+"""The rows of a table, each with one value for each column."""
+Values: TypeAlias = "npt.NDArray[np.float64]"
+"""Numbers as an array of one dimension."""
+
+
+class Figure(Protocol):
+    """A ``matplotlib.figure.Figure``, or another object with its ``savefig``."""
+
+    def savefig(self, fname: IO[bytes], /, *, format: str, bbox_inches: str) -> object:
+        """Write the picture to a stream."""
+
+
+class _Labels(Protocol):
+    def tolist(self) -> Sequence[object]: ...
+
+
+class _Cells(Protocol):
+    def tolist(self) -> Sequence[Sequence[object]]: ...
+
+
+class DataFrame(Protocol):
+    """A pandas data frame."""
+
+    @property
+    def columns(self) -> _Labels:
+        """The names of the columns."""
+
+    @property
+    def values(self) -> _Cells:
+        """The rows."""
+
+
+def picture(image: object) -> Image:
     """Convert an image to a PIL image.
 
     Args:
@@ -54,30 +94,50 @@ def picture(image: Any) -> Image:
         with pil.open(os.fspath(image)) as file:
             copy: Image = file.copy()
         return copy
+    values: npt.NDArray[np.generic]
     if isinstance(image, torch.Tensor):
-        tensor = image.detach().cpu()  # sync point: the user logs a picture
-        values = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        values = values.transpose(1, 2, 0) if values.ndim == 3 else values
+        values = _channels_last(image)
     else:
         values = np.asarray(image)
+    # PIL takes one channel only without its dimension.
     if values.ndim == 3 and values.shape[2] == 1:
         values = values[:, :, 0]
-    if (
-        values.ndim not in (2, 3)
-        or (values.ndim == 3 and values.shape[2] not in (3, 4))
-        or values.dtype.kind not in "bfiu"
-    ):
+    if not _is_picture(values):
         raise LogError(
             "this is not a picture",
             found=f"a {type(image).__name__} of shape {tuple(getattr(image, 'shape', ()))}",
             fix="pass a tensor (channels, height, width), an array (height, width, channels), a PIL image or a path",
         )
+    levels = values.astype(np.float64)
     if values.dtype.kind in "bf":
-        values = np.nan_to_num(values.astype(np.float64)).clip(0, 1) * 255
-    return pil.fromarray(values.round().clip(0, 255).astype(np.uint8))
+        levels = np.nan_to_num(levels).clip(0, 1) * 255
+    # Rounded: `astype` cuts off, and 0.999 would become 254. Clipped: 256 would become 0.
+    return pil.fromarray(levels.round().clip(0, 255).astype(np.uint8))
 
 
-def rendered(figure: Any) -> Image:
+def _channels_last(image: torch.Tensor) -> npt.NDArray[np.generic]:
+    """A picture as an array (height, width[, channels])."""
+    # sync point: the user logs a picture
+    tensor = image.detach().cpu()
+    # NumPy has no bfloat16.
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    if tensor.ndim == 3:
+        tensor = tensor.permute(1, 2, 0)
+    array: npt.NDArray[np.generic] = tensor.numpy()
+    return array
+
+
+def _is_picture(values: npt.NDArray[np.generic]) -> bool:
+    """Whether the array has two dimensions or 3 or 4 channels, and real numbers or booleans."""
+    if values.dtype.kind not in "bfiu":
+        return False
+    if values.ndim == 3:
+        return values.shape[2] in (3, 4)
+    return values.ndim == 2
+
+
+def rendered(figure: Figure) -> Image:
     """Render a matplotlib figure as a PIL image."""
     import PIL.Image as pil
 
@@ -88,11 +148,23 @@ def rendered(figure: Any) -> Image:
     return copy
 
 
+def numbered_key(key: str, index: int, separator: str = "/") -> str:
+    """The key of picture ``index``: a list's first picture has the plain key, as a single picture has.
+
+    Example:
+        >>> numbered_key("samples", 0), numbered_key("samples", 2)
+        ('samples', 'samples/2')
+    """
+    if index == 0:
+        return key
+    return f"{key}{separator}{index}"
+
+
 def as_table(
-    columns: Sequence[Any] | None,
-    data: Sequence[Sequence[Any]] | None,
-    dataframe: Any = None,
-) -> tuple[list[str], list[list[Any]]]:
+    columns: Sequence[object] | None,
+    data: Sequence[Sequence[object]] | None,
+    dataframe: DataFrame | None = None,
+) -> tuple[list[str], TableRows]:
     """The columns and rows of a table.
 
     Args:
@@ -105,14 +177,13 @@ def as_table(
         (['id', 'text'], [[1, 'a']])
     """
     if dataframe is not None:
-        columns, data = dataframe.columns.tolist(), dataframe.values.tolist()
+        columns = dataframe.columns.tolist()
+        data = dataframe.values.tolist()
     rows = [list(row) for row in data or ()]
-    names = [
-        str(name)
-        for name in (
-            columns if columns is not None else range(len(rows[0]) if rows else 0)
-        )
-    ]
+    if columns is None:
+        width = len(rows[0]) if rows else 0
+        columns = range(width)
+    names = [str(name) for name in columns]
     for row in rows:
         if len(row) != len(names):
             raise LogError(
@@ -122,14 +193,14 @@ def as_table(
     return names, rows
 
 
-def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def csv_text(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Format a table as CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([columns, *rows])
     return text.getvalue()
 
 
-def histogram(values: Any, bins: int) -> tuple[list[int], list[float]]:
+def histogram(values: object, bins: int) -> tuple[list[int], list[float]]:
     """Count the finite values per bin; return the counts and the ``bins + 1`` edges.
 
     Args:
@@ -150,11 +221,14 @@ def centers(edges: Sequence[float]) -> list[str]:
     return [f"{(low + high) / 2:.4g}" for low, high in pairwise(edges)]
 
 
-def flat_values(values: Any) -> Any:
+def flat_values(values: object) -> Values:
     """The finite values as an array of one dimension, float64."""
     if isinstance(values, torch.Tensor):
-        values = values.detach().cpu().double()  # sync point: the user logs a histogram
-    flat = np.asarray(values, dtype=np.float64).reshape(-1)
+        # sync point: the user logs a histogram. Double on the torch side: NumPy has no bfloat16.
+        values = values.detach().cpu().double()
+    numbers: Values = np.asarray(values, dtype=np.float64)
+    flat = numbers.reshape(-1)
+    # NumPy raises for a range with NaN or infinity; a diverging run still gets its histogram.
     return flat[np.isfinite(flat)]
 
 
@@ -165,13 +239,9 @@ def path_part(name: str) -> str:
         >>> path_part("val/samples 3"), path_part("../../etc"), path_part("/a")
         ('val/samples 3', 'etc', 'a')
     """
-    parts = [
-        component for component in Path(name).parts if component not in ("..", "/", ".")
-    ]
-    return (
-        "/".join(
-            "".join(c if c.isalnum() or c in " _-." else "_" for c in component)
-            for component in parts
-        )
-        or "_"
-    )
+    components = []
+    for component in Path(name).parts:
+        # A metric's name is a user's text: it must not lead out of the directory.
+        if component not in ("..", "/", "."):
+            components.append(re.sub(r"[^\w \-.]", "_", component))
+    return "/".join(components) or "_"

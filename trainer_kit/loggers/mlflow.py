@@ -8,25 +8,83 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, Protocol, final
 
-from trainer_kit.loggers.layout import DEFAULT_NAME, flatten
+from trainer_kit.core.types import Keywords
+from trainer_kit.loggers.layout import DEFAULT_NAME, Json, flatten
 from trainer_kit.loggers.run_logger import RunLogger
 
 __all__ = ["MLFlowLogger"]
 
 _STATUS: Final = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-_PARAMS, _METRICS, _LENGTH = (
-    100,
-    1000,
-    6000,
-)  # MLflow's limits: values per call, and length of a hyperparameter
+# MLflow's limits; a server refuses the whole call above one of them.
+_MAX_PARAMS: Final = 100
+"""The most hyperparameters in one call."""
+_MAX_METRICS: Final = 1000
+"""The most metrics in one call."""
+_MAX_LENGTH: Final = 6000
+"""The most characters of a hyperparameter's value."""
+
+
+class _RunInfo(Protocol):
+    run_id: str
+    experiment_id: str
+
+
+class _RunData(Protocol):
+    params: Mapping[str, str]
+
+
+class _MLFlowRun(Protocol):
+    """The part of ``mlflow.entities.Run`` that `MLFlowLogger` reads."""
+
+    info: _RunInfo
+    data: _RunData
+
+
+class _MLFlowExperiment(Protocol):
+    experiment_id: str
+
+
+class MLFlowClient(Protocol):
+    """The part of ``mlflow.MlflowClient`` that `MLFlowLogger` calls."""
+
+    def get_experiment_by_name(self, name: str) -> _MLFlowExperiment | None: ...
+
+    def create_experiment(self, name: str, artifact_location: str | None) -> str: ...
+
+    def create_run(
+        self, experiment_id: str, *, tags: object, run_name: str | None
+    ) -> _MLFlowRun: ...
+
+    def get_run(self, run_id: str) -> _MLFlowRun: ...
+
+    def update_run(self, run_id: str, status: str) -> object: ...
+
+    def set_terminated(self, run_id: str, status: str) -> object: ...
+
+    def log_batch(
+        self,
+        run_id: str,
+        *,
+        metrics: Sequence[object] = (),
+        params: Sequence[object] = (),
+        synchronous: bool | None = None,
+    ) -> object: ...
+
+    def log_artifact(
+        self, run_id: str, local_path: str, artifact_path: str | None
+    ) -> object: ...
+
+    def log_artifacts(
+        self, run_id: str, local_dir: str, artifact_path: str
+    ) -> object: ...
 
 
 @final
-class MLFlowLogger(RunLogger):
+class MLFlowLogger(RunLogger[MLFlowClient]):
     """Log to MLflow: a server, or a database file.
 
     `experiment` is an ``MlflowClient``; its methods take `run_id`. After ``fit`` the run is ``FINISHED``; ``validate``,
@@ -55,7 +113,9 @@ class MLFlowLogger(RunLogger):
         >>> Trainer(logger=MLFlowLogger("digits", tracking_uri="http://127.0.0.1:5000"))  # doctest: +SKIP
     """
 
-    requires, module, extra = "mlflow>=2.8", "mlflow", "mlflow"
+    requires = "mlflow>=2.8"
+    module = "mlflow"
+    extra = "mlflow"
 
     def __init__(
         self,
@@ -79,54 +139,67 @@ class MLFlowLogger(RunLogger):
             log_model=log_model,
         )
         self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-        self._run_name, self._tags, self._artifacts = (
-            run_name,
-            dict(tags or {}),
-            artifact_location,
-        )
+        self._run_name = run_name
+        self._tags = dict(tags or {})
+        self._artifacts = artifact_location
         self._checkpoint_prefix = checkpoint_path_prefix
-        self._options = {} if synchronous is None else {"synchronous": synchronous}
+        # Passed only if the user chose; otherwise MLflow's own setting decides.
+        self._options: Keywords = {}
+        if synchronous is not None:
+            self._options["synchronous"] = synchronous
+        # names that a warning was printed for
         self._renamed: set[str] = set()
 
     @property
     def run_id(self) -> str:
         """The id of the run; the first access begins it."""
-        return str(self.experiment and self._id)
+        self._client()
+        return str(self._id)
 
     @property
     def experiment_id(self) -> str:
         """The id of the experiment; the first access begins the run."""
-        return str(self.experiment.get_run(self._id).info.experiment_id)
+        client = self._client()
+        return str(client.get_run(str(self._id)).info.experiment_id)
 
-    def _begin(self, id: str | None) -> tuple[Any, str]:
+    def _client(self) -> MLFlowClient:
+        """The client of the run, which has begun."""
+        client: MLFlowClient = self.experiment
+        return client
+
+    def _begin(self, id: str | None) -> tuple[MLFlowClient, str]:
         from mlflow import MlflowClient
         from mlflow.tracking.context.registry import resolve_tags
 
-        artifacts, uri = self._artifacts, self._uri
+        artifacts = self._artifacts
+        uri = self._uri
         if uri is None:
+            # Absolute: a program that changes its working directory keeps writing to the same file.
             directory = Path(self._save_dir).absolute()
             directory.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{directory / 'mlflow.db'}"
             artifacts = artifacts or (directory / "mlartifacts").as_uri()
-        client = MlflowClient(tracking_uri=uri)
+        # A client with its own address: `mlflow.set_tracking_uri` would change that of the user's other calls too.
+        client: MLFlowClient = MlflowClient(tracking_uri=uri)
         if id is not None:
             client.update_run(id, status="RUNNING")
             return client, id
         existing = client.get_experiment_by_name(self._name)
-        experiment = (
-            client.create_experiment(self._name, artifacts)
-            if existing is None
-            else existing.experiment_id
-        )
-        run = client.create_run(
-            experiment, tags=resolve_tags(self._tags), run_name=self._run_name
-        )
+        if existing is None:
+            experiment_id = client.create_experiment(self._name, artifacts)
+        else:
+            experiment_id = existing.experiment_id
+        # The client does not add the tags of Git and of the source file, which `mlflow.start_run` does.
+        tags = resolve_tags(self._tags)
+        run = client.create_run(experiment_id, tags=tags, run_name=self._run_name)
         return client, str(run.info.run_id)
 
-    def _end(self, run: Any, status: str) -> None:
-        run.set_terminated(self._id, _STATUS.get(status, "FAILED"))
+    def _end(self, run: MLFlowClient, status: str) -> None:
+        run.set_terminated(str(self._id), _STATUS.get(status, "FAILED"))
 
-    def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
+    def _write_metrics(
+        self, run: MLFlowClient, values: Mapping[str, float], step: int
+    ) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -134,17 +207,17 @@ class MLFlowLogger(RunLogger):
             Metric(self._allowed(name), value, now, step)
             for name, value in values.items()
         ]
-        for start in range(0, len(rows), _METRICS):
-            run.log_batch(
-                self._id, metrics=rows[start : start + _METRICS], **self._options
-            )
+        for start in range(0, len(rows), _MAX_METRICS):
+            batch = rows[start : start + _MAX_METRICS]
+            run.log_batch(str(self._id), metrics=batch, **self._options)
 
-    def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
+    def _write_params(self, run: MLFlowClient, params: Mapping[str, Json]) -> None:
         from mlflow.entities import Param
 
-        old = run.get_run(self._id).data.params
+        # MLflow refuses the whole batch if one value differs from that of a resumed run, so those are left out.
+        old = run.get_run(str(self._id)).data.params
         new = {
-            self._allowed(name): str(value)[:_LENGTH]
+            self._allowed(name): str(value)[:_MAX_LENGTH]
             for name, value in flatten(params).items()
         }
         changed = sorted(
@@ -156,23 +229,28 @@ class MLFlowLogger(RunLogger):
                 stacklevel=2,
             )
         rows = [Param(name, value) for name, value in new.items() if name not in old]
-        for start in range(0, len(rows), _PARAMS):
-            run.log_batch(self._id, params=rows[start : start + _PARAMS])
+        for start in range(0, len(rows), _MAX_PARAMS):
+            batch = rows[start : start + _MAX_PARAMS]
+            # Without `_options`: the next call reads these back from the server.
+            run.log_batch(str(self._id), params=batch)
 
-    def _write_file(self, run: Any, path: Path, name: str) -> None:
+    def _write_file(self, run: MLFlowClient, path: Path, name: str) -> None:
+        id = str(self._id)
         if name.startswith("checkpoints/") and self._checkpoint_prefix:
             name = f"{self._checkpoint_prefix.rstrip('/')}/{name}"
         parent, _, last = name.rpartition("/")
         if path.is_dir():
-            run.log_artifacts(self._id, str(path), artifact_path=name)
+            run.log_artifacts(id, str(path), artifact_path=name)
         elif path.name == last:
-            run.log_artifact(self._id, str(path), artifact_path=parent or None)
-        else:  # MLflow keeps a file's own name
+            run.log_artifact(id, str(path), artifact_path=parent or None)
+        else:
+            # MLflow keeps a file's own name, so another name needs a copy.
             with tempfile.TemporaryDirectory() as directory:
                 copy = shutil.copy(path, Path(directory) / last)
-                run.log_artifact(self._id, str(copy), artifact_path=parent or None)
+                run.log_artifact(id, str(copy), artifact_path=parent or None)
 
     def _allowed(self, name: str) -> str:
+        """The name with an underscore for each character that MLflow refuses; warns once for each name."""
         allowed = re.sub(r"[^A-Za-z0-9_/. \-]", "_", name)
         if allowed != name and name not in self._renamed:
             self._renamed.add(name)

@@ -12,21 +12,28 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Literal, TypeVar
 
 from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
+from trainer_kit.core.types import JsonObject, SavedState, StateDict
 from trainer_kit.loggers.layout import (
     DEFAULT_NAME,
+    Json,
+    LoggedValues,
     numbers,
     one_at_a_time,
     params_dict,
     plain,
 )
 from trainer_kit.loggers.media import (
+    DataFrame,
+    Figure,
+    TableRows,
+    Values,
     as_table,
     csv_text,
     flat_values,
@@ -37,11 +44,18 @@ from trainer_kit.loggers.media import (
 )
 from trainer_kit.loggers.uploads import CheckpointUploads
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 __all__ = ["RunLogger", "copied"]
 
+_Run = TypeVar("_Run")
 
-class RunLogger(ABC):
+
+class RunLogger(ABC, Generic[_Run]):
     """A logger that writes to one run of an experiment tracker.
+
+    ``_Run`` is the tracker's own class of a run: a Protocol of the methods that the subclass calls.
 
     The run begins at the first write. ``fit``, ``validate``, ``test`` and ``predict`` share it, and so does a run that
     is resumed from a checkpoint. Values that a tracker does not support are written as files: pictures as PNG, text as
@@ -73,11 +87,10 @@ class RunLogger(ABC):
     """Whether the run stays open between entry points, and ends with the process."""
 
     writes_alone: Final = True
-    _idle: ClassVar[
-        dict[type, RunLogger]
-    ] = {}  # by class, the logger whose run is open between two entry points
+    # by class, the logger whose run is open between two entry points
+    _idle: ClassVar[dict[type, RunLogger[Any]]] = {}
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         with_typed_arguments(cls)
 
@@ -89,7 +102,7 @@ class RunLogger(ABC):
         id: str | None = None,
         prefix: str | None = "",
         log_model: Literal["all"] | bool = False,
-        run: Any = None,
+        run: _Run | None = None,
     ) -> None:
         from lightning_utilities.core.imports import RequirementCache
 
@@ -100,65 +113,67 @@ class RunLogger(ABC):
                 found=str(requirement),
                 fix=f"pip install 'trainer-kit[{self.extra}]'",
             )
-        self._name, self._save_dir = (
-            name or DEFAULT_NAME,
-            os.path.expanduser(os.fspath(save_dir)),
-        )
-        self._id, self._prefix, self._uploads = (
-            id,
-            prefix or "",
-            CheckpointUploads(log_model),
-        )
-        self._run, self._owned = run, run is None
+        self._name = name or DEFAULT_NAME
+        self._save_dir = os.path.expanduser(os.fspath(save_dir))
+        self._id = id
+        self._prefix = prefix or ""
+        self._uploads = CheckpointUploads(log_model)
+        self._run = run
+        # The caller ends a run that it passed; only a run that began here may be ended here.
+        self._owned = run is None
+        # None in a call stands for the step of the previous one.
         self._step = 0
-        self.lock = (
-            Lock()
-        )  # metrics and pictures may come from two threads; both begin the run
-        self.hparams: dict[str, Any] = {}
+        # Metrics and pictures may come from two threads; both begin the run.
+        self.lock = Lock()
+        self.hparams: JsonObject = {}
 
     # -- what a tracker does -----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _begin(self, id: str | None) -> tuple[Any, str]:
+    def _begin(self, id: str | None) -> tuple[_Run, str]:
         """Begin a run, or continue the run ``id``; returns the tracker's object and the id."""
 
     @abstractmethod
-    def _end(self, run: Any, status: str) -> None:
+    def _end(self, run: _Run, status: str) -> None:
         """End the run: ``"success"``, ``"failed"`` or ``"interrupted"``."""
 
     @abstractmethod
-    def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
+    def _write_metrics(self, run: _Run, values: Mapping[str, float], step: int) -> None:
         """Write numbers."""
 
     @abstractmethod
-    def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
+    def _write_params(self, run: _Run, params: Mapping[str, Json]) -> None:
         """Write nested hyperparameters, as strict JSON; those of earlier calls stay."""
 
-    def _flush(self, run: Any) -> None:
+    def _flush(self, run: _Run) -> None:
         """Send all buffered values to the tracker."""
 
-    def _write_file(self, run: Any, path: Path, name: str) -> None:
+    def _write_file(self, run: _Run, path: Path, name: str) -> None:
         """Keep a copy of a file or directory under ``name``, a relative path."""
         copied(path, Path(self._save_dir) / self._name / str(self._id) / name)
 
     def _write_image(
-        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+        self,
+        run: _Run,
+        key: str,
+        image: Image,
+        step: int,
+        index: int,
+        caption: str | None,
     ) -> None:
         """Write a PIL image, number ``index`` of those under ``key``."""
+        name = f"images/{path_part(key)}/{step:08d}-{index}.png"
         with tempfile.TemporaryDirectory() as directory:
-            image.save(Path(directory) / "image.png")
-            self._write_file(
-                run,
-                Path(directory) / "image.png",
-                f"images/{path_part(key)}/{step:08d}-{index}.png",
-            )
+            path = Path(directory) / "image.png"
+            image.save(path)
+            self._write_file(run, path, name)
 
-    def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
+    def _write_text(self, run: _Run, key: str, text: str, step: int) -> None:
         """Write text."""
         self._write_as_file(run, f"text/{path_part(key)}/{step:08d}.txt", text)
 
     def _write_histogram(
-        self, run: Any, key: str, values: Any, bins: int, step: int
+        self, run: _Run, key: str, values: Values, bins: int, step: int
     ) -> None:
         """Write the distribution of finite ``values``, an array of one dimension."""
         counts, edges = histogram(values, bins)
@@ -166,14 +181,13 @@ class RunLogger(ABC):
         self._write_as_file(run, f"histograms/{path_part(key)}/{step:08d}.json", text)
 
     def _write_table(
-        self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int
+        self, run: _Run, key: str, columns: list[str], rows: TableRows, step: int
     ) -> None:
         """Write a table."""
-        self._write_as_file(
-            run, f"tables/{path_part(key)}/{step:08d}.csv", csv_text(columns, rows)
-        )
+        name = f"tables/{path_part(key)}/{step:08d}.csv"
+        self._write_as_file(run, name, csv_text(columns, rows))
 
-    def _write_as_file(self, run: Any, name: str, text: str) -> None:
+    def _write_as_file(self, run: _Run, name: str, text: str) -> None:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / Path(name).name
             path.write_text(text, encoding="utf-8")
@@ -204,23 +218,29 @@ class RunLogger(ABC):
     @one_at_a_time
     def experiment(self) -> Any:
         """The tracker's own object of the run; the first access begins the run."""
+        # Any: users call all methods of their tracker's run, the loggers only those of `_Run`.
         if self._run is None:
+            # Before `_begin`: of these trackers a process has one open run.
             idle = RunLogger._idle.pop(type(self), None)
             if idle is not None and idle is not self:
                 idle._close("success")
             self._run, self._id = self._begin(self._id)
             if self.stays_open:
+                # Registered last, so called first: the run ends before the tracker's own exit handler.
                 # Comet's exit handler writes an empty archive if the run did not begin on the main thread.
                 atexit.register(self._leave)
         elif RunLogger._idle.get(type(self)) is self:
+            # In use again: another logger that begins must not end it.
             del RunLogger._idle[type(self)]
         return self._run
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The run's id, once it has begun."""
-        return {} if self._id is None else {"id": self._id}
+        if self._id is None:
+            return {}
+        return {"id": self._id}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Continue the run of ``state``, unless a run has begun here or was given.
 
         Raises:
@@ -228,13 +248,15 @@ class RunLogger(ABC):
         """
         if self._id is not None or self._run is not None or "id" not in state:
             return
-        if not re.fullmatch(r"[\w.\-]+", str(state["id"])):
+        id = str(state["id"])
+        # It becomes part of file names; a record that was edited must not lead to another directory.
+        if not re.fullmatch(r"[\w.\-]+", id):
             raise ConfigurationError(
                 "the run to continue has an id that no tracker creates",
                 found=repr(state["id"]),
                 fix="pass its id",
             )
-        self._id = str(state["id"])
+        self._id = id
 
     def save(self) -> None:
         """Send all buffered values to the tracker."""
@@ -247,6 +269,7 @@ class RunLogger(ABC):
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``.
         """
+        # Before the lock: an upload takes long, and user code may log meanwhile.
         self._uploads.ended(status, self._upload)
         with self.lock:
             if self._run is None:
@@ -254,12 +277,9 @@ class RunLogger(ABC):
             self._flush(self._run)
             if not self._owned:
                 return
+            stays_open = self.stays_open and status == "success"
             # multiprocessing ends its processes without running the exit handlers that would end the run.
-            if (
-                self.stays_open
-                and status == "success"
-                and multiprocessing.parent_process() is None
-            ):
+            if stays_open and multiprocessing.parent_process() is None:
                 RunLogger._idle[type(self)] = self
             else:
                 self._close(status)
@@ -268,23 +288,31 @@ class RunLogger(ABC):
     def _close(self, status: str) -> None:
         if RunLogger._idle.get(type(self)) is self:
             del RunLogger._idle[type(self)]
-        run, self._run = self._run, None
+        run = self._run
+        # Cleared first: if `_end` raises, a later write begins the run again instead of using a closed one.
+        self._run = None
         atexit.unregister(self._leave)
         if run is not None:
             self._end(run, status)
 
     def _leave(self) -> None:
         """End the run when the process exits."""
-        self._close(
-            "success" if RunLogger._idle.get(type(self)) is self else "interrupted"
-        )
+        # A run that is not idle was in the middle of an entry point.
+        if RunLogger._idle.get(type(self)) is self:
+            self._close("success")
+        else:
+            self._close("interrupted")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None if self._owned else self._run}
+    def __getstate__(self) -> StateDict:
+        state = dict(vars(self))
+        # A copy in another process begins or continues its run itself: connections and threads do not travel.
+        if self._owned:
+            state["_run"] = None
+        return state
 
     # -- values ------------------------------------------------------------------------------------------------------
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: LoggedValues, step: int | None = None) -> None:
         """Log numbers.
 
         Args:
@@ -299,7 +327,7 @@ class RunLogger(ABC):
             self._write_metrics(self.experiment, values, self._resolve_step(step))
 
     def log_hyperparams(
-        self, params: Any, metrics: Mapping[str, Any] | None = None
+        self, params: object, metrics: LoggedValues | None = None
     ) -> None:
         """Log hyperparameters, and ``metrics`` at step 0.
 
@@ -307,11 +335,11 @@ class RunLogger(ABC):
             params: a mapping, a Namespace or a dataclass.
             metrics: values for comparing runs.
         """
-        hparams = plain(params_dict(params))
+        # Every entry point logs them again; a tracker gets only what it does not have yet.
         new = {
             name: value
-            for name, value in hparams.items()
-            if self.hparams.get(name, self) != value
+            for name, value in plain(params_dict(params)).items()
+            if name not in self.hparams or self.hparams[name] != value
         }
         if new:
             self._write_params(self.experiment, new)
@@ -322,7 +350,7 @@ class RunLogger(ABC):
     def log_image(
         self,
         key: str,
-        images: Any,
+        images: object,
         step: int | None = None,
         caption: Sequence[str] | None = None,
     ) -> None:
@@ -339,21 +367,26 @@ class RunLogger(ABC):
             LogError: one of them is not a picture.
             ConfigurationError: the number of captions differs from the number of pictures.
         """
-        many = list(images) if isinstance(images, (list, tuple)) else [images]
-        captions = [None] * len(many) if caption is None else list(caption)
-        if len(captions) != len(many):
+        # Only lists and tuples hold several: an array or a tensor is one picture, and iterates over its rows.
+        items: Sequence[object] = [images]
+        if isinstance(images, (list, tuple)):
+            items = images
+        captions: Sequence[str | None] = [None] * len(items)
+        if caption is not None:
+            captions = list(caption)
+        if len(captions) != len(items):
             raise ConfigurationError(
-                f"caption needs one value for each of the {len(many)} pictures",
+                f"caption needs one value for each of the {len(items)} pictures",
                 found=plural(len(captions), "value"),
             )
-        for index, (image, text) in enumerate(
-            zip(map(picture, many), captions, strict=True)
-        ):
+        for index, item in enumerate(items):
+            image = picture(item)
+            number = self._resolve_step(step)
             self._write_image(
-                self.experiment, key, image, self._resolve_step(step), index, text
+                self.experiment, key, image, number, index, captions[index]
             )
 
-    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
+    def log_figure(self, key: str, figure: Figure, step: int | None = None) -> None:
         """Log a matplotlib figure, as a picture.
 
         Args:
@@ -361,8 +394,9 @@ class RunLogger(ABC):
             figure: a ``matplotlib.figure.Figure``, or anything else with its ``savefig``.
             step: None for that of the previous call.
         """
+        image = rendered(figure)
         self._write_image(
-            self.experiment, key, rendered(figure), self._resolve_step(step), 0, None
+            self.experiment, key, image, self._resolve_step(step), 0, None
         )
 
     def log_text(self, key: str, text: str, step: int | None = None) -> None:
@@ -370,7 +404,7 @@ class RunLogger(ABC):
         self._write_text(self.experiment, key, str(text), self._resolve_step(step))
 
     def log_histogram(
-        self, key: str, values: Any, step: int | None = None, bins: int = 64
+        self, key: str, values: object, step: int | None = None, bins: int = 64
     ) -> None:
         """Log the distribution of numbers; NaN and infinities are left out.
 
@@ -387,9 +421,9 @@ class RunLogger(ABC):
     def log_table(
         self,
         key: str,
-        columns: Sequence[Any] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,
+        columns: Sequence[object] | None = None,
+        data: Sequence[Sequence[object]] | None = None,
+        dataframe: DataFrame | None = None,
         step: int | None = None,
     ) -> None:
         """Log a table, from ``columns`` and the rows ``data`` or from a data frame.
@@ -417,11 +451,9 @@ class RunLogger(ABC):
             raise FileNotFoundError(
                 f"{local_path}: this file or directory does not exist"
             )
-        self._write_file(
-            self.experiment,
-            local_path,
-            path_part(local_path.name if name is None else name),
-        )
+        if name is None:
+            name = local_path.name
+        self._write_file(self.experiment, local_path, path_part(name))
 
     def after_save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Upload a checkpoint now, at the end, or not at all, depending on ``log_model``.
@@ -435,15 +467,16 @@ class RunLogger(ABC):
         self._uploads.saved(path, self._upload)
 
     def _upload(self, path: Location) -> None:
-        if isinstance(path, RemotePath):  # the files stay in remote storage
-            self._write_text(
-                self.experiment, f"checkpoints/{path.name}", str(path), self._step
-            )
+        name = f"checkpoints/{path.name}"
+        if isinstance(path, RemotePath):
+            # The files stay in remote storage; the tracker gets their address.
+            self._write_text(self.experiment, name, str(path), self._step)
         else:
-            self._write_file(self.experiment, path, f"checkpoints/{path.name}")
+            self._write_file(self.experiment, path, name)
 
     def _resolve_step(self, step: int | None) -> int:
-        self._step = self._step if step is None else int(step)
+        if step is not None:
+            self._step = int(step)
         return self._step
 
 

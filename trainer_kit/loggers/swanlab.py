@@ -5,16 +5,63 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
-from trainer_kit.loggers.media import centers, histogram
+from trainer_kit.core.types import Keywords
+from trainer_kit.loggers.layout import Json
+from trainer_kit.loggers.media import (
+    TableRows,
+    Values,
+    centers,
+    histogram,
+    numbered_key,
+)
 from trainer_kit.loggers.run_logger import RunLogger
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = ["SwanLabLogger"]
 
 
+class _Config(Protocol):
+    def update(self, data: dict[str, Json], /) -> object: ...
+
+
+class SwanLabRun(Protocol):
+    """The part of SwanLab's run that `SwanLabLogger` calls."""
+
+    @property
+    def id(self) -> str:
+        """The id of the run."""
+
+    @property
+    def config(self) -> _Config:
+        """The hyperparameters."""
+
+    def log(self, data: dict[str, float], step: int) -> object:
+        """Write numbers."""
+
+    def log_text(self, *, key: str, data: str, step: int) -> object:
+        """Write text."""
+
+    def log_image(
+        self, *, key: str, data: Image, caption: str | None, step: int
+    ) -> object:
+        """Write a picture."""
+
+    def log_echarts(self, *, key: str, data: object, step: int) -> object:
+        """Write a chart of pyecharts."""
+
+    def save(self, glob_str: str, base_path: str, policy: str) -> object:
+        """Upload the files of a pattern, with their paths below ``base_path``."""
+
+    def finish(self, state: str = "success", error: str | None = None) -> object:
+        """End the run."""
+
+
 @final
-class SwanLabLogger(RunLogger):
+class SwanLabLogger(RunLogger[SwanLabRun]):
     """Log to SwanLab, or to files for ``swanlab sync`` with ``mode="offline"``.
 
     A process has one run, which stays open between ``fit``, ``validate`` and ``test``; SwanLab ends it with the
@@ -38,7 +85,9 @@ class SwanLabLogger(RunLogger):
         ConfigurationError: swanlab is not installed.
     """
 
-    requires, module, extra = "swanlab>=0.8", "swanlab", "swanlab"
+    requires = "swanlab>=0.8"
+    module = "swanlab"
+    extra = "swanlab"
     stays_open = True
 
     def __init__(
@@ -52,13 +101,15 @@ class SwanLabLogger(RunLogger):
         id: str | None = None,
         prefix: str = "",
         log_model: Literal["all"] | bool = False,
-        run: Any = None,
-        **kwargs: Any,
+        run: SwanLabRun | None = None,
+        **kwargs: object,
     ) -> None:
+        if run is not None:
+            id = run.id
         super().__init__(
             name=project,
             save_dir=save_dir,
-            id=id if run is None else run.id,
+            id=id,
             prefix=prefix,
             log_model=log_model,
             run=run,
@@ -68,73 +119,79 @@ class SwanLabLogger(RunLogger):
             "name": experiment_name,
             "mode": mode,
         }
-        self._init = {
-            name: value for name, value in arguments.items() if value is not None
-        } | kwargs
-        self._directory = (
-            os.path.join(self._save_dir, "swanlog")
-            if log_dir is None
-            else os.path.expanduser(log_dir)
-        )
+        # None is left out: SwanLab then reads its own setting, such as SWANLAB_MODE.
+        self._options: Keywords = {}
+        for name, value in arguments.items():
+            if value is not None:
+                self._options[name] = value
+        self._options.update(kwargs)
+        self._directory = os.path.join(self._save_dir, "swanlog")
+        if log_dir is not None:
+            self._directory = os.path.expanduser(log_dir)
 
-    def _begin(self, id: str | None) -> tuple[Any, str]:
+    def _begin(self, id: str | None) -> tuple[SwanLabRun, str]:
         import swanlab
 
         Path(self._directory).mkdir(parents=True, exist_ok=True)
-        resumed = (
-            {"id": id, "resume": "allow"}
-            if id is not None and self._init.get("mode", "online") == "online"
-            else {}
+        options = dict(self._options)
+        resumes = id is not None and options.get("mode", "online") == "online"
+        if resumes:
+            options["id"] = id
+            options["resume"] = "allow"
+        run: SwanLabRun = swanlab.init(
+            project=self._name, log_dir=self._directory, **options
         )
-        run = swanlab.init(
-            project=self._name, log_dir=self._directory, **{**self._init, **resumed}
-        )
-        if id is not None and not resumed:
+        if id is not None and not resumes:
+            # Local modes have no server that knows the first run.
             run.config.update({"continues": id})
         return run, str(run.id)
 
-    def _end(self, run: Any, status: str) -> None:
+    def _end(self, run: SwanLabRun, status: str) -> None:
         if status == "success":
             run.finish()
+        elif status == "interrupted":
+            run.finish(state="aborted", error=status)
         else:
-            run.finish(
-                state="aborted" if status == "interrupted" else "crashed", error=status
-            )
+            run.finish(state="crashed", error=status)
 
-    def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
+    def _write_metrics(
+        self, run: SwanLabRun, values: Mapping[str, float], step: int
+    ) -> None:
         run.log(dict(values), step=step)
 
-    def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
+    def _write_params(self, run: SwanLabRun, params: Mapping[str, Json]) -> None:
         run.config.update(dict(params))
 
-    def _write_file(self, run: Any, path: Path, name: str) -> None:
+    def _write_file(self, run: SwanLabRun, path: Path, name: str) -> None:
+        # SwanLab names a file by its path below `base_path`, so it gets a copy that lies there under `name`.
         super()._write_file(run, path, name)
         root = Path(self._save_dir) / self._name / str(self._id)
-        copy_path = root / name
-        run.save(
-            str(copy_path / "**" if copy_path.is_dir() else copy_path),
-            base_path=str(root),
-            policy="now",
-        )
+        pattern = root / name
+        if pattern.is_dir():
+            pattern = pattern / "**"
+        run.save(str(pattern), base_path=str(root), policy="now")
 
     def _write_image(
-        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+        self,
+        run: SwanLabRun,
+        key: str,
+        image: Image,
+        step: int,
+        index: int,
+        caption: str | None,
     ) -> None:
-        run.log_image(
-            key=f"{key}/{index}" if index else key,
-            data=image,
-            caption=caption,
-            step=step,
-        )
+        key = numbered_key(key, index)
+        run.log_image(key=key, data=image, caption=caption, step=step)
 
-    def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
+    def _write_text(self, run: SwanLabRun, key: str, text: str, step: int) -> None:
         run.log_text(key=key, data=text, step=step)
 
     def _write_histogram(
-        self, run: Any, key: str, values: Any, bins: int, step: int
+        self, run: SwanLabRun, key: str, values: Values, bins: int, step: int
     ) -> None:
         import swanlab
 
+        # SwanLab has no type for histograms: a chart of bars shows the counts.
         counts, edges = histogram(values, bins)
         bars = swanlab.echarts.Bar()
         bars.add_xaxis(centers(edges))
@@ -142,7 +199,7 @@ class SwanLabLogger(RunLogger):
         run.log_echarts(key=key, data=bars, step=step)
 
     def _write_table(
-        self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int
+        self, run: SwanLabRun, key: str, columns: list[str], rows: TableRows, step: int
     ) -> None:
         import swanlab
 

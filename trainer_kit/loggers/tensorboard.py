@@ -10,16 +10,18 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.parallel import is_divided
 from trainer_kit.core.tensors import map_tensors
+from trainer_kit.core.types import Batch, StateDict
 from trainer_kit.loggers.layout import (
     DEFAULT_NAME,
     DirectoryLogger,
+    LoggedValues,
     flatten,
     numbers,
     one_at_a_time,
@@ -33,6 +35,8 @@ __all__ = ["TensorBoardLogger"]
 
 _ROOM: Final = 16384
 """Bytes that must be free for a call."""
+_Shown: TypeAlias = bool | int | float | str
+"""A hyperparameter as the HPARAMS tab takes it."""
 
 
 @final
@@ -68,15 +72,14 @@ class TensorBoardLogger(DirectoryLogger):
         **kwargs: Any,
     ) -> None:
         super().__init__(save_dir, name, version, sub_dir)
-        self._log_graph, self._default_hp_metric, self._prefix = (
-            log_graph,
-            default_hp_metric,
-            prefix,
-        )
+        self._log_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._prefix = prefix
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
         self._step = 0
-        self._shown: tuple[dict[str, Any], dict[str, Any]] | None = None
+        # The hyperparameters and metrics of the HPARAMS tab that were written last: every entry point logs them again.
+        self._shown: tuple[dict[str, _Shown], LoggedValues] | None = None
 
     @property
     @one_at_a_time
@@ -95,7 +98,7 @@ class TensorBoardLogger(DirectoryLogger):
     @one_at_a_time
     def log_metrics(
         self,
-        metrics: Mapping[str, Any],
+        metrics: LoggedValues,
         step: int | None = None,
         at: float | None = None,
     ) -> None:
@@ -110,7 +113,8 @@ class TensorBoardLogger(DirectoryLogger):
         Raises:
             LogError: a value is not one number.
         """
-        self._step = self._step if step is None else step
+        if step is not None:
+            self._step = step
         values = numbers(metrics, self._prefix)
         if values:
             with self._written():
@@ -119,7 +123,7 @@ class TensorBoardLogger(DirectoryLogger):
 
     @one_at_a_time
     def log_hyperparams(
-        self, params: Any, metrics: Mapping[str, Any] | float | None = None
+        self, params: object, metrics: LoggedValues | float | None = None
     ) -> None:
         """Write the hyperparameters to ``hparams.json`` and, with ``metrics``, for the HPARAMS tab.
 
@@ -129,12 +133,16 @@ class TensorBoardLogger(DirectoryLogger):
             params: a mapping, a Namespace or a dataclass; nested names are joined by ``/``.
             metrics: values for comparing runs, or one number, called ``hp_metric``; they are logged at step 0.
         """
-        self._keep_hparams(params)
+        self._record_hparams(params)
         if metrics is None and self._default_hp_metric:
             metrics = -1
         if metrics is None or not self.hparams:
             return
-        values = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
+        values: LoggedValues
+        if isinstance(metrics, Mapping):
+            values = metrics
+        else:
+            values = {"hp_metric": metrics}
         shown = {name: _shown(value) for name, value in flatten(self.hparams).items()}
         if (shown, values) == self._shown:
             return
@@ -144,17 +152,20 @@ class TensorBoardLogger(DirectoryLogger):
         with self._written():
             for name, value in scalars.items():
                 self.experiment.add_scalar(name, value, 0)
+            # The writer creates its file with the umask's permissions: restrict them before hyperparameters are in it.
             for file in Path(self.log_dir).glob(
                 f"events.out.tfevents.*.{os.getpid()}.*"
             ):
-                with suppress(OSError):  # a file system without permissions
+                # Some file systems have no permissions.
+                with suppress(OSError):
                     file.chmod(0o600)
+            # `SummaryWriter.add_hparams` would open a second event file in a directory of its own.
             writer = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
             for summary in hparams(shown, scalars):  # type: ignore[no-untyped-call]
                 writer.add_summary(summary)
         self._shown = (shown, dict(values))
 
-    def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
+    def log_graph(self, model: torch.nn.Module, input_array: Batch = None) -> None:
         """Write the graph of ``model``, traced in evaluation mode; does nothing unless ``log_graph=True`` was given.
 
         The model's modes and buffers and the random state do not change.
@@ -168,11 +179,9 @@ class TensorBoardLogger(DirectoryLogger):
         """
         if not self._log_graph:
             return
-        example = (
-            getattr(model, "example_input_array", None)
-            if input_array is None
-            else input_array
-        )
+        example = input_array
+        if example is None:
+            example = getattr(model, "example_input_array", None)
         if example is None:
             raise LogError(
                 "the graph needs an example input of the module",
@@ -189,33 +198,20 @@ class TensorBoardLogger(DirectoryLogger):
             (tensor.device for tensor in model.parameters()), torch.device("cpu")
         )
         example = map_tensors(example, lambda tensor: tensor.to(device))
-        modes = {module: module.training for module in model.modules()}
-        devices = [] if device.type == "cpu" else [device]
-        with (
-            torch.random.fork_rng(
-                devices, device_type=device.type if devices else "cuda"
-            ),
-            warnings.catch_warnings(),
-        ):
-            # The tracer is deprecated, and has no successor that writes TensorBoard's format.
-            warnings.simplefilter("ignore")
-            model.eval()
-            try:
-                with torch.no_grad():
-                    self.experiment.add_graph(model, example)
-            except Exception as error:
-                raise LogError(
-                    f"the graph of {type(model).__name__} cannot be traced",
-                    found=f"{type(error).__name__}: {error}",
-                    fix="pass log_graph=False",
-                ) from error
-            finally:
-                for module, training in modes.items():
-                    module.training = training
+        try:
+            with _without_side_effects(model, device):
+                self.experiment.add_graph(model, example)
+        except Exception as error:
+            raise LogError(
+                f"the graph of {type(model).__name__} cannot be traced",
+                found=f"{type(error).__name__}: {error}",
+                fix="pass log_graph=False",
+            ) from error
 
     @one_at_a_time
     def save(self) -> None:
         """Write the buffered values."""
+        # Without a writer nothing is buffered, and a save must not make the first file.
         if self._writer is not None:
             with self._written():
                 pass
@@ -223,11 +219,13 @@ class TensorBoardLogger(DirectoryLogger):
     @one_at_a_time
     def finalize(self, status: str) -> None:
         """Close the event file; a later call opens a new one."""
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
+        if writer is not None:
             writer.close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
+        # The writer has a thread, which does not travel to the process of a copy.
         return {**vars(self), "_writer": None}
 
     @contextmanager
@@ -245,15 +243,47 @@ class TensorBoardLogger(DirectoryLogger):
             if self._writer is not None:
                 self._writer.flush()
         except OSError:
-            writer, self._writer = self._writer, None
+            writer = self._writer
+            self._writer = None
             with suppress(OSError):
                 if writer is not None:
                     writer.close()
             raise
 
 
-def _shown(value: Any) -> bool | int | float | str:
+@contextmanager
+def _without_side_effects(
+    model: torch.nn.Module, device: torch.device
+) -> Iterator[None]:
+    """Evaluation mode without gradients; on exit the random state and each module's mode are as before."""
+    # By module: parts of a model may be in evaluation mode while the rest trains.
+    modes = {module: module.training for module in model.modules()}
+    devices = []
+    # `fork_rng` takes no CPU device: it always forks the CPU's generator, beside those of the devices.
+    device_type = "cuda"
+    if device.type != "cpu":
+        devices = [device]
+        device_type = device.type
+    with (
+        torch.random.fork_rng(devices, device_type=device_type),
+        warnings.catch_warnings(),
+    ):
+        # The tracer is deprecated, and has no successor that writes TensorBoard's format.
+        warnings.simplefilter("ignore")
+        model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+
+def _shown(value: object) -> _Shown:
+    # A plain number or text first: `plain` writes NaN as text, and the tab takes it as a number.
     if isinstance(value, (bool, int, float, str)):
         return value
     simple = plain(value)
-    return simple if isinstance(simple, (bool, int, float, str)) else str(simple)
+    if isinstance(simple, (bool, int, float, str)):
+        return simple
+    return str(simple)

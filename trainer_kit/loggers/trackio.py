@@ -6,15 +6,41 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Literal, Protocol, final
 
+from trainer_kit.loggers.layout import Json
+from trainer_kit.loggers.media import TableRows, Values, numbered_key
 from trainer_kit.loggers.run_logger import RunLogger
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 __all__ = ["TrackioLogger"]
 
 
+class TrackioRun(Protocol):
+    """The part of ``trackio.Run`` that `TrackioLogger` calls."""
+
+    @property
+    def name(self) -> str:
+        """The name of the run, which is its id."""
+
+    @property
+    def config(self) -> dict[str, Json]:
+        """The hyperparameters."""
+
+    def log(self, metrics: dict[str, object], step: int) -> object:
+        """Write numbers, and Trackio's own objects of media."""
+
+    def log_artifact(self, artifact_or_path: Path, name: str) -> object:
+        """Upload a file or a directory."""
+
+    def finish(self) -> object:
+        """End the run; blocks until everything is sent."""
+
+
 @final
-class TrackioLogger(RunLogger):
+class TrackioLogger(RunLogger[TrackioRun]):
     """Log to Trackio: a local database, a Space or your own server.
 
     Trackio keeps its local database in the environment's ``TRACKIO_DIR``, else in the cache of Hugging Face. A process
@@ -34,7 +60,9 @@ class TrackioLogger(RunLogger):
         ConfigurationError: trackio is not installed.
     """
 
-    requires, module, extra = "trackio>=0.30", "trackio", "trackio"
+    requires = "trackio>=0.30"
+    module = "trackio"
+    extra = "trackio"
 
     def __init__(
         self,
@@ -44,10 +72,13 @@ class TrackioLogger(RunLogger):
         resume: bool = False,
         prefix: str = "",
         log_model: Literal["all"] | bool = False,
-        run: Any = None,
-        **kwargs: Any,
+        run: TrackioRun | None = None,
+        **kwargs: object,
     ) -> None:
-        id = run.name if run is not None else name if resume else None
+        # Without `resume` a name is no id: the run of that name must be a new one.
+        id = name if resume else None
+        if run is not None:
+            id = run.name
         super().__init__(
             name=project,
             save_dir=save_dir,
@@ -56,75 +87,86 @@ class TrackioLogger(RunLogger):
             log_model=log_model,
             run=run,
         )
-        self._run_name, self._init = name, kwargs
-        self._config: dict[str, Any] = {}
+        self._run_name = name
+        self._options = kwargs
+        self._config: dict[str, Json] = {}
+        # whether Trackio has values of this run, and with them its configuration
         self._wrote = False
 
-    def _begin(self, id: str | None) -> tuple[Any, str]:
+    def _begin(self, id: str | None) -> tuple[TrackioRun, str]:
         import trackio
 
         self._wrote = False
-        name, resume = (self._run_name, "never") if id is None else (id, "allow")
-        run = trackio.init(
+        name = self._run_name
+        resume = "never"
+        if id is not None:
+            name = id
+            resume = "allow"
+        run: TrackioRun = trackio.init(
             project=self._name,
             name=name,
             config=dict(self._config),
             resume=resume,
-            **self._init,
+            **self._options,
         )
         return run, str(run.name)
 
-    def _end(self, run: Any, status: str) -> None:
+    def _end(self, run: TrackioRun, status: str) -> None:
         run.finish()
 
-    def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
+    def _write_metrics(
+        self, run: TrackioRun, values: Mapping[str, float], step: int
+    ) -> None:
         self._log(run, dict(values), step)
 
-    def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
+    def _write_params(self, run: TrackioRun, params: Mapping[str, Json]) -> None:
         # Trackio reserves names with a leading underscore.
-        self._config.update(
-            {name.lstrip("_") or "_": value for name, value in params.items()}
-        )
+        for name, value in params.items():
+            self._config[name.lstrip("_") or "_"] = value
+        # Trackio keeps the configuration with the first values after its `init`: the next write calls `init` again.
         if self._wrote and self._owned:
-            self._close(
-                "success"
-            )  # Trackio keeps the configuration with the first values after its `init`
+            self._close("success")
         else:
             run.config.update(self._config)
 
-    def _write_file(self, run: Any, path: Path, name: str) -> None:
-        run.log_artifact(path, name=re.sub(r"[^A-Za-z0-9._-]", "-", name))
+    def _write_file(self, run: TrackioRun, path: Path, name: str) -> None:
+        # Trackio refuses every other character in the name of an artifact.
+        artifact_name = re.sub(r"[^A-Za-z0-9._-]", "-", name)
+        run.log_artifact(path, name=artifact_name)
 
     def _write_image(
-        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+        self,
+        run: TrackioRun,
+        key: str,
+        image: Image,
+        step: int,
+        index: int,
+        caption: str | None,
     ) -> None:
         import trackio
 
-        self._log(
-            run,
-            {f"{key}/{index}" if index else key: trackio.Image(image, caption=caption)},
-            step,
-        )
+        picture = trackio.Image(image, caption=caption)
+        self._log(run, {numbered_key(key, index): picture}, step)
 
-    def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
+    def _write_text(self, run: TrackioRun, key: str, text: str, step: int) -> None:
         import trackio
 
         self._log(run, {key: trackio.Markdown(text)}, step)
 
     def _write_histogram(
-        self, run: Any, key: str, values: Any, bins: int, step: int
+        self, run: TrackioRun, key: str, values: Values, bins: int, step: int
     ) -> None:
         import trackio
 
         self._log(run, {key: trackio.Histogram(values, num_bins=bins)}, step)
 
     def _write_table(
-        self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int
+        self, run: TrackioRun, key: str, columns: list[str], rows: TableRows, step: int
     ) -> None:
         import trackio
 
         self._log(run, {key: trackio.Table(columns=columns, data=rows)}, step)
 
-    def _log(self, run: Any, values: dict[str, Any], step: int) -> None:
+    def _log(self, run: TrackioRun, values: dict[str, object], step: int) -> None:
         self._wrote = True
         run.log(values, step=step)

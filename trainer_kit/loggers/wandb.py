@@ -7,7 +7,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, final
+from typing import Any, ClassVar, Final, Literal, Protocol, final
 
 import torch
 
@@ -16,17 +16,63 @@ from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
-from trainer_kit.loggers.layout import DEFAULT_NAME, one_at_a_time, params_dict, plain
+from trainer_kit.core.types import JsonObject, Keywords, SavedState, StateDict
+from trainer_kit.loggers.layout import (
+    DEFAULT_NAME,
+    one_at_a_time,
+    params_dict,
+    plain,
+)
+from trainer_kit.loggers.media import DataFrame
 from trainer_kit.loggers.uploads import CheckpointUploads
 
 __all__ = ["WandbLogger"]
 
 _STEP: Final = "trainer/global_step"
-_EXIT_CODES: Final = {
-    "success": 0,
-    "failed": 1,
-    "interrupted": 255,
-}  # 255: what wandb itself reports for Ctrl-C
+# 255: what wandb itself reports for Ctrl-C
+_EXIT_CODES: Final = {"success": 0, "failed": 1, "interrupted": 255}
+
+
+class _Config(Protocol):
+    def update(self, d: JsonObject, allow_val_change: bool) -> object: ...
+
+
+class _Summary(Protocol):
+    def update(self, d: dict[str, Any]) -> object: ...
+
+
+class WandbRun(Protocol):
+    """The part of ``wandb.Run`` that `WandbLogger` calls."""
+
+    @property
+    def id(self) -> str:
+        """The id of the run."""
+
+    @property
+    def config(self) -> _Config:
+        """The hyperparameters."""
+
+    @property
+    def summary(self) -> _Summary:
+        """The values for comparing runs."""
+
+    def define_metric(
+        self,
+        name: str,
+        step_metric: str | None = None,
+        *,
+        step_sync: bool | None = None,
+    ) -> object:
+        """Choose the horizontal axis of a metric."""
+
+    def log(self, data: dict[str, Any]) -> object:
+        """Write numbers, and W&B's own objects of media."""
+
+    def log_artifact(self, artifact_or_path: Any, *, aliases: list[str]) -> object:
+        """Upload an artifact."""
+
+    def finish(self, exit_code: int) -> object:
+        """End the run; blocks until everything is sent."""
 
 
 @final
@@ -58,9 +104,8 @@ class WandbLogger:
     """
 
     writes_alone: Final = True
-    _idle: ClassVar[WandbLogger | None] = (
-        None  # the logger whose run is open between two entry points
-    )
+    # the logger whose run is open between two entry points: a process has one such run
+    _idle: ClassVar[WandbLogger | None] = None
 
     def __init__(
         self,
@@ -73,10 +118,10 @@ class WandbLogger:
         anonymous: bool | None = None,
         project: str | None = None,
         log_model: Literal["all"] | bool = False,
-        experiment: Any = None,
+        experiment: WandbRun | None = None,
         prefix: str = "",
         checkpoint_name: str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         from lightning_utilities.core.imports import RequirementCache
 
@@ -87,20 +132,28 @@ class WandbLogger:
                 found=str(requirement),
                 fix="pip install 'trainer-kit[wandb]'",
             )
-        self._init: dict[str, Any] = {
+        if dir is not None:
+            save_dir = dir
+        self._init: Keywords = {
             "name": name,
-            "dir": os.path.expanduser(save_dir if dir is None else dir),
+            "dir": os.path.expanduser(save_dir),
             "id": version or id,
             "project": project or os.environ.get("WANDB_PROJECT", DEFAULT_NAME),
             "resume": "allow",
-            **({"mode": "offline"} if offline else {}),
-            **({"anonymous": "allow"} if anonymous else {}),
-            **kwargs,
         }
-        self._run, self._owned = experiment, False
-        self._checkpoint_name, self._prefix = checkpoint_name, prefix
+        # Left out otherwise: WANDB_MODE and the version of wandb decide.
+        if offline:
+            self._init["mode"] = "offline"
+        if anonymous:
+            self._init["anonymous"] = "allow"
+        self._init.update(kwargs)
+        self._run = experiment
+        # whether this logger began the run, and may end it
+        self._owned = False
+        self._checkpoint_name = checkpoint_name
+        self._prefix = prefix
         self._uploads = CheckpointUploads(log_model)
-        self.hparams: dict[str, Any] = {}
+        self.hparams: JsonObject = {}
         self.lock = Lock()
 
     @property
@@ -111,19 +164,22 @@ class WandbLogger:
     @property
     def version(self) -> str | None:
         """The id of the run; None until a run without a given id has begun."""
-        version: str | None = self._init["id"] if self._run is None else self._run.id
+        version: str | None = self._init["id"]
+        if self._run is not None:
+            version = self._run.id
         return version
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The run's id, once it has begun."""
-        return {} if self.version is None else {"id": self.version}
+        if self.version is None:
+            return {}
+        return {"id": self.version}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Resume the run of ``state``, unless a run has begun here or was given."""
         if self.version is None:
-            if not re.fullmatch(
-                r"[\w.\-]+", str(state["id"])
-            ):  # it becomes part of a file's name
+            # It becomes part of a file's name.
+            if not re.fullmatch(r"[\w.\-]+", str(state["id"])):
                 raise ConfigurationError(
                     "the run to continue has an id that is not valid in W&B",
                     found=repr(state["id"]),
@@ -146,35 +202,47 @@ class WandbLogger:
         """The ``wandb.Run``; the first access begins it."""
         import wandb
 
-        if (
-            self._owned
-            and wandb.run is not self._run
-            and self._init.get("reinit") != "create_new"
-        ):
-            self._run = None  # the user has finished it
+        # Any: users call all methods of wandb's run, this logger only those of `WandbRun`.
+        # wandb has another global run, or none: the user has finished this one. With "create_new" it is never global.
+        is_current = wandb.run is self._run or self._init.get("reinit") == "create_new"
+        if self._owned and not is_current:
+            self._run = None
         if self._run is None:
+            # Before the look at `wandb.run`: it would be the idle run, which belongs to another logger.
             if WandbLogger._idle is not None:
                 WandbLogger._idle._end("success")
-            self._owned = wandb.run is None
-            if wandb.run is not None:
-                warnings.warn(
-                    f"WandbLogger logs to the run that is in progress ({wandb.run.id}); "
-                    "call wandb.finish() first for a separate run",
-                    stacklevel=2,
-                )
-                self._run = wandb.run
-            else:
-                # Otherwise wandb falls back to a temporary directory.
-                os.makedirs(self._init["dir"], exist_ok=True)
-                self._run = wandb.init(**self._init)
-                self._init["id"] = self._run.id
-            self._run.define_metric(_STEP)
-            self._run.define_metric("*", step_metric=_STEP, step_sync=True)
-            if self.hparams:
-                self._run.config.update(self.hparams, allow_val_change=True)
+            self._run = self._begin()
         return self._run
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def _begin(self) -> WandbRun:
+        """Begin or resume the run, or take the one that the user has in progress."""
+        import wandb
+
+        run: WandbRun | None = wandb.run
+        self._owned = run is None
+        if run is not None:
+            warnings.warn(
+                f"WandbLogger logs to the run that is in progress ({run.id}); "
+                "call wandb.finish() first for a separate run",
+                stacklevel=3,
+            )
+        else:
+            # Otherwise wandb falls back to a temporary directory.
+            os.makedirs(self._init["dir"], exist_ok=True)
+            run = wandb.init(**self._init)
+            # A later begin, after the end of this run, resumes it.
+            self._init["id"] = run.id
+        # Values go against the optimizer step: wandb's own counter grows by one for each call of `log`.
+        run.define_metric(_STEP)
+        run.define_metric("*", step_metric=_STEP, step_sync=True)
+        # A run that begins again, or the user's own, does not have them yet.
+        if self.hparams:
+            run.config.update(self.hparams, allow_val_change=True)
+        return run
+
+    def log_metrics(
+        self, metrics: Mapping[str, object], step: int | None = None
+    ) -> None:
         """Log the values, against ``trainer/global_step``.
 
         W&B's own times (``_timestamp``, ``_runtime``) are those of this call. A Trainer makes it on a separate thread,
@@ -184,17 +252,20 @@ class WandbLogger:
             metrics: numbers and tensors of one element, or anything else that ``wandb.log`` takes.
             step: the step of the values.
         """
-        values = {
-            f"{self._prefix}-{name}" if self._prefix else name: value.item()
-            if isinstance(value, torch.Tensor) and value.numel() == 1
-            else value
-            for name, value in metrics.items()
-        }
-        if values:
-            self._logging().log(values if step is None else {**values, _STEP: step})
+        start = f"{self._prefix}-" if self._prefix else ""
+        values: dict[str, object] = {}
+        for name, value in metrics.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            values[f"{start}{name}"] = value
+        if not values:
+            return
+        if step is not None:
+            values[_STEP] = step
+        self._logging().log(values)
 
     def log_hyperparams(
-        self, params: Any, metrics: Mapping[str, Any] | None = None
+        self, params: object, metrics: Mapping[str, object] | None = None
     ) -> None:
         """Add the hyperparameters to the run's config, and ``metrics`` to its summary.
 
@@ -238,23 +309,22 @@ class WandbLogger:
         self,
         key: str,
         columns: list[str | int] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
+        data: list[list[object]] | None = None,
+        dataframe: DataFrame | None = None,
         step: int | None = None,
     ) -> None:
         """Log a table, from ``columns`` and ``data`` or from a data frame."""
         import wandb
 
-        self.log_metrics(
-            {key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step
-        )
+        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        self.log_metrics({key: table}, step)
 
     def log_text(
         self,
         key: str,
         columns: list[str | int] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
+        data: list[list[object]] | None = None,
+        dataframe: DataFrame | None = None,
         step: int | None = None,
     ) -> None:
         """Log text, as a table."""
@@ -263,9 +333,9 @@ class WandbLogger:
     def log_image(
         self,
         key: str,
-        images: Sequence[Any],
+        images: Sequence[object],
         step: int | None = None,
-        **kwargs: Sequence[Any],
+        **kwargs: Sequence[object],
     ) -> None:
         """Log images: tensors, arrays, PIL images or paths; ``kwargs`` hold one value per image, e.g. ``caption``."""
         self._log_media("Image", key, images, step, kwargs)
@@ -273,9 +343,9 @@ class WandbLogger:
     def log_audio(
         self,
         key: str,
-        audios: Sequence[Any],
+        audios: Sequence[object],
         step: int | None = None,
-        **kwargs: Sequence[Any],
+        **kwargs: Sequence[object],
     ) -> None:
         """Log sounds: arrays or paths; ``kwargs`` hold one value per sound, e.g. ``sample_rate``."""
         self._log_media("Audio", key, audios, step, kwargs)
@@ -283,9 +353,9 @@ class WandbLogger:
     def log_video(
         self,
         key: str,
-        videos: Sequence[Any],
+        videos: Sequence[object],
         step: int | None = None,
-        **kwargs: Sequence[Any],
+        **kwargs: Sequence[object],
     ) -> None:
         """Log videos: arrays or paths; ``kwargs`` hold one value per video, e.g. ``fps``."""
         self._log_media("Video", key, videos, step, kwargs)
@@ -313,17 +383,23 @@ class WandbLogger:
             else:
                 self._end(status)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None if self._owned else self._run}
+    def __getstate__(self) -> StateDict:
+        state = dict(vars(self))
+        # A copy in another process resumes the run by its id: the connection to wandb does not travel.
+        if self._owned:
+            state["_run"] = None
+        return state
 
-    def _logging(self) -> Any:
+    def _logging(self) -> WandbRun:
         """The run, marked as in use, so that another logger does not end it."""
         if WandbLogger._idle is self:
             WandbLogger._idle = None
-        return self.experiment
+        run: WandbRun = self.experiment
+        return run
 
     def _end(self, status: str) -> None:
-        self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
+        if self._run is not None:
+            self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
         self._run = None
         if WandbLogger._idle is self:
             WandbLogger._idle = None
@@ -332,9 +408,9 @@ class WandbLogger:
         self,
         kind: str,
         key: str,
-        items: Sequence[Any],
+        items: Sequence[object],
         step: int | None,
-        kwargs: Mapping[str, Sequence[Any]],
+        kwargs: Mapping[str, Sequence[object]],
     ) -> None:
         import wandb
 
@@ -361,9 +437,8 @@ class WandbLogger:
             metadata={"original_name": path.name},
         )
         if isinstance(path, RemotePath):
-            artifact.add_reference(
-                str(path), name=path.name, checksum=False
-            )  # the files stay in remote storage
+            # The files stay in remote storage; a checksum would download them.
+            artifact.add_reference(str(path), name=path.name, checksum=False)
         elif path.is_dir():
             artifact.add_dir(str(path))
         else:
@@ -371,4 +446,5 @@ class WandbLogger:
         run.log_artifact(artifact, aliases=["latest"])
 
 
-with_typed_arguments(WandbLogger)  # it has no base class that would do this
+# It has no base class that would do this.
+with_typed_arguments(WandbLogger)
