@@ -177,7 +177,7 @@ if __name__ == "__main__":
 # ([resuming](../guide/resuming.md)).
 #
 # *How do I use two GPUs?* `--devices 2`, or leave it at `"auto"`, which takes all there are
-# ([several processes](../guide/distributed.md)).
+# ([distributed training](../guide/distributed.md)).
 #
 # *How do I predict?* Add a `predict_step` to the module and call `trainer.predict(dataloaders=...)`
 # ([getting started](../guide/getting-started.md)).

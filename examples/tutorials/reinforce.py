@@ -170,4 +170,4 @@ trainer.print(f"curves: {trainer.log_dir}/report.html")
 # left waits for the others with weight 0 ([streams](../guide/data.md)).
 #
 # *How do I write an algorithm with several losses or its own steps?* With `automatic_optimization = False`
-# ([the GAN](gan.md)), or with an `Accelerator` in a loop of your own ([raw loops](../guide/raw-loops.md)).
+# ([the GAN](gan.md)), or with an `Accelerator` in a loop of your own ([custom training loops](../guide/raw-loops.md)).

@@ -144,6 +144,43 @@ def test_decisions_that_sources_name_exist() -> None:
     assert not broken
 
 
+PLACE = re.compile(r"`([\w/-]+(?:/|\.(?:py|md)))(?::(\w+))?`")
+
+
+def missing_places(text: str) -> list[str]:
+    """Which files of ``room/file.py`` and names of ``room/file.py:Name`` are neither below a root of the house."""
+    missing = []
+    for place, name in PLACE.findall(text):
+        roots = (ROOT, ROOT / "trainer_kit", ROOT / "tests")
+        files = [root / place for root in roots if (root / place).exists()]
+        names = [file for file in files if not name or defines(file, name)]
+        if not names:
+            missing.append(f"{place}:{name}")
+    return missing
+
+
+def defines(file: Path, name: str) -> bool:
+    pattern = rf"^(?:class|def) {name}\b"
+    return re.search(pattern, file.read_text(encoding="utf-8"), re.M) is not None
+
+
+def test_the_house_page_leads_to_files_that_exist() -> None:
+    text = (DOCS / "house.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^\| ", text, re.M)) > 40
+    assert not missing_places(text)
+    assert missing_places("`core/nowhere.py` and `trainer.py:Nobody`") == [
+        "core/nowhere.py:",
+        "trainer.py:Nobody",
+    ]
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "decisions").glob("*.md")))
+def test_decisions_name_files_that_exist(page: Path) -> None:
+    missing = missing_places(page.read_text(encoding="utf-8"))
+    # Directories are also those of users.
+    assert not [place for place in missing if not place.endswith("/:")]
+
+
 def public() -> dict[str, Any]:
     """Every public name that is not a room, by the name that a user types."""
     rooms = {
