@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from os import PathLike
+from typing import Any, Final, TypeAlias
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -19,10 +20,14 @@ from trainer_kit.core.lazy import other_names
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
 from trainer_kit.core.signatures import check_names
+from trainer_kit.core.types import Keywords, Loaders, SavedState, StateDict
 
 __all__ = ["DataModule"]
 
 __getattr__ = other_names(__name__)
+
+Datasets: TypeAlias = Any
+"""A dataset, or datasets in nested lists and dicts; None where an entry point has no data."""
 
 
 class DataModule(DataHooks, HParamsMixin):
@@ -46,19 +51,19 @@ class DataModule(DataHooks, HParamsMixin):
         super().__init_subclass__(**kwargs)
         check_names(cls, DataHooks)
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> SavedState:
         """The state to save in checkpoints: plain data and tensors."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore what ``state_dict`` returned."""
 
     @classmethod_only
     def load_from_checkpoint(
         cls,
-        checkpoint_path: Any,
-        map_location: Any = None,
-        hparams_file: Any = None,
+        checkpoint_path: str | PathLike[str],
+        map_location: object = None,
+        hparams_file: str | PathLike[str] | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -89,10 +94,10 @@ class DataModule(DataHooks, HParamsMixin):
     @classmethod
     def from_datasets(
         cls,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        test_dataset: Any = None,
-        predict_dataset: Any = None,
+        train_dataset: Datasets = None,
+        val_dataset: Datasets = None,
+        test_dataset: Datasets = None,
+        predict_dataset: Datasets = None,
         batch_size: int = 1,
         num_workers: int = 0,
         **datamodule_kwargs: Any,
@@ -108,7 +113,7 @@ class DataModule(DataHooks, HParamsMixin):
             num_workers: loader workers; also passed to the constructor if it takes it.
             datamodule_kwargs: further arguments of the constructor of ``cls``.
         """
-        options: dict[str, Any] = {
+        options: Keywords = {
             "batch_size": batch_size,
             "num_workers": num_workers,
         }
@@ -128,15 +133,17 @@ class DataModule(DataHooks, HParamsMixin):
         return datamodule
 
 
-def _make_loaders(dataset: Any, shuffle: bool, options: dict[str, Any]) -> Any:
+def _make_loaders(dataset: Datasets, shuffle: bool, options: Keywords) -> Loaders:
     """A loader for each dataset, in the same nesting of lists and dicts."""
     if isinstance(dataset, Mapping):
         return {
             name: _make_loaders(member, shuffle, options)
             for name, member in dataset.items()
         }
+    # A torch Dataset that is a sequence too is one dataset, and so are the characters of a string.
     if isinstance(dataset, Sequence) and not isinstance(dataset, (str, Dataset)):
         return [_make_loaders(member, shuffle, options) for member in dataset]
     if isinstance(dataset, IterableDataset):
-        shuffle = False  # torch refuses it
+        # torch refuses to shuffle it: its order is its own.
+        shuffle = False
     return DataLoader(dataset, shuffle=shuffle, **options)

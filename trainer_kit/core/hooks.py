@@ -8,7 +8,7 @@ overridden hooks, so their bodies are empty, except those that set training and 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast
 
@@ -17,11 +17,21 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.lazy import other_names
+from trainer_kit.core.protocols import ModuleLike
 from trainer_kit.core.signatures import check_names
 from trainer_kit.core.tensors import move_to_device
+from trainer_kit.core.types import (
+    Batch,
+    Function,
+    Loaders,
+    MetricValue,
+    SavedState,
+    StateDict,
+    StepOutput,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor, device
+    from torch import Tensor, device, nn
     from torch.optim import Optimizer
 
     from trainer_kit.core.location import Location
@@ -34,9 +44,13 @@ if TYPE_CHECKING:
 # lightning-utilities raises an error when a user's function runs under `rank_zero_only` before the rank is known; a
 # started strategy sets the real rank.
 if getattr(rank_zero_only, "rank", None) is None:
-    _rank = os.environ.get("RANK", "")
+    _text = os.environ.get("RANK", "")
     # `Environment.detect` refuses a rank that is not a number; an import does not.
-    rank_zero_only.rank = int(_rank) if _rank.isdecimal() else 0  # type: ignore[attr-defined]
+    _rank = 0
+    if _text.isdecimal():
+        _rank = int(_text)
+    # lightning-utilities keeps the rank on its function.
+    rank_zero_only.rank = _rank  # type: ignore[attr-defined]
 
 __all__ = [
     "RUNNING_MODULE",
@@ -48,7 +62,9 @@ __all__ = [
     "restore_modes",
 ]
 
-RUNNING_MODULE: Final[ContextVar[Any]] = ContextVar("RUNNING_MODULE", default=None)
+RUNNING_MODULE: Final[ContextVar[ModuleLike | None]] = ContextVar(
+    "RUNNING_MODULE", default=None
+)
 """The module of the running entry point, which records the values of `Callback.log`."""
 
 __getattr__ = other_names(__name__)
@@ -79,6 +95,7 @@ class Callback:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Only names that look misspelt: a package may define callbacks that no Trainer gets (`check_hooks`).
         check_names(cls, Callback)
         with_typed_arguments(cls)
 
@@ -87,7 +104,7 @@ class Callback:
         """The name of this callback's state in checkpoints; unique among the callbacks of a run."""
         return type(self).__qualname__
 
-    def _generate_state_key(self, **arguments: Any) -> str:
+    def _generate_state_key(self, **arguments: object) -> str:
         """Build a `state_key` from the class name and these arguments, as Lightning's documentation does."""
         return f"{type(self).__qualname__}{arguments!r}"
 
@@ -96,14 +113,14 @@ class Callback:
         """By name, the live weights of the module that this callback has swapped out, for example for averages."""
         return {}
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> SavedState:
         """The state to save in checkpoints: plain data and tensors."""
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore what ``state_dict`` returned."""
 
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def log(self, name: str, value: MetricValue, *args: Any, **kwargs: Any) -> None:
         """Record a value, as ``pl_module.log`` does in the same hook.
 
         Args:
@@ -132,12 +149,12 @@ class Callback:
         self._running_module(f"log({name!r})").log(name, value, *args, **kwargs)
 
     def log_dict(
-        self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any
+        self, dictionary: Mapping[str, MetricValue], *args: Any, **kwargs: Any
     ) -> None:
         """Call `log` for each entry, with the same options."""
         self._running_module("log_dict").log_dict(dictionary, *args, **kwargs)
 
-    def _running_module(self, call: str) -> Any:
+    def _running_module(self, call: str) -> ModuleLike:
         module = RUNNING_MODULE.get()
         if module is None:
             raise ConfigurationError(
@@ -146,9 +163,7 @@ class Callback:
             )
         return module
 
-    def wrap_hook(
-        self, hook: str, owner: str, call: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def wrap_hook(self, hook: str, owner: str, call: Function) -> Function:
         """Replace a hook of a callback or module, for example to profile it. Called before an entry point runs.
 
         Args:
@@ -192,7 +207,7 @@ class Callback:
         """
 
     def on_train_batch_start(
-        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int
+        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Batch, batch_idx: int
     ) -> int | None:
         """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
@@ -200,8 +215,8 @@ class Callback:
         self,
         trainer: AnyTrainer,
         pl_module: AnyModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
     ) -> None:
         """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
@@ -250,7 +265,7 @@ class Callback:
         self,
         trainer: AnyTrainer,
         pl_module: AnyModule,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -260,8 +275,8 @@ class Callback:
         self,
         trainer: AnyTrainer,
         pl_module: AnyModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -283,7 +298,7 @@ class Callback:
         self,
         trainer: AnyTrainer,
         pl_module: AnyModule,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -293,8 +308,8 @@ class Callback:
         self,
         trainer: AnyTrainer,
         pl_module: AnyModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -316,7 +331,7 @@ class Callback:
         self,
         trainer: AnyTrainer,
         pl_module: AnyModule,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -326,8 +341,8 @@ class Callback:
         self,
         trainer: AnyTrainer,
         pl_module: AnyModule,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -339,12 +354,12 @@ class Callback:
         """After an exception, which is then raised to the caller unchanged."""
 
     def on_save_checkpoint(
-        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]
+        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict
     ) -> None:
         """Before the state is written; the hook may add keys."""
 
     def on_load_checkpoint(
-        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]
+        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: StateDict
     ) -> None:
         """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
 
@@ -391,10 +406,12 @@ class ModuleHooks:
         Callbacks with ``order = "late"`` are called after the values of the epoch are reduced.
         """
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
 
         ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
@@ -428,12 +445,12 @@ class ModuleHooks:
         """After the last validation batch; values logged here belong to the epoch."""
 
     def on_validation_batch_start(
-        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before each ``validation_step``."""
 
     def on_validation_batch_end(
-        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After each ``validation_step``, with what it returned."""
 
@@ -450,12 +467,12 @@ class ModuleHooks:
         """After the last test batch; values logged here belong to the epoch."""
 
     def on_test_batch_start(
-        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before each ``test_step``."""
 
     def on_test_batch_end(
-        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After each ``test_step``, with what it returned."""
 
@@ -472,22 +489,22 @@ class ModuleHooks:
         """After the last batch."""
 
     def on_predict_batch_start(
-        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before each ``predict_step``."""
 
     def on_predict_batch_end(
-        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After each ``predict_step``, with what it returned."""
 
     def on_exception(self, exception: BaseException) -> None:
         """After an exception, which is then raised to the caller unchanged."""
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         """Before the state is written; the hook may add keys."""
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: StateDict) -> None:
         """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
 
     def on_checkpoint_committed(self, path: Location) -> None:
@@ -540,56 +557,56 @@ class DataHooks:
     def teardown(self, stage: str) -> None:
         """Undo ``setup``; called also after an exception."""
 
-    def train_dataloader(self) -> Any:
+    def train_dataloader(self) -> Loaders:
         """A loader, or any pytree of loaders."""
         raise _undefined(self, "train_dataloader")
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> Loaders:
         """A loader, or a list of loaders."""
         raise _undefined(self, "val_dataloader")
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> Loaders:
         """A loader, or a list of loaders."""
         raise _undefined(self, "test_dataloader")
 
-    def predict_dataloader(self) -> Any:
+    def predict_dataloader(self) -> Loaders:
         """A loader, or a list of loaders."""
         raise _undefined(self, "predict_dataloader")
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Change a batch on the host, before it moves."""
         return batch
 
     def transfer_batch_to_device(
-        self, batch: Any, device: device, dataloader_idx: int
-    ) -> Any:
+        self, batch: Batch, device: device, dataloader_idx: int
+    ) -> Batch:
         """Move a batch; an override replaces the default, which moves every tensor in any nesting."""
         return move_to_device(batch, device)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Change a batch on the device."""
         return batch
 
 
-def _undefined(owner: Any, name: str) -> NotImplementedError:
+def _undefined(owner: object, name: str) -> NotImplementedError:
     return NotImplementedError(
         f"{type(owner).__name__} has no {name}: define {name}(self), without a call of super().{name}()"
     )
 
 
-def keep_modes(module: Any) -> None:
+def keep_modes(module: nn.Module) -> None:
     """Record whether each submodule is in training or evaluation mode."""
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.__dict__["_modes"] = modes
 
 
-def restore_modes(module: Any) -> None:
+def restore_modes(module: object) -> None:
     """Restore the mode of each submodule that `keep_modes` recorded."""
     for submodule, training in module.__dict__.get("_modes", ()):
         # nn.Module.__setattr__ is 20 times slower, and train() would also change modules that were in eval mode.
         submodule.__dict__["training"] = training
 
 
-def forget_modes(module: Any) -> None:
+def forget_modes(module: object) -> None:
     """Discard the record of `keep_modes`."""
     module.__dict__.pop("_modes", None)

@@ -8,11 +8,13 @@ import csv
 import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from os import PathLike
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.types import HyperParameters, Keywords
 
 __all__ = [
     "HParams",
@@ -49,7 +51,7 @@ class HParams(dict[str, Any]):
 
 def constructor_arguments(
     owner: object, frame: FrameType, ignore: Iterable[str] = ()
-) -> dict[str, Any]:
+) -> Keywords:
     """The arguments of the running constructors of ``owner``, from ``frame`` outwards.
 
     Args:
@@ -57,19 +59,23 @@ def constructor_arguments(
         frame: the frame of an ``__init__`` of ``owner``; subclasses' constructors around it are collected too.
         ignore: names to leave out.
     """
-    collected: dict[str, Any] = {}
+    collected: Keywords = {}
     current: FrameType | None = frame
     while current is not None and current.f_code.co_name == "__init__":
         info = inspect.getargvalues(current)
+        # The constructor of another object, which builds this one as a part of itself.
         if not info.args or info.locals.get(info.args[0]) is not owner:
             break
         # An outer constructor belongs to the subclass, which the user called: its values replace those of inner ones.
         for name in info.args[1:]:
-            if name in info.locals:  # the constructor may have deleted it
+            # The constructor may have deleted it.
+            if name in info.locals:
                 collected[name] = info.locals[name]
+        # `getargvalues` does not list keyword-only arguments; in the code object they follow the positional ones.
         code = current.f_code
         count = code.co_argcount + code.co_kwonlyargcount
-        for name in code.co_varnames[code.co_argcount : count]:
+        keyword_only = code.co_varnames[code.co_argcount : count]
+        for name in keyword_only:
             collected[name] = info.locals[name]
         if info.keywords is not None:
             collected.update(info.locals.get(info.keywords, {}))
@@ -78,28 +84,31 @@ def constructor_arguments(
     return {name: value for name, value in collected.items() if name not in skip}
 
 
-def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+def construct(
+    cls: type, hparams: HyperParameters, arguments: Mapping[str, object]
+) -> Any:
     """Make a module or datamodule from the hyperparameters of a checkpoint.
 
     Args:
         cls: its class; hyperparameters that its constructor does not take are ignored.
         hparams: the hyperparameters of the checkpoint.
-        given: arguments that take precedence over them.
+        arguments: of the caller, which take precedence over them.
 
     Raises:
         ConfigurationError: the checkpoint has only the repr of an argument.
     """
     accepted = {name: value for name, value in hparams.items() if _takes(cls, name)}
-    arguments = {**accepted, **given}
+    # A checkpoint has the repr of a value that it could not store: the constructor must not get it for the value.
     reprs = [name for name in accepted if _is_repr(accepted[name])]
-    reprs = [name for name in reprs if name not in given]
+    reprs = [name for name in reprs if name not in arguments]
     if reprs:
         raise ConfigurationError(
             f"the checkpoint holds only the repr of these hyperparameters: {', '.join(reprs)}",
             found=", ".join(f"{name}={hparams[name]['repr']}" for name in reprs),
             fix=f"pass them: {_example_call(reprs)}",
         )
-    absent = [name for name in _required(cls) if name not in arguments]
+    values = {**accepted, **arguments}
+    absent = [name for name in _required(cls) if name not in values]
     if absent:
         raise ConfigurationError(
             f"the checkpoint has no value for these arguments of {cls.__name__}: {', '.join(absent)}",
@@ -107,7 +116,7 @@ def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -
             fix=f"pass them: {_example_call(absent)}; or call"
             " self.save_hyperparameters() in __init__, so that checkpoints hold them",
         )
-    return cls(**arguments)
+    return cls(**values)
 
 
 def _example_call(names: Iterable[str]) -> str:
@@ -117,14 +126,15 @@ def _example_call(names: Iterable[str]) -> str:
 
 def _required(cls: type) -> list[str]:
     """The arguments of a constructor that have a name and no default."""
-    return [
-        name
-        for name, parameter in inspect.signature(cls).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
+    names = []
+    for name, parameter in inspect.signature(cls).parameters.items():
+        named = (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if parameter.default is parameter.empty and parameter.kind in named:
+            names.append(name)
+    return names
 
 
+# Type checkers know the signatures behind ``classmethod``, and none behind a subclass of it.
 if TYPE_CHECKING:
     classmethod_only = classmethod
 else:
@@ -148,19 +158,20 @@ else:
             return refuse
 
 
-def _is_repr(value: Any) -> bool:
+def _is_repr(value: object) -> bool:
     """Whether this is the repr of a hyperparameter that could not be stored."""
     return isinstance(value, dict) and value.keys() == {"repr"}
 
 
 def _takes(cls: type, name: str) -> bool:
     parameters = inspect.signature(cls).parameters
-    return name in parameters or any(
-        p.kind is p.VAR_KEYWORD for p in parameters.values()
-    )
+    if name in parameters:
+        return True
+    # ``**kwargs`` takes any name.
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def read_hparams(path: Any) -> dict[str, Any]:
+def read_hparams(path: str | PathLike[str]) -> dict[str, object]:
     """The hyperparameters in a file: YAML or JSON of plain values, or a CSV file of keys and values.
 
     Args:
@@ -179,13 +190,15 @@ def read_hparams(path: Any) -> dict[str, Any]:
     if file.suffix.lower() == ".csv":
         rows = [row for row in csv.reader(text.splitlines()) if len(row) == 2]
         hparams = {key: _literal(value) for key, value in rows}
-        hparams.pop("key", None)  # the header
+        # The header of the table.
+        hparams.pop("key", None)
         return hparams
     import yaml
 
     from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
 
     try:
+        # First: a few nested aliases may expand to more values than memory holds.
         guarded_root(text)
         content: object = yaml.safe_load(text)
     except (YamlProblem, yaml.YAMLError) as error:
@@ -202,7 +215,8 @@ def read_hparams(path: Any) -> dict[str, Any]:
     return {str(name): value for name, value in content.items()}
 
 
-def _literal(text: str) -> Any:
+def _literal(text: str) -> object:
+    """The value of a cell: a number, a list and so on as Python writes it, else the text itself."""
     with suppress(ValueError, SyntaxError):
         return ast.literal_eval(text)
     return text
@@ -213,7 +227,7 @@ class HParamsMixin:
 
     def save_hyperparameters(
         self,
-        *names: str | Mapping[str, Any],
+        *names: str | HyperParameters,
         ignore: str | Iterable[str] | None = None,
         frame: FrameType | None = None,
         logger: bool = True,
@@ -229,17 +243,18 @@ class HParamsMixin:
         Raises:
             ConfigurationError: the constructor does not take a name, or the name is also ignored.
         """
-        skip = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        skip = set(ignore or ())
+        if isinstance(ignore, str):
+            skip = {ignore}
         ignored: set[str] = self.__dict__.setdefault("_hparams_ignored", set())
         ignored |= skip
         constructor = frame or _caller()
         holder: str | None = None
         if len(names) == 1 and not isinstance(names[0], str):
-            values = {
-                key: value
-                for key, value in _as_mapping(names[0]).items()
-                if key not in skip
-            }
+            values = dict(_as_mapping(names[0]))
+            for name in skip:
+                values.pop(name, None)
+            # The checkpoint records which argument held them, so that a load passes the mapping under that name.
             arguments = constructor_arguments(self, constructor)
             holders = [key for key, value in arguments.items() if value is names[0]]
             holder = next(iter(holders), None)
@@ -248,12 +263,14 @@ class HParamsMixin:
             if names:
                 values = _select(type(self), values, list(map(str, names)))
         self.__dict__["_hparams_name"] = holder
-        if names:  # named by the caller, whatever another class ignores
+        # Named by the caller, whatever another class ignores.
+        if names:
             ignored -= values.keys()
         values = {name: value for name, value in values.items() if name not in ignored}
         hparams = self.__dict__.setdefault("_hparams", HParams())
         initial = self.__dict__.setdefault("_hparams_initial", HParams())
-        for name in ignored:  # the constructor of a base class may have saved it
+        # The constructor of a base class may have saved them.
+        for name in ignored:
             hparams.pop(name, None)
             initial.pop(name, None)
         hparams.update(values)
@@ -280,8 +297,8 @@ class HParamsMixin:
 
 
 def _select(
-    cls: type, arguments: Mapping[str, Any], names: list[str]
-) -> dict[str, Any]:
+    cls: type, arguments: Mapping[str, object], names: list[str]
+) -> dict[str, object]:
     """The arguments of these names, each of which the constructor must take."""
     for name in names:
         if name not in arguments:
@@ -293,16 +310,18 @@ def _select(
     return {name: arguments[name] for name in names}
 
 
-def _snapshot(value: Any) -> Any:
+def _snapshot(value: object) -> object:
     """A copy of a container, which later changes do not affect; any other object itself."""
     if not isinstance(value, (dict, list, set)):
         return value
-    with suppress(Exception):  # it may contain objects that cannot be copied
+    # It may contain objects that cannot be copied.
+    with suppress(Exception):
         return copy.deepcopy(value)
     return value
 
 
 def _caller() -> FrameType:
+    """The frame that called the caller of this function."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None
@@ -310,8 +329,8 @@ def _caller() -> FrameType:
     return frame.f_back.f_back
 
 
-def _as_mapping(values: Any) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        values = vars(values)
-    mapping: Mapping[str, Any] = values
-    return mapping
+def _as_mapping(values: object) -> HyperParameters:
+    """A mapping itself, or the attributes of a namespace, such as that of ``argparse``."""
+    if isinstance(values, Mapping):
+        return values
+    return vars(values)

@@ -9,16 +9,35 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any, final
+from typing import Any, Protocol, TypeAlias, final
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
 __all__ = ["alias_package", "argument_rows", "find_names", "lazy_names", "other_names"]
 
+NameLookup: TypeAlias = Callable[[str], Any]
+"""A module's ``__getattr__``: the object of a name, of any type."""
+
+
+class _Row(Protocol):
+    """What a table has on an argument that is missing here, as `Replaced` does."""
+
+    instead: str
+    same: tuple[object, ...]
+
+
+class _Table(Protocol):
+    """A module of `find_names`."""
+
+    LIBRARY: str
+    PATHS: Mapping[str, Mapping[str, str]]
+    ELSEWHERE: Mapping[str, str]
+    ARGUMENTS: Mapping[str, Mapping[str, _Row]]
+
 
 def lazy_names(
     package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+) -> tuple[NameLookup, Callable[[], list[str]]]:
     """The ``__getattr__`` and ``__dir__`` of a package whose names are imported at first use.
 
     Args:
@@ -63,10 +82,11 @@ def find_names(package: str, tables: Sequence[str], former: str) -> None:
     """
     finder = _OtherPaths(package, tables, former)
     _FINDERS[package] = finder
+    # Last, since an existing module takes precedence over a path in a table.
     sys.meta_path.append(finder)
 
 
-def other_names(module: str) -> Callable[[str], Any]:
+def other_names(module: str) -> NameLookup:
     """A ``__getattr__`` for a module: resolves names of other libraries, and suggests a fix for unknown ones.
 
     Args:
@@ -91,7 +111,7 @@ def other_names(module: str) -> Callable[[str], Any]:
     return find
 
 
-def argument_rows(module: str, owners: Sequence[str]) -> Mapping[str, Any]:
+def argument_rows(module: str, owners: Sequence[str]) -> Mapping[str, _Row]:
     """Look up the arguments of other libraries that are missing here, by name.
 
     Args:
@@ -99,7 +119,7 @@ def argument_rows(module: str, owners: Sequence[str]) -> Mapping[str, Any]:
         owners: names of classes, or of one method; the rows of an earlier one have priority.
     """
     finder = _FINDERS.get(module.partition(".")[0])
-    rows: dict[str, Any] = {}
+    rows: dict[str, _Row] = {}
     if finder is None:
         return rows
     for owner in owners:
@@ -118,6 +138,7 @@ def alias_package(alias: str, package: str) -> None:
         package: its real name.
     """
     sys.modules[alias] = import_module(package)
+    # First, since Python's own finder would load the files of the alias a second time.
     sys.meta_path.insert(0, _Alias(alias, package))
 
 
@@ -131,7 +152,10 @@ class _Alias(MetaPathFinder, Loader):
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(
-        self, fullname: str, path: Any = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname.startswith(f"{self._alias}."):
             return ModuleSpec(fullname, self)
@@ -159,8 +183,11 @@ class _OtherPaths(MetaPathFinder, Loader):
         self._former_name = former
 
     @cached_property
-    def _tables(self) -> list[Any]:
-        return [import_module(f"{self._package}.{name}") for name in self._names]
+    def _tables(self) -> list[_Table]:
+        tables: list[Any] = []
+        for name in self._names:
+            tables.append(import_module(f"{self._package}.{name}"))
+        return tables
 
     @cached_property
     def _former(self) -> Any:
@@ -175,21 +202,26 @@ class _OtherPaths(MetaPathFinder, Loader):
                 merged.setdefault(path, {}).update(homes)
         return merged
 
-    def arguments(self, owner: str) -> dict[str, Any]:
+    def arguments(self, owner: str) -> dict[str, _Row]:
         """The rows of all tables for a class or method."""
-        rows: dict[str, Any] = {}
+        rows: dict[str, _Row] = {}
         for table in self._tables:
             rows.update(table.ARGUMENTS.get(owner, {}))
         return rows
 
     def find_spec(
-        self, fullname: str, path: Any = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         module, _, name = fullname.rpartition(".")
         if fullname.partition(".")[0] != self._package or not module:
             return None
+        # As a package, for there may be paths below it.
         if self._relative(fullname) in self.paths:
             return ModuleSpec(fullname, self, is_package=True)
+        # `importlib.util.find_spec` expects None for a module that does not exist.
         if not _imports():
             return None
         # `from module import name` calls this after `__getattr__`, whose message Python discards. It discards this one
@@ -219,6 +251,7 @@ class _OtherPaths(MetaPathFinder, Loader):
         if home is not None:
             path, _, attribute = home.partition(":")
             return getattr(import_module(f"{self._package}.{path}"), attribute)
+        # A submodule is an attribute before its first import too, as in the libraries whose names these are.
         submodule = f"{module}.{name}"
         if submodule in sys.modules or self._relative(submodule) in self.paths:
             return import_module(submodule)
@@ -297,6 +330,6 @@ _FINDERS: dict[str, _OtherPaths] = {}
 class _Names(ModuleType):
     """A module from a table; it can be called if the table has a function for its path."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         finder = _FINDERS[self.__name__.partition(".")[0]]
         return finder.get(self.__name__, "__call__")(*args, **kwargs)

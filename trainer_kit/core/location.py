@@ -23,6 +23,10 @@ _LOCAL: Final = ("file", "local")
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
 """The keys under which storages report the modification time of a file."""
 _CHUNK: Final = 4 << 20
+_FileInfo: TypeAlias = Mapping[str, Any]
+"""What fsspec tells of a file: ``name``, ``size``, ``type``, and keys of the storage's own."""
+_Storage: TypeAlias = Any
+"""A file system of fsspec, which has no type annotations."""
 
 
 @final
@@ -43,7 +47,8 @@ class RemotePath(os.PathLike[str]):
     """
 
     url: str
-    _known: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    # Of an entry of `iterdir`: its part of the listing, so that `stat` of each entry makes no request.
+    _known: _FileInfo | None = field(default=None, compare=False, repr=False)
 
     def __fspath__(self) -> str:
         return self.url
@@ -52,8 +57,9 @@ class RemotePath(os.PathLike[str]):
         return self.url
 
     def __truediv__(self, name: str | PurePath) -> RemotePath:
-        separator = "" if self.url.endswith("://") else "/"
-        return RemotePath(f"{self.url}{separator}{name}")
+        if self.url.endswith("://"):
+            return RemotePath(f"{self.url}{name}")
+        return RemotePath(f"{self.url}/{name}")
 
     @property
     def name(self) -> str:
@@ -73,13 +79,16 @@ class RemotePath(os.PathLike[str]):
     def lstat(self) -> os.stat_result:
         """File type, size in bytes and modification time; an entry of `iterdir` has those of the listing."""
         info = self._info()
-        mode = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
+        mode = stat.S_IFREG
+        if info.get("type") == "directory":
+            mode = stat.S_IFDIR
         size = int(info.get("size") or 0)
         time = _modification_time(info)
         fields = (mode, 0, 0, 1, 0, 0, size, time, time, time)
         return os.stat_result(fields, {"st_mtime_ns": int(time * 1e9)})
 
-    stat = lstat  # a storage has no links
+    # A storage has no links.
+    stat = lstat
 
     def exists(self) -> bool:
         """Whether a file or directory exists here; raises ``OSError`` if the storage cannot tell."""
@@ -100,14 +109,17 @@ class RemotePath(os.PathLike[str]):
     def iterdir(self) -> Iterator[RemotePath]:
         """The entries of this directory, listed by the storage at each call."""
         with _storage(self.url) as (storage, path):
+            # fsspec caches listings, and other processes write here too.
             storage.invalidate_cache(path)
             entries = storage.ls(path, detail=True)
+        directory = path.rstrip("/")
         for info in entries:
             entry = info["name"].rstrip("/")
             # Some storages mark a directory by an empty file with the same name.
-            if entry and entry != path.rstrip("/"):
-                child = self / entry.rpartition("/")[2]
-                yield RemotePath(child.url, info)
+            if not entry or entry == directory:
+                continue
+            child = self / entry.rpartition("/")[2]
+            yield RemotePath(child.url, info)
 
     def mkdir(self) -> None:
         """Create this directory and its parents, if the storage has directories."""
@@ -131,6 +143,7 @@ class RemotePath(os.PathLike[str]):
                     return
                 yield chunk
         finally:
+            # Everything is read, or an error is on its way.
             with suppress(Exception):
                 file.close()
 
@@ -139,7 +152,7 @@ class RemotePath(os.PathLike[str]):
         with _storage(self.url) as (storage, path):
             storage.get_file(path, str(file))
 
-    def write_chunks(self, chunks: Iterable[Any]) -> None:
+    def write_chunks(self, chunks: Iterable[bytes | memoryview]) -> None:
         """Write the file as a stream; after an error an incomplete file may remain.
 
         Raises:
@@ -156,11 +169,13 @@ class RemotePath(os.PathLike[str]):
             with _as_os_error():
                 file.close()
         except BaseException:
+            # Not every storage can discard an upload; where it can, no part of a file remains.
             with suppress(Exception):
                 file.discard()
             with suppress(Exception):
                 file.close()
             raise
+        # Otherwise a file that lost its end would be noticed only when it is read.
         stored = self.lstat().st_size
         if stored != size:
             raise OSError(f"{stored} of {size} bytes arrived")
@@ -207,12 +222,12 @@ class RemotePath(os.PathLike[str]):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _info(self) -> Mapping[str, Any]:
+    def _info(self) -> _FileInfo:
         if self._known is not None:
             return self._known
         with _storage(self.url) as (storage, path):
             storage.invalidate_cache(path)
-            info: Mapping[str, Any] = storage.info(path)
+            info: _FileInfo = storage.info(path)
             return info
 
 
@@ -244,7 +259,10 @@ def locate(path: str | os.PathLike[str]) -> Location:
     """
     if isinstance(path, RemotePath):
         return path
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    text = None
+    if isinstance(path, (str, os.PathLike)):
+        text = os.fspath(path)
+    # Also bytes, which ``fspath`` passes on.
     if not isinstance(text, str):
         raise ConfigurationError(
             "this is not a path",
@@ -254,6 +272,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
     if "://" not in text:
         return Path(os.path.expanduser(text))
     match = _URL.fullmatch(text)
+    # fsspec chains file systems by "::".
     if match is None or "::" in text:
         raise ConfigurationError(
             "this URL cannot be parsed",
@@ -299,12 +318,14 @@ def _local(url: str) -> Path:
             fix=f"file:///{parts.netloc}{parts.path}",
         )
     path = unquote(url.partition("://")[2].removeprefix("localhost"))
+    # file:///C:/runs: the slash before a drive belongs to the URL.
     if os.name == "nt" and re.match(r"/[A-Za-z]:", path):
         path = path[1:]
     return Path(path)
 
 
 def _check_protocol(protocol: str, url: str) -> None:
+    # Here, so that runs on local paths never import it.
     import fsspec
 
     try:
@@ -317,14 +338,17 @@ def _check_protocol(protocol: str, url: str) -> None:
         ) from error
     except ImportError as error:
         missing = getattr(error.__cause__, "name", None)
+        fix = None
+        if missing is not None:
+            fix = f"pip install {missing.partition('.')[0]}"
         raise ConfigurationError(
             f"the package for {protocol}:// is not installed",
             found=f"{url}: {error}",
-            fix=None if missing is None else f"pip install {missing.partition('.')[0]}",
+            fix=fix,
         ) from error
 
 
-def _reach(url: str) -> tuple[Any, str]:
+def _reach(url: str) -> tuple[_Storage, str]:
     """The file system object, which fsspec caches, and the path in it."""
     from fsspec.core import url_to_fs
 
@@ -333,7 +357,7 @@ def _reach(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _storage(url: str) -> Iterator[tuple[Any, str]]:
+def _storage(url: str) -> Iterator[tuple[_Storage, str]]:
     """The file system and path of a URL; failures inside the block become ``OSError``."""
     with _as_os_error():
         yield _reach(url)
@@ -345,11 +369,12 @@ def _as_os_error() -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:  # each storage library has its own error types
+    except Exception as error:
+        # Each storage library has its own error types.
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def _modification_time(info: Mapping[str, Any]) -> float:
+def _modification_time(info: _FileInfo) -> float:
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, datetime):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.hooks import DataHooks, ModuleHooks
+from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
 from trainer_kit.core.hparams import (
     HParamsMixin,
     classmethod_only,
@@ -24,10 +25,22 @@ from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
 from trainer_kit.core.state_names import load_module_weights
+from trainer_kit.core.types import (
+    Batch,
+    LoggerLike,
+    MetricValue,
+    Nested,
+    StepOutput,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["TrainModule", "build_once"]
 
 __getattr__ = other_names(__name__)
+
+_Module = TypeVar("_Module", bound="TrainModule")
 
 
 class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
@@ -54,21 +67,24 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     """Keys of Lightning's files; a checkpoint of this library has the first one."""
     automatic_optimization: bool = True
     """False: ``training_step`` calls ``manual_backward`` and steps the optimizers itself."""
-    example_input_array: Any = None
+    example_input_array: Nested = None
     """An input of ``forward`` for summaries and exports: a tensor, or a tuple or dict of arguments."""
+    # TorchScript compiles every property that is not listed here, and these need a run.
     __jit_unused_properties__ = (
-        *(
-            "current_epoch",
-            "device",
-            "device_mesh",
-            "dtype",
-            "global_rank",
-            "global_step",
-            "hparams_name",
-            "hparams",
-            "hparams_initial",
-        ),
-        *("local_rank", "logger", "loggers", "on_gpu", "trainer"),
+        "current_epoch",
+        "device",
+        "device_mesh",
+        "dtype",
+        "global_rank",
+        "global_step",
+        "hparams",
+        "hparams_initial",
+        "hparams_name",
+        "local_rank",
+        "logger",
+        "loggers",
+        "on_gpu",
+        "trainer",
     )
     strict_loading: bool = True
     """Whether the keys of a checkpoint must match the module's exactly."""
@@ -80,7 +96,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     # -- what users define ---------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Compute the loss of a micro-batch: return it, a dict with ``"loss"`` (or one per named optimizer), or None.
 
         None skips the batch. Define it as ``training_step(self, batch, batch_idx)``: the loader's batch, on the device,
@@ -90,16 +106,16 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             "TrainModule.training_step has no default: it returns None, and None trains nothing"
         )
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Evaluate one validation batch, without gradients.
 
         Define it as ``validation_step(self, batch, batch_idx)``, with a third ``dataloader_idx`` for several loaders.
         """
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: Any, **kwargs: Any) -> StepOutput:
         """Evaluate one test batch, without gradients; arguments as in ``validation_step``."""
 
-    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, batch: Batch, *args: Any, **kwargs: Any) -> StepOutput:
         """Predict one batch; by default ``self(batch)``. Arguments as in ``validation_step``."""
         return self(batch)
 
@@ -115,7 +131,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         Called once for a module, by its first entry point or by `load_from_checkpoint`.
         """
 
-    def configure_parallel(self, mesh: Any) -> ParallelPlan | None:
+    def configure_parallel(self, mesh: DeviceMesh) -> ParallelPlan | None:
         """Return how the module may be split over processes; called by strategies that split it.
 
         Args:
@@ -123,11 +139,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         """
         return None
 
-    def configure_callbacks(self) -> Any:
+    def configure_callbacks(self) -> Sequence[Callback] | Callback:
         """Return the callbacks of this module; each replaces the Trainer's callbacks of the same class."""
         return []
 
-    def loss_weight(self, batch: Any) -> float | Tensor:
+    def loss_weight(self, batch: Batch) -> float | Tensor:
         """Return the weight of this batch's loss in the mean of a step; by default its number of samples.
 
         Return the number of tokens (or of unmasked targets) if the loss is a mean over them.
@@ -139,6 +155,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward."""
+        # torch's method has no annotations.
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
@@ -178,7 +195,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def log(
         self,
         name: str,
-        value: Any,
+        value: MetricValue,
         prog_bar: bool = False,
         logger: bool | None = None,
         on_step: bool | None = None,
@@ -186,7 +203,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         reduce_fx: str | Callable[[Tensor], Tensor] = "mean",
         enable_graph: bool = False,
         sync_dist: bool = True,
-        sync_dist_group: Any = None,
+        sync_dist_group: object = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         metric_attribute: str | None = None,
@@ -214,6 +231,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         Raises:
             LogError: the value is not a scalar, or the same hook logged the name with other options.
         """
+        # Not ``self.trainer``, whose property raises without a Trainer; and a lookup in __dict__ is cheaper in a step.
         trainer = self.__dict__["_trainer"]
         if trainer is None:
             rank_zero_warn(
@@ -235,13 +253,13 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         )
 
     def log_dict(
-        self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any
+        self, dictionary: Mapping[str, MetricValue], *args: Any, **kwargs: Any
     ) -> None:
         """Call `log` for each entry, with the same options."""
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print on rank 0, without tearing the progress bar."""
         self.trainer.print(*args, **kwargs)
 
@@ -272,8 +290,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         """The device of the module."""
         for tensor in (*self.parameters(), *self.buffers()):
             return tensor.device
-        trainer = self.__dict__["_trainer"]
-        return torch.device("cpu") if trainer is None else trainer.strategy.device
+        trainer: TrainerLike | None = self.__dict__["_trainer"]
+        if trainer is None:
+            return torch.device("cpu")
+        device: torch.device = trainer.strategy.device
+        return device
 
     @property
     def on_gpu(self) -> bool:
@@ -283,8 +304,10 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     @property
     def device_mesh(self) -> Any:
         """torch's mesh of the processes, for ``configure_model``; None under a strategy without one."""
-        trainer = self.__dict__["_trainer"]
-        return None if trainer is None else trainer.strategy.mesh
+        trainer: TrainerLike | None = self.__dict__["_trainer"]
+        if trainer is None:
+            return None
+        return trainer.strategy.mesh
 
     @property
     def dtype(self) -> torch.dtype:
@@ -297,40 +320,54 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     @property
     def global_step(self) -> int:
         """Completed optimizer steps (in manual optimization: batches)."""
-        trainer = self.__dict__["_trainer"]
-        return 0 if trainer is None else trainer.progress.step
+        trainer: TrainerLike | None = self.__dict__["_trainer"]
+        if trainer is None:
+            return 0
+        return trainer.progress.step
 
     @property
     def current_epoch(self) -> int:
         """Completed epochs: within epoch e, counted from 0, this is e."""
-        trainer = self.__dict__["_trainer"]
-        return 0 if trainer is None else trainer.progress.epoch
+        trainer: TrainerLike | None = self.__dict__["_trainer"]
+        if trainer is None:
+            return 0
+        return trainer.progress.epoch
 
     @property
     def global_rank(self) -> int:
         """This process's rank over all nodes."""
-        trainer = self.__dict__["_trainer"]
-        return 0 if trainer is None else trainer.global_rank
+        trainer: TrainerLike | None = self.__dict__["_trainer"]
+        if trainer is None:
+            return 0
+        return trainer.global_rank
 
     @property
     def local_rank(self) -> int:
         """This process's rank on its node."""
-        trainer = self.__dict__["_trainer"]
-        return 0 if trainer is None else trainer.local_rank
+        trainer: TrainerLike | None = self.__dict__["_trainer"]
+        if trainer is None:
+            return 0
+        return trainer.local_rank
 
     @property
-    def logger(self) -> Any:
+    def logger(self) -> LoggerLike:
         """The first logger, or None."""
-        trainer = self.__dict__["_trainer"]
-        return None if trainer is None else trainer.logger
+        trainer: TrainerLike | None = self.__dict__["_trainer"]
+        if trainer is None:
+            return None
+        return trainer.logger
 
     @property
-    def loggers(self) -> list[Any]:
+    def loggers(self) -> list[LoggerLike]:
         """All loggers."""
-        trainer = self.__dict__["_trainer"]
-        return [] if trainer is None else trainer.loggers
+        trainer: TrainerLike | None = self.__dict__["_trainer"]
+        if trainer is None:
+            return []
+        return trainer.loggers
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(
+        self, data: Nested, group: object = None, sync_grads: bool = False
+    ) -> Nested:
         """Stack tensors over the data ranks: (ranks, *shape); with one rank unchanged. Every rank must call it."""
         if group is not None:
             raise ConfigurationError(
@@ -369,7 +406,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     def clip_gradients(
         self,
-        optimizer: Any,
+        optimizer: Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
@@ -381,26 +418,27 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             optimizer, gradient_clip_val, gradient_clip_algorithm
         )
 
-    def toggle_optimizer(self, optimizer: Any) -> None:
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
         if "_toggled" in self.__dict__:
             raise ConfigurationError(
                 "an optimizer is already toggled", fix="call untoggle_optimizer first"
             )
         enabled = _collect_parameters([optimizer])
+        # Each parameter's own setting is recorded: a frozen one stays frozen after the toggle.
         parameters = _collect_parameters(self.trainer.optimizers)
         self.__dict__["_toggled"] = [(p, p.requires_grad) for p in parameters]
         for parameter in parameters:
             requires_grad = parameter.requires_grad and parameter in enabled
             parameter.requires_grad_(requires_grad)
 
-    def untoggle_optimizer(self, optimizer: Any) -> None:
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
         """Undo `toggle_optimizer`."""
         for parameter, requires_grad in self.__dict__.pop("_toggled", ()):
             parameter.requires_grad_(requires_grad)
 
     @contextmanager
-    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
         """A context with `toggle_optimizer` at its start and `untoggle_optimizer` at its end."""
         self.toggle_optimizer(optimizer)
         try:
@@ -408,12 +446,12 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         finally:
             self.untoggle_optimizer(optimizer)
 
-    def freeze(self) -> Any:
+    def freeze(self: _Module) -> _Module:
         """Disable gradients of all parameters, and set evaluation mode; returns the module."""
         self.requires_grad_(False)
         return self.eval()
 
-    def unfreeze(self) -> Any:
+    def unfreeze(self: _Module) -> _Module:
         """Enable gradients of all parameters, and set training mode; returns the module."""
         self.requires_grad_(True)
         return self.train()
@@ -423,9 +461,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     @classmethod_only
     def load_from_checkpoint(
         cls,
-        checkpoint_path: Any,
+        checkpoint_path: str | PathLike[str],
         map_location: Any = None,
-        hparams_file: Any = None,
+        hparams_file: str | PathLike[str] | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
@@ -444,39 +482,39 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
                 cannot read is refused in any case.
             kwargs: constructor arguments; they take precedence over the checkpoint's.
         """
+        # Only that hook sees more of the checkpoint than weights and hyperparameters: the rest is not read without it.
         overridden = cls.on_load_checkpoint is not ModuleHooks.on_load_checkpoint
         state = READERS.get("module")(checkpoint_path, whole=overridden)
         if hparams_file is not None:
             state["hyper_parameters"] = read_hparams(hparams_file)
         module = construct(cls, state["hyper_parameters"], kwargs)
+        # Before the weights: `configure_model` makes the layers that hold them, and the hook may add some.
         build_once(module)
         if overridden:
             module.on_load_checkpoint(state)
-        load_module_weights(
-            module,
-            state["state_dict"],
-            module.strict_loading if strict is None else strict,
-        )
-        return module if map_location is None else module.to(map_location)
+        if strict is None:
+            strict = module.strict_loading
+        load_module_weights(module, state["state_dict"], strict)
+        if map_location is None:
+            return module
+        return module.to(map_location)
 
     def to_onnx(
-        self, file_path: Any = None, input_sample: Any = None, **kwargs: Any
+        self, file_path: Any = None, input_sample: Nested = None, **kwargs: Any
     ) -> Any:
         """Export through ``torch.onnx.export``, with ``example_input_array`` unless a sample is given."""
         sample = self._sample(input_sample, "input_sample")
+        # A tuple is a list of arguments, and anything else the only one.
+        if not isinstance(sample, tuple):
+            sample = (sample,)
         with torch.no_grad(), _evaluated(self):
-            return torch.onnx.export(
-                self,
-                sample if isinstance(sample, tuple) else (sample,),
-                file_path,
-                **kwargs,
-            )
+            return torch.onnx.export(self, sample, file_path, **kwargs)
 
     def to_torchscript(
         self,
-        file_path: Any = None,
+        file_path: str | PathLike[str] | None = None,
         method: str = "script",
-        example_inputs: Any = None,
+        example_inputs: Nested = None,
         **kwargs: Any,
     ) -> Any:
         """Convert the module to TorchScript, in evaluation mode; new code should use ``torch.export``.
@@ -494,11 +532,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             raise ConfigurationError(
                 'method is "script" or "trace"', found=f"method={method!r}"
             )
-        sample = (
-            None
-            if method == "script"
-            else self._sample(example_inputs, "example_inputs")
-        )
+        # Before the module is changed: without inputs, a trace is refused.
+        sample = None
+        if method == "trace":
+            sample = self._sample(example_inputs, "example_inputs")
+        # torch's functions have no annotations.
         jit: Any = torch.jit
         with torch.no_grad(), _evaluated(self), _without_run(self):
             if method == "script":
@@ -509,8 +547,10 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             jit.save(converted, str(file_path))
         return converted
 
-    def _sample(self, given: Any, name: str) -> Any:
-        sample = self.example_input_array if given is None else given
+    def _sample(self, inputs: Nested, name: str) -> Nested:
+        sample = inputs
+        if sample is None:
+            sample = self.example_input_array
         if sample is None:
             raise ConfigurationError(
                 "the export needs an example input",
@@ -518,10 +558,12 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             )
         return sample
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
-        state["_trainer"] = None  # a copy of the module is not a copy of the run
-        state.pop("log", None)  # a compiled run overrides the method on the instance
+        # A copy of the module is not a copy of the run.
+        state["_trainer"] = None
+        # A compiled run overrides the method on the instance.
+        state.pop("log", None)
         return state
 
 
@@ -535,6 +577,7 @@ def build_once(module: Any) -> None:
 @contextmanager
 def _evaluated(module: nn.Module) -> Iterator[None]:
     """Set evaluation mode inside the context; afterwards restore the mode of each submodule."""
+    # Not ``train()`` at the end, which would also change submodules that were in evaluation mode before.
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
@@ -566,7 +609,7 @@ def _without_run(module: TrainModule) -> Iterator[None]:
             state.update(values)
 
 
-def _collect_parameters(optimizers: Iterable[Any]) -> set[nn.Parameter]:
+def _collect_parameters(optimizers: Iterable[Optimizer]) -> set[nn.Parameter]:
     parameters: set[nn.Parameter] = set()
     for optimizer in optimizers:
         for group in optimizer.param_groups:

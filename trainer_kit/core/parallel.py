@@ -18,6 +18,7 @@ def is_divided(module: nn.Module) -> bool:
         >>> is_divided(nn.Linear(1, 1))
         False
     """
+    # By attributes, since neither DTensor nor DeepSpeed is imported for the question.
     return any(
         hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id")
         for parameter in module.parameters()
@@ -71,7 +72,7 @@ class ParallelPlan:
         False
     """
 
-    tensor: Mapping[str, Any] | str | None = None
+    tensor: Mapping[str, object] | str | None = None
     sequence_parallel: bool = False
     loss_parallel: bool = False
     context: ContextPlan | None = None

@@ -58,9 +58,12 @@ class Progress:
         # Everything is checked before anything is changed.
         for field in fields(self):
             value = state.get(field.name, 0)
+            types: tuple[type, ...] = (int,)
+            if field.name == "seconds":
+                types = (int, float)
             # ``type``, not isinstance: True is an int too.
-            types = (int, float) if field.name == "seconds" else (int,)
-            if type(value) not in types or not 0 <= value < 2**63:
+            is_count = type(value) in types and 0 <= value < 2**63
+            if not is_count:
                 raise ValueError(f"{field.name}={value!r} is not a count")
         for name in self.state_dict().keys() & state.keys():
             setattr(self, name, state[name])
@@ -121,6 +124,7 @@ class Duration:
                 f"unknown unit {self.unit!r} of a duration",
                 fix="use one of: ep, ba, st, sp, tok, s, min, h, d, dur",
             )
+        # Not ``value < 0``, which is false for NaN.
         if not self.value >= 0 or self.value == float("inf"):
             raise DurationError(
                 "a duration is a finite number, zero or more",
@@ -165,6 +169,7 @@ class Duration:
             return cls(length.total_seconds(), "s")
         if isinstance(length, Mapping):
             return cls(_seconds(length), "s")
+        # True is an int, and a switch where a length belongs is a mistake.
         if isinstance(length, bool) or not isinstance(length, (int, float, str)):
             raise DurationError(
                 "a duration must be a string with a unit, or a number",
@@ -181,17 +186,10 @@ class Duration:
             return cls(_whole(length, unit), unit)
         if clock := _CLOCK.fullmatch(length):
             days, hours, minutes, seconds = map(int, clock.groups())
-            return cls(
-                _seconds(
-                    {
-                        "days": days,
-                        "hours": hours,
-                        "minutes": minutes,
-                        "seconds": seconds,
-                    }
-                ),
-                "s",
-            )
+            length_in_seconds = timedelta(
+                days=days, hours=hours, minutes=minutes, seconds=seconds
+            ).total_seconds()
+            return cls(length_in_seconds, "s")
         match = _PATTERN.fullmatch(length.lower())
         if match is None:
             raise DurationError(
@@ -199,7 +197,8 @@ class Duration:
                 found=repr(length),
                 fix='write "3ep", "5000ba", "1e9tok", "2h", "00:02:00:00", "0.3dur"',
             )
-        number, name = float(match[1].replace("_", "")), match[2]
+        number = float(match[1].replace("_", ""))
+        name = match[2]
         abbreviation = _ABBREVIATIONS.get(name)
         if abbreviation is not None:
             raise DurationError(
@@ -233,4 +232,7 @@ def _seconds(parts: Mapping[str, float]) -> float:
 
 
 def _whole(number: float, unit: str) -> int | float:
-    return int(number) if unit not in ("s", "dur") and number % 1 == 0 else number
+    """An int where the unit is counted and the number is whole: 1e6 samples are 1000000."""
+    if unit in ("s", "dur") or number % 1 != 0:
+        return number
+    return int(number)

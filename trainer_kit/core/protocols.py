@@ -6,16 +6,28 @@ are abstract classes: `trainer_kit.strategies.strategy` and `trainer_kit.precisi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.location import Location
 from trainer_kit.core.progress import Duration, Progress
+from trainer_kit.core.types import (
+    Batch,
+    DataModuleLike,
+    Loaders,
+    LoggerLike,
+    MetricValue,
+    Nested,
+    StepOutput,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "ActsAtIntervals",
@@ -33,6 +45,13 @@ __all__ = [
     "StopsEarly",
     "TrainerLike",
 ]
+
+_T = TypeVar("_T")
+# Classes of packages above this one, which it must not import. Callbacks and modules use all of their members, so a
+# protocol here would repeat the whole class.
+StrategyLike: TypeAlias = Any
+PrecisionLike: TypeAlias = Any
+CallbackLike: TypeAlias = Any
 
 
 @runtime_checkable
@@ -59,28 +78,28 @@ class MicroSteps(Protocol):
     """The index of the first one in its epoch."""
     started: int
     """The number of optimizer steps completed before this window."""
-    batch: Any
-    earlier: Any
+    batch: Batch
+    earlier: Batch
     """The last batch of this rank before its padding batches."""
-    outputs: Any
+    outputs: StepOutput
     contributed: bool
 
     def begin(self, index: int) -> None:
         """Move the batch and call ``on_train_batch_start``."""
 
-    def forward(self, index: int) -> Any | None:
+    def forward(self, index: int) -> Tensor | None:
         """Run the user's step; returns the weighted and scaled loss, or None if the step returned none."""
 
-    def backward(self, index: int, loss: Any) -> None:
+    def backward(self, index: int, loss: Tensor) -> None:
         """Run backward, with its hooks."""
 
     def end(self, index: int) -> None:
         """Count the batch; call ``on_train_batch_end``, except for the last: its hook follows the optimizer step."""
 
-    def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:
+    def turn_to(self, index: int, batch: Batch, outputs: StepOutput = None) -> None:
         """Make a micro-batch that has begun the current one, for strategies that interleave several."""
 
-    def dry_run(self, batch: Any, index: int) -> Any:
+    def dry_run(self, batch: Batch, index: int) -> StepOutput:
         """Run the user's step on a batch without hooks and without logging."""
 
     @property
@@ -98,7 +117,7 @@ class Group(Protocol):
     size: int
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ProcessGroup | None:
         """The torch process group; None for one process, or if another library exchanges the tensors."""
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -107,10 +126,10 @@ class Group(Protocol):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack over the ranks: shape (size, *tensor.shape)."""
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: _T) -> list[_T]:
         """Gather one small picklable value from every rank, in rank order."""
 
-    def gather_object(self, value: Any) -> list[Any] | None:
+    def gather_object(self, value: _T) -> list[_T] | None:
         """Gather one picklable value from every rank on rank 0, in rank order; None on the others."""
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
@@ -122,7 +141,7 @@ class Group(Protocol):
     def agree(self, values: list[float]) -> list[list[float]]:
         """Gather a few numbers of every rank, one row per rank, on a CPU group, so that no device is synchronised."""
 
-    def side_group(self, recreate: bool = False) -> Any:
+    def side_group(self, recreate: bool = False) -> ProcessGroup | None:
         """A torch group of the same processes for CPU tensors, used for control traffic and never by training.
 
         The first call is collective. None for one process.
@@ -173,7 +192,7 @@ class DrawsProgress(Protocol):
     def is_drawn(self) -> bool:
         """Whether a line is on the screen."""
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: object, **kwargs: Any) -> None:
         """Print without tearing the line."""
 
 
@@ -233,7 +252,7 @@ class ModuleLike(Protocol):
     def log(self) -> Callable[..., None]:
         """``log(name, value, **options)``, as in a `TrainModule`."""
 
-    def parameters(self, recurse: bool = True) -> Any: ...
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
     def __getattr__(self, name: str) -> Any: ...
 
 
@@ -241,18 +260,18 @@ class TrainerLike(Protocol):
     """A ``Trainer`` as modules and callbacks see it: its state, and the calls that change a run."""
 
     should_stop: bool
-    datamodule: Any
-    train_dataloader: Any
-    val_dataloaders: Any
-    test_dataloaders: Any
-    predict_dataloaders: Any
+    datamodule: DataModuleLike
+    train_dataloader: Loaders
+    val_dataloaders: Loaders
+    test_dataloaders: Loaders
+    predict_dataloaders: Loaders
 
     @property
     def progress(self) -> Progress: ...
     @property
-    def strategy(self) -> Any: ...
+    def strategy(self) -> StrategyLike: ...
     @property
-    def precision_plugin(self) -> Any: ...
+    def precision_plugin(self) -> PrecisionLike: ...
     @property
     def default_root_dir(self) -> str: ...
     @property
@@ -296,15 +315,15 @@ class TrainerLike(Protocol):
     @property
     def global_step(self) -> int: ...
     @property
-    def callbacks(self) -> list[Any]: ...
+    def callbacks(self) -> list[CallbackLike]: ...
     @property
-    def checkpoint_callback(self) -> Any: ...
+    def checkpoint_callback(self) -> CallbackLike: ...
     @property
-    def early_stopping_callback(self) -> Any: ...
+    def early_stopping_callback(self) -> CallbackLike: ...
     @property
-    def loggers(self) -> list[Any]: ...
+    def loggers(self) -> list[LoggerLike]: ...
     @property
-    def logger(self) -> Any: ...
+    def logger(self) -> LoggerLike: ...
     @property
     def lightning_module(self) -> Any: ...
     @property
@@ -390,17 +409,19 @@ class TrainerLike(Protocol):
         ``measure`` is called with the samples and the weight of the next micro-batch, and sets the number.
         """
 
-    def print(self, *values: Any, **options: Any) -> None:
+    def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0, without tearing the progress bar."""
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(
+        self, metrics: Mapping[str, MetricValue], step: int | None = None
+    ) -> None:
         """Send values to every logger, on rank 0; this reads tensors, which is a sync point."""
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None: ...
     def clip_gradients(
-        self, optimizer: Any, value: float | None, algorithm: str | None
+        self, optimizer: Optimizer, value: float | None, algorithm: str | None
     ) -> None: ...
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Nested, sync_grads: bool = False) -> Nested:
         """Stack tensors in ``data`` over the data ranks. Every rank must call it."""
 
     def save_checkpoint(

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final, overload
 
 from trainer_kit.core.errors import RegistryError, did_you_mean
+from trainer_kit.core.types import Function
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["LOGGERS", "OPTIMIZERS", "PRECISIONS", "READERS", "STRATEGIES", "Registry"]
 
 _Target = TypeVar("_Target")
+_RegistryTarget: TypeAlias = Any
+"""A class or factory of any kind, or the string from which it is imported."""
 
 
 @final
@@ -45,13 +48,13 @@ class Registry:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.group = (
-            f"trainer_kit.{kind[:-1] + 'ies' if kind.endswith('y') else kind + 's'}"
-        )
-        self._targets: dict[str, Any] = {}
-        self._own: dict[
-            str, str
-        ] = {}  # the library's defaults; names that users register take precedence
+        kinds = f"{kind}s"
+        if kind.endswith("y"):
+            kinds = f"{kind[:-1]}ies"
+        self.group = f"trainer_kit.{kinds}"
+        self._targets: dict[str, _RegistryTarget] = {}
+        # The library's defaults, apart from the targets: names that users register take precedence.
+        self._defaults: dict[str, str] = {}
 
     @overload
     def register(
@@ -59,11 +62,11 @@ class Registry:
     ) -> Callable[[_Target], _Target]: ...
     @overload
     def register(
-        self, name: str, target: Callable[..., Any] | str, *, overwrite: bool = False
+        self, name: str, target: Function | str, *, overwrite: bool = False
     ) -> None: ...
     def register(
-        self, name: str, target: Any = None, *, overwrite: bool = False
-    ) -> Any:
+        self, name: str, target: _RegistryTarget = None, *, overwrite: bool = False
+    ) -> Callable[[_Target], _Target] | None:
         """Register ``target`` under a name; without a target, return a decorator that does.
 
         Args:
@@ -86,17 +89,17 @@ class Registry:
 
     def supply(self, name: str, target: str) -> None:
         """Set the default target of a name; a target that a user registers, earlier or later, takes precedence."""
-        self._own[name] = target
+        self._defaults[name] = target
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> _RegistryTarget:
         """The target of ``name``, imported on first use.
 
         Raises:
             RegistryError: the name is not registered, two packages register it, or its import failed.
         """
         if name not in self._targets:
-            if name in self._own:
-                self._targets[name] = self._own[name]
+            if name in self._defaults:
+                self._targets[name] = self._defaults[name]
             else:
                 self._targets[name] = self._load_entry_point(name)
         target = self._targets[name]
@@ -111,16 +114,16 @@ class Registry:
         from importlib.metadata import entry_points
 
         installed = [entry.name for entry in entry_points(group=self.group)]
-        return sorted({*self._targets, *self._own, *installed})
+        return sorted({*self._targets, *self._defaults, *installed})
 
-    def _add(self, name: str, target: Any, overwrite: bool) -> None:
+    def _add(self, name: str, target: _RegistryTarget, overwrite: bool) -> None:
         if isinstance(target, str) and not all(target.partition(":")):
             raise RegistryError(
                 f"{self.kind} {name!r} cannot be imported from this string",
                 found=repr(target),
                 fix='write "package.module:Name"',
             )
-        registered = self._targets.get(name, self._own.get(name))
+        registered = self._targets.get(name, self._defaults.get(name))
         if registered is not None and not overwrite:
             raise RegistryError(
                 f"the {self.kind} name {name!r} is already registered",
@@ -129,26 +132,27 @@ class Registry:
             )
         self._targets[name] = target
 
-    def _import(self, name: str, target: str) -> Any:
+    def _import(self, name: str, target: str) -> object:
         module, _, attribute = target.partition(":")
         try:
-            imported: Any = importlib.import_module(module)
+            imported: object = importlib.import_module(module)
             for member in attribute.split("."):
                 imported = getattr(imported, member)
         except Exception as error:
+            # Whatever a package's import raises.
             raise RegistryError(
                 f"{self.kind} {name!r} could not be imported",
                 found=f"{target}: {type(error).__name__}: {error}",
             ) from error
         return imported
 
-    def _load_entry_point(self, name: str) -> Any:
+    def _load_entry_point(self, name: str) -> object:
         from importlib.metadata import entry_points
 
-        entries = {
-            (entry.value, _package(entry)): entry
-            for entry in entry_points(group=self.group, name=name)
-        }
+        # By value and package: a package that is installed twice on the path is one.
+        entries = {}
+        for entry in entry_points(group=self.group, name=name):
+            entries[entry.value, _package(entry)] = entry
         if not entries:
             raise self._unregistered(name)
         if len(entries) > 1:
@@ -170,12 +174,14 @@ class Registry:
 
     def _unregistered(self, name: str) -> RegistryError:
         names = self.names()
-        found = "no name is registered"
-        fix = None
-        if names:
-            found = f"the names are {', '.join(names)}"
-            fix = did_you_mean(name, names)
-        return RegistryError(f"no {self.kind} is called {name!r}", found=found, fix=fix)
+        problem = f"no {self.kind} is called {name!r}"
+        if not names:
+            return RegistryError(problem, found="no name is registered")
+        return RegistryError(
+            problem,
+            found=f"the names are {', '.join(names)}",
+            fix=did_you_mean(name, names),
+        )
 
 
 def _package(entry: EntryPoint) -> str:
@@ -184,7 +190,7 @@ def _package(entry: EntryPoint) -> str:
     return entry.value.partition(".")[0]
 
 
-def _describe(target: Any) -> str:
+def _describe(target: object) -> str:
     if hasattr(target, "__qualname__"):
         return f"{target.__module__}:{target.__qualname__}"
     return repr(target)

@@ -7,12 +7,13 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.types import StateDict
 
 __all__ = [
     "order_seed",
@@ -24,6 +25,10 @@ __all__ = [
     "swap_last_seed",
 ]
 
+_GeneratorModule: TypeAlias = Any
+"""A module with ``get_rng_state(device)`` and ``set_rng_state(state, device)``."""
+_MERSENNE_WORDS: Final = 624
+"""The words of the state of NumPy's generator."""
 _last_seed: int | None = None
 
 
@@ -86,7 +91,9 @@ def order_seed() -> int:
     ``torch.manual_seed``, or drawn from the system. Ranks may differ; the caller uses that of rank 0.
     """
     # torch draws 64 bits if nothing was seeded; the value is written to JSON, where 63 bits are portable.
-    return torch.initial_seed() % 2**63 if _last_seed is None else _last_seed
+    if _last_seed is None:
+        return torch.initial_seed() % 2**63
+    return _last_seed
 
 
 def swap_last_seed(seed: int | None) -> int | None:
@@ -97,10 +104,11 @@ def swap_last_seed(seed: int | None) -> int | None:
     return previous
 
 
-def rng_state(device: torch.device | None = None) -> dict[str, Any]:
+def rng_state(device: torch.device | None = None) -> StateDict:
     """The state of every global generator: Python, NumPy, torch on the CPU and on ``device``."""
+    # The legacy form has no nested dictionaries: it is what `restore_rng` checks.
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
+    state: StateDict = {
         "python": random.getstate(),
         "numpy": (name, keys, position, has_gauss, cached),
         "torch": torch.get_rng_state(),
@@ -110,7 +118,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
     return state
 
 
-def _generators(device: torch.device) -> Any:
+def _generators(device: torch.device) -> _GeneratorModule:
     """The module with an accelerator's generator; for XLA a module of torch_xla, whose state is a number."""
     if device.type != "xla":
         return torch.get_device_module(device)
@@ -119,20 +127,24 @@ def _generators(device: torch.device) -> Any:
     return xla_model
 
 
-def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> None:
+def restore_rng(state: StateDict, device: torch.device | None = None) -> None:
     """Restore the result of `rng_state`; generators missing from it are not changed."""
     if "python" in state:
         version, internal, gauss = state["python"]
+        # ``setstate`` takes the words only as a tuple, and a checkpoint may hold a list.
         random.setstate((version, tuple(internal), gauss))
     if "numpy" in state:
         position = state["numpy"][2]
-        if not 0 <= position <= 624:  # NumPy would read beyond its 624 words
+        # NumPy does not check it, and would read beyond the end of its words.
+        if not 0 <= position <= _MERSENNE_WORDS:
             raise ValueError(f"a Mersenne Twister has no position {position}")
         np.random.set_state(tuple(state["numpy"]))
+    # torch takes the states of all its generators as tensors on the CPU, and a load may have moved them.
     if "torch" in state:
         torch.set_rng_state(state["torch"].cpu())
     if "device" in state and device is not None and device.type != "cpu":
         device_state = state["device"]
+        # XLA's is a number.
         if isinstance(device_state, torch.Tensor):
             device_state = device_state.cpu()
         _generators(device).set_rng_state(device_state, device)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import chain
-from typing import Any, Final
+from types import FunctionType
+from typing import Final
 
 from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
+from trainer_kit.core.types import Function
 
 __all__ = ["check_hooks", "check_names", "check_overrides", "leave_out", "takes"]
 
@@ -27,7 +29,7 @@ _FORMER = {
     "test_step_end": "on_test_batch_end",
 }
 
-_OURS: Final = "trainer_kit."
+_PACKAGE: Final = "trainer_kit."
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _CALLED_BY_USERS: Final = frozenset({"log", "log_dict"})
 """Names that a user's class may use for other methods."""
@@ -46,8 +48,9 @@ def check_names(cls: type, *specifications: type) -> None:
         HookError: the message has the closest known name.
     """
     hooks = _hooks(specifications)
-    for name, method in vars(cls).items():
-        if not inspect.isfunction(method) or name in hooks or name in _FORMER:
+    for name in _functions(cls):
+        # Former hooks are left to `check_hooks`, which knows whether the class's own code calls them.
+        if name in hooks or name in _FORMER:
             continue
         if not name.startswith("on_") and not name.endswith("_step"):
             continue
@@ -73,16 +76,18 @@ def check_hooks(cls: type, *specifications: type) -> None:
         HookError: the message has the closest known name, or the expected parameters.
     """
     hooks = _hooks(specifications)
-    overridden: set[str] = set()  # names that a subclass of the current base defines
+    # Names that a subclass of the current base defines: the base's own method is then never called as a hook.
+    overridden: set[str] = set()
     users = [
         base
         for base in cls.__mro__
-        if issubclass(base, specifications) and not base.__module__.startswith(_OURS)
+        if issubclass(base, specifications) and not base.__module__.startswith(_PACKAGE)
     ]
     # A class may use the name of a removed hook for a method that its own code calls.
     called: set[str] = set()
     for base in users:
         for method in _functions(base).values():
+            # Without its own name: ``super().on_epoch_end()`` inside it is no call by other code.
             called.update(set(method.__code__.co_names) - {method.__name__})
     for base in users:
         for name, method in _functions(base).items():
@@ -97,14 +102,14 @@ def check_hooks(cls: type, *specifications: type) -> None:
         overridden |= vars(base).keys()
 
 
-def _functions(cls: type) -> dict[str, Any]:
+def _functions(cls: type) -> dict[str, FunctionType]:
     """The functions that the body of a class defines."""
     members = vars(cls).items()
     return {name: value for name, value in members if inspect.isfunction(value)}
 
 
-def _hooks(specifications: Collection[type]) -> dict[str, Callable[..., Any]]:
-    functions: dict[str, Callable[..., Any]] = {}
+def _hooks(specifications: Collection[type]) -> dict[str, FunctionType]:
+    functions: dict[str, FunctionType] = {}
     for specification in specifications:
         functions.update(_functions(specification))
     return {
@@ -123,12 +128,13 @@ def _no_hook(cls: type, name: str, fix: str) -> HookError:
 
 
 def _check_parameters(
-    cls: type, name: str, method: Callable[..., Any], hook: Callable[..., Any]
+    cls: type, name: str, method: FunctionType, hook: FunctionType
 ) -> None:
     expected = list(inspect.signature(hook).parameters.values())
     required = [
         parameter for parameter in expected if parameter.default is parameter.empty
     ]
+    # A hook may leave out what the specification has a default for, such as ``dataloader_idx``.
     if not (takes(method, len(expected)) or takes(method, len(required))):
         raise HookError(
             f"{cls.__name__}.{name} has the wrong parameters",
@@ -138,6 +144,7 @@ def _check_parameters(
 
 
 def _nearest(name: str, known: Collection[str]) -> str | None:
+    # Closer than difflib's default of 0.6: a class may have methods with similar names of its own.
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
     if not near:
         return None
@@ -159,13 +166,14 @@ def _fix_for(name: str, hooks: Collection[str]) -> str | None:
     return did_you_mean(name.replace("_val_", "_validation_"), candidates)
 
 
-def takes(method: Callable[..., Any], count: int) -> bool:
+def takes(method: Function, count: int) -> bool:
     """Whether ``method`` can be called with ``count`` positional arguments."""
     try:
         inspect.signature(method).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # a builtin that hides its signature
+    except ValueError:
+        # A builtin that hides its signature: its call shows whether it fits.
         return True
     return True
 
@@ -188,12 +196,14 @@ def check_overrides(cls: type, root: type) -> None:
     bases = [
         base for base in cls.__mro__ if issubclass(base, root) and base is not root
     ]
-    shipped = [base for base in bases if base.__module__.startswith(_OURS)]
+    shipped = [base for base in bases if base.__module__.startswith(_PACKAGE)]
     if not shipped or bases == shipped:
         return
     refused: dict[str, str] = {}
+    # From the root on: a class may refuse a method in other words than its base.
     for base in reversed([*shipped, root]):
         refused.update(vars(base).get("never_called", {}))
+    # `_abc_impl` belongs to Python: every abstract class has it.
     private = {
         name
         for name in chain.from_iterable(map(vars, shipped))
@@ -218,7 +228,7 @@ def check_overrides(cls: type, root: type) -> None:
             )
 
 
-def leave_out(callback: Any, hook: str, owner: type) -> None:
+def leave_out(callback: object, hook: str, owner: type) -> None:
     """Disable a hook in which ``owner`` has nothing to do, so that the bus skips it, unless a subclass overrides it."""
     if getattr(type(callback), hook) is getattr(owner, hook):
         setattr(callback, hook, getattr(super(owner, callback), hook))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+
+from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = [
     "load_module_weights",
@@ -49,50 +51,58 @@ def uncompiled(module: _Object) -> _Object:
         (True, True)
     """
     # A module whose constructor has not called that of nn.Module has no `_modules`.
-    inner: Any = None
     if isinstance(module, nn.Module):
-        inner = vars(module).get("_modules", {}).get(_COMPILED)
-    return module if inner is None else inner
+        inner: _Object | None = vars(module).get("_modules", {}).get(_COMPILED)
+        if inner is not None:
+            return inner
+    return module
 
 
-def without_wrappers(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_wrappers(state: SavedState) -> SavedState:
     """A state with the names that the model has without wrappers; the same object if no name changes."""
-    return _renamed(
-        state, {name: state_name(name) for name in state if isinstance(name, str)}
-    )
+    return _renamed(state, _plain_names(state))
 
 
-def plain_state(module: nn.Module) -> dict[str, Any]:
+def _plain_names(state: SavedState) -> dict[str, str]:
+    # A file may have keys of any type, which are no names.
+    return {name: state_name(name) for name in state if isinstance(name, str)}
+
+
+def plain_state(module: nn.Module) -> StateDict:
     """``module.state_dict()`` with the names that the module has without wrappers."""
     return dict(without_wrappers(module.state_dict()))
 
 
-def names_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def names_in(module: nn.Module, state: SavedState) -> SavedState:
     """A state with the names that ``module.load_state_dict`` expects, from names with or without wrappers."""
-    names = {name: state_name(name) for name in state if isinstance(name, str)}
+    names = _plain_names(state)
+    # torch's checkpoint wrapper adds its name in a load by itself; a compiled module does not.
     if any(_COMPILED in submodule._modules for submodule in module.modules()):
         expected = {state_name(name): name for name in module.state_dict()}
         names = {name: expected.get(plain, plain) for name, plain in names.items()}
     return _renamed(state, names)
 
 
-def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+def _renamed(state: SavedState, names: Mapping[str, str]) -> SavedState:
     if all(name == other for name, other in names.items()):
         return state
-    renamed = OrderedDict(
-        (names.get(name, name), value) for name, value in state.items()
-    )
-    metadata = getattr(state, "_metadata", None)  # versions of modules, by their names
+    renamed = OrderedDict()
+    for name, value in state.items():
+        renamed[names.get(name, name)] = value
+    # torch attaches the versions of modules, by their names, and loads states of older versions by them.
+    metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        plain = {
-            state_name(f"{name}.")[:-1]: version for name, version in metadata.items()
-        }
-        renamed._metadata = {**metadata, **plain}  # type: ignore[attr-defined]
+        versions = dict(metadata)
+        for name, version in metadata.items():
+            plain_name = state_name(f"{name}.")[:-1]
+            versions[plain_name] = version
+        # The attribute is torch's, on a dictionary of the standard library.
+        renamed._metadata = versions  # type: ignore[attr-defined]
     return renamed
 
 
 def load_module_weights(
-    module: nn.Module, state: Mapping[str, Any], strict: bool, **options: Any
+    module: nn.Module, state: SavedState, strict: bool, **options: bool
 ) -> None:
     """``module.load_state_dict``; without ``strict`` a warning names what is not loaded.
 
@@ -106,6 +116,7 @@ def load_module_weights(
         RuntimeError: torch's own, for other shapes, and for other names with ``strict``.
     """
     result = module.load_state_dict(names_in(module, state), strict=strict, **options)
+    # None from a module whose ``load_state_dict`` returns nothing.
     if not strict and result is not None:
         missing, unexpected = (list(map(state_name, names)) for names in result)
         report_differences(missing, unexpected)

@@ -38,4 +38,5 @@ def thread_frames(thread: int | None) -> list[FrameType]:
     # KeyError: there is no such thread. AttributeError: None is around the outermost frame, and has no f_back.
     with suppress(KeyError, AttributeError):
         frames.extend(accumulate(chain(innermost, repeat("f_back")), getattr))
+    # The last one is that None.
     return frames[:-1]

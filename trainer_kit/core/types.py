@@ -18,6 +18,8 @@ __all__ = [
     "Keywords",
     "LRSchedulerLike",
     "Loaders",
+    "LoggerLike",
+    "MetricValue",
     "Nested",
     "ParamGroup",
     "SavedState",
@@ -48,6 +50,10 @@ Nested: TypeAlias = Any
 """A tensor or other leaf, or mappings, sequences and dataclasses of such values, as `map_leaves` walks them."""
 Loaders: TypeAlias = Any
 """A loader of the user, or loaders in nested lists and dicts, as `Trainer.fit` takes them; any iterable is a loader."""
+MetricValue: TypeAlias = Any
+"""What ``log`` takes: a number, a tensor of one element, or a metric object with ``compute()``."""
+LoggerLike: TypeAlias = Any
+"""A logger of this library or another, or a user's; `trainer_kit.core.protocols.Logger` has what is required."""
 DataModuleLike: TypeAlias = Any
 """A `DataModule`, or an object with some methods of `DataHooks`; the library calls those that exist. None: not used."""
 

@@ -28,7 +28,9 @@ class YamlProblem(Exception):
 
     def __init__(self, line: int, reason: str, too_much: bool = False) -> None:
         super().__init__(reason)
-        self.line, self.reason, self.too_much = line, reason, too_much
+        self.line = line
+        self.reason = reason
+        self.too_much = too_much
 
 
 def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml.Event]:
@@ -61,19 +63,18 @@ def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml
             size.add(event)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        problem = (error.problem or error.context or "cannot be read").replace(
-            "\n", " "
-        )
-        raise YamlProblem(1 if mark is None else mark.line + 1, problem) from None
+        line = 1
+        if mark is not None:
+            line = mark.line + 1
+        problem = error.problem or error.context or "cannot be read"
+        raise YamlProblem(line, problem.replace("\n", " ")) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlProblem(
             line, f"character {chr(error.character)!r} cannot be in YAML"
         ) from None
-    except (
-        ValueError,
-        OverflowError,
-    ) as error:  # an escape of a character code that does not exist
+    except (ValueError, OverflowError) as error:
+        # An escape of a character code that does not exist.
         raise YamlProblem(1, f"cannot be read: {error}") from None
     return events
 
@@ -102,9 +103,9 @@ def guarded_root(
     import yaml
 
     for event in guarded_events(text, most, deepest):
-        if isinstance(
-            event, (yaml.ScalarEvent, yaml.CollectionStartEvent)
-        ) and event.tag not in (tags or (event.tag,)):
+        if not isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)):
+            continue
+        if tags and event.tag not in tags:
             raise YamlProblem(_line(event), f"{event.tag}: tags are not read")
     roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     if len(roots) > 1:
@@ -112,11 +113,15 @@ def guarded_root(
             roots[1].start_mark.line + 1,
             "a second document begins here; a configuration has one",
         )
-    return roots[0] if roots else None
+    if not roots:
+        return None
+    return roots[0]
 
 
 def _line(event: yaml.Event) -> int:
-    return 1 if event.start_mark is None else event.start_mark.line + 1
+    if event.start_mark is None:
+        return 1
+    return event.start_mark.line + 1
 
 
 @final
@@ -124,7 +129,9 @@ class _Sizes:
     """Counts the values in each open collection and each anchor."""
 
     def __init__(self, most: int, deepest: int) -> None:
-        self.most, self.deepest = most, deepest
+        self.most = most
+        self.deepest = deepest
+        # The size of each anchor that is complete; of each open collection, its anchor and its size so far.
         self.anchors: dict[str, int] = {}
         self.open: list[tuple[str | None, int]] = []
 
@@ -139,7 +146,8 @@ class _Sizes:
 
         line = _line(event)
         if isinstance(event, yaml.DocumentStartEvent):
-            self.anchors.clear()  # an alias refers to an anchor in the same document
+            # An alias refers to an anchor in the same document.
+            self.anchors.clear()
         if (
             isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent))
             and event.anchor in self._names()
@@ -155,9 +163,11 @@ class _Sizes:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self.anchors:
                 raise YamlProblem(line, f"*{event.anchor} refers to nothing before it")
-            anchor, size = None, self.anchors[event.anchor]
+            anchor = None
+            size = self.anchors[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
-            anchor, size = event.anchor, 1 + len(event.value) // _LONG
+            anchor = event.anchor
+            size = 1 + len(event.value) // _LONG
         elif isinstance(event, yaml.CollectionEndEvent):
             anchor, size = self.open.pop()
         else:
