@@ -37,7 +37,7 @@ _ALLOWED = {
     ("checkpoint/deepspeed.py", "universal"): _VERB,
     ("data/feed.py", "_named(then)"): _LISTED,
     (
-        "data/place.py",
+        "data/source.py",
         "place.batch_size * place.size",
     ): "a size, not a count of batches",
     ("data/sizes.py", "' and '.join(map(str, rows[:4]))"): _LISTED,

@@ -130,7 +130,7 @@ def test_persistent_workers_with_the_accelerator() -> None:
 
 
 def test_other_persistent_workers_stay() -> None:
-    from trainer_kit.data.place import copied
+    from trainer_kit.data.source import copied
 
     plain: Any = DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
     moves: Any = DataLoader(Shuffled(), num_workers=1, persistent_workers=True)

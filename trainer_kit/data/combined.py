@@ -6,14 +6,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, zip_longest
-from typing import Any, Final, Literal, NamedTuple, final
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit.core.errors import CheckpointError, DataError, did_you_mean
+from trainer_kit.core.types import Batch, JsonObject, Loaders
 from trainer_kit.data.order import MISSING, derive_seed, length_of
-from trainer_kit.data.place import Place, Source, generator_states, restore_generators
+from trainer_kit.data.sizes import SizedBatch
+from trainer_kit.data.source import (
+    DividesItself,
+    ReadOptions,
+    Source,
+    SourceState,
+    generator_states,
+    restore_generators,
+)
 
 __all__ = [
     "MODES",
@@ -29,6 +38,11 @@ __all__ = [
     "spots_at",
 ]
 
+_T = TypeVar("_T")
+Opener: TypeAlias = Callable[[int, int], Iterator[Batch]]
+"""``open(turn, start)`` returns the batches of pass ``turn`` from batch ``start``."""
+Joiner: TypeAlias = Callable[[Sequence[Batch]], Batch]
+"""Returns one batch from each loader in the user's shape."""
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 MODES: Final[Mapping[str, str]] = {
     "min_size": "an epoch ends with the shortest",
@@ -44,9 +58,9 @@ class Leaf(NamedTuple):
 
     length: int | None
     """Batches per pass, None if unknown."""
-    open: Callable[[int, int], Iterator[Any]]
+    open: Opener
     """``open(turn, start)`` returns the batches of pass ``turn`` from batch ``start``."""
-    reread: Callable[[int, int], Iterator[Any]] | None = None
+    reread: Opener | None = None
     """Like ``open``, to read earlier batches again without recording the position."""
 
 
@@ -88,7 +102,7 @@ class CombinedLoader:
         (3, [{'a': 1, 'b': 4}, {'a': 2, 'b': 5}, {'a': 3, 'b': 4}])
     """
 
-    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+    def __init__(self, iterables: Loaders, mode: Mode = "min_size") -> None:
         if mode not in MODES:
             fix = did_you_mean(str(mode), MODES)
             raise DataError(
@@ -96,10 +110,12 @@ class CombinedLoader:
             )
         self.iterables = iterables
         self.mode = mode
-        self.flattened: list[Any]
-        self.flattened, self._spec = tree_flatten(
-            iterables, is_leaf=lambda node: not _is_node(node, iterables)
-        )
+        self.flattened: list[Loaders]
+
+        def is_leaf(node: object) -> bool:
+            return not _is_node(node, iterables)
+
+        self.flattened, self._spec = tree_flatten(iterables, is_leaf=is_leaf)
 
     def __len__(self) -> int:
         length = combined_length(
@@ -111,19 +127,19 @@ class CombinedLoader:
             )
         return length
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         leaves = [
             Leaf(length_of(loader), partial(_open_undivided, loader))
             for loader in self.flattened
         ]
         return combine(self.mode, leaves, self.join)
 
-    def join(self, parts: Iterable[Any]) -> Any:
+    def join(self, batches: Iterable[Batch]) -> Batch:
         """Return one batch from each loader in the shape of ``iterables``."""
-        return tree_unflatten(parts, self._spec)
+        return tree_unflatten(batches, self._spec)
 
 
-def _open_undivided(loader: Iterable[Any], turn: int, start: int) -> Iterator[Any]:
+def _open_undivided(loader: Iterable[Batch], turn: int, start: int) -> Iterator[Batch]:
     """Open a loader that is not divided among ranks."""
     iterator = iter(loader)
     if start:
@@ -131,7 +147,7 @@ def _open_undivided(loader: Iterable[Any], turn: int, start: int) -> Iterator[An
     return iterator
 
 
-def is_tree(loader: Any) -> bool:
+def is_tree(loader: object) -> bool:
     """Whether this is a container of loaders, rather than a loader or a list of batches.
 
     A mapping always is; a list or tuple is if it contains a loader.
@@ -148,18 +164,18 @@ def is_tree(loader: Any) -> bool:
     return _any_loader(islice(loader, 2))
 
 
-def read_together(loader: Any) -> Any:
+def read_together(loader: Loaders) -> Loaders:
     """Return a loader unchanged, and a container of loaders as a `CombinedLoader` that cycles, as in Lightning."""
     if is_tree(loader):
         return CombinedLoader(loader, "max_size_cycle")
     return loader
 
 
-def _any_loader(members: Iterable[Any]) -> bool:
+def _any_loader(members: Iterable[object]) -> bool:
     return any(_is_loader(member) or _holds_loader(member) for member in members)
 
 
-def _holds_loader(node: Any) -> bool:
+def _holds_loader(node: object) -> bool:
     if isinstance(node, Mapping):
         return _any_loader(node.values())
     if isinstance(node, (list, tuple)):
@@ -167,13 +183,12 @@ def _holds_loader(node: Any) -> bool:
     return False
 
 
-def _is_loader(node: Any) -> bool:
-    return isinstance(
-        node, (DataLoader, CombinedLoader, IterableDataset, Iterator, range)
-    )
+def _is_loader(node: object) -> bool:
+    kinds = (DataLoader, CombinedLoader, IterableDataset, Iterator, range)
+    return isinstance(node, kinds)
 
 
-def _is_node(node: Any, root: Any) -> bool:
+def _is_node(node: object, root: object) -> bool:
     # What the user passes as a list is a list of loaders; a list inside it may be a list of batches.
     if node is root and isinstance(root, (list, tuple)):
         return not root or any(isinstance(member, Iterable) for member in root)
@@ -219,7 +234,9 @@ def spots_at(
         elif start and length is None:
             return None
         else:
-            read = start if length is None else min(start, length)
+            read = start
+            if length is not None:
+                read = min(start, length)
             spots.append(Spot(0, read, over=read == length))
             start -= read
     return spots
@@ -228,10 +245,10 @@ def spots_at(
 def combine(
     mode: Mode,
     leaves: list[Leaf],
-    join: Callable[[Any], Any],
+    join: Joiner,
     start: int = 0,
     spots: Sequence[Spot] | None = None,
-) -> Iterator[Any]:
+) -> Iterator[Batch]:
     """Return the batches of several loaders from batch ``start``.
 
     If a rank has no share of a loader's last global batch (`MISSING`), ``max_size`` yields None for it,
@@ -261,20 +278,18 @@ def combine(
     return (_join_ended(batches, join) for batches in zip_longest(*iterators))
 
 
-def _open_leaf(leaf: Leaf, spot: Spot) -> Iterator[Any]:
+def _open_leaf(leaf: Leaf, spot: Spot) -> Iterator[Batch]:
     if spot.over:
         return iter(())
     return leaf.open(spot.turn, spot.batch)
 
 
-def _has_missing(batches: Iterable[Any]) -> bool:
+def _has_missing(batches: Iterable[Batch]) -> bool:
     # Not `MISSING in batches`: that would compare tensors.
     return any(batch is MISSING for batch in batches)
 
 
-def _until_shortest(
-    iterators: list[Iterator[Any]], join: Callable[[Any], Any]
-) -> Iterator[Any]:
+def _until_shortest(iterators: list[Iterator[Batch]], join: Joiner) -> Iterator[Batch]:
     for batches in zip(*iterators, strict=False):
         if _has_missing(batches):
             yield MISSING
@@ -282,16 +297,20 @@ def _until_shortest(
             yield join(batches)
 
 
-def _join_ended(batches: Sequence[Any], join: Callable[[Any], Any]) -> Any:
+def _join_ended(batches: Sequence[Batch], join: Joiner) -> Batch:
     if not _has_missing(batches):
         return join(batches)
-    present = [None if batch is MISSING else batch for batch in batches]
+    present = []
+    for batch in batches:
+        if batch is MISSING:
+            batch = None
+        present.append(batch)
     if all(batch is None for batch in present):
         return MISSING
     return join(present)
 
 
-def _sequential(leaves: list[Leaf], start: int) -> Iterator[Iterator[Any]]:
+def _sequential(leaves: list[Leaf], start: int) -> Iterator[Iterator[Batch]]:
     """Yield the opened loaders one after the other; a loader of unknown length is read to learn where it ends."""
     for leaf in leaves:
         if not start:
@@ -308,12 +327,10 @@ def _sequential(leaves: list[Leaf], start: int) -> Iterator[Iterator[Any]]:
             start = 0
 
 
-_END = object()
+_END: Final = object()
 
 
-def _cycled(
-    leaves: list[Leaf], join: Callable[[Any], Any], spots: Sequence[Spot]
-) -> Iterator[Any]:
+def _cycled(leaves: list[Leaf], join: Joiner, spots: Sequence[Spot]) -> Iterator[Batch]:
     turns = [spot.turn for spot in spots]
     positions = [spot.batch for spot in spots]
     ended = [turn > 0 for turn in turns]
@@ -323,24 +340,27 @@ def _cycled(
         leaf.open(spot.turn, spot.batch)
         for leaf, spot in zip(leaves, spots, strict=True)
     ]
-    batches: list[Any] = [None] * len(leaves)
+    batches: list[Batch] = [None] * len(leaves)
     while True:
+        # 1. One batch of each. The epoch is over when each loader has ended at least once.
         previous = list(batches)
         for i, iterator in enumerate(iterators):
             batches[i] = next(iterator, _END)
             ended[i] = ended[i] or batches[i] is _END
         if all(ended):
             return
+        # 2. Loaders that have ended restart; only now, since the last one may end in this turn.
         for i, leaf in enumerate(leaves):
             if batches[i] is _END:
                 turns[i] += 1
                 positions[i] = 0
                 iterators[i] = leaf.open(turns[i], 0)
                 batches[i] = next(iterators[i], _END)
+                # An empty loader cannot restart.
                 if batches[i] is _END:
-                    return  # an empty loader cannot restart
+                    return
             positions[i] += 1
-        # A loader in its first pass has a batch for this rank: the others repeat their previous one.
+        # 3. A loader in its first pass has a batch for this rank: the others repeat their previous one.
         fresh = any(
             batch is not MISSING and not over
             for batch, over in zip(batches, ended, strict=True)
@@ -349,7 +369,8 @@ def _cycled(
             if batches[i] is not MISSING or not fresh or positions[i] <= 1:
                 continue
             batches[i] = previous[i]
-            if previous[i] is None:  # the first batch after a resume
+            # The first batch after a resume has none before it: read it again.
+            if previous[i] is None:
                 reopen = leaf.reread or leaf.open
                 batches[i] = next(reopen(turns[i], positions[i] - 2), MISSING)
         if _has_missing(batches):
@@ -372,37 +393,42 @@ class CombinedSource(Source):
     def __init__(
         self,
         combined: CombinedLoader,
-        place: Place,
-        opened: Callable[[Any, Place], Source],
+        options: ReadOptions,
+        open_source: Callable[[Loaders, ReadOptions], Source],
     ) -> None:
         self.combined = combined
-        # One seed per loader: two loaders over one dataset must have different orders.
-        # The position of a loader that has ended lies beyond its end.
         self.sources: list[Source] = []
         for number, loader in enumerate(combined.flattened, 1):
-            seed = derive_seed(place.seed, number)
-            leaf_options = replace(place, seed=seed, turn=None)
-            self.sources.append(opened(loader, leaf_options))
+            # One seed per loader: two loaders over one dataset must have different orders.
+            seed = derive_seed(options.seed, number)
+            # The position of a loader that has ended lies beyond its end.
+            leaf_options = replace(options, seed=seed, turn=None)
+            self.sources.append(open_source(loader, leaf_options))
         sizes = {source.per_rank_batch_size for source in self.sources}
-        self.per_rank_batch_size = sizes.pop() if len(sizes) == 1 else None
+        if len(sizes) == 1:
+            self.per_rank_batch_size = sizes.pop()
         self.rolls = any(source.rolls for source in self.sources)
         self.generators = _concatenate(source.generators for source in self.sources)
         self.indexed = all(source.indexed for source in self.sources)
         self.exact = all(source.exact for source in self.sources)
-        self.stateful = not place.ordered and (bool(self.generators) or not self.exact)
+        # Positions in exact loaders follow from the step; the states of generators do not.
+        follows_from_step = self.exact and not self.generators
+        self.stateful = not options.ordered and not follows_from_step
         self.counts = _concatenate(source.counts for source in self.sources)
         self.workers = _concatenate(source.workers for source in self.sources)
         self._spots: list[Spot] = []
-        self._states: list[Any] = []
 
     @property
-    def alone(self) -> list[Any]:
-        return [source.alone for source in self.sources]
+    def divides_itself(self) -> list[DividesItself]:
+        return [source.divides_itself for source in self.sources]
 
-    def leave_alone(self, alone: Any) -> None:
-        values = alone or [False] * len(self.sources)
-        for source, value in zip(self.sources, values, strict=False):
-            source.leave_alone(value)
+    def restore_division(self, divides_itself: DividesItself) -> None:
+        # A checkpoint of an older version has False for all loaders.
+        divisions: list[DividesItself] = [False] * len(self.sources)
+        if isinstance(divides_itself, (list, tuple)) and divides_itself:
+            divisions = divides_itself
+        for source, division in zip(self.sources, divisions, strict=False):
+            source.restore_division(division)
 
     def close(self) -> None:
         for source in self.sources:
@@ -427,7 +453,7 @@ class CombinedSource(Source):
         return [(f"{unit} of a {mode}", number) for unit, number in strides]
 
     @property
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[JsonObject]:
         return _concatenate(source.facts for source in self.sources)
 
     def describe(self) -> str:
@@ -435,7 +461,7 @@ class CombinedSource(Source):
         descriptions = "; ".join(source.describe() for source in self.sources)
         return f"{mode} ({MODES[mode]}) of: {descriptions}"
 
-    def state(self) -> Any:
+    def state(self) -> SourceState:
         if not self.stateful:
             return None
         states = []
@@ -447,7 +473,7 @@ class CombinedSource(Source):
             states.append({"spot": list(spot), "state": state})
         return states
 
-    def resharded(self, state: Any, further: int) -> Any:
+    def resharded(self, state: SourceState, further: int) -> SourceState:
         raise CheckpointError(
             "loaders",
             None,
@@ -456,12 +482,17 @@ class CombinedSource(Source):
         )
 
     def epoch(
-        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
-    ) -> Iterator[Any]:
+        self, epoch: int, start: int = 0, turn: int = 0, state: SourceState = None
+    ) -> Iterator[Batch]:
         # A length that is only a hint gives no position.
-        lengths = [source.length if source.exact else None for source in self.sources]
+        lengths = []
+        for source in self.sources:
+            length = None
+            if source.exact:
+                length = source.length
+            lengths.append(length)
         mode = self.combined.mode
-        states: list[Any] = [None] * len(lengths)
+        states: list[SourceState] = [None] * len(lengths)
         if state is None:
             spots = spots_at(mode, lengths, start)
         else:
@@ -470,7 +501,7 @@ class CombinedSource(Source):
         self._spots = list(spots or [Spot(0, 0, False)] * len(lengths))
         # Each pass of a leaf within a pass of the whole has a different order.
         passes = _PASSES * turn
-        leaves = []
+        leaves: list[Leaf] = []
         for i, source in enumerate(self.sources):
             spot = self._spots[i]
             if states[i] is not None and not _within_pass(spot):
@@ -481,33 +512,40 @@ class CombinedSource(Source):
             if self.stateful:
                 leaf = leaf._replace(open=partial(self._open_recorded, i, opener))
             # Ranks compare the first batches at one time, also of a loader that they reach at different times.
-            if mode == "sequential" and source.alone is None and not start:
+            if mode == "sequential" and source.divides_itself is None and not start:
                 leaf = _open_early(leaf)
             leaves.append(leaf)
         return combine(mode, leaves, self._join, start, spots)
 
-    def _join(self, pairs: Sequence[tuple[Any, int] | None]) -> tuple[Any, int]:
+    def _join(self, pairs: Sequence[SizedBatch | None]) -> SizedBatch:
         """Return one batch in the user's shape, with the number of samples of the first loader that has not ended."""
-        batches = [None if pair is None else pair[0] for pair in pairs]
-        first = pairs[0]
-        if first is None:
-            first = next(pair for pair in pairs if pair is not None)
-        return self.combined.join(batches), first[1]
+        batches: list[Batch] = []
+        size = None
+        for pair in pairs:
+            if pair is None:
+                batches.append(None)
+                continue
+            batch, samples = pair
+            batches.append(batch)
+            if size is None:
+                size = samples
+        assert size is not None
+        return self.combined.join(batches), size
 
     def _open_recorded(
         self,
         leaf: int,
-        opener: Callable[[int, int], Iterator[Any]],
+        opener: Opener,
         turn: int,
         batch: int,
-    ) -> Iterator[Any]:
+    ) -> Iterator[Batch]:
         # Opened now, not at the first batch: ranks may compare their first batches.
         batches = opener(turn, batch)
         return self._read(leaf, batches, turn, batch)
 
     def _read(
-        self, leaf: int, batches: Iterator[Any], turn: int, position: int
-    ) -> Iterator[Any]:
+        self, leaf: int, batches: Iterator[Batch], turn: int, position: int
+    ) -> Iterator[Batch]:
         for batch in batches:
             position += 1
             self._spots[leaf] = Spot(turn, position, False)
@@ -515,7 +553,7 @@ class CombinedSource(Source):
         self._spots[leaf] = Spot(turn, position, True)
 
 
-def _concatenate(lists: Iterable[Iterable[Any]]) -> list[Any]:
+def _concatenate(lists: Iterable[Iterable[_T]]) -> list[_T]:
     return list(chain.from_iterable(lists))
 
 
@@ -523,7 +561,7 @@ def _open_early(leaf: Leaf) -> Leaf:
     """Open the first pass of a loader now."""
     opened = [leaf.open(0, 0)]
 
-    def open_next(turn: int, start: int) -> Iterator[Any]:
+    def open_next(turn: int, start: int) -> Iterator[Batch]:
         if opened:
             return opened.pop()
         return leaf.open(turn, start)
@@ -541,10 +579,10 @@ def _open_source(
     epoch: int,
     passes: int,
     first: Spot,
-    state: Any,
+    state: SourceState,
     turn: int,
     start: int,
-) -> Iterator[Any]:
+) -> Iterator[Batch]:
     # The saved state is that of the first position only.
     if (turn, start) != (first.turn, first.batch):
         state = None

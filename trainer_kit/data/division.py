@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import DataError
+from trainer_kit.core.types import Batch
 
 __all__ = [
     "Division",
@@ -67,7 +68,9 @@ _RANKS: Final = (
 """Attributes for the number of ranks and this rank."""
 
 _DEEPEST: Final = 6
+"""Levels of parts that are searched."""
 _MEMBERS: Final = 16
+"""Members of a list or mapping of parts that are searched."""
 _PLAIN: Final = (
     Tensor,
     np.ndarray,
@@ -84,7 +87,7 @@ _PLAIN: Final = (
 class Division(NamedTuple):
     """How a part of a loader divides the data."""
 
-    part: Any
+    part: object
     """The sampler or data set that divides."""
     ranks: int
     """The number of ranks that it divides for."""
@@ -92,7 +95,7 @@ class Division(NamedTuple):
     """The rank whose data it yields here."""
 
 
-def loader_parts(loader: Any, names: tuple[str, ...] = _PARTS) -> Iterator[Any]:
+def loader_parts(loader: object, names: tuple[str, ...] = _PARTS) -> Iterator[object]:
     """Yield a loader and the parts inside it, each once, the outer ones first.
 
     Example:
@@ -100,10 +103,11 @@ def loader_parts(loader: Any, names: tuple[str, ...] = _PARTS) -> Iterator[Any]:
         >>> any(isinstance(part, SequentialSampler) for part in loader_parts(DataLoader(range(3))))
         True
     """
-    yielded: set[int] = set()  # loaders may contain themselves
+    # By identity, since loaders may contain themselves, and equal parts are not the same.
+    yielded: set[int] = set()
     level = [loader]
     for _ in range(_DEEPEST):
-        next_level: list[Any] = []
+        next_level: list[object] = []
         for member in level:
             if id(member) in yielded:
                 continue
@@ -113,16 +117,17 @@ def loader_parts(loader: Any, names: tuple[str, ...] = _PARTS) -> Iterator[Any]:
         level = next_level
 
 
-def _members(part: Any, names: tuple[str, ...]) -> list[Any]:
-    if isinstance(part, Mapping):
-        return list(islice(part.values(), _MEMBERS))
-    if isinstance(part, (list, tuple)):
-        return list(part[:_MEMBERS])
-    attributes = getattr(part, "__dict__", {})
+def _members(owner: object, names: tuple[str, ...]) -> list[object]:
+    # The first members suffice: a list may be the data itself.
+    if isinstance(owner, Mapping):
+        return list(islice(owner.values(), _MEMBERS))
+    if isinstance(owner, (list, tuple)):
+        return list(owner[:_MEMBERS])
+    attributes = getattr(owner, "__dict__", {})
     return [attributes[name] for name in names if attributes.get(name) is not None]
 
 
-def worker_parts(loader: Any) -> list[Any]:
+def worker_parts(loader: object) -> list[object]:
     """Return the parts of a loader that its worker processes copy, the outer ones first.
 
     Example:
@@ -134,7 +139,7 @@ def worker_parts(loader: Any) -> list[Any]:
     return list(loader_parts(loader, _WORKER_PARTS))[1:]
 
 
-def _read_division(member: Any) -> Division | None:
+def _read_division(member: object) -> Division | None:
     # ``__dict__``, not getattr: properties of user classes may compute, or raise.
     attributes = getattr(member, "__dict__", {})
     environments = [attributes.get(name) for name in _ENVIRONMENTS]
@@ -148,7 +153,9 @@ def _read_division(member: Any) -> Division | None:
     return None
 
 
-def divide_by_itself(loader: Any, names: tuple[str, ...] = _PARTS) -> Division | None:
+def divide_by_itself(
+    loader: object, names: tuple[str, ...] = _PARTS
+) -> Division | None:
     """Return how a loader divides the data among ranks, as far as its attributes tell; None if they do not.
 
     A part that was made for one rank divides nothing.
@@ -177,7 +184,7 @@ def check_division(division: Division, rank: int, size: int) -> None:
         )
 
 
-def fingerprint(batch: Any) -> int:
+def fingerprint(batch: Batch) -> int:
     """Return a number for the content of a batch, the same in every process, that a float64 can hold.
 
     Example:
@@ -188,7 +195,7 @@ def fingerprint(batch: Any) -> int:
     return _crc(batch, 0)
 
 
-def _crc(value: Any, crc: int, depth: int = 0) -> int:
+def _crc(value: object, crc: int, depth: int = 0) -> int:
     if isinstance(value, Mapping):
         for key, item in value.items():
             crc = _crc(key, crc, depth)
@@ -200,6 +207,7 @@ def _crc(value: Any, crc: int, depth: int = 0) -> int:
         return crc
     type_name = type(value).__qualname__.encode()
     if not isinstance(value, _PLAIN):
+        # A repr may hold an address, which differs from rank to rank.
         crc = zlib.crc32(type_name, crc)
         attributes = getattr(value, "__dict__", None)
         if depth == _DEEPEST or not isinstance(attributes, dict):
@@ -207,14 +215,17 @@ def _crc(value: Any, crc: int, depth: int = 0) -> int:
         return _crc(attributes, crc, depth + 1)
     try:
         content = _content(value)
-    except Exception:  # a tensor whose values cannot be read here: its type counts
+    except Exception:
+        # A tensor whose values cannot be read here, such as one on the meta device: its type counts.
         content = type_name
     return zlib.crc32(content, crc)
 
 
-def _content(value: Any) -> bytes:
+def _content(value: object) -> bytes:
     if isinstance(value, Tensor):
-        host = value.detach().cpu().contiguous()  # sync point: once in a run
+        # sync point: once in a run
+        host = value.detach().cpu().contiguous()
+        # As bytes, since NumPy lacks bfloat16 and other dtypes of torch.
         return host.flatten().view(torch.uint8).numpy().tobytes()
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tobytes()

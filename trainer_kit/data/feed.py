@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import islice
 from operator import itemgetter
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -17,11 +17,21 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
 from trainer_kit.core.tensors import BLOCKING, map_leaves
+from trainer_kit.core.types import (
+    Batch,
+    JsonObject,
+    Loaders,
+    Nested,
+    SavedState,
+    StateDict,
+)
 from trainer_kit.data.combined import CombinedLoader, CombinedSource, read_together
-from trainer_kit.data.order import EMPTY, MISSING
-from trainer_kit.data.place import (
-    Place,
+from trainer_kit.data.order import EMPTY, MISSING, SampleIndex
+from trainer_kit.data.sizes import SizedBatch
+from trainer_kit.data.source import (
+    ReadOptions,
     Source,
+    SourceState,
     generator_states,
     kind_of,
     restore_generators,
@@ -61,21 +71,24 @@ class LoaderState:
         self._source = source
         self._size = size
         self._warn_of_end = warn_of_end
-        self._states: dict[int, Any] = {}
+        # By number of batches read: the state of the source after them.
+        self._states: dict[int, SourceState] = {}
+        # The epoch that is being read, and its batches so far.
         self._epoch = -1
-        self._batches_read = 0  # of the epoch that is being read
+        self._batches_read = 0
         self._ended = False
+        # Epoch and start of the latest pass, and the state from which it began: before its first batch is completed,
+        # a checkpoint holds that state.
         self._opened: tuple[int, int] | None = None
-        self._before: dict[str, Any] | None = None
-        self._rng: dict[str, Any] | None = None
-        self._check: Callable[[Any], Any] | None = None
-        self._kind = [
-            kind_of(source),
-            len(source.workers),
-            *(unit for unit, _ in source.stride),
-        ]
+        self._before: StateDict | None = None
+        # The generators from which a stream without a state drew its order: a resume reads it again.
+        self._rng: StateDict | None = None
+        self._check: Callable[[SourceState], object] | None = None
+        # A state is restored only into a source of the same kind.
+        units = [unit for unit, _ in source.stride]
+        self._kind = [kind_of(source), len(source.workers), *units]
 
-    def check_first(self, check: Callable[[Any], Any]) -> None:
+    def check_first(self, check: Callable[[SourceState], object]) -> None:
         """Call ``check`` with the first state, once the first batch was read.
 
         A state is never asked for before: a loader may not accept one after it was asked.
@@ -91,13 +104,14 @@ class LoaderState:
         self._batches_read = 0
         self._ended = False
 
-    def epoch(self, epoch: int, start: int) -> Iterator[Any]:
+    def epoch(self, epoch: int, start: int) -> Iterator[SizedBatch]:
         """Return the batches of an epoch from ``start``; see `Feed.epoch`."""
         source = self._source
         drains = not source.indexed and not source.stateful
         if drains and not start and not (source.once and self._rng):
             # A stream must draw the same order when it is read again.
             self._rng = rng_state()
+        # Only the first pass after a load continues from its state.
         unread = self._opened is None
         before = self.state_dict(epoch, start)
         if unread and before is not None:
@@ -117,13 +131,12 @@ class LoaderState:
             self._record_start(before, epoch, start)
         return self._recorded(iterator, start)
 
-    def _record_start(
-        self, before: dict[str, Any] | None, epoch: int, start: int
-    ) -> None:
+    def _record_start(self, before: StateDict | None, epoch: int, start: int) -> None:
         """Record the states that are known before the first batch is read."""
         if before is None:
+            # A new loader needs no state.
             if not start:
-                self._states[0] = None  # a new loader needs no state
+                self._states[0] = None
             return
         if before["epoch"] != epoch or before["divided"]:
             return
@@ -131,7 +144,9 @@ class LoaderState:
         if before["skip"]:
             self._states[start] = self._source.state()
 
-    def _recorded(self, batches: Iterator[Any], position: int) -> Iterator[Any]:
+    def _recorded(
+        self, batches: Iterator[SizedBatch], position: int
+    ) -> Iterator[SizedBatch]:
         read_state = self._source.state
         states = self._states
         for batch in batches:
@@ -158,7 +173,7 @@ class LoaderState:
 
     def state_dict(
         self, epoch: int | None = None, batch: int = 0, read: int = 0
-    ) -> dict[str, Any] | None:
+    ) -> StateDict | None:
         """Return the state for a checkpoint, in addition to these numbers; None if there is none.
 
         Args:
@@ -197,7 +212,7 @@ class LoaderState:
             record["generators"] = generator_states(source.generators)
         return record
 
-    def _record(self, batch: int, state: Any) -> dict[str, Any]:
+    def _record(self, batch: int, state: SourceState) -> StateDict:
         return {
             "epoch": self._epoch,
             "batch": batch,
@@ -210,12 +225,10 @@ class LoaderState:
             "divided": False,
             "kind": self._kind,
             "workers": list(self._source.workers),
-            "alone": self._source.alone,
+            "alone": self._source.divides_itself,
         }
 
-    def load_state_dict(
-        self, ranks: Sequence[Mapping[str, Any] | None], rank: int
-    ) -> None:
+    def load_state_dict(self, ranks: Sequence[SavedState | None], rank: int) -> None:
         """Continue at the position of a checkpoint.
 
         Args:
@@ -228,13 +241,14 @@ class LoaderState:
         last = ranks[-1]
         if last is not None and list(last["kind"]) == self._kind:
             # Older checkpoints have no such entry: every stream was divided by this library.
-            self._source.leave_alone(last.get("alone", False))
+            self._source.restore_division(last.get("alone", False))
         if len(ranks) == self._size:
             saved = ranks[rank]
         else:
             saved = self._resharded(last, len(ranks))
         if saved is None or list(saved["kind"]) != self._kind:
-            return  # the state of another kind of loader: only the position is used
+            # The state of another kind of loader: only the position is used.
+            return
         saved_workers = list(saved["workers"])
         workers = list(self._source.workers)
         needs_state = saved["state"] is not None or saved["skip"]
@@ -250,9 +264,7 @@ class LoaderState:
             )
         self._before = dict(saved)
 
-    def _resharded(
-        self, last: Mapping[str, Any] | None, ranks: int
-    ) -> dict[str, Any] | None:
+    def _resharded(self, last: SavedState | None, ranks: int) -> StateDict | None:
         """Return the state for another number of ranks: that of the last rank, which has read the furthest."""
         if last is not None and last.get("alone") is True and last["batch"]:
             raise CheckpointError(
@@ -275,8 +287,8 @@ class LoaderState:
         return {**saved, "skip": 0, "divided": True}
 
     def _resume(
-        self, saved: Mapping[str, Any], epoch: int, start: int
-    ) -> Iterator[Any]:
+        self, saved: SavedState, epoch: int, start: int
+    ) -> Iterator[SizedBatch]:
         source = self._source
         if saved["rng"] is not None:
             self._rng = saved["rng"]
@@ -284,13 +296,18 @@ class LoaderState:
         if saved["epoch"] == epoch and saved["passed"]:
             return source.epoch(epoch, start + saved["passed"])
         if saved["epoch"] == epoch:
-            first = saved["batch"] if source.stateful else start
+            # A source without a state skips to the position itself.
+            first = start
+            if source.stateful:
+                first = saved["batch"]
             iterator = source.epoch(epoch, first, 0, saved["state"])
             read = _skip(iterator, saved)
             ends_early = read < saved["skip"] and not saved["ended"]
             if ends_early and self._warn_of_end is not None:
                 self._warn_of_end(start)
             return iterator
+        # Saved between two epochs: the previous one is read to its end, so that a loader that does not restart in each
+        # epoch goes on as it would have.
         if saved["state"] is not None or saved["skip"]:
             previous_epoch = source.epoch(
                 saved["epoch"], saved["batch"], 0, saved["state"]
@@ -300,9 +317,11 @@ class LoaderState:
         return source.epoch(epoch, start)
 
 
-def _skip(batches: Iterator[Any], saved: Mapping[str, Any]) -> int:
+def _skip(batches: Iterator[SizedBatch], saved: SavedState) -> int:
     """Read and discard the batches between a saved state and the position; return their number."""
-    skipped = batches if saved["ended"] else islice(batches, saved["skip"])
+    skipped = batches
+    if not saved["ended"]:
+        skipped = islice(batches, saved["skip"])
     return sum(1 for _ in skipped)
 
 
@@ -369,7 +388,7 @@ class Feed:
 
     def __init__(
         self,
-        loader: Any,
+        loader: Loaders,
         *,
         rank: int = 0,
         size: int = 1,
@@ -388,7 +407,7 @@ class Feed:
                 "a feed's rank is one of 0 to size - 1",
                 found=f"rank={rank}, size={size}",
             )
-        options = Place(
+        options = ReadOptions(
             rank=rank,
             size=size,
             seed=seed,
@@ -407,8 +426,11 @@ class Feed:
         self.interleave = interleave
         self._asks = rank == 0
         self._source = _open(loader, options)
-        warn_of_end = partial(warn_of_early_end, loader) if rank == 0 else None
+        warn_of_end = None
+        if rank == 0:
+            warn_of_end = partial(warn_of_early_end, loader)
         self.loader_state = LoaderState(self._source, size, warn_of_end)
+        # The source's own methods: no frame of this class between the loop and them.
         self.per_rank_batch_size = self._source.per_rank_batch_size
         self.indexed = self._source.indexed
         self.exact = self._source.exact
@@ -425,7 +447,7 @@ class Feed:
         return self._source.length
 
     @property
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[JsonObject]:
         """What decides the order of the data, as plain data for a checkpoint: one for each loader."""
         return self._source.facts
 
@@ -442,7 +464,7 @@ class Feed:
         """
         return not self.reproducible and _draws(self.loader)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Return this rank's batches of an epoch.
 
         Args:
@@ -455,7 +477,7 @@ class Feed:
         """
         return map(itemgetter(0), self.sized_epoch(epoch, start))
 
-    def sized_epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+    def sized_epoch(self, epoch: int, start: int = 0) -> Iterator[SizedBatch]:
         """Like `epoch`, each batch with its number of samples; `MISSING` instead of `EMPTY`.
 
         The number counts the indices (for a stream, the samples) that the DataLoader drew, independent of its
@@ -478,7 +500,7 @@ class Feed:
         """From the next epoch on, keep the dataset's indices of each batch for `next_indices`."""
         self._source.record_indices()
 
-    def next_indices(self) -> list[Any] | None:
+    def next_indices(self) -> list[SampleIndex] | None:
         """The dataset's indices of this rank's next batch, once that was read, in the order of reading.
 
         None where the loader does not draw them: for a stream, a list of batches, or several loaders read together.
@@ -501,7 +523,7 @@ class Feed:
             )
 
 
-def _draws(loader: Any) -> bool:
+def _draws(loader: Loaders) -> bool:
     loader = read_together(loader)
     if isinstance(loader, CombinedLoader):
         return any(map(_draws, loader.flattened))
@@ -510,30 +532,30 @@ def _draws(loader: Any) -> bool:
     return type(loader) not in (list, tuple)
 
 
-def _open(loader: Any, place: Place) -> Source:
+def _open(loader: Loaders, options: ReadOptions) -> Source:
     loader = read_together(loader)
     if isinstance(loader, CombinedLoader):
-        return CombinedSource(loader, place, _open)
+        return CombinedSource(loader, options, _open)
     if isinstance(loader, DataLoader):
         if isinstance(loader.dataset, IterableDataset):
-            return StreamSource(loader, place)
-        return IndexedSource(loader, place)
+            return StreamSource(loader, options)
+        return IndexedSource(loader, options)
     if isinstance(loader, Sequence) and not isinstance(loader, (str, bytes)):
-        return ListSource(loader, place)
+        return ListSource(loader, options)
     if _holds_samples(loader) or not isinstance(loader, Iterable):
         fix = _fix_for(loader)
         raise DataError("this is not a loader", found=type(loader).__name__, fix=fix)
-    return StreamSource(loader, place)
+    return StreamSource(loader, options)
 
 
-def _holds_samples(value: Any) -> bool:
+def _holds_samples(value: object) -> bool:
     """Whether this can be iterated, but yields samples (or characters) instead of batches."""
     if isinstance(value, (str, bytes, Tensor)):
         return True
     return isinstance(value, Dataset) and not isinstance(value, IterableDataset)
 
 
-def _fix_for(value: Any) -> str:
+def _fix_for(value: object) -> str:
     data = None
     if isinstance(value, Tensor):
         data = "TensorDataset(inputs, targets)"
@@ -546,10 +568,10 @@ def _fix_for(value: Any) -> str:
     return "pass a DataLoader or a list of batches"
 
 
-def _pinned(batch: Any) -> Any:
+def _pinned(batch: Batch) -> Batch:
     """Return the batch in pinned memory, from which a copy is asynchronous; pinned tensors are returned unchanged."""
 
-    def pin(leaf: Any) -> Any:
+    def pin(leaf: Nested) -> Nested:
         if isinstance(leaf, Tensor):
             # Only dense tensors in host memory can be pinned.
             if leaf.device.type == "cpu" and leaf.layout == torch.strided:
@@ -593,8 +615,8 @@ class Ahead:
 
     def __init__(
         self,
-        iterator: Iterable[Any],
-        move: Callable[[Any], Any],
+        iterator: Iterable[Batch],
+        move: Callable[[Batch], Batch],
         device: torch.device | None = None,
     ) -> None:
         self._iterator = iter(iterator)
@@ -605,14 +627,16 @@ class Ahead:
             self._stream = _side_stream(device)
         self._waiting: _Ready | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Batch:
         ready = self._waiting or self._read()
         if ready.error is not None:
             # An iterator that has ended stays ended; after another error reading continues.
-            self._waiting = ready if isinstance(ready.error, StopIteration) else None
+            self._waiting = None
+            if isinstance(ready.error, StopIteration):
+                self._waiting = ready
             raise ready.error
         if ready.event is not None:
             torch.accelerator.current_stream(self._device).wait_event(ready.event)
@@ -633,6 +657,7 @@ class Ahead:
             with self._stream:
                 return _Ready(self._move(batch), event=self._stream.record_event())
         except Exception as error:
+            # Raised by the next request: the current batch is still to be trained on.
             return _Ready(error=error)
 
 
@@ -640,6 +665,6 @@ class Ahead:
 class _Ready:
     """A moved batch, or the error of reading or moving it."""
 
-    batch: Any = None
-    event: Any = None
+    batch: Batch = None
+    event: torch.Event | None = None
     error: Exception | None = None

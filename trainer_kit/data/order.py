@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "MISSING",
     "BatchTurns",
     "SampleBlocks",
+    "SampleIndex",
     "SeededIndices",
     "Split",
     "derive_seed",
@@ -28,6 +29,9 @@ __all__ = [
     "length_of",
     "seed_globals",
 ]
+
+SampleIndex: TypeAlias = Any
+"""What a sampler yields: the dataset's index of a sample, an int or any key; of a batch sampler, a list of them."""
 
 _CHUNK = 65536
 """Indices drawn at a time; a sampler may be endless."""
@@ -44,6 +48,7 @@ class _Empty:
         return "EMPTY"
 
     def __reduce__(self) -> str:
+        # By name: a copy from another process is the same object, which `is` finds.
         return "EMPTY"
 
 
@@ -60,7 +65,9 @@ def derive_seed(*parts: int) -> int:
         >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
         (True, False)
     """
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    # Not ``hash``, which differs between Python versions, and not a sum, which is equal for (0, 1) and (1, 0).
+    text = "/".join(map(str, parts))
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -72,7 +79,9 @@ def length_of(sized: Any) -> int | None:
         return None
 
 
-def drawn(sampler: Iterable[Any], seed: int, chunk: int = _CHUNK) -> Iterator[Any]:
+def drawn(
+    sampler: Iterable[SampleIndex], seed: int, chunk: int = _CHUNK
+) -> Iterator[SampleIndex]:
     """Yield the items of ``sampler`` with Python's, NumPy's and torch's global generators seeded with ``seed``.
 
     The previous states of the generators are restored before an item is yielded.
@@ -82,6 +91,7 @@ def drawn(sampler: Iterable[Any], seed: int, chunk: int = _CHUNK) -> Iterator[An
         seed: 63 bits.
         chunk: items drawn at a time.
     """
+    # User code between two items draws from its own states of the generators, and the sampler from the ones saved here.
     with preserved_rng():
         seed_globals(seed)
         iterator = iter(sampler)
@@ -106,7 +116,7 @@ def seed_globals(seed: int) -> None:
 
 
 @final
-class SeededIndices(list[Any]):
+class SeededIndices(list[SampleIndex]):
     """A batch of indices; iteration, by a loader's worker, seeds the global generators before each index.
 
     So the random numbers of a sample depend on ``seed`` and the sample's position in the epoch, not on the worker.
@@ -119,20 +129,21 @@ class SeededIndices(list[Any]):
     """
 
     def __init__(
-        self, indices: list[Any], seed: int, first: int, step: int = 1
+        self, indices: list[SampleIndex], seed: int, first: int, step: int = 1
     ) -> None:
         super().__init__(indices)
         self.seed = seed
         self.first = first
         self.step = step
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[SampleIndex]:
+        # Over a copy, which is a plain list: this class iterates by this method.
         for number, index in enumerate(self[:]):
             position = self.first + number * self.step
             seed_globals(derive_seed(self.seed, position))
             yield index
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # The default pickling of a list iterates over it, which would seed this process.
         return SeededIndices, (self[:], self.seed, self.first, self.step)
 
@@ -155,14 +166,14 @@ class Split(ABC):
     """
 
     def __init__(
-        self, order: Iterable[Any], rank: int, size: int, pad: bool, chunk: int
+        self, order: Iterable[SampleIndex], rank: int, size: int, pad: bool, chunk: int
     ) -> None:
         self.order = order
         self.rank = rank
         self.size = size
         self.pad = pad
         self._chunk = chunk
-        self.shares: deque[list[Any]] | None = None
+        self.shares: deque[list[SampleIndex]] | None = None
         self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
@@ -174,7 +185,7 @@ class Split(ABC):
         self.sizes: deque[int] = deque()
         if self.shares is not None:
             self.shares = deque()
-        # samples of the global micro-batches whose size only reading has shown
+        # Samples of the global micro-batches whose size only reading has shown.
         self._sizes_read: dict[int, int] = {}
         self._drawn = drawn(self.order, seed, self._chunk)
 
@@ -184,7 +195,7 @@ class Split(ABC):
         self._drawn = chain(first, self._drawn)
 
     @abstractmethod
-    def __iter__(self) -> Iterator[Any]: ...
+    def __iter__(self) -> Iterator[SampleIndex]: ...
     @abstractmethod
     def __len__(self) -> int: ...
     @abstractmethod
@@ -220,7 +231,7 @@ class SampleBlocks(Split):
 
     def __init__(
         self,
-        order: Iterable[Any],
+        order: Iterable[SampleIndex],
         batch_size: int,
         *,
         drop_last: bool,
@@ -235,7 +246,8 @@ class SampleBlocks(Split):
         super().__init__(order, rank, size, pad, _CHUNK)
 
     def __len__(self) -> int:
-        count = len(self.order)  # type: ignore[arg-type]  # a sampler without a length raises TypeError, as len does
+        # A sampler without a length raises TypeError, as ``len`` does.
+        count = len(self.order)  # type: ignore[arg-type]
         block_size = self.batch_size * self.size
         if not self.drop_last:
             return -(-count // block_size)
@@ -248,16 +260,17 @@ class SampleBlocks(Split):
             return 0
         if self.interleave:
             return -count % self.size
-        if self.drop_last:  # a batch that is to be dropped is not filled up
+        # A batch that is to be dropped is not filled up.
+        if self.drop_last:
             return 0
         return self.batch_size * self.size - count
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[list[SampleIndex]]:
         block_size = self.batch_size * self.size
         first = self._start * block_size
         low = self.rank * self.batch_size
         high = low + self.batch_size
-        head: list[Any] = []
+        head: list[SampleIndex] = []
         order = self._order_from(first, head)
         sizes = self.sizes
         block = list(islice(order, block_size))
@@ -267,19 +280,23 @@ class SampleBlocks(Split):
             if self.interleave:
                 share = block[self.rank :: self.size]
                 yield self._record_share(share, first + self.rank)
+            elif self.size == 1:
+                yield self._record_share(block, first)
             else:
-                share = block if self.size == 1 else block[low:high]
-                yield self._record_share(share, first + low)
+                yield self._record_share(block[low:high], first + low)
             first += block_size
             block = list(islice(order, block_size))
         padding = self._count_padding(len(block))
         if not block or (self.drop_last and len(block) + padding < block_size):
             return
+        # Before the padding: repeated samples count in no sum over the data.
         self._sizes_read[first // block_size] = len(block)
         block += islice(cycle(head or block), padding)
         yield from self._last_share(block, first)
 
-    def _last_share(self, block: list[Any], first: int) -> Iterator[list[Any]]:
+    def _last_share(
+        self, block: list[SampleIndex], first: int
+    ) -> Iterator[list[SampleIndex]]:
         """Yield this rank's samples of an incomplete global micro-batch, unless it has none."""
         share_size, remainder = divmod(len(block), self.size)
         low = self.rank * share_size + min(self.rank, remainder)
@@ -296,23 +313,30 @@ class SampleBlocks(Split):
         else:
             self.empty = True
 
-    def _record_share(self, share: list[Any], first: int) -> list[Any]:
+    def _record_share(self, share: list[SampleIndex], first: int) -> list[SampleIndex]:
         """Record this rank's indices if asked to, and return them, seeded if the samples are."""
         if self.shares is not None:
             self.shares.append(list(share))
         if self._sample_seed is None:
             return share
-        step = self.size if self.interleave else 1
+        # Positions in the order of the whole epoch, so that the seeds do not depend on the number of ranks.
+        step = 1
+        if self.interleave:
+            step = self.size
         return SeededIndices(share, self._sample_seed, first, step)
 
-    def _order_from(self, first: int, head: list[Any]) -> Iterator[Any]:
+    def _order_from(self, first: int, head: list[SampleIndex]) -> Iterator[SampleIndex]:
         """Return the order from sample ``first``; with ``pad`` fill ``head`` with the start of the order."""
-        head_size = self.batch_size * self.size if self.pad else 0
+        head_size = 0
+        if self.pad:
+            head_size = self.batch_size * self.size
+        # The exact class: a subclass may yield another order.
         if type(self.order) is SequentialSampler:
             # A range is sliced without counting up to ``first``.
             indices = range(len(self.order.data_source))
             head += indices[:head_size]
             return iter(indices[first:])
+        # One iterator for both: what the head has taken is no longer ahead of ``first``.
         head += islice(self._drawn, head_size)
         skipped = max(0, first - head_size)
         remaining = islice(self._drawn, skipped, None)
@@ -354,7 +378,7 @@ class BatchTurns(Split):
 
     def __init__(
         self,
-        order: Iterable[Any],
+        order: Iterable[SampleIndex],
         *,
         rank: int,
         size: int,
@@ -363,14 +387,23 @@ class BatchTurns(Split):
         whole: int | None = None,
     ) -> None:
         self.sized = sized
-        self.whole = whole if pad and sized else None
-        super().__init__(order, rank, size, pad, _BATCH_CHUNK if sized else _CHUNK)
+        self.whole = None
+        if pad and sized:
+            self.whole = whole
+        chunk = _CHUNK
+        if sized:
+            chunk = _BATCH_CHUNK
+        super().__init__(order, rank, size, pad, chunk)
 
     def __len__(self) -> int:
-        return -(-len(self.order) // self.size)  # type: ignore[arg-type]
+        # A sampler without a length raises TypeError, as ``len`` does.
+        count = len(self.order)  # type: ignore[arg-type]
+        return -(-count // self.size)
 
-    def __iter__(self) -> Iterator[Any]:
-        head = list(islice(self._drawn, self.size)) if self.pad else []
+    def __iter__(self) -> Iterator[SampleIndex]:
+        head: list[SampleIndex] = []
+        if self.pad:
+            head += islice(self._drawn, self.size)
         first = self._start * self.size
         skipped = max(0, first - len(head))
         order = chain(head[first:], islice(self._drawn, skipped, None))
@@ -396,13 +429,18 @@ class BatchTurns(Split):
             yield self._record_batch(share, position, sizes)
             position += self.size
 
-    def _record_batch(self, batch: Any, position: int, sizes: deque[int]) -> Any:
+    def _record_batch(
+        self, batch: SampleIndex, position: int, sizes: deque[int]
+    ) -> SampleIndex:
         """Count and record a batch of the user's batch sampler, and return it, seeded if its samples are."""
         self.handed += 1
         if self.sized:
             sizes.append(len(batch))
         if self.shares is not None:
-            self.shares.append(list(batch) if self.sized else [batch])
+            indices = [batch]
+            if self.sized:
+                indices = list(batch)
+            self.shares.append(indices)
         if not self.sized or self._sample_seed is None:
             return batch
         return SeededIndices(list(batch), derive_seed(self._sample_seed, position), 0)

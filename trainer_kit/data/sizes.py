@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 from torch import Tensor
@@ -15,22 +15,30 @@ from torch.nn.utils.rnn import PackedSequence
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.tensors import children
+from trainer_kit.core.types import Batch, Nested
 
 __all__ = [
     "BatchSizes",
     "EpochLength",
+    "SizedBatch",
     "batch_size_of",
     "epoch_length",
     "limit_batches",
     "size_reader",
 ]
 
+SizedBatch: TypeAlias = tuple[Batch, int]
+"""A batch and its number of samples."""
+SizeReader: TypeAlias = Callable[[Batch], SizedBatch]
 _PLAIN: Final = (str, bytes, range, int, float, complex, np.generic, type(None))
 """Values without samples in them."""
-_Path = tuple[tuple[str, Any], ...]
+_Rows: TypeAlias = Tensor | np.ndarray | PackedSequence
+"""What shows a number of samples."""
+_Path: TypeAlias = tuple[tuple[str, Any], ...]
+"""The way to a tensor in a batch, as `children` yields its steps."""
 
 
-def batch_size_of(batch: Any) -> int:
+def batch_size_of(batch: Batch) -> int:
     """Estimate the number of samples in a batch: the first size of the first tensor or NumPy array in it.
 
     Args:
@@ -68,13 +76,13 @@ class BatchSizes:
 
     def __init__(self) -> None:
         self.doubt: str | None = None
-        self._read: Callable[[Any], tuple[Any, int]] | None = None
+        self._read: SizeReader | None = None
 
-    def pairs(self, batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    def pairs(self, batches: Iterable[Batch]) -> Iterator[SizedBatch]:
         """Return each batch with its number of samples."""
         return chain.from_iterable(self._runs_of_pairs(iter(batches)))
 
-    def total(self, batches: Sequence[Any]) -> int:
+    def total(self, batches: Sequence[Batch]) -> int:
         """Return the number of samples of several batches."""
         if not batches:
             return 0
@@ -82,23 +90,24 @@ class BatchSizes:
         return sum(map(itemgetter(1), pairs))
 
     def _runs_of_pairs(
-        self, batches: Iterator[Any]
-    ) -> Iterator[Iterable[tuple[Any, int]]]:
+        self, batches: Iterator[Batch]
+    ) -> Iterator[Iterable[SizedBatch]]:
         for batch in batches:
             read = self._reader(batch)
             yield (read(batch),)
-            del batch  # its memory is free while the next one is read
+            # Its memory is free while the next one is read.
+            del batch
             # ``map`` adds no Python frame between the loader and the reader.
             yield map(read, batches)
 
-    def _reader(self, batch: Any) -> Callable[[Any], tuple[Any, int]]:
+    def _reader(self, batch: Batch) -> SizeReader:
         if self._read is None:
             self.doubt = _doubt(batch)
             self._read = size_reader(batch)
         return self._read
 
 
-def _doubt(batch: Any) -> str | None:
+def _doubt(batch: Batch) -> str | None:
     rows = list(dict.fromkeys(_rows(tensor) for _, tensor in _tensors(batch, ())))
     if len(rows) > 1:
         return f"its tensors have {' and '.join(map(str, rows[:4]))} rows; {rows[0]} are counted"
@@ -110,11 +119,11 @@ def _doubt(batch: Any) -> str | None:
     return f"a {type(opaque).__name__} shows no tensor; 1 is counted"
 
 
-def _pair(batch: Any) -> tuple[Any, int]:
+def _pair(batch: Batch) -> SizedBatch:
     return batch, batch_size_of(batch)
 
 
-def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
+def size_reader(batch: Batch) -> SizeReader:
     """Return the fastest function from a batch like this one to (batch, `batch_size_of`); it accepts other batches too.
 
     Example:
@@ -129,27 +138,29 @@ def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
     steps: list[tuple[Any, Any]] = []
     node = batch
     for access, key in path:
-        if access == "field":  # read as an attribute, not by ``node[key]``
+        # A field is read as an attribute, not by ``node[key]``.
+        if access == "field":
             return _pair
         steps.append((type(node), key))
         node = node[key]
 
-    def read(batch: Any) -> tuple[Any, int]:
+    def read(batch: Batch) -> SizedBatch:
         inner = batch
         try:
             for kind, key in steps:
-                if type(inner) is not kind:  # compared first: tensors have items too
+                # Compared before it is indexed: tensors have items too.
+                if type(inner) is not kind:
                     return _pair(batch)
                 inner = inner[key]
             return batch, inner.size(0)
         except (AttributeError, IndexError, KeyError, TypeError):
-            # a batch of another structure
+            # A batch of another structure.
             return _pair(batch)
 
     return read
 
 
-def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
+def _tensors(node: Nested, path: _Path) -> Iterator[tuple[_Path, _Rows]]:
     if isinstance(node, (Tensor, np.ndarray)):
         if node.ndim:
             yield path, node
@@ -160,13 +171,14 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
             yield from _tensors(child, (*path, step))
 
 
-def _rows(tensor: Any) -> int:
+def _rows(tensor: _Rows) -> int:
     if isinstance(tensor, PackedSequence):
-        return int(tensor.batch_sizes[0])  # on the host: no synchronization
+        # Its sizes are on the host: no sync point.
+        return int(tensor.batch_sizes[0])
     return int(tensor.shape[0])
 
 
-def _opaque(node: Any) -> Iterator[Any]:
+def _opaque(node: Nested) -> Iterator[object]:
     """Yield objects of unknown types, which may contain samples."""
     if isinstance(node, (Mapping, Sequence)) or dataclasses.is_dataclass(node):
         for _, child in children(node):
@@ -175,7 +187,7 @@ def _opaque(node: Any) -> Iterator[Any]:
         yield node
 
 
-def _strings(node: Any) -> int:
+def _strings(node: Nested) -> int:
     """Return the length of the first list of strings; 0 if there is none."""
     if isinstance(node, (list, tuple)) and node:
         if all(isinstance(child, (str, bytes)) for child in node):
@@ -220,6 +232,7 @@ def limit_batches(
         if length is None:
             return limit
         return min(length, limit)
+    # Not ``limit > 1.0``, which is false for NaN.
     if not limit <= 1.0:
         raise DataError(
             f"{name} as a float must be a fraction from 0.0 to 1.0",
@@ -282,13 +295,15 @@ def epoch_length(
         >>> epoch_length(10, exact=False, limit=4, name="limit_train_batches")
         EpochLength(expected=4, limit=4, certain=True)
     """
+    # A stream that claims to have no batch: its ``len`` is only a hint.
     if not exact and length == 0:
-        length = None  # a stream that claims to have no batch
+        length = None
     expected = limit_batches(length, limit, name)
     stops_at = expected
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         stops_at = None
     elif isinstance(limit, int):
         stops_at = limit
+    # A limit that counts batches is certain whatever the length is.
     certain = expected is not None and (exact or expected == stops_at)
     return EpochLength(expected, stops_at, certain)

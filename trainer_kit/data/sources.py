@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch.utils.data import (
@@ -23,6 +23,7 @@ from torch.utils.data import (
 from trainer_kit.core.display import bar_class, plural
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.types import Batch, JsonObject
 from trainer_kit.data.division import (
     Division,
     check_division,
@@ -36,14 +37,18 @@ from trainer_kit.data.order import (
     MISSING,
     BatchTurns,
     SampleBlocks,
+    SampleIndex,
     Split,
     derive_seed,
     length_of,
     seed_globals,
 )
-from trainer_kit.data.place import (
-    Place,
+from trainer_kit.data.sizes import BatchSizes, SizedBatch
+from trainer_kit.data.source import (
+    DividesItself,
+    ReadOptions,
     Source,
+    SourceState,
     copied,
     draws_each_batch,
     end_workers,
@@ -55,9 +60,11 @@ from trainer_kit.data.place import (
     set_epoch,
     warn_of_early_end,
 )
-from trainer_kit.data.sizes import BatchSizes
 
 __all__ = ["IndexedSource", "ListSource", "StreamSource", "has_state", "shuffle_buffer"]
+
+_Sampler: TypeAlias = Any
+"""A sampler or batch sampler: any iterable, with the attributes that its class has."""
 
 
 @final
@@ -67,11 +74,11 @@ class ListSource(Source):
     indexed = True
     exact = True
 
-    def __init__(self, batches: Sequence[Any], place: Place) -> None:
-        refuse_batch_size(batches, place)
+    def __init__(self, batches: Sequence[Batch], options: ReadOptions) -> None:
+        refuse_batch_size(batches, options)
         self.batches = batches
-        self.rank, self.size = place.part
-        self._place = place
+        self.rank, self.size = options.rank_and_size
+        self._options = options
         self._sizes = BatchSizes()
         self.counts = [self._sizes]
 
@@ -81,7 +88,7 @@ class ListSource(Source):
 
     @property
     def even(self) -> bool:
-        return self._place.size == self.size
+        return self._options.size == self.size
 
     def samples(self, index: int) -> int | None:
         # A subclass may make each batch when it is read.
@@ -92,7 +99,9 @@ class ListSource(Source):
         return self._sizes.total(self.batches[first : first + self.size])
 
     def describe(self) -> str:
-        split = f", each {self.size}th by index" if self.size > 1 else ""
+        split = ""
+        if self.size > 1:
+            split = f", each {self.size}th by index"
         return f"{kind_of(self.batches)} of {plural(len(self.batches), 'batch')}, in its order{split}"
 
     @property
@@ -100,7 +109,7 @@ class ListSource(Source):
         return [("batches", self.size)]
 
     @property
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[JsonObject]:
         return [
             {
                 "size": len(self.batches),
@@ -110,8 +119,8 @@ class ListSource(Source):
         ]
 
     def epoch(
-        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
-    ) -> Iterator[Any]:
+        self, epoch: int, start: int = 0, turn: int = 0, state: SourceState = None
+    ) -> Iterator[SizedBatch]:
         set_epoch(epoch, self.batches)
         if self.size == 1 and not start:
             return self._sizes.pairs(self.batches)
@@ -131,22 +140,27 @@ class IndexedSource(Source):
 
     indexed = True
 
-    def __init__(self, loader: DataLoader[Any], place: Place) -> None:
-        self.given = loader
-        self.place = place
-        self.loader, self.generator = copied(loader, place.rank == 0)
-        self._regular = _regular_batches(loader) if place.interleave else None
-        self.own_batches = self._regular is None and _makes_own_batches(loader)
+    def __init__(self, loader: DataLoader[Batch], options: ReadOptions) -> None:
+        self.user_loader = loader
+        self.options = options
+        self.loader, self.generator = copied(loader, options.rank == 0)
+        # Interleaved samples are divided before they are batched: a regular batch sampler of the user is replaced by
+        # one over this rank's samples.
+        self._regular = None
+        if options.interleave:
+            self._regular = _regular_batches(loader)
+        self.batched_by_user = self._regular is None and _is_batched_by_user(loader)
         self.order, self.split_by_user = self._find_order()
         self.generators = find_generators(
             loader, self.order, getattr(self.order, "sampler", None)
         )
-        rank, size = place.part
+        rank, size = options.rank_and_size
+        # Its sampler yields this rank's part already.
         if self.split_by_user:
             rank, size = 0, 1
         self.split: Split
-        if self.own_batches:
-            refuse_batch_size(loader, place)
+        if self.batched_by_user:
+            refuse_batch_size(loader, options)
             self.split = self._split_batches(rank, size)
         else:
             self.split = self._split_samples(rank, size)
@@ -156,14 +170,15 @@ class IndexedSource(Source):
         if isinstance(self.split, BatchTurns):
             self._drawn = one_to_one and self.split.sized
         self.exact = one_to_one and _counts_exactly(self.order)
-        self._sizes = BatchSizes()  # for a loader that makes its own batches
+        # For a loader that makes its own batches.
+        self._sizes = BatchSizes()
         self.counts = [self._sizes]
 
     def _split_batches(self, rank: int, size: int) -> BatchTurns:
         """Divide the batches of the user's batch sampler, and put the division into the copied loader."""
-        loader = self.given
+        loader = self.user_loader
         batch_size = getattr(loader.batch_sampler, "batch_size", None)
-        if isinstance(batch_size, int) and not self.place.interleave:
+        if isinstance(batch_size, int) and not self.options.interleave:
             self.per_rank_batch_size = batch_size
         # Without a batch size and a batch sampler each item of the sampler is a batch.
         sized = loader.batch_sampler is not None
@@ -173,17 +188,20 @@ class IndexedSource(Source):
             rank=rank,
             size=size,
             sized=sized,
-            pad=self.place.pad,
+            pad=self.options.pad,
             whole=self.per_rank_batch_size,
         )
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        name = "batch_sampler"
+        if loader.batch_sampler is None:
+            name = "sampler"
+        # Into ``__dict__``, here and below: DataLoader refuses to set these after the constructor.
         self.loader.__dict__[name] = split
         return split
 
     def _split_samples(self, rank: int, size: int) -> SampleBlocks:
         """Divide the sampler's order into batches, and put the division into the copied loader."""
-        loader = self.given
-        batch_size = self.place.batch_size or loader.batch_size or 1
+        loader = self.user_loader
+        batch_size = self.options.batch_size or loader.batch_size or 1
         drop_last = loader.drop_last
         if self._regular is not None:
             batch_size = self._regular.batch_size
@@ -194,19 +212,19 @@ class IndexedSource(Source):
             drop_last=drop_last,
             rank=rank,
             size=size,
-            pad=self.place.pad,
-            interleave=self.place.interleave,
+            pad=self.options.pad,
+            interleave=self.options.interleave,
         )
         self.loader.__dict__.update(batch_size=batch_size, batch_sampler=split)
         self.per_rank_batch_size = batch_size
         return split
 
-    def _find_order(self) -> tuple[Any, bool]:
+    def _find_order(self) -> tuple[_Sampler, bool]:
         """Return what yields the indices (or batches of indices), and whether these are already one rank's part."""
-        loader = self.given
-        options = self.place
-        order: Any = loader.sampler
-        if self.own_batches and loader.batch_sampler is not None:
+        loader = self.user_loader
+        options = self.options
+        order: _Sampler = loader.sampler
+        if self.batched_by_user and loader.batch_sampler is not None:
             order = loader.batch_sampler
         if self._regular is not None:
             order = self._regular.sampler
@@ -215,6 +233,7 @@ class IndexedSource(Source):
         division = divide_by_itself(order, _SAMPLERS) or _divided_by_one(order)
         if division is None:
             return _reseeded(order, loader), False
+        # Evaluation counts each sample once, and torch's DistributedSampler repeats samples to fill its last batch.
         matches = (division.ranks, division.rank) == (options.size, options.rank)
         if options.ordered and matches and type(order) is DistributedSampler:
             return _undivided(order), False
@@ -233,18 +252,20 @@ class IndexedSource(Source):
 
     @property
     def even(self) -> bool:
-        return self.place.size == 1 or (self.place.shard and self.length is not None)
+        return self.options.size == 1 or (
+            self.options.shard and self.length is not None
+        )
 
     def samples(self, index: int) -> int | None:
-        if self.place.size > 1 and not (self.place.shard and self._drawn):
+        if self.options.size > 1 and not (self.options.shard and self._drawn):
             return None
         count = self.split.samples(index)
         if count is not None and self.split_by_user:
-            return count * self.place.size
+            return count * self.options.size
         return count
 
     def describe(self) -> str:
-        loader = f"{kind_of(self.given)} over {kind_of(self.given.dataset)}"
+        loader = f"{kind_of(self.user_loader)} over {kind_of(self.user_loader.dataset)}"
         return f"{loader}, {self._describe_order()}{self._describe_split()}"
 
     def _describe_order(self) -> str:
@@ -258,50 +279,52 @@ class IndexedSource(Source):
         return f"in the order of {name}, drawn under (seed, epoch)"
 
     def _describe_split(self) -> str:
-        size = self.place.part[1]
-        if self.split_by_user and self.place.ordered:
+        size = self.options.rank_and_size[1]
+        if self.split_by_user and self.options.ordered:
             return ", divided by the user's sampler (it may repeat samples)"
         if self.split_by_user:
             return ", divided by the user's sampler"
         if size == 1:
             return ""
-        if self.own_batches:
+        if self.batched_by_user:
             return f", {plural(size, 'consecutive batch')} to {plural(size, 'rank')}"
-        if self.place.interleave:
+        if self.options.interleave:
             return f", each {size}th sample to one of {plural(size, 'rank')}, in batches of {self.per_rank_batch_size}"
         samples = plural(self.per_rank_batch_size or 1, "sample")
         return f", {size} consecutive blocks of {samples} to {plural(size, 'rank')}"
 
     @property
     def stride(self) -> list[tuple[str, int]]:
-        size = self.place.part[1]
-        if self.own_batches:
+        size = self.options.rank_and_size[1]
+        if self.batched_by_user:
             return [("batches", size)]
         return [("samples", size * (self.per_rank_batch_size or 1))]
 
     @property
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[JsonObject]:
         return [
             {
-                "size": length_of(self.given.dataset),
+                "size": length_of(self.user_loader.dataset),
                 "unit": "samples",
                 "order": kind_of(self.order),
             }
         ]
 
-    def state(self) -> Any:
-        return {"generators": self._began} if self.generators else None
+    def state(self) -> SourceState:
+        if not self.generators:
+            return None
+        return {"generators": self._began}
 
     def close(self) -> None:
         end_workers(self.loader)
 
-    def indices(self, epoch: int, batch: int) -> list[Any] | None:
+    def indices(self, epoch: int, batch: int) -> list[SampleIndex] | None:
         if not self._drawn:
             return None
         # A copy, and generators that are put back: what is being read goes on unchanged.
         split = copy.copy(self.split)
         states = generator_states(self.generators)
-        split.begin(derive_seed(self.place.seed, epoch, 0), batch)
+        split.begin(derive_seed(self.options.seed, epoch, 0), batch)
         try:
             restore_generators(self.generators, self._began)
             indices = next(iter(split), ())
@@ -310,17 +333,19 @@ class IndexedSource(Source):
             restore_generators(self.generators, states)
 
     def record_indices(self) -> None:
-        if draws_each_batch(self.given):
+        if draws_each_batch(self.user_loader):
             self.split.shares = deque()
 
-    def next_indices(self) -> list[Any] | None:
+    def next_indices(self) -> list[SampleIndex] | None:
         shares = self.split.shares
-        return shares.popleft() if shares else None
+        if not shares:
+            return None
+        return shares.popleft()
 
     def epoch(
-        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
-    ) -> Iterator[Any]:
-        loader = self.given
+        self, epoch: int, start: int = 0, turn: int = 0, state: SourceState = None
+    ) -> Iterator[SizedBatch]:
+        loader = self.user_loader
         samplers = list(loader_parts(loader.batch_sampler, _SAMPLERS))
         # The inner ones first: one that passes another epoch on to its parts has the last word.
         set_epoch(
@@ -331,9 +356,9 @@ class IndexedSource(Source):
             self.order,
             loader,
         )
-        seed = derive_seed(self.place.seed, epoch, turn)
+        seed = derive_seed(self.options.seed, epoch, turn)
         in_workers = self.loader.num_workers > 0
-        seeds_samples = in_workers or self.place.reproducible
+        seeds_samples = in_workers or self.options.reproducible
         sample_seed = None
         if seeds_samples and loader.batch_sampler is not None:
             sample_seed = self._sample_seed(seed)
@@ -342,16 +367,16 @@ class IndexedSource(Source):
         self.draw_from(state)
         if self.generator is not None:
             # A different seed per rank, or the workers of all ranks would draw the same augmentations.
-            self.generator.manual_seed(derive_seed(seed, self.place.rank))
+            self.generator.manual_seed(derive_seed(seed, self.options.rank))
         iterator = iter(self.loader)
         # With workers the loader has drawn already, for the batches that they prefetch.
         if self.generators and not in_workers:
             self.split.draw()
-        batches: Iterator[Any] = iterator
+        batches: Iterator[Batch] = iterator
         if seeds_samples and not in_workers:
             batches = _restoring(iterator)
         # None of these adds a Python frame per batch. A loader draws the indices before the batch.
-        pairs: Iterator[Any]
+        pairs: Iterator[SizedBatch]
         if self._drawn:
             sizes = iter(self.split.sizes.popleft, None)
             pairs = zip(batches, sizes, strict=False)
@@ -361,24 +386,24 @@ class IndexedSource(Source):
 
     def _sample_seed(self, seed: int) -> int:
         """Return the seed of the samples: the same on all ranks if their positions in the order differ."""
-        if self.place.shard and not self.split_by_user:
+        if self.options.shard and not self.split_by_user:
             return derive_seed(seed)
-        return derive_seed(seed, self.place.rank)
+        return derive_seed(seed, self.options.rank)
 
-    def _end(self, iterator: Iterator[Any], start: int) -> Iterator[Any]:
+    def _end(self, iterator: Iterator[Batch], start: int) -> Iterator[SizedBatch]:
         """Check the end of the data, and yield `MISSING` if this rank has no share of the last global micro-batch."""
         split = self.split
-        kind = kind_of(self.given)
+        kind = kind_of(self.user_loader)
         # Only torch's iterators count their batches; a subclass may do anything with them.
         read = getattr(iterator, "_num_yielded", None)
         if read is not None and read < split.handed:
             raise DataError(
                 f"StopIteration from user code ended the data after {plural(start + read, 'batch')} of {self.length}",
-                found=f"raised in {kind_of(self.given.dataset)} or the collate_fn of this {kind}",
+                found=f"raised in {kind_of(self.user_loader.dataset)} or the collate_fn of this {kind}",
                 fix="raise another error there, or let the sampler end where the data ends",
             )
         ignores_split = not split.handed and not split.empty
-        needs_split = start > 0 or self.place.part[1] > 1
+        needs_split = start > 0 or self.options.rank_and_size[1] > 1
         if ignores_split and needs_split and (self.length or 0) > start:
             raise DataError(
                 f"this {kind} does not read its batch sampler, so its data cannot be divided or skipped",
@@ -389,7 +414,7 @@ class IndexedSource(Source):
             yield MISSING
 
 
-def _restoring(batches: Iterator[Any]) -> Iterator[Any]:
+def _restoring(batches: Iterator[Batch]) -> Iterator[Batch]:
     """Yield batches whose samples seed the generators of this process, and restore the generators after each batch."""
     while True:
         with preserved_rng():
@@ -402,47 +427,52 @@ def _restoring(batches: Iterator[Any]) -> Iterator[Any]:
 _SAMPLERS = ("sampler", "batch_sampler", "base_sampler")
 
 
-def _divided_by_one(order: Any) -> Division | None:
+def _divided_by_one(order: _Sampler) -> Division | None:
     """Return the division of a sampler that was made for one rank, by the attributes of torch's."""
-    samplers: tuple[Any, ...] = (order, getattr(order, "sampler", None))
+    # The second one is inside a batch sampler.
+    samplers: tuple[_Sampler, ...] = (order, getattr(order, "sampler", None))
     for sampler in samplers:
         if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
             return Division(sampler, sampler.num_replicas, sampler.rank)
     return None
 
 
-def _counts_exactly(order: Any) -> bool:
+def _counts_exactly(order: _Sampler) -> bool:
     """Whether the length of a sampler or batch sampler is the number of its items: torch's own are known to be so."""
     if type(order) is BatchSampler:
         return _counts_exactly(order.sampler)
-    return isinstance(order, Sequence) or type(order).__module__.startswith(
-        ("torch.utils.data.", "trainer_kit.")
-    )
+    if isinstance(order, Sequence):
+        return True
+    return type(order).__module__.startswith(("torch.utils.data.", "trainer_kit."))
 
 
-def _makes_own_batches(loader: DataLoader[Any]) -> bool:
+def _is_batched_by_user(loader: DataLoader[Batch]) -> bool:
     """Whether batches are not made from ``batch_size`` and the sampler."""
     if loader.batch_size is None:
         return True
     batches = loader.batch_sampler
-    return (
-        not isinstance(batches, BatchSampler) or batches.sampler is not loader.sampler
-    )
+    if not isinstance(batches, BatchSampler):
+        return True
+    # torch's constructor makes a BatchSampler over the loader's sampler; any other one was passed.
+    return batches.sampler is not loader.sampler
 
 
-def _regular_batches(loader: DataLoader[Any]) -> BatchSampler | None:
+def _regular_batches(loader: DataLoader[Batch]) -> BatchSampler | None:
     """Return a batch sampler that the user gave and that makes batches as ``batch_size`` would."""
     batches = loader.batch_sampler
     if not isinstance(batches, BatchSampler) or type(batches) is not BatchSampler:
         return None
-    return batches if _makes_own_batches(loader) else None
+    if not _is_batched_by_user(loader):
+        return None
+    return batches
 
 
-def _undivided(sampler: DistributedSampler[Any]) -> Any:
+def _undivided(sampler: DistributedSampler[Batch]) -> _Sampler:
     """Return the sampler without its division and padding: evaluation reads each sample once."""
     count = sampler.total_size
     if not sampler.drop_last:
-        count = len(sampler.dataset)  # type: ignore[arg-type]  # torch's Dataset declares no length
+        # torch's Dataset declares no length.
+        count = len(sampler.dataset)  # type: ignore[arg-type]
     undivided = copy.copy(sampler)
     # The attributes that torch's constructor derives from the number of ranks.
     undivided.__dict__.update(
@@ -451,7 +481,7 @@ def _undivided(sampler: DistributedSampler[Any]) -> Any:
     return undivided
 
 
-def _reseeded(sampler: Any, loader: DataLoader[Any]) -> Any:
+def _reseeded(sampler: _Sampler, loader: DataLoader[Batch]) -> _Sampler:
     """Replace torchdata's RandomSampler without a generator: it draws its own seed, another one on every rank."""
     from_torchdata = type(sampler).__module__.startswith("torchdata.")
     if not from_torchdata or kind_of(sampler) != "RandomSampler":
@@ -465,12 +495,12 @@ def _reseeded(sampler: Any, loader: DataLoader[Any]) -> Any:
 class StreamSource(Source):
     """Data that can only be read in order: every rank reads all batches and keeps each size-th batch."""
 
-    def __init__(self, loader: Iterable[Any], place: Place) -> None:
-        self.given = loader
-        self.place = place
-        self.rank, self.size = place.part
-        self.alone = self._find_division()
-        if self.alone:
+    def __init__(self, loader: Iterable[Batch], options: ReadOptions) -> None:
+        self.user_loader = loader
+        self.options = options
+        self.rank, self.size = options.rank_and_size
+        self._divides_itself = self._find_division()
+        if self._divides_itself:
             self.rank, self.size = 0, 1
         self.loader: Any = loader
         self.generator: torch.Generator | None = None
@@ -478,15 +508,14 @@ class StreamSource(Source):
         self.counts = [self._sizes]
         self._counts = False
         if isinstance(loader, DataLoader):
-            self.loader, self.generator = copied(loader, place.rank == 0)
-            if place.batch_size is not None:
+            self.loader, self.generator = copied(loader, options.rank == 0)
+            batch_size = options.batch_size
+            if batch_size is not None:
                 if loader.batch_size is None:
-                    refuse_batch_size(loader, place)
-                batches = BatchSampler(
-                    loader.sampler, place.batch_size, loader.drop_last
-                )
+                    refuse_batch_size(loader, options)
+                batches = BatchSampler(loader.sampler, batch_size, loader.drop_last)
                 self.loader.__dict__.update(
-                    batch_size=place.batch_size, batch_sampler=batches
+                    batch_size=batch_size, batch_sampler=batches
                 )
             self.per_rank_batch_size = self.loader.batch_size
             # Batches of torch's default collate_fn show their size.
@@ -495,11 +524,12 @@ class StreamSource(Source):
             if collates and draws_each_batch(loader):
                 self._counts = True
                 self.loader.collate_fn = _Counting(loader.collate_fn)
-            if not place.ordered and has_state(loader.dataset):
+            # An evaluation has no position to save.
+            if not options.ordered and has_state(loader.dataset):
                 self.loader = _reading_states(self.loader)
         else:
-            refuse_batch_size(loader, place)
-        if place.reproducible and place.rank == 0:
+            refuse_batch_size(loader, options)
+        if options.reproducible and options.rank == 0:
             warnings.warn(
                 f"reproducible_workers=True seeds samples that are asked for by index, and a {kind_of(loader)} is a"
                 " stream: what it draws is up to it",
@@ -509,53 +539,65 @@ class StreamSource(Source):
         self.once = isinstance(loader, Iterator)
         self.begun = False
         self._loaded = False
-        self.stateful = not place.ordered and has_state(self.loader)
-        number = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
-        self.workers = [number] if self.stateful else []
+        self.stateful = not options.ordered and has_state(self.loader)
+        number = 0
+        if isinstance(self.loader, DataLoader):
+            number = self.loader.num_workers
+        self.workers = []
+        if self.stateful:
+            self.workers = [number]
         # Workers that end with the epoch lose the batches that they have prefetched.
         self.workers_end = number > 0 and not self.loader.persistent_workers
         self.rolls = self.stateful and not self.workers_end
-        self.generators = (
-            find_generators(loader) if isinstance(loader, DataLoader) else []
-        )
-        self._began = []  # in checkpoints a list, also without generators
+        self.generators = []
+        if isinstance(loader, DataLoader):
+            self.generators = find_generators(loader)
+        # In checkpoints a list, also without generators.
+        self._began = []
 
     def _find_division(self) -> bool | None:
-        options = self.place
-        if options.part[1] == 1:
+        options = self.options
+        if options.rank_and_size[1] == 1:
             return False
-        division = divide_by_itself(self.given)
+        division = divide_by_itself(self.user_loader)
         if division is None:
-            return False if options.agree is None else None
+            if options.agree is None:
+                return False
+            # Unknown until `_compare` has seen the first batch of each rank.
+            return None
         check_division(division, options.rank, options.size)
         return True
 
-    def leave_alone(self, alone: Any) -> None:
-        if self.alone is None and alone is not None:
-            self.alone = bool(alone)
-            self.rank, self.size = (0, 1) if alone else self.place.part
+    def restore_division(self, divides_itself: DividesItself) -> None:
+        if self._divides_itself is not None or divides_itself is None:
+            return
+        self._divides_itself = bool(divides_itself)
+        self.rank, self.size = self.options.rank_and_size
+        if self._divides_itself:
+            self.rank, self.size = 0, 1
 
-    def _compare(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _compare(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
         """Compare the first batch with that of the other ranks, and return an iterator that still yields it.
 
         Equal batches are one stream, which is divided here; if they differ, the loader divides the data. Every rank
         calls it, and an error is raised after the exchange, so that no rank waits for another one.
         """
-        first: list[Any] = []
+        first: list[Batch] = []
         problem: Exception | None = None
         try:
             first = list(islice(iterator, 1))
-        except Exception as error:  # of any class: user code reads the data
+        except Exception as error:
+            # Of any class: user code reads the data.
             problem = error
-        assert self.place.agree is not None
-        rows = self.place.agree([fingerprint(first)])
-        self.leave_alone(any(row != rows[0] for row in rows))
+        assert self.options.agree is not None
+        rows = self.options.agree([fingerprint(first)])
+        self.restore_division(any(row != rows[0] for row in rows))
         if problem is not None:
             raise problem
-        if self.alone and self.place.rank == 0:
+        if self._divides_itself and self.options.rank == 0:
             warnings.warn(
-                f"the first batch of this {kind_of(self.given)} differs from rank to rank: it is taken to divide the"
-                " data by itself, and every rank reads all of its batches. If it does not, seed it equally on all"
+                f"the first batch of this {kind_of(self.user_loader)} differs from rank to rank: it is taken to divide"
+                " the data by itself, and every rank reads all of its batches. If it does not, seed it equally on all"
                 " ranks; use_distributed_sampler=False omits this comparison",
                 stacklevel=2,
             )
@@ -571,19 +613,21 @@ class StreamSource(Source):
         if isinstance(self.loader, DataLoader):
             # Otherwise torch would warn about each batch beyond the length that the dataset claims to have.
             self.loader.__dict__["_IterableDataset_len_called"] = None
-        return None if count is None else -(-count // self.size)
+        if count is None:
+            return None
+        return -(-count // self.size)
 
     @property
     def even(self) -> bool:
         # The user's code decides whether all ranks read the same stream.
-        return self.place.size == 1
+        return self.options.size == 1
 
     def describe(self) -> str:
-        data = kind_of(self.given)
-        if isinstance(self.given, DataLoader):
-            data = f"{data} over {kind_of(self.given.dataset)}"
+        data = kind_of(self.user_loader)
+        if isinstance(self.user_loader, DataLoader):
+            data = f"{data} over {kind_of(self.user_loader.dataset)}"
         split = ""
-        if self.alone:
+        if self._divides_itself:
             split = "; it divides the data among the ranks itself"
         elif self.size > 1:
             split = f"; every rank reads all of it and keeps each {self.size}th batch"
@@ -591,23 +635,23 @@ class StreamSource(Source):
 
     @property
     def stride(self) -> list[tuple[str, int]]:
-        size = self.place.part[1]
+        size = self.options.rank_and_size[1]
         if self.per_rank_batch_size is None:
             return [("batches", size)]
         return [("samples", size * self.per_rank_batch_size)]
 
     @property
-    def facts(self) -> list[dict[str, Any]]:
-        if not isinstance(self.given, DataLoader):
+    def facts(self) -> list[JsonObject]:
+        if not isinstance(self.user_loader, DataLoader):
             return [
                 {
-                    "size": length_of(self.given),
+                    "size": length_of(self.user_loader),
                     "unit": "batches",
-                    "order": kind_of(self.given),
+                    "order": kind_of(self.user_loader),
                 }
             ]
-        data = self.given.dataset
-        workers = self.given.num_workers
+        data = self.user_loader.dataset
+        workers = self.user_loader.num_workers
         return [
             {
                 "size": length_of(data),
@@ -617,9 +661,11 @@ class StreamSource(Source):
             }
         ]
 
-    def state(self) -> Any:
+    def state(self) -> SourceState:
+        if not self.stateful and not self.generators:
+            return None
         if not self.stateful:
-            return {"generators": self._began} if self.generators else None
+            return {"generators": self._began}
         loader_state = self.loader.state_dict()
         if not any(self.workers):
             # The state of objects in this process may still change.
@@ -630,32 +676,32 @@ class StreamSource(Source):
             "generators": self._began,
         }
 
-    def resharded(self, state: Any, further: int) -> Any:
+    def resharded(self, state: SourceState, further: int) -> SourceState:
         within_turn = state is not None and state["at"]
-        if not self.place.shard or self.alone or within_turn:
+        if not self.options.shard or self._divides_itself or within_turn:
             raise CheckpointError(
                 "loaders",
                 None,
-                f"each rank read its own {kind_of(self.given)}: the states need the same number of ranks",
+                f"each rank read its own {kind_of(self.user_loader)}: the states need the same number of ranks",
                 fix="resume with the same number of ranks",
             )
         return {"generators": self._began, **(state or {}), "further": further}
 
     def epoch(
-        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
-    ) -> Iterator[Any]:
+        self, epoch: int, start: int = 0, turn: int = 0, state: SourceState = None
+    ) -> Iterator[SizedBatch]:
         # The inner ones first: a data set that passes another epoch on to its parts has the last word.
         set_epoch(
             epoch,
-            *reversed(worker_parts(self.given)),
-            getattr(self.given, "sampler", None),
-            getattr(self.given, "batch_sampler", None),
-            self.given,
+            *reversed(worker_parts(self.user_loader)),
+            getattr(self.user_loader, "sampler", None),
+            getattr(self.user_loader, "batch_sampler", None),
+            self.user_loader,
         )
         self.draw_from(state)
         if self.generator is not None:
             # The same seed on all ranks: a dataset that shuffles in its workers must yield the same stream everywhere.
-            self.generator.manual_seed(derive_seed(self.place.seed, epoch, turn))
+            self.generator.manual_seed(derive_seed(self.options.seed, epoch, turn))
         resumes = self.stateful and state is not None and "loader" in state
         if resumes:
             self._load(state["loader"])
@@ -663,12 +709,14 @@ class StreamSource(Source):
             self._forget()
         # The next batch of a started epoch is read under the generators of the run.
         if self._draws_here() and not (resumes and start > 0):
-            seed = derive_seed(self.place.seed, epoch, turn)
+            seed = derive_seed(self.options.seed, epoch, turn)
             iterator = self._seeded(seed)
         else:
             iterator = iter(self.loader)
-        if self.alone is None and not resumes:
+        # A resumed stream is in the middle of an epoch, and the checkpoint tells how it is divided.
+        if self._divides_itself is None and not resumes:
             iterator = self._compare(iterator)
+        # An iterator that has ended yields nothing more: an error instead of an empty epoch.
         if self.once and self.begun:
             iterator = chain(self._first(iterator), iterator)
         self.begun = True
@@ -679,11 +727,15 @@ class StreamSource(Source):
                 pass
         if self.stateful and self.workers_end:
             iterator = self._released(iterator)
-        pairs = iterator if self._counts else self._sizes.pairs(iterator)
+        pairs = iterator
+        if not self._counts:
+            pairs = self._sizes.pairs(iterator)
         if self.size == 1:
             return pairs
-        turn_start = state["at"] if resumes else 0
-        return self._turns(pairs, turn_start)
+        first_rank = 0
+        if resumes:
+            first_rank = state["at"]
+        return self._turns(pairs, first_rank)
 
     def _draws_here(self) -> bool:
         """Whether this process makes a new stream that the ranks divide, so its order must be the same on all."""
@@ -691,11 +743,11 @@ class StreamSource(Source):
             return False
         return not isinstance(self.loader, DataLoader) or not self.loader.num_workers
 
-    def _load(self, state: Any) -> None:
+    def _load(self, state: SourceState) -> None:
         self._loaded = True
         self.loader.load_state_dict(state)
-        buffer = shuffle_buffer(self.given)
-        if buffer and self.place.rank == 0:
+        buffer = shuffle_buffer(self.user_loader)
+        if buffer and self.options.rank == 0:
             warnings.warn(
                 f"this resume is not exact: the data set shuffles in a buffer of {buffer} examples, whose content its"
                 " state does not hold, so the next examples come in another order and some of the buffer are not read."
@@ -711,7 +763,7 @@ class StreamSource(Source):
         if from_litdata and getattr(self.loader, "restore", None) is True:
             self.loader.restore = False
 
-    def _seeded(self, seed: int) -> Iterator[Any]:
+    def _seeded(self, seed: int) -> Iterator[Batch]:
         """Start with equal generators on all ranks, so that a stream that shuffles has the same order everywhere."""
         with preserved_rng():
             seed_globals(seed)
@@ -721,7 +773,7 @@ class StreamSource(Source):
         yield from first
         yield from iterator
 
-    def _released(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _released(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
         """Release the iterator, and so its workers, when reading ends early: torchdata's loader keeps it."""
         try:
             yield from iterator
@@ -729,10 +781,10 @@ class StreamSource(Source):
             if self.loader._iterator is iterator:
                 self.loader.__dict__["_iterator"] = None
 
-    def _drain(self, iterator: Iterator[Any], start: int) -> None:
+    def _drain(self, iterator: Iterator[Batch], start: int) -> None:
         """Read and discard the batches before ``start``, and restore the global generators."""
         count = start * self.size
-        first_rank = self.place.rank == 0
+        first_rank = self.options.rank == 0
         began = time.monotonic()
         bar = bar_class()(
             islice(iterator, count),
@@ -746,11 +798,11 @@ class StreamSource(Source):
             read = sum(1 for _ in bar)
         if first_rank:
             # The last turn may be incomplete: its position lies beyond the end of the same data.
-            turn = self.place.turn
+            turn = self.options.turn
             if turn is not None and read <= count - self.size * turn:
-                warn_of_early_end(self.given, start)
+                warn_of_early_end(self.user_loader, start)
             warnings.warn(
-                f"{kind_of(self.given)} cannot skip by index: to start at batch {start}, "
+                f"{kind_of(self.user_loader)} cannot skip by index: to start at batch {start}, "
                 f"{plural(read, 'batch was', 'batches were')} read and"
                 f" discarded in {time.monotonic() - began:.1f} s. With state_dict() and load_state_dict(state) on"
                 f" {self._owner()} a resume does not read them",
@@ -758,22 +810,24 @@ class StreamSource(Source):
             )
 
     def _owner(self) -> str:
-        if isinstance(self.given, DataLoader):
-            return f"its dataset ({kind_of(self.given.dataset)})"
+        if isinstance(self.user_loader, DataLoader):
+            return f"its dataset ({kind_of(self.user_loader.dataset)})"
         return "it"
 
-    def _first(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _first(self, iterator: Iterator[Batch]) -> Iterator[Batch]:
         for batch in iterator:
             yield batch
             return
         raise DataError(
-            f"this {kind_of(self.given)} has no batches left for another pass",
+            f"this {kind_of(self.user_loader)} has no batches left for another pass",
             found="an exhausted iterator, which can be read only once",
             fix="pass something that can be iterated again: a DataLoader, a list, or an object whose __iter__"
             " makes a new iterator",
         )
 
-    def _turns(self, pairs: Iterator[Any], turn_rank: int) -> Iterator[Any]:
+    def _turns(
+        self, pairs: Iterator[SizedBatch], turn_rank: int
+    ) -> Iterator[SizedBatch]:
         """Yield this rank's batches of the stream; ``turn_rank`` is the rank that the first one belongs to."""
         for pair in pairs:
             if turn_rank == self.rank:
@@ -787,29 +841,30 @@ class StreamSource(Source):
 class _Counting:
     """A user's ``collate_fn`` that also returns the number of its samples, in this process or a worker."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Batch]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
+    def __call__(self, samples: list[Any]) -> SizedBatch:
         return self.collate(samples), len(samples)
 
 
-def has_state(owner: Any) -> bool:
+def has_state(owner: object) -> bool:
     """Whether an object has torchdata's state protocol."""
-    return callable(getattr(owner, "state_dict", None)) and callable(
-        getattr(owner, "load_state_dict", None)
-    )
+    methods = ("state_dict", "load_state_dict")
+    return all(callable(getattr(owner, name, None)) for name in methods)
 
 
-def _reading_states(loader: DataLoader[Any]) -> Any:
+def _reading_states(loader: DataLoader[Batch]) -> Any:
     """Return a loader as torchdata's, which reads the state of its dataset in this process and in workers."""
     kind = type(loader)
+    # A subclass that overrides either method makes its own batches.
     if kind.__iter__ is not DataLoader.__iter__:
-        return loader  # it makes its own batches
+        return loader
     if kind._get_iterator is not DataLoader._get_iterator:
         return loader
+    # Batches that arrive in any order: no state describes that.
     if loader.num_workers and not getattr(loader, "in_order", True):
-        return loader  # batches arrive in any order: no state describes that
+        return loader
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     # Not its constructor, which lacks newer arguments of torch and attributes of a subclass.
@@ -823,21 +878,22 @@ def _reading_states(loader: DataLoader[Any]) -> Any:
     return stateful
 
 
-def shuffle_buffer(loader: Any) -> int:
+def shuffle_buffer(loader: object) -> int:
     """Return the size of the shuffle buffer of a Hugging Face stream inside a loader; 0 without one."""
     sources = [getattr(member, "_ex_iterable", None) for member in loader_parts(loader)]
     for _ in range(_DEEPEST_SOURCE):
         for source in sources:
             size = getattr(source, "buffer_size", 0)
+            # By the name of the class, which is private: the library is not imported for it.
             if type(source).__name__ == "BufferShuffledExamplesIterable" and size > 1:
                 return int(size)
-        sources = [
-            getattr(source, "ex_iterable", None)
-            for source in sources
-            if source is not None
-        ]
+        inner_sources = []
+        for source in sources:
+            if source is not None:
+                inner_sources.append(getattr(source, "ex_iterable", None))
+        sources = inner_sources
     return 0
 
 
-_DEEPEST_SOURCE = 16
+_DEEPEST_SOURCE: Final = 16
 """Operations on a Hugging Face stream that are searched."""

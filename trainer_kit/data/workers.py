@@ -8,12 +8,13 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from types import FrameType
-from typing import Any, final
+from typing import final
 
 from torch.utils.data import get_worker_info
 
@@ -29,6 +30,7 @@ _PATIENCE = (5.0, 10.0, 20.0, 40.0)
 """Seconds for a forked process to run its first line (normally milliseconds), for each attempt."""
 
 
+# torch's file with the loop over the indices of a batch, whose frame `_read_index` looks for.
 _FETCH = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
 
 
@@ -42,18 +44,25 @@ class EndsWithParent:
     It also notes once a second which sample a worker reads, for messages about a worker that hangs.
 
     Args:
-        own: the user's function, if any.
+        user_function: the user's ``worker_init_fn``, if any.
         workers: how many there are.
     """
 
-    def __init__(self, own: Callable[[int], Any] | None, workers: int = 0) -> None:
-        self.own = own
-        self._indices = RawArray("q", [-1] * workers)  # shared with the workers
+    def __init__(
+        self, user_function: Callable[[int], object] | None, workers: int = 0
+    ) -> None:
+        self.user_function = user_function
+        # Shared with the workers: each writes its own element, so it needs no lock, which a killed worker could keep.
+        self._indices = RawArray("q", [-1] * workers)
 
     def reading(self, worker_id: int) -> str:
         """A text about the sample that a worker reads; "" if unknown."""
-        index = self._indices[worker_id] if worker_id < len(self._indices) else -1
-        return f" reads index {index} of the dataset" if index >= 0 else ""
+        if worker_id >= len(self._indices):
+            return ""
+        index = self._indices[worker_id]
+        if index < 0:
+            return ""
+        return f" reads index {index} of the dataset"
 
     def __call__(self, worker_id: int) -> None:
         parent = multiprocessing.parent_process()
@@ -63,18 +72,22 @@ class EndsWithParent:
             arguments = (parent.sentinel, self._indices, worker_id)
             watcher = threading.Thread(target=_follow, args=arguments, daemon=True)
             watcher.start()
-        if self.own is not None:
-            self.own(worker_id)
+        if self.user_function is not None:
+            self.user_function(worker_id)
 
 
-def _follow(parent: int, indices: Any, worker_id: int) -> None:
+def _follow(parent: int, indices: MutableSequence[int], worker_id: int) -> None:
     """Note once a second which sample this worker reads, until the parent ends; then end the process."""
-    interval = 1.0 if worker_id < len(indices) else None
+    # Without an element to write to, the thread only waits.
+    interval = None
+    if worker_id < len(indices):
+        interval = 1.0
     main_thread = threading.main_thread().ident
     # The sentinel is readable when the parent has closed its end.
     while not wait([parent], interval):
         indices[worker_id] = _read_index(thread_frames(main_thread))
     time.sleep(_GRACE)
+    # Not sys.exit, which would end only this thread.
     os._exit(1)
 
 
@@ -84,13 +97,14 @@ def _read_index(frames: list[FrameType]) -> int:
     for frame in frames:
         if frame.f_code.co_filename.endswith(_FETCH):
             index = frame.f_locals.get("idx", index)
+    # A sampler may draw anything, for example a key.
     if isinstance(index, int):
         return index
-    return -1  # a sampler may draw anything, for example a key
+    return -1
 
 
-def checked_context(given: BaseContext | None) -> BaseContext | None:
-    """Return a multiprocessing context that forks like ``given``, and verifies that each forked process has started.
+def checked_context(context: BaseContext | None) -> BaseContext | None:
+    """Return a multiprocessing context that forks like ``context``, and verifies that each forked process has started.
 
     A fork copies locked locks, including those of threads that the new process does not have: a worker may wait for
     such a lock before its first line, and its parent for the worker, forever. CPython before 3.10.15 and 3.11.10 has
@@ -98,36 +112,39 @@ def checked_context(given: BaseContext | None) -> BaseContext | None:
     worker that does not start has done nothing, so it is killed and forked again.
 
     Args:
-        given: the context of the loader; None: the default.
+        context: the loader's; None: the default.
 
     Returns:
-        ``given`` itself if it does not fork, or is not torch's or the standard library's fork context.
+        ``context`` itself if it does not fork, or is not torch's or the standard library's fork context.
     """
     # Without `allow_none` this call would fix the default, which a script may still choose.
     method = multiprocessing.get_start_method(allow_none=True)
     if method is None:
         method = multiprocessing.get_all_start_methods()[0]
     if sys.platform != "win32":
-        context = given or multiprocessing.get_context(method)
-        if type(context) is ForkContext:
+        start_context = context or multiprocessing.get_context(method)
+        if type(start_context) is ForkContext:
             return _CheckedContext()
-    return given
+    return context
 
 
 if sys.platform != "win32":
+    from multiprocessing.connection import Connection
     from multiprocessing.context import ForkContext, ForkProcess
     from multiprocessing.popen_fork import Popen
 
     @final
     class _CheckedProcess(ForkProcess):
         @staticmethod
-        def _Popen(process_obj: Any) -> Popen:
+        def _Popen(process_obj: BaseProcess) -> Popen:
             for patience in _PATIENCE:
                 reader, writer = multiprocessing.Pipe(duplex=False)
-                process_obj.__dict__["begins"] = writer  # `run` reads it in the fork
+                # `run` reads it in the fork.
+                process_obj.__dict__["begins"] = writer
                 process = ForkProcess._Popen(process_obj)
                 started = False
                 try:
+                    # The parent's copy of the pipe's end: with it open, `poll` would not see that the worker has ended.
                     writer.close()
                     # Also True if the worker has ended; the loader reports that.
                     started = reader.poll(patience)
@@ -152,7 +169,7 @@ if sys.platform != "win32":
             )
 
         def run(self) -> None:
-            writer: Any = self.__dict__.pop("begins")
+            writer: Connection = self.__dict__.pop("begins")
             writer.send_bytes(b"1")
             writer.close()
             super().run()

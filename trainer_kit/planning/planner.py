@@ -29,7 +29,12 @@ from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.state_names import uncompiled
 from trainer_kit.data import CombinedLoader, Feed, is_tree
-from trainer_kit.data.place import find_generators, generator_states, restore_generators
+from trainer_kit.data.source import (
+    RandomGenerator,
+    find_generators,
+    generator_states,
+    restore_generators,
+)
 from trainer_kit.planning.candidates import check_strategy_name
 from trainer_kit.planning.estimate import Assumptions, step_samples
 from trainer_kit.planning.fake_mode import FastFakeMode
@@ -345,7 +350,7 @@ def _first_batch(loaders: object) -> tuple[object, int]:
     return batch, size
 
 
-def _generators_of_loaders(loaders: Any) -> list[torch.Generator]:
+def _generators_of_loaders(loaders: Any) -> list[RandomGenerator]:
     """The random generators that reading a batch draws from."""
     if is_tree(loaders):
         loaders = CombinedLoader(loaders, "max_size_cycle")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import add_note
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.types import Batch, Keywords, SavedState, StepOutput
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.testing.distributed import run_distributed
 from trainer_kit.trainer import Trainer
 
@@ -30,8 +32,9 @@ __all__ = [
     "whole",
 ]
 
-_Make = Callable[[], Any]
+_StrategyFactory: TypeAlias = Callable[[], Strategy | str]
 """Called on each rank, once for each Trainer."""
+_ModuleFactory: TypeAlias = Callable[[], TrainModule]
 
 _PER_RANK: Final = 3
 """Samples of a batch on each rank."""
@@ -46,7 +49,7 @@ _TOLERANCES: Final = {
 
 
 def check_strategy(
-    strategy: _Make,
+    strategy: _StrategyFactory,
     world_size: int = 2,
     *,
     only: Iterable[str] | None = None,
@@ -74,10 +77,14 @@ def check_strategy(
 
 
 def run_checks(
-    strategy: _Make, only: Iterable[str] | None = None, precision: str = "64-true"
+    strategy: _StrategyFactory,
+    only: Iterable[str] | None = None,
+    precision: str = "64-true",
 ) -> None:
     """Run the checks on ranks that exist already; collective."""
-    for name in CHECKS if only is None else only:
+    if only is None:
+        only = CHECKS
+    for name in only:
         try:
             CHECKS[name](strategy, precision)
         except BaseException as error:
@@ -88,14 +95,14 @@ def run_checks(
 class _Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(2 * width, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+        hidden = F.gelu(self.up(self.norm(x)))
+        output: Tensor = self.down(hidden)
+        return x + output
 
 
 class Net(nn.Module):
@@ -112,7 +119,8 @@ class Net(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        return self.last(x)  # type: ignore[no-any-return]
+        logits: Tensor = self.last(x)
+        return logits
 
 
 class Classifier(TrainModule):
@@ -122,7 +130,7 @@ class Classifier(TrainModule):
         """Build the layers in the context of the strategy."""
         self.net = Net()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         """The mean cross entropy."""
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
@@ -135,19 +143,17 @@ class _TwoNets(TrainModule):
     """Two nets with one optimizer each; the second learns from the output of the first."""
 
     def configure_model(self) -> None:
-        self.left, self.right = (
-            Net(),
-            nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)),
-        )
+        self.left = Net()
+        self.right = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
-    def losses(self, batch: Any) -> dict[str, Tensor]:
+    def losses(self, batch: Batch) -> dict[str, Tensor]:
         output = self.left(batch[0])
         return {
             "left": F.cross_entropy(self.right(output), batch[1]),
             "right": F.mse_loss(self.right(output.detach()), output),
         }
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         return self.losses(batch)
 
     def configure_optimizers(self) -> Any:
@@ -162,7 +168,7 @@ class _ByHand(_TwoNets):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
         for name, optimizer in zip(("left", "right"), self.optimizers(), strict=True):
             optimizer.zero_grad()
             output = self.left(batch[0])
@@ -187,28 +193,31 @@ class _Frozen(Classifier):
 class _Weighed(Classifier):
     """A mean over tokens: the label of a sample sets its number of tokens."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
         tokens = 1 + batch[1]
         losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
         return (losses * tokens).sum() / tokens.sum()
 
-    def loss_weight(self, batch: Any) -> Tensor:
-        return (1 + batch[1]).sum()  # type: ignore[no-any-return]
+    def loss_weight(self, batch: Batch) -> Tensor:
+        tokens: Tensor = 1 + batch[1]
+        return tokens.sum()
 
 
 class _Evaluated(Classifier):
     counted = 0
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.counted += len(batch[0])
         output = self.net(batch[0])
         self.log("val_loss", F.cross_entropy(output, batch[1]))
         self.log("val_accuracy", (output.argmax(-1) == batch[1]).double().mean())
 
     def predict_step(
-        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> Tensor:
-        return self.net(batch[0]) + dataloader_idx  # type: ignore[no-any-return]
+        output: Tensor = self.net(batch[0])
+        # So that predictions of one loader in place of another one show.
+        return output + dataloader_idx
 
 
 def _samples(count: int) -> TensorDataset:
@@ -229,8 +238,8 @@ class _Adaptive(Classifier):
 
 
 def fit(
-    strategy: Any,
-    make: Callable[[], Any],
+    strategy: Strategy | str,
+    make: _ModuleFactory,
     count: int,
     size: int,
     devices: int,
@@ -261,25 +270,30 @@ def fit(
         **options,
     }
     trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **settings)
-    trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
-    trainer.fit(
-        module, DataLoader(_samples(count), batch_size=size), ckpt_path=ckpt_path
-    )
+    _silence(trainer)
+    loader = DataLoader(_samples(count), batch_size=size)
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
     weights = whole(trainer.strategy.module_state(module))
     everyone = trainer.strategy.world.all_gather_object(weights)
+    # The complete state may be on rank 0 alone, which writes it.
     if not trainer.strategy.sharded:
-        return trainer, everyone[
-            0
-        ]  # the complete state may be on rank 0 alone, which writes it
-    for rank_weights in everyone:  # each stage of a pipeline has a part of the names
+        return trainer, everyone[0]
+    # Each stage of a pipeline has a part of the names.
+    for rank_weights in everyone:
         weights = {**rank_weights, **weights}
     return trainer, weights
 
 
+def _silence(trainer: Trainer) -> None:
+    """Let a Trainer print nothing: a check makes dozens of them."""
+    # In __dict__, where it hides the method.
+    vars(trainer)["print"] = lambda *values, **options: None
+
+
 def continues(
-    strategies: Mapping[str, Any],
+    strategies: Mapping[str, _StrategyFactory],
     directory: str,
     found: Iterable[str] = (),
     precision: str = "64-true",
@@ -295,7 +309,7 @@ def continues(
         about: skip pairs in which neither name starts with this.
     """
     world = torch.distributed.get_world_size()
-    options: dict[str, Any] = {
+    options: Keywords = {
         "max_steps": 3,
         "max_epochs": 1,
         "global_batch_size": 12,
@@ -303,48 +317,44 @@ def continues(
     }
     for name, strategy in strategies.items():
         alone = name == "one"
+        devices = world
+        if alone:
+            devices = 1
         if not alone or torch.distributed.get_rank() == 0:
-            fit(
-                strategy(),
-                _Adaptive,
-                72,
-                12,
-                1 if alone else world,
-                save=f"{directory}/{name}",
-                **options,
-            )
+            path = f"{directory}/{name}"
+            fit(strategy(), _Adaptive, 72, 12, devices, save=path, **options)
         torch.distributed.barrier()
-    _, expected = fit("auto", _Adaptive, 72, 12, 1, **{**options, "max_steps": 6})
+    options["max_steps"] = 6
+    _, expected = fit("auto", _Adaptive, 72, 12, 1, **options)
     for reader, strategy in strategies.items():
         for writer in [*strategies, *found]:
-            if reader == writer == "one" or not (
-                reader.startswith(about) or writer.startswith(about)
-            ):
+            if reader == writer == "one":
                 continue
-            path, devices = f"{directory}/{writer}", 1 if reader == "one" else world
+            if not (reader.startswith(about) or writer.startswith(about)):
+                continue
+            path = f"{directory}/{writer}"
+            devices = world
+            if reader == "one":
+                devices = 1
             try:
-                _, now = fit(
-                    strategy(),
-                    _Adaptive,
-                    72,
-                    12,
-                    devices,
-                    ckpt_path=path,
-                    **{**options, "max_steps": 6},
+                _, weights = fit(
+                    strategy(), _Adaptive, 72, 12, devices, ckpt_path=path, **options
                 )
-                assert_same(now, expected, _TOLERANCES[precision])
+                assert_same(weights, expected, _TOLERANCES[precision])
             except BaseException as error:
                 add_note(error, f"saved by {writer}, read by {reader}")
                 raise
 
 
-def whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def whole(state: SavedState) -> dict[str, Tensor]:
     """The complete state of a module, without shards; collective."""
-    parts = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in state.items()
-    }
-    return {name: value.detach().clone() for name, value in parts.items()}
+    tensors = {}
+    for name, value in state.items():
+        if hasattr(value, "full_tensor"):
+            value = value.full_tensor()
+        # A copy, which a later step does not change.
+        tensors[name] = value.detach().clone()
+    return tensors
 
 
 def assert_same(
@@ -365,9 +375,9 @@ def assert_same(
 
 
 def _compare(
-    strategy: _Make,
+    strategy: _StrategyFactory,
     precision: str,
-    make: Callable[[], Any],
+    make: _ModuleFactory,
     counts: Iterable[int],
     **options: Any,
 ) -> None:
@@ -396,12 +406,12 @@ def _compare(
             raise
 
 
-def _accumulation_and_clipping(strategy: _Make, precision: str) -> None:
-    limits: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+def _accumulation_and_clipping(strategy: _StrategyFactory, precision: str) -> None:
+    limits: Keywords = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     _compare(strategy, precision, Classifier, [72], **limits)
 
 
-def _clipping_by_value(strategy: _Make, precision: str) -> None:
+def _clipping_by_value(strategy: _StrategyFactory, precision: str) -> None:
     _compare(
         strategy,
         precision,
@@ -412,7 +422,7 @@ def _clipping_by_value(strategy: _Make, precision: str) -> None:
     )
 
 
-def _uneven_ranks(strategy: _Make, precision: str) -> None:
+def _uneven_ranks(strategy: _StrategyFactory, precision: str) -> None:
     """Short last batches, ranks without samples in them, and ranks that never have a sample."""
     _compare(
         strategy,
@@ -425,31 +435,32 @@ def _uneven_ranks(strategy: _Make, precision: str) -> None:
     _compare(strategy, precision, Classifier, [1])
 
 
-def _uneven_named_losses(strategy: _Make, precision: str) -> None:
+def _uneven_named_losses(strategy: _StrategyFactory, precision: str) -> None:
     _compare(strategy, precision, _TwoNets, [19])
 
 
-def _uneven_by_hand(strategy: _Make, precision: str) -> None:
+def _uneven_by_hand(strategy: _StrategyFactory, precision: str) -> None:
     _compare(strategy, precision, _ByHand, [19, 1])
 
 
-def _token_weights(strategy: _Make, precision: str) -> None:
+def _token_weights(strategy: _StrategyFactory, precision: str) -> None:
     _compare(strategy, precision, _Weighed, [24, 19], accumulate_grad_batches=2)
 
 
-def _evaluation(strategy: _Make, precision: str) -> None:
+def _evaluation(strategy: _StrategyFactory, precision: str) -> None:
     """Each sample counts once, and predictions are in order, during ``fit`` and alone."""
     world = torch.distributed.get_world_size()
     tolerance = _TOLERANCES[precision]
     for count in (26, 19, 1):
         results: list[list[Any]] = []
+        # One process gets the batches of all ranks at once: the size grows after the first Trainer.
         size = _PER_RANK
         group = None
         for trainer_strategy, devices in ((strategy(), world), ("auto", 1)):
             torch.manual_seed(7)
             module = _Evaluated()
             predictor = _Evaluated()
-            settings: dict[str, Any] = {
+            settings: Keywords = {
                 "barebones": True,
                 "precision": precision,
                 "seed": 0,
@@ -458,7 +469,7 @@ def _evaluation(strategy: _Make, precision: str) -> None:
             trainer = Trainer(
                 devices=devices, strategy=trainer_strategy, max_epochs=2, **settings
             )
-            trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
+            _silence(trainer)
             loader = DataLoader(_samples(count), batch_size=size)
             trainer.fit(module, DataLoader(_samples(24), batch_size=size), loader)
             values = [
@@ -470,7 +481,8 @@ def _evaluation(strategy: _Make, precision: str) -> None:
             assert predictions is not None
             values += [torch.cat(list(batches)) for batches in predictions]
             results.append(values)
-            if group is None:  # ranks that share a batch count as one
+            # Ranks that share a batch count as one.
+            if group is None:
                 group = trainer.strategy.data
                 size *= group.size
         metrics, counted, *predicted = results[0]
@@ -485,11 +497,11 @@ def _evaluation(strategy: _Make, precision: str) -> None:
         assert_same(dict(enumerate(predicted)), dict(enumerate(expected)), tolerance)  # type: ignore[arg-type]
 
 
-def _frozen_parts(strategy: _Make, precision: str) -> None:
+def _frozen_parts(strategy: _StrategyFactory, precision: str) -> None:
     _compare(strategy, precision, _Frozen, [24], accumulate_grad_batches=2)
 
 
-def _named_losses(strategy: _Make, precision: str) -> None:
+def _named_losses(strategy: _StrategyFactory, precision: str) -> None:
     _compare(
         strategy,
         precision,
@@ -500,19 +512,21 @@ def _named_losses(strategy: _Make, precision: str) -> None:
     )
 
 
-def _manual_optimization(strategy: _Make, precision: str) -> None:
+def _manual_optimization(strategy: _StrategyFactory, precision: str) -> None:
     _compare(strategy, precision, _ByHand, [24])
 
 
-def _checkpoints(strategy: _Make, precision: str) -> None:
+def _checkpoints(strategy: _StrategyFactory, precision: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        box = [directory]
-        torch.distributed.broadcast_object_list(box, 0)
-        continues({"one": lambda: "auto", "it": strategy}, box[0], precision=precision)
+        # Every rank has made a directory; that of rank 0 is used.
+        shared = [directory]
+        torch.distributed.broadcast_object_list(shared, 0)
+        strategies = {"one": lambda: "auto", "it": strategy}
+        continues(strategies, shared[0], precision=precision)
         torch.distributed.barrier()
 
 
-CHECKS: Final[dict[str, Callable[[_Make, str], None]]] = {
+CHECKS: Final[dict[str, Callable[[_StrategyFactory, str], None]]] = {
     "accumulation_and_clipping": _accumulation_and_clipping,
     "clipping_by_value": _clipping_by_value,
     "frozen_parts": _frozen_parts,

@@ -45,10 +45,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             found=f"world_size{mark.args}",
             fix="write world_size(2)",
         )
-    wanted = pyfuncitem._fixtureinfo.argnames
-    arguments = _pickled({name: pyfuncitem.funcargs[name] for name in wanted})
-    owner = "" if pyfuncitem.cls is None else f"{pyfuncitem.cls.__qualname__}."
-    name = f"{owner}{pyfuncitem.originalname}"
+    # Only the arguments of the body: fixtures that it merely uses need not be picklable.
+    argument_names = pyfuncitem._fixtureinfo.argnames
+    arguments = _pickled({name: pyfuncitem.funcargs[name] for name in argument_names})
+    name = pyfuncitem.originalname
+    if pyfuncitem.cls is not None:
+        name = f"{pyfuncitem.cls.__qualname__}.{name}"
     module = pyfuncitem.getparent(pytest.Module)
     assert module is not None
     try:
@@ -62,14 +64,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             **mark.kwargs,
         )
     except BaseException as error:
-        raise error.with_traceback(None)  # noqa: B904 - the traceback of the rank is a note of this error
+        # Without the frames of this process: the traceback of the rank is a note of this error.
+        raise error.with_traceback(None)  # noqa: B904 - it is the same error
     for outcome in filter(None, outcomes):
         status, reason = outcome
-        (pytest.skip if status == "skip" else pytest.xfail)(reason)
+        if status == "skip":
+            pytest.skip(reason)
+        pytest.xfail(reason)
     return True
 
 
-def _pickled(arguments: Mapping[str, Any]) -> dict[str, bytes]:
+def _pickled(arguments: Mapping[str, object]) -> dict[str, bytes]:
     __tracebackhide__ = True
     packed = {}
     for name, value in arguments.items():
@@ -90,20 +95,22 @@ def _run_body(
     """Run the body of the test on a rank. Arguments are unpickled last: they may need the module of the test."""
     module = sys.modules.get(module_name) or _load(path, module_name)
     *owners, function = name.split(".")
-    owner = reduce(getattr, owners, module)
-    body = getattr(owner() if owners else owner, function)  # type: ignore[operator]
+    owner: Any = reduce(getattr, owners, module)
+    if owners:
+        # A method: as pytest does, on a new object of its class.
+        owner = owner()
+    body = getattr(owner, function)
+    values = {name: pickle.loads(value) for name, value in arguments.items()}
+    # pytest's own exceptions cannot be pickled.
     try:
-        body(**{name: pickle.loads(value) for name, value in arguments.items()})
-    except (
-        pytest.skip.Exception
-    ) as outcome:  # pytest's own exceptions cannot be pickled
+        body(**values)
+    except pytest.skip.Exception as outcome:
         return "skip", str(outcome)
     except pytest.xfail.Exception as outcome:
         return "xfail", str(outcome)
     except pytest.fail.Exception as outcome:
-        raise AssertionError(str(outcome)).with_traceback(
-            outcome.__traceback__
-        ) from None
+        failure = AssertionError(str(outcome))
+        raise failure.with_traceback(outcome.__traceback__) from None
     return None
 
 
@@ -114,6 +121,7 @@ def _load(path: str, name: str) -> ModuleType:
     source = Path(path).read_bytes()
     tree = ast.parse(source, filename=path)
     rewrite_asserts(tree, source, path)
+    # Before its code runs, which may import it by this name.
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = path
     exec(compile(tree, path, "exec", dont_inherit=True), vars(module))

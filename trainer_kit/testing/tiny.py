@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,8 @@ class TinyModule(TrainModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output, shape (n, 2), for ``x`` of shape (n, 32)."""
-        return self.layer(x)  # type: ignore[no-any-return]
+        output: Tensor = self.layer(x)
+        return output
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """The loss of one batch."""
@@ -62,9 +62,9 @@ class TinyModule(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     def _loss(self, name: str, batch: Tensor) -> Tensor:
-        loss = self(batch).pow(2).mean()
+        loss: Tensor = self(batch).pow(2).mean()
         self.log(name, loss)
-        return loss  # type: ignore[no-any-return]
+        return loss
 
 
 _HOOKS = [
@@ -74,7 +74,7 @@ _HOOKS = [
 ]
 
 
-def record_hooks(callbacks: list[Any]) -> list[str]:
+def record_hooks(callbacks: list[Callback]) -> list[str]:
     """Add a callback to ``callbacks`` that records every hook; returns the list of recorded names.
 
     The callback runs at its place in the list: if it is last, a name is recorded after the callbacks before it ran.
@@ -96,15 +96,15 @@ def record_hooks(callbacks: list[Any]) -> list[str]:
         ['setup', 'on_fit_start', 'on_train_start', 'on_train_epoch_start']
     """
     names: list[str] = []
-    recorder = type(
-        "HookRecorder", (Callback,), {name: _recording(name, names) for name in _HOOKS}
-    )
+    hooks = {name: _recording(name, names) for name in _HOOKS}
+    # A class, since the bus finds hooks that a class overrides, and not attributes of an object.
+    recorder = type("HookRecorder", (Callback,), hooks)
     callbacks.append(recorder())
     return names
 
 
 def _recording(name: str, names: list[str]) -> Callable[..., None]:
-    def hook(self: Any, *arguments: Any) -> None:
+    def hook(self: Callback, *arguments: object) -> None:
         names.append(name)
 
     return hook

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from trainer_kit.core.lazy import other_names
 from trainer_kit.training.session import Session
@@ -33,5 +33,5 @@ class Tuner:
     """
 
     def __init__(self, trainer: Session) -> None:
-        self.lr_find: Any = partial(lr_find, trainer)
-        self.scale_batch_size: Any = partial(scale_batch_size, trainer)
+        self.lr_find = partial(lr_find, trainer)
+        self.scale_batch_size = partial(scale_batch_size, trainer)

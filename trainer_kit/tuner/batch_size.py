@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Final, final
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.types import Batch, DataModuleLike, Loaders
 from trainer_kit.step.run import Fit
 from trainer_kit.step.window import Window
 from trainer_kit.strategies.strategy import Strategy
@@ -22,16 +24,24 @@ from trainer_kit.tuner.trial import check_call, holders, release_copies, run_tri
 __all__ = ["SizeSearch", "scale_batch_size", "set_batch_size"]
 
 
+_ACTIVE_CALLBACKS: Final = ("get_accumulate_grad_batches",)
+"""An attribute of the callbacks that take part in a trial."""
+
+
 class _TooLarge(Exception):
     """A batch size cannot be used; raised on every rank, with the reason."""
 
 
-def _holders(name: str, module: Any, loaders: Any, datamodule: Any) -> list[Any]:
+def _holders(
+    name: str, module: object, loaders: Loaders, datamodule: DataModuleLike
+) -> list[object]:
     """The objects with the batch size: the loader given to ``fit``, else the datamodule and the module."""
-    owners = [module, datamodule] if loaders is None else [loaders]
-    owners = [owner for owner in owners if owner is not None]
+    owners = [loaders]
+    if loaders is None:
+        owners = [owner for owner in (module, datamodule) if owner is not None]
     size_holders = holders(name, *owners)
     sizes = [getattr(holder, name) for holder in size_holders]
+    # The exact type: True is no size.
     if not sizes or any(type(size) is not int for size in sizes):
         owner_names = ", ".join(type(owner).__name__ for owner in owners)
         raise ConfigurationError(
@@ -44,7 +54,11 @@ def _holders(name: str, module: Any, loaders: Any, datamodule: Any) -> list[Any]
 
 
 def set_batch_size(
-    name: str, size: int, module: Any, loaders: Any, datamodule: Any
+    name: str,
+    size: int,
+    module: object,
+    loaders: Loaders,
+    datamodule: DataModuleLike,
 ) -> None:
     """Set a batch size where `scale_batch_size` looks for it.
 
@@ -58,14 +72,12 @@ def set_batch_size(
             setattr(holder, name, size)
 
 
-def _set_loader_batch_size(loader: DataLoader[Any], size: int) -> None:
-    vars(loader)["batch_size"] = (
-        size  # its __setattr__ refuses, for the sampler would not know
-    )
-    sampler: Any = (
-        loader.batch_sampler
-    )  # a BatchSampler, as the loader has a batch size
-    sampler.batch_size = size
+def _set_loader_batch_size(loader: DataLoader[Batch], size: int) -> None:
+    # Not by its __setattr__, which refuses, for the sampler would not know.
+    vars(loader)["batch_size"] = size
+    # torch makes a BatchSampler for every loader that has a batch size.
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    loader.batch_sampler.batch_size = size
 
 
 @final
@@ -121,6 +133,7 @@ class _Attempt:
             self._agree_on_memory(run, partial(run_without_exchange, window))
             run.strategy.exchange_gradients()
 
+        # An optimizer's first step makes its state, which may not fit either.
         step = run.stepper.step
         vars(run.stepper)["step"] = lambda window: self._agree_on_memory(
             run, partial(step, window)
@@ -135,7 +148,8 @@ class _Attempt:
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
-            problem = error.with_traceback(None)  # its frames hold activations
+            # Its frames hold activations.
+            problem = error.with_traceback(None)
         if any(row[0] for row in run.strategy.world.agree([problem is not None])):
             raise _TooLarge("it ran out of memory") from problem
 
@@ -164,10 +178,8 @@ class SizeSearch:
         margin: float,
         max_val: int,
     ) -> None:
-        if (
-            mode not in ("power", "binsearch")
-            or min(steps_per_trial, init_val, max_trials) < 1
-        ):
+        smallest = min(steps_per_trial, init_val, max_trials)
+        if mode not in ("power", "binsearch") or smallest < 1:
             raise ConfigurationError(
                 "an argument of the batch size search is wrong",
                 found=f"mode={mode!r}, steps_per_trial={steps_per_trial}, init_val={init_val}, max_trials={max_trials}",
@@ -179,23 +191,29 @@ class SizeSearch:
                 found=f"margin={margin}, max_val={max_val}, init_val={init_val}",
                 fix="use a margin from 0 to below 1, and a max_val of at least init_val",
             )
-        self.mode, self.name = mode, name
-        self.steps_per_trial, self.max_trials = steps_per_trial, max_trials
-        self.first, self.largest = init_val, max_val
+        self.mode = mode
+        self.name = name
+        self.steps_per_trial = steps_per_trial
+        self.max_trials = max_trials
+        self.first = init_val
+        self.largest = max_val
         self.margin = margin
 
     def run(
         self,
         trainer: Session,
-        module: Any,
-        loaders: Any,
-        datamodule: Any,
+        module: TrainModule,
+        loaders: Loaders,
+        datamodule: DataModuleLike,
         is_set_up: bool = False,
     ) -> tuple[int, str]:
         """Return the size and the reason against a larger one, without setting it. Every rank must call it."""
         holders = _holders(self.name, module, loaders, datamodule)
         size_before = getattr(holders[0], self.name)
-        good, bad, size = 0, 0, self.first
+        # The largest size that works and the smallest that does not; 0: none yet.
+        good = 0
+        bad = 0
+        size = self.first
         reason = f"max_trials={self.max_trials} are over"
         try:
             for _ in range(self.max_trials):
@@ -222,7 +240,9 @@ class SizeSearch:
                 found=reason,
                 fix="use a smaller model, or a smaller init_val",
             )
-        margin = self.margin if self.mode == "binsearch" else 0
+        margin = 0.0
+        if self.mode == "binsearch":
+            margin = self.margin
         if margin:
             reason = f"{margin:.0%} below {good}; {reason}"
         return max(1, int(good * (1 - margin))), reason
@@ -243,9 +263,16 @@ class SizeSearch:
             return min(good * 2, self.largest)
         return bad // 2
 
-    def _try_size(self, size: int, trainer: Session, *data: Any) -> str:
+    def _try_size(
+        self,
+        size: int,
+        trainer: Session,
+        module: TrainModule,
+        loaders: Loaders,
+        datamodule: DataModuleLike,
+        is_set_up: bool,
+    ) -> str:
         """The reason why a size cannot be used; empty if it can."""
-        module, loaders, datamodule, is_set_up = data
         attempt = _Attempt(size, self.name)
         try:
             run_trial(
@@ -255,7 +282,7 @@ class SizeSearch:
                 datamodule,
                 self.steps_per_trial,
                 attempt.watch,
-                keeps=("get_accumulate_grad_batches",),
+                keeps=_ACTIVE_CALLBACKS,
                 is_set_up=is_set_up,
             )
         except _TooLarge as error:
@@ -267,17 +294,18 @@ class SizeSearch:
             attempt.world.agree([True])
             return "it ran out of memory"
         finally:
-            release_copies()  # an exception held them until here
+            # An exception held them until here.
+            release_copies()
         return ""
 
 
 def scale_batch_size(
     trainer: Session,
-    model: Any,
-    train_dataloaders: Any = None,
-    val_dataloaders: Any = None,
-    dataloaders: Any = None,
-    datamodule: Any = None,
+    model: TrainModule,
+    train_dataloaders: Loaders = None,
+    val_dataloaders: Loaders = None,
+    dataloaders: Loaders = None,
+    datamodule: DataModuleLike = None,
     method: str = "fit",
     mode: str = "power",
     steps_per_trial: int = 3,

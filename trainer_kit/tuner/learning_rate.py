@@ -8,9 +8,12 @@ from typing import Any, Final, final
 
 import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.step.run import Fit
 from trainer_kit.training.on_processes import on_processes
 from trainer_kit.training.session import Session
@@ -45,7 +48,8 @@ class LearningRates:
     def __init__(
         self, rates: Sequence[float], losses: Sequence[float], mode: str = "exponential"
     ) -> None:
-        self.mode, self.losses = mode, list(losses)
+        self.mode = mode
+        self.losses = list(losses)
         self.results: dict[str, list[float]] = {
             "lr": list(rates),
             "loss": _smooth(self.losses),
@@ -65,17 +69,21 @@ class LearningRates:
         considered = slice(min(skip_begin, count // 10), count - skip_end)
         rates = np.array(self.results["lr"][considered])
         losses = np.array(self.results["loss"][considered])
+        # A gradient needs two neighbors.
         if len(losses) < 3:
             return {}
         lowest = int(losses.argmin())
         # A fall after the lowest point follows a loss that had grown too far.
         descent = losses[: lowest + 1]
-        if not lowest or not descent.max() > descent.min():
+        falls = descent.max() > descent.min()
+        if not lowest or not falls:
             return {}
         middle = (descent.max() + descent.min()) / 2
         halfway = np.flatnonzero(descent >= middle)[-1]
+        steepest = np.gradient(descent).argmin()
         return {
-            "steepest": float(rates[np.gradient(descent).argmin()]),
+            "steepest": float(rates[steepest]),
+            # At the lowest point itself the loss no longer falls.
             "minimum": float(rates[lowest] / 10),
             "halfway": float(rates[halfway]),
         }
@@ -138,21 +146,24 @@ class LearningRates:
                 found=str(requirement),
                 fix="pip install 'trainer-kit[plot]'",
             )
-        from matplotlib import pyplot  # so that ``figure.show()`` works
+        # Through pyplot, so that ``figure.show()`` works.
+        from matplotlib import pyplot
 
         ax = ax or pyplot.figure().add_subplot()
-        rates, losses = self.results["lr"], self.results["loss"]
+        rates = self.results["lr"]
+        losses = self.results["loss"]
         ax.plot(rates, self.losses, alpha=0.3, label="loss")
         ax.plot(rates, losses, label="smoothed")
-        suggestions = self.suggestions() if suggest else {}
+        suggestions = {}
+        if suggest:
+            suggestions = self.suggestions()
         for name, rate in suggestions.items():
-            ax.plot(
-                rate,
-                float(np.interp(rate, rates, losses)),
-                "o",
-                label=f"{name}: {rate:.2g}",
-            )
-        ax.set_xscale("log" if self.mode == "exponential" else "linear")
+            loss = float(np.interp(rate, rates, losses))
+            ax.plot(rate, loss, "o", label=f"{name}: {rate:.2g}")
+        scale = "linear"
+        if self.mode == "exponential":
+            scale = "log"
+        ax.set_xscale(scale)
         ax.set_xlabel("learning rate")
         ax.set_ylabel("loss")
         ax.legend()
@@ -166,11 +177,12 @@ def _smooth(losses: Sequence[float]) -> list[float]:
     if not losses:
         return []
     reach = max(1, len(losses) // 10)
-    weights = 1.0 - np.abs(np.arange(-reach, reach + 1)) / (reach + 1)
+    distances = np.abs(np.arange(-reach, reach + 1))
+    weights = 1.0 - distances / (reach + 1)
+    # The first and last losses continue beyond the ends, so that the curve keeps its length.
     padded = np.pad(np.array(losses), reach, mode="edge")
-    smoothed: list[float] = (
-        np.convolve(padded, weights, "valid") / weights.sum()
-    ).tolist()
+    sums = np.convolve(padded, weights, "valid")
+    smoothed: list[float] = (sums / weights.sum()).tolist()
     return smoothed
 
 
@@ -190,31 +202,32 @@ class RangeTest:
         mode: str,
         early_stop_threshold: float | None,
     ) -> None:
-        if (
-            mode not in ("exponential", "linear")
-            or not 0 < min_lr < max_lr
-            or num_training < 3
-        ):
+        is_range = 0 < min_lr < max_lr and num_training >= 3
+        if mode not in ("exponential", "linear") or not is_range:
             raise ConfigurationError(
                 "a range test grows the learning rate from min_lr to max_lr in at least 3 steps",
                 found=f"min_lr={min_lr}, max_lr={max_lr}, num_training={num_training}, mode={mode!r}",
                 fix='pass values such as min_lr=1e-8, max_lr=1, num_training=100, mode="exponential" or "linear"',
             )
-        grow = np.geomspace if mode == "exponential" else np.linspace
-        self.mode, self.threshold = mode, early_stop_threshold
-        self.rates: list[float] = grow(min_lr, max_lr, num_training).tolist()
+        rates = np.linspace(min_lr, max_lr, num_training)
+        if mode == "exponential":
+            rates = np.geomspace(min_lr, max_lr, num_training)
+        self.mode = mode
+        self.threshold = early_stop_threshold
+        self.rates: list[float] = rates.tolist()
 
     def run(
         self,
         trainer: Session,
-        module: Any,
-        loaders: Any,
-        datamodule: Any,
+        module: TrainModule,
+        loaders: Loaders,
+        datamodule: DataModuleLike,
         is_set_up: bool = False,
     ) -> LearningRates:
         """Return the curve; the arguments are those of `run_trial`. Every rank must call it."""
         self.losses: list[float] = []
-        self._mean, self._lowest = 0.0, math.inf
+        self._mean = 0.0
+        self._lowest = math.inf
         keeps = ("get_accumulate_grad_batches", "splits_batches")
         steps = len(self.rates)
         run_trial(
@@ -241,12 +254,16 @@ class RangeTest:
             # A module that steps its schedulers needs them; the rate is set after that.
             run.stepper.configured.schedulers.clear()
         groups = optimizers[0].param_groups
+        # A scheduler that was configured has stored the rate of its start, and set another one.
         bases = [float(group.get("initial_lr", group["lr"])) for group in groups]
-        ratios = [base / bases[0] if bases[0] else 1.0 for base in bases]
+        ratios = [1.0] * len(bases)
+        if bases[0]:
+            ratios = [base / bases[0] for base in bases]
 
-        def set_rates(optimizer: Any) -> None:
+        def set_rates(optimizer: Optimizer) -> None:
             for group, ratio in zip(groups, ratios, strict=True):
                 rate = self.rates[run.progress.step] * ratio
+                # In place: the rate of a capturable optimizer is part of a graph.
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)
                 else:
@@ -266,7 +283,8 @@ class RangeTest:
         """Take the mean loss of the step over its micro-batches and all ranks: every rank gets the same number."""
         window = run.windows.window
         loss_sum = 0.0
-        weights: dict[int, float] = {}  # by batch, which may have several losses
+        # By batch, which may have several losses.
+        weights: dict[int, float] = {}
         # A loss that is not finite ends the test without an error.
         for loss, _, batch in run.runner.losses.take():
             weights[batch] = 1.0
@@ -292,16 +310,16 @@ class RangeTest:
             return False
         self.losses.append(loss)
         self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
-        if (
-            len(self.losses) <= len(self.rates) // 10
-        ):  # the mean of a few batches says little
+        # The mean of a few batches says little.
+        if len(self.losses) <= len(self.rates) // 10:
             return True
+        # The running mean began at 0: this is its bias, as in Adam.
         mean = self._mean / (1 - _SMOOTHING ** len(self.losses))
         self._lowest = min(self._lowest, mean)
         return self.threshold is None or mean <= self.threshold * self._lowest
 
 
-def attribute_of(module: Any, name: str = "") -> str:
+def attribute_of(module: object, name: str = "") -> str:
     """The attribute of the module, or of its hyperparameters, that holds the learning rate.
 
     Args:
@@ -311,7 +329,9 @@ def attribute_of(module: Any, name: str = "") -> str:
     Raises:
         ConfigurationError: there is none.
     """
-    candidates = (name,) if name else _ATTRIBUTES
+    candidates: tuple[str, ...] = _ATTRIBUTES
+    if name:
+        candidates = (name,)
     for candidate in candidates:
         if holders(candidate, module):
             return candidate
@@ -323,7 +343,7 @@ def attribute_of(module: Any, name: str = "") -> str:
 
 
 def set_learning_rate(
-    trainer: Session, module: Any, rate: float, attr_name: str
+    trainer: Session, module: object, rate: float, attr_name: str
 ) -> None:
     """Set the learning rate where `attribute_of` finds it."""
     name = attribute_of(module, attr_name)
@@ -334,11 +354,11 @@ def set_learning_rate(
 
 def lr_find(
     trainer: Session,
-    model: Any,
-    train_dataloaders: Any = None,
-    val_dataloaders: Any = None,
-    dataloaders: Any = None,
-    datamodule: Any = None,
+    model: TrainModule,
+    train_dataloaders: Loaders = None,
+    val_dataloaders: Loaders = None,
+    dataloaders: Loaders = None,
+    datamodule: DataModuleLike = None,
     method: str = "fit",
     min_lr: float = 1e-8,
     max_lr: float = 1.0,

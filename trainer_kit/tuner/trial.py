@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,9 +15,17 @@ from trainer_kit.core.arguments import as_list
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import ConfigurationError, DataError, TrainerKitError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.data import CombinedLoader, read_together
-from trainer_kit.data.place import find_generators, generator_states, restore_generators
+from trainer_kit.data.source import (
+    RandomGenerator,
+    SourceState,
+    find_generators,
+    generator_states,
+    restore_generators,
+)
 from trainer_kit.step.requests import listening
 from trainer_kit.step.run import Fit
 from trainer_kit.training.entry_points import EntryPoint
@@ -26,42 +34,46 @@ from trainer_kit.training.session import Session
 
 __all__ = ["check_call", "holders", "release_copies", "run_trial"]
 
+_T = TypeVar("_T")
 
-def check_call(method: str, dataloaders: Any) -> None:
+
+def check_call(method: str, dataloaders: Loaders) -> None:
     """Refuse Lightning's ``method`` and ``dataloaders`` for searches in evaluations."""
     if method != "fit" or dataloaders is not None:
+        passed = "None"
+        if dataloaders is not None:
+            passed = "given"
         raise ConfigurationError(
             "the tuner runs training steps only",
-            found=f"method={method!r}, dataloaders={'None' if dataloaders is None else 'given'}",
+            found=f"method={method!r}, dataloaders={passed}",
             fix='use method="fit", with train_dataloaders= or datamodule=',
         )
 
 
-def holders(name: str, *owners: Any) -> list[Any]:
+def holders(name: str, *owners: object) -> list[object]:
     """The ``owners``, and their hyperparameters, that have the attribute ``name``."""
-    candidates: list[Any] = []
+    objects = []
     for owner in owners:
-        if owner is not None:
-            candidates += [owner, getattr(owner, "hparams", None)]
-    return [
-        candidate
-        for candidate in candidates
-        if candidate is not None and hasattr(candidate, name)
-    ]
+        # Both, where both have it: the owner's code may read either.
+        for candidate in (owner, getattr(owner, "hparams", None)):
+            if candidate is not None and hasattr(candidate, name):
+                objects.append(candidate)
+    return objects
 
 
 def release_copies() -> None:
     """Release the memory of earlier trials."""
-    gc.collect()  # modules and what watches them are cycles
+    # Modules and what watches them are cycles.
+    gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 
 def run_trial(
     trainer: Session,
-    module: Any,
-    loaders: Any,
-    datamodule: Any,
+    module: TrainModule,
+    loaders: Loaders,
+    datamodule: DataModuleLike,
     steps: int,
     watch: Callable[[Fit], Fit],
     *,
@@ -110,8 +122,8 @@ def run_trial(
     )
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, loaders
-    generators: list[Any] = []
-    states: list[Any] = []
+    generators: list[RandomGenerator] = []
+    states: list[SourceState] = []
     with preserved_rng(trainer.strategy.device):
         try:
             trained_module = _copy(module, "module")
@@ -148,30 +160,36 @@ def _copy_callbacks(
     ]
 
 
-def _copy_loaders(loaders: Any, generators: list[Any]) -> Any:
+def _copy_loaders(loaders: Loaders, generators: list[RandomGenerator]) -> Loaders:
     """Copies of loaders that read the same data and do not change the position or order of the originals.
 
     ``generators`` is filled with the generators of the shared datasets.
     """
-    loaders = None if loaders is None else read_together(loaders)
+    if loaders is not None:
+        loaders = read_together(loaders)
     if isinstance(loaders, CombinedLoader):
         copies = [_copy_loaders(loader, generators) for loader in loaders.flattened]
         return CombinedLoader(loaders.join(copies), loaders.mode)
+    # Reading a list of batches changes nothing in it.
     if loaders is None or isinstance(loaders, Sequence):
         return loaders
-    memo: dict[int, Any] = {}
-    if isinstance(loaders, DataLoader) and not isinstance(
-        loaders.dataset, IterableDataset
-    ):
-        memo[id(loaders.dataset)] = loaders.dataset  # which may be large
-        generators += find_generators(loaders.dataset)
+    memo: dict[int, object] = {}
+    dataset = getattr(loaders, "dataset", None)
+    is_indexed = isinstance(loaders, DataLoader) and not isinstance(
+        dataset, IterableDataset
+    )
+    if is_indexed:
+        # The copy shares the dataset, which may be large.
+        memo[id(dataset)] = dataset
+        generators += find_generators(dataset)
     return _copy(loaders, "loader", memo)
 
 
-def _copy(original: Any, role: str, memo: dict[int, Any] | None = None) -> Any:
+def _copy(original: _T, role: str, memo: dict[int, object] | None = None) -> _T:
     try:
         return copy.deepcopy(original, memo)
-    except Exception as error:  # of any class: user code decides how a copy is made
+    except Exception as error:
+        # Of any class: user code decides how a copy is made.
         if role == "loader":
             kind: type[TrainerKitError] = DataError
             fix = "pass a DataLoader, or an iterable that copy.deepcopy takes"

@@ -1,4 +1,4 @@
-"""The base class of the sources that `Feed` reads, the part of the data that a rank reads, and shared helpers."""
+"""The base class of the sources that `Feed` reads, the options of reading, and shared helpers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,13 +16,18 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer_kit.core.errors import DataError
+from trainer_kit.core.types import Batch, JsonObject
 from trainer_kit.data.division import worker_parts
-from trainer_kit.data.sizes import BatchSizes
+from trainer_kit.data.order import SampleIndex
+from trainer_kit.data.sizes import BatchSizes, SizedBatch
 from trainer_kit.data.workers import EndsWithParent, checked_context
 
 __all__ = [
-    "Place",
+    "DividesItself",
+    "RandomGenerator",
+    "ReadOptions",
     "Source",
+    "SourceState",
     "copied",
     "draws_each_batch",
     "end_workers",
@@ -35,10 +40,17 @@ __all__ = [
     "warn_of_early_end",
 ]
 
+RandomGenerator: TypeAlias = (
+    torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+)
+SourceState: TypeAlias = Any
+"""What `Source.state` returns, as plain data and tensors: each class has its own structure. None: nothing is needed."""
+DividesItself: TypeAlias = "bool | list[DividesItself] | None"
+"""Whether a loader divides the data among the ranks by itself; None: not known yet. For several loaders, a list."""
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-def find_generators(*owners: Any) -> list[Any]:
+def find_generators(*owners: object) -> list[RandomGenerator]:
     """Return every generator among the attributes of these objects, once each.
 
     Example:
@@ -47,7 +59,8 @@ def find_generators(*owners: Any) -> list[Any]:
         >>> find_generators(sampler, torch.utils.data.BatchSampler(sampler, 2, False), None) == [shared]
         True
     """
-    generators = {}  # by identity: a generator may be shared, and equal ones are not the same
+    # By identity: a generator may be shared, and equal ones are not the same.
+    generators = {}
     for owner in owners:
         for value in getattr(owner, "__dict__", {}).values():
             if isinstance(value, _KINDS):
@@ -55,13 +68,16 @@ def find_generators(*owners: Any) -> list[Any]:
     return list(generators.values())
 
 
-def generator_states(generators: Iterable[Any]) -> list[Any]:
+def generator_states(generators: Iterable[RandomGenerator]) -> list[SourceState]:
     """Return the type names and states of generators, as plain data and tensors."""
     return [[type(generator).__name__, _state(generator)] for generator in generators]
 
 
-def restore_generators(generators: Iterable[Any], states: Sequence[Any]) -> None:
+def restore_generators(
+    generators: Iterable[RandomGenerator], states: Sequence[SourceState]
+) -> None:
     """Restore `generator_states`; a generator of another type stays unchanged."""
+    # Not strict: a checkpoint of an older program may have more or fewer of them.
     for generator, (kind, state) in zip(generators, states, strict=False):
         if kind != type(generator).__name__:
             continue
@@ -77,7 +93,7 @@ def restore_generators(generators: Iterable[Any], states: Sequence[Any]) -> None
             generator.setstate((version, tuple(internal), gauss_next))
 
 
-def _state(generator: Any) -> Any:
+def _state(generator: RandomGenerator) -> SourceState:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -88,8 +104,8 @@ def _state(generator: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """The part of the data that this rank reads, and the options of reading; see `Feed`."""
+class ReadOptions:
+    """How a rank reads its part of the data; `Feed` documents the arguments of the same names."""
 
     rank: int = 0
     size: int = 1
@@ -105,8 +121,8 @@ class Place:
     """Batches that the caller reads at once; None: a position may lie beyond the end of this loader."""
 
     @property
-    def part(self) -> tuple[int, int]:
-        """(rank, size) of the division by this library."""
+    def rank_and_size(self) -> tuple[int, int]:
+        """The rank and the number of ranks among which this library divides the data; (0, 1) without a division."""
         if not self.shard:
             return (0, 1)
         return (self.rank, self.size)
@@ -128,13 +144,13 @@ class Source(ABC):
     """Whether an epoch may depend on the number of batches read in earlier epochs."""
     workers: Sequence[int] = ()
     """The number of worker processes of each loader with a state, which is valid only for this number."""
-    generators: Sequence[Any] = ()
+    generators: Sequence[RandomGenerator] = ()
     """The user's generators that the order is drawn from."""
     counts: Sequence[BatchSizes] = ()
     """What counts the samples of batches whose loader does not."""
-    alone: Any = False
-    """Whether the loader divides the data by itself; None: not known yet. For several loaders, a list."""
-    _began: Sequence[Any] = ()
+    _divides_itself: bool | None = False
+    _began: Sequence[SourceState] = ()
+    """The states of `generators` from which the order of the current epoch is drawn."""
 
     @property
     @abstractmethod
@@ -152,7 +168,12 @@ class Source(ABC):
         return next(doubts, None)
 
     @property
-    def facts(self) -> list[dict[str, Any]]:
+    def divides_itself(self) -> DividesItself:
+        """Whether the loader divides the data among the ranks. Default: it does not."""
+        return self._divides_itself
+
+    @property
+    def facts(self) -> list[JsonObject]:
         """What decides the order of the data, as plain data: one for each loader. Default: nothing is known."""
         return [{}]
 
@@ -160,8 +181,8 @@ class Source(ABC):
     def describe(self) -> str: ...
     @abstractmethod
     def epoch(
-        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
-    ) -> Iterator[tuple[Any, int]]:
+        self, epoch: int, start: int = 0, turn: int = 0, state: SourceState = None
+    ) -> Iterator[SizedBatch]:
         """Return batches with their number of samples; `MISSING` if this rank has no share of a global micro-batch.
 
         ``turn`` counts the passes within one epoch; ``state`` is the state at batch ``start``, if there is one.
@@ -174,7 +195,7 @@ class Source(ABC):
         """Return the number of samples of a global micro-batch over all ranks. Default: unknown."""
         return None
 
-    def indices(self, epoch: int, batch: int) -> list[Any] | None:
+    def indices(self, epoch: int, batch: int) -> list[SampleIndex] | None:
         """Return the dataset's indices in this rank's micro-batch of the epoch that is being read. Default: unknown.
 
         The order is drawn again, in the time that this takes; what is being read goes on unchanged.
@@ -184,25 +205,25 @@ class Source(ABC):
     def record_indices(self) -> None:
         """From the next epoch on, keep the dataset's indices of each batch for `next_indices`. Default: unknown."""
 
-    def next_indices(self) -> list[Any] | None:
+    def next_indices(self) -> list[SampleIndex] | None:
         """Return the indices of the earliest batch of this epoch that was read and not named yet; None if unknown."""
         return None
 
-    def leave_alone(self, alone: Any) -> None:
-        """Set `alone` to what a checkpoint holds, if it is not known yet. Default: it is known."""
+    def restore_division(self, divides_itself: DividesItself) -> None:
+        """Set `divides_itself` to what a checkpoint holds, if it is not known yet. Default: it is known."""
 
-    def state(self) -> Any:
+    def state(self) -> SourceState:
         """Return what `epoch` needs besides the position to continue after the last batch. Default: nothing."""
         return None
 
-    def draw_from(self, state: Any) -> None:
+    def draw_from(self, state: SourceState) -> None:
         """Restore the user's generators, if there is a state, and record from where the order is drawn."""
         if self.generators:
             if state is not None:
                 restore_generators(self.generators, state["generators"])
             self._began = generator_states(self.generators)
 
-    def resharded(self, state: Any, further: int) -> Any:
+    def resharded(self, state: SourceState, further: int) -> SourceState:
         """Return the state for another number of ranks, from that of the last rank. Default: the same.
 
         After it, ``further`` batches over all ranks are to be read and discarded. CheckpointError if there is no such
@@ -215,7 +236,8 @@ def kind_of(instance: object) -> str:
     return type(instance).__name__
 
 
-def set_epoch(epoch: int, *parts: Any) -> None:
+def set_epoch(epoch: int, *parts: object) -> None:
+    """Call ``set_epoch`` of those objects that have it, in this order, once each."""
     called: set[int] = set()
     for owner in parts:
         if id(owner) in called:
@@ -226,7 +248,7 @@ def set_epoch(epoch: int, *parts: Any) -> None:
             setter(epoch)
 
 
-def warn_of_early_end(loader: Any, start: int) -> None:
+def warn_of_early_end(loader: object, start: int) -> None:
     """Warn that a loader has ended before the position of a resume, batch ``start``."""
     warnings.warn(
         f"this {kind_of(loader)} has ended before batch {start}, at which this resume continues: it has fewer data than"
@@ -235,18 +257,19 @@ def warn_of_early_end(loader: Any, start: int) -> None:
     )
 
 
-def refuse_batch_size(loader: Any, place: Place) -> None:
-    if place.batch_size is not None:
+def refuse_batch_size(loader: object, options: ReadOptions) -> None:
+    """Raise `DataError` if the user asks for a batch size of a loader that makes batches itself."""
+    if options.batch_size is not None:
         raise DataError(
             f"the Trainer cannot set the batch size of this {kind_of(loader)}",
-            found=f"global_batch_size={place.batch_size * place.size} for batches that the loader makes itself",
+            found=f"global_batch_size={options.batch_size * options.size} for batches that the loader makes itself",
             fix="leave global_batch_size out, or pass a DataLoader(dataset, batch_size=...)",
         )
 
 
-def draws_each_batch(loader: DataLoader[Any]) -> bool:
+def draws_each_batch(loader: DataLoader[Batch]) -> bool:
     """Whether a loader yields one batch for each list of indices that it draws, in the order of the lists."""
-    kind: Any = type(loader)
+    kind = type(loader)
     # A subclass that overrides either method may drop, repeat or merge batches.
     for method in (kind.__iter__, kind._get_iterator):
         if method.__module__.partition(".")[0] not in ("torch", "torchdata"):
@@ -254,7 +277,7 @@ def draws_each_batch(loader: DataLoader[Any]) -> bool:
     return loader.num_workers == 0 or getattr(loader, "in_order", True)
 
 
-def end_workers(loader: DataLoader[Any]) -> None:
+def end_workers(loader: DataLoader[Batch]) -> None:
     """End the persistent workers of a loader that this library has copied.
 
     Garbage collection of a cycle closes the pipes to the workers before the loader can ask them to end, and then waits
@@ -271,7 +294,7 @@ _SHARED_EPOCH = ("datasets", "streaming")
 """Libraries whose data sets share their epoch with the copies in workers."""
 
 
-def _hidden_from_workers(loader: DataLoader[Any]) -> Any:
+def _hidden_from_workers(loader: DataLoader[Batch]) -> object | None:
     """Return a part whose ``set_epoch`` does not reach its copies in workers that live on; None without one.
 
     Such workers would read every epoch in the order of the first one. They are started again for each epoch.
@@ -285,21 +308,23 @@ def _hidden_from_workers(loader: DataLoader[Any]) -> Any:
     return None
 
 
-def _end_workers_each_epoch(loader: DataLoader[Any], part: Any, warns: bool) -> None:
+def _end_workers_each_epoch(
+    loader: DataLoader[Batch], owner: object, warns: bool
+) -> None:
     """Give up the persistent workers of a copied loader."""
     loader.__dict__["persistent_workers"] = False
     if warns:
         warnings.warn(
             f"the persistent workers of this {kind_of(loader)} start again for each epoch: set_epoch of"
-            f" {kind_of(part)} does not reach the copies in workers that live on. persistent_workers=False omits this"
+            f" {kind_of(owner)} does not reach the copies in workers that live on. persistent_workers=False omits this"
             " line",
             stacklevel=3,
         )
 
 
 def copied(
-    loader: DataLoader[Any], warns: bool
-) -> tuple[DataLoader[Any], torch.Generator | None]:
+    loader: DataLoader[Batch], warns: bool
+) -> tuple[DataLoader[Batch], torch.Generator | None]:
     """Return a copy of a loader, and the generator for the seeds of its workers; None if the user gave one.
 
     Args:
@@ -309,6 +334,7 @@ def copied(
     duplicate = copy.copy(loader)
     # Written into ``__dict__``: DataLoader.__setattr__ refuses to set these after the constructor.
     attributes = duplicate.__dict__
+    # The iterator of the user's own pass, and its workers, stay with the user's loader.
     attributes["_iterator"] = None
     generator = None
     if loader.generator is None:
