@@ -177,12 +177,15 @@ def _smooth(losses: Sequence[float]) -> list[float]:
     if not losses:
         return []
     reach = max(1, len(losses) // 10)
-    distances = np.abs(np.arange(-reach, reach + 1))
+    # A triangle: 1 at the point itself, 0 beyond ``reach``.
+    offsets = np.arange(-reach, reach + 1)
+    distances = np.abs(offsets)
     weights = 1.0 - distances / (reach + 1)
     # The first and last losses continue beyond the ends, so that the curve keeps its length.
     padded = np.pad(np.array(losses), reach, mode="edge")
     sums = np.convolve(padded, weights, "valid")
-    smoothed: list[float] = (sums / weights.sum()).tolist()
+    means = sums / weights.sum()
+    smoothed: list[float] = means.tolist()
     return smoothed
 
 
