@@ -15,6 +15,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 from trainer_kit.core.display import plural
 from trainer_kit.core.state_names import plain_state, state_name
 from trainer_kit.core.tensors import local
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.strategies.state import shard_like
 
 __all__ = ["Averages", "AvgFn", "MultiAvgFn", "reshard_modules"]
@@ -104,6 +105,7 @@ class Averages:
         self._groups: list[_Group] = []
         # Pairs of a copy and the live tensor: what is no floating-point number has no average.
         self._copied: list[tuple[Tensor, Tensor]] = []
+        # Gathered parameters are other tensors than the shards, which the optimizer steps.
         reshard_modules(module)
         self._find_weights()
 
@@ -154,12 +156,14 @@ class Averages:
         if all(map(is_, chain(registered, (None,)), self._registered)):
             return
         reshard_modules(self._module)
+        # `_find_weights` replaces both, and what continues is found by comparing before and after.
         live_before = self._live
         owners_before = self._owners
         self._find_weights()
         unchanged = self._find_unchanged(live_before, owners_before)
         lent = self.lent.items()
         self.lent = {name: tensor for name, tensor in lent if name in unchanged}
+        # Nothing is averaged yet: the first update takes all weights as they are then.
         if self.count == 0:
             return
         replaced = [name for name in self._live if name not in unchanged]
@@ -219,6 +223,7 @@ class Averages:
             dtype = averages[0].dtype
             if group.live[0].device != device or group.live[0].dtype != dtype:
                 weights = [weight.to(device, dtype) for weight in weights]
+            # The first value of an average is the weight itself, whatever function the user passed.
             number = self.count - group.since
             if number == 0:
                 torch._foreach_copy_(averages, weights)
@@ -233,6 +238,7 @@ class Averages:
                 average.copy_(self._avg_fn(average, weight, count))
         for copy, live in self._copied:
             copy.copy_(local(live))
+        # Last: an update that is interrupted before this line is repeated as the same number.
         self.count += 1
 
     def _begin(self) -> None:
@@ -252,6 +258,7 @@ class Averages:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 self._copied.append((average, live))
                 continue
+            # Averages with another start have another count, which one fused operation takes once.
             since = self._since.get(name, 0)
             key = live.device, live.dtype, since
             group = groups.setdefault(key, _Group(since))
@@ -271,18 +278,21 @@ class Averages:
     @torch.no_grad()
     def put_in(self) -> None:
         """Swap the averages into the module, until `take_out`; does nothing before the first average."""
+        # A second swap would put the averages into `lent`, and the weights of the training would be lost.
         if self.lent or self.count == 0:
             return
         self.follow()
         self.lent = {
             name: tensor.detach().clone() for name, tensor in self._live.items()
         }
+        # Copied into the same tensors: the optimizer, DDP's buckets and graphs refer to them.
         for name, average in self._tensors.items():
             local(self._live[name]).copy_(local(average))
 
     @torch.no_grad()
     def take_out(self) -> None:
         """Restore the weights of the module; safe to call again after an interruption."""
+        # `lent` is cleared after all copies: a call that was interrupted can be made again from the start.
         for name, tensor in self.lent.items():
             local(self._live_tensor(name)).copy_(local(tensor))
         self.lent = {}
@@ -310,7 +320,7 @@ class Averages:
             averages[name] = average.to(self._live[name].dtype)
         return self._by_every_name(averages)
 
-    def state(self, beside: bool) -> dict[str, Any]:
+    def state(self, beside: bool) -> StateDict:
         """The state for a checkpoint: the count, and the averages that the checkpoint does not hold as weights.
 
         Args:
@@ -322,7 +332,7 @@ class Averages:
             is_in_weights = beside and average.dtype == self._live[name].dtype
             if not is_in_weights:
                 averages[name] = average
-        state: dict[str, Any] = {"n_averaged": self.count, "averages": averages}
+        state: StateDict = {"n_averaged": self.count, "averages": averages}
         if self._since:
             state["since"] = dict(self._since)
         return state
@@ -330,7 +340,7 @@ class Averages:
     @torch.no_grad()
     def load(
         self,
-        state: Mapping[str, Any],
+        state: SavedState,
         weights: Mapping[str, Tensor],
         shared: Mapping[str, str] | None = None,
     ) -> list[str]:

@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, final
+from typing import Final, Literal, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = ["NaNGuard", "SpikeDetection"]
 
@@ -105,9 +106,10 @@ class SpikeDetection(Callback):
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
-            self._reset()  # forget another fit; a resumed fit restores its state after this
+            # Forget another fit; a resumed fit restores its state after this.
+            self._reset()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Losses that are not judged yet are read here: a sync point of a checkpoint."""
         # sync point: a checkpoint
         pending = [[step, float(loss)] for step, loss in self._pending]
@@ -120,7 +122,7 @@ class SpikeDetection(Callback):
             "batches": dict(self._batches),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self._recent = deque(state_dict["recent"], maxlen=self.window)
         self._judged = state_dict["judged"]
         self.spikes = dict(state_dict["spikes"])
@@ -338,8 +340,8 @@ class NaNGuard(Callback):
             # These belong to another fit; a resumed fit restores its steps after this.
             self.skipped_steps.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"skipped_steps": list(self.skipped_steps)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self.skipped_steps[:] = state_dict["skipped_steps"]

@@ -17,6 +17,7 @@ from trainer_kit.callbacks.retention import Retention
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import TrainerLike
+from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = ["CheckpointFiles"]
 
@@ -114,6 +115,7 @@ class CheckpointFiles:
     @property
     def best(self) -> tuple[str, float | None]:
         """The best requested checkpoint and its score, here or in the directory before the resume; ``("", None)``."""
+        # The best before a resume in another directory is not managed here, but stays the best until it is beaten.
         path = self.retention.best
         score = self.retention.kept.get(path)
         path_before, score_before = self._best_before
@@ -161,7 +163,8 @@ class CheckpointFiles:
             trainer: the Trainer of the fit.
             restored: the state of this directory was restored.
         """
-        self.asked_step = trainer.global_step  # no step has run since
+        # No step has run since: a request at this step would save the same weights again.
+        self.asked_step = trainer.global_step
         from trainer_kit.core.collective_errors import on_rank_zero
 
         newest = self.retention.newest
@@ -185,8 +188,9 @@ class CheckpointFiles:
     def _begin_without_state(self, names: list[str]) -> None:
         """Begin a fit that resumes nothing, in a directory that has ``names``."""
         self._unrated = ""
+        # The steps of this fit restart at 0, so its first checkpoint would count as older than those of the last fit.
         if not self.ranked:
-            self.retention.age()  # the steps of this fit restart at 0
+            self.retention.age()
         live_names = {os.path.basename(path) for path in self.retention.live}
         self._taken = [name for name in names if name not in live_names]
 
@@ -224,6 +228,7 @@ class CheckpointFiles:
         Returns:
             The path of the checkpoint.
         """
+        # Rank 0 chooses for all: names that ranks chose differently would be two checkpoints.
         path = ""
         if trainer.is_global_zero or not together:
             path = self._choose_path(trainer)
@@ -257,6 +262,7 @@ class CheckpointFiles:
             self._unrated = ""
 
     def _find_unused_path(self, values: Mapping[str, Any], step: int) -> str:
+        # The plain name first; a number is added only if it would overwrite something.
         path = self._path_of_values(values)
         version = self._first_version
         while self.versions and self._is_used(path, step):
@@ -268,6 +274,7 @@ class CheckpointFiles:
         assert self.dirpath is not None
         path = self._make_path(dict(values), **version)
         directory, name = os.path.split(path)
+        # Retention deletes by path: a name that leads elsewhere must never get there.
         is_inside = directory in ("", self.dirpath)
         if not is_inside or not name or name.startswith("."):
             raise ConfigurationError(
@@ -301,10 +308,12 @@ class CheckpointFiles:
         alias = self._aliases.pop(path, "")
         names: dict[str, str | None] = {}
         if self._marked_alias:
-            names[self._marked_alias] = None  # removes it from the index
+            # None removes it from the index: it named the checkpoint before this one.
+            names[self._marked_alias] = None
         self._marked_alias = alias
         if alias and path:
             names[alias] = path
+        # `last` is updated before anything is deleted, so that it never names a missing checkpoint.
         if path:
             names["last"] = path
         if self.ranked:
@@ -348,6 +357,7 @@ class CheckpointFiles:
 
         if not locate(checkpoint).exists():
             return
+        # Another callback keeps the same directory: it deletes it when it no longer needs it.
         if any(sibling.retention.holds(checkpoint) for sibling in self._siblings):
             return
         remove_checkpoint(checkpoint)
@@ -355,7 +365,7 @@ class CheckpointFiles:
         if any(files.also_lightning for files in (self, *self._siblings)):
             remove_lightning_file(checkpoint)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state; it depends only on the requests, never on when a save finished."""
         retention = self.retention
         best, score = self.best
@@ -374,7 +384,7 @@ class CheckpointFiles:
             "unrated": self._unrated,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+    def load_state_dict(self, state: SavedState) -> bool:
         """Restore ``state``; False, with only the best restored, if it describes another directory."""
         directory = state["dirpath"]
         if self.dirpath is not None and directory != self.dirpath:
@@ -407,7 +417,7 @@ class CheckpointFiles:
                 stacklevel=3,
             )
 
-    def _restore_retention(self, state: Mapping[str, Any], directory: str) -> None:
+    def _restore_retention(self, state: SavedState, directory: str) -> None:
         # A checkpoint may be untrusted: ignore its paths outside the directory, so that they are never deleted.
         def is_inside(path: str) -> bool:
             return os.path.dirname(path) == directory
@@ -434,13 +444,14 @@ def _has_moved(old_directory: str, new_directory: str, newest: str) -> bool:
         return False
     if os.path.realpath(old_directory) == os.path.realpath(new_directory):
         return True
+    # The old one is still there: the new one is a copy or another directory, and its files are not this run's.
     if os.path.exists(old_directory):
         return False
     name = os.path.basename(newest) or os.curdir
     return os.path.isdir(os.path.join(new_directory, name))
 
 
-def _move_paths(state: Mapping[str, Any], new_directory: str) -> dict[str, Any]:
+def _move_paths(state: SavedState, new_directory: str) -> dict[str, Any]:
     """Return the state with its paths in ``new_directory``."""
     old_directory = state["dirpath"]
 
@@ -462,5 +473,6 @@ def _move_paths(state: Mapping[str, Any], new_directory: str) -> dict[str, Any]:
 def _may_exist(path: str) -> bool:
     try:
         return locate(path).exists()
-    except OSError:  # the storage does not answer
+    except OSError:
+        # The storage does not answer: the deletion is tried again after the next save.
         return True

@@ -67,6 +67,7 @@ def the_only(**given: tuple[DurationLike | None, str]) -> Duration | None:
         if value is None:
             continue
         every = Duration.parse(value, unit)
+        # 0 steps or epochs switch the argument off, as in Lightning; 0 seconds mean every step.
         if every.value > 0 or every.unit == "s":
             intervals[name] = every
     if len(intervals) > 1:
@@ -111,6 +112,7 @@ class Monitor:
 
     def better(self, value: float, than: float) -> bool:
         """Whether ``value`` is strictly better; NaN never is."""
+        # Strictly: a value that stays the same counts as no improvement. A comparison with NaN is False.
         if self.mode == "min":
             return value < than
         return value > than
@@ -127,6 +129,7 @@ class Monitor:
             counts: values of the current step that need not be logged.
         """
         logged = trainer.callback_metrics.get(self.name, counts.get(self.name))
+        # The conversion reads a tensor of the device: the sync point of this method.
         value = None
         if logged is not None:
             value = float(logged)
@@ -187,6 +190,7 @@ def check_validation(
             found=f"{owner}({only_after})",
             fix=f"{fix}; or leave {only_after.partition('=')[0]}= out",
         )
+    # A line only: another callback may log a value with such a name in training.
     if monitor is not None and names_validation(monitor):
         trainer.print(
             f"{owner} monitors {monitor!r}, and this fit has no validation: {fix}, or log it in training, or the first"

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from trainer_kit.callbacks.conditions import (
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = ["EarlyStopping", "EarlyStoppingReason"]
 
@@ -143,7 +144,7 @@ class EarlyStopping(Callback):
     def state_key(self) -> str:
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
@@ -154,7 +155,7 @@ class EarlyStopping(Callback):
             "logged_late": self._logged_late,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self._best = float(state_dict["best_score"])
@@ -164,9 +165,11 @@ class EarlyStopping(Callback):
         self._logged_late = state_dict["logged_late"]
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+        # A run of a few batches to try the code has no trend to judge.
         self._active = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
-            self._reset()  # forget another fit; a resumed fit restores its state after this
+            # Forget another fit; a resumed fit restores its state after this.
+            self._reset()
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active or not self.strict:
@@ -179,6 +182,7 @@ class EarlyStopping(Callback):
     def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active or trainer.sanity_checking or self.check_on_train_epoch_end:
             return
+        # At the end of an epoch the check waits for the values that the epoch itself reduces and logs.
         if self.check_on_train_epoch_end is None:
             self._validated = self._logged_late or epoch_ends_here(trainer)
         if not self._validated:
@@ -204,8 +208,9 @@ class EarlyStopping(Callback):
                 self._validated = True
                 self._logged_late = True
             return
+        # Checked already: no validation has run since, and counting it again would use up the patience.
         if logged_at <= self._checked:
-            return  # checked already: no validation has run since
+            return
         self._checked = logged_at
         # The earlier request waits for min_epochs or min_steps.
         if self.stopping_reason_message is not None:
@@ -229,6 +234,7 @@ class EarlyStopping(Callback):
 
     def _judge_value(self, value: float) -> tuple[EarlyStoppingReason, str]:
         """Count one value; returns the reason to stop (or NOT_STOPPED) and a sentence with the numbers."""
+        # The order decides the reported reason: a NaN is worse than anything, and compares with no threshold.
         name = self.monitor
         is_better = self._monitor.better
         if self.check_finite and not math.isfinite(value):
@@ -248,6 +254,7 @@ class EarlyStopping(Callback):
                 EarlyStoppingReason.DIVERGENCE_THRESHOLD,
                 f"{name} = {value:.6g} is worse than {limit:.6g}",
             )
+        # Moved towards worse by the margin, the value must still be better than the best.
         margin = self.min_delta
         if self.mode == "max":
             margin = -margin

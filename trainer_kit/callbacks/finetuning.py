@@ -14,6 +14,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.types import ParamGroup, SavedState
 
 __all__ = [
     "BackboneFinetuning",
@@ -91,6 +92,7 @@ class BaseFinetuning(Callback):
         flat: dict[nn.Module, None] = {}
         for module in candidates:
             has_children = any(True for _ in module.children())
+            # A container with parameters of its own, besides its children, is kept for those.
             if module._parameters or not has_children:
                 flat[module] = None
         return list(flat)
@@ -166,6 +168,7 @@ class BaseFinetuning(Callback):
                 " give the optimizer filter(lambda p: p.requires_grad, self.parameters())",
                 stacklevel=2,
             )
+        # After the count above, which looks for frozen parameters.
         BaseFinetuning.make_trainable(modules)
         if lr is None:
             lr = optimizer.param_groups[0]["lr"] / initial_denom_lr
@@ -174,14 +177,14 @@ class BaseFinetuning(Callback):
         if new_params:
             optimizer.add_param_group({"params": new_params, "lr": lr})
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> SavedState:
         tracking = {}
         if self._module is not None:
             for name, norm in _batch_norms(self._module):
                 tracking[name] = norm.track_running_stats
         return {"epoch": self._last_epoch, "tracking": tracking}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self._last_epoch = int(state_dict["epoch"])
         self._tracking = dict(state_dict["tracking"])
 
@@ -190,6 +193,7 @@ class BaseFinetuning(Callback):
             self._last_epoch = -1
             self._tracking = {}
             self._module = pl_module
+            # In `setup`: the optimizers, which follow, leave out parameters that need no gradient.
             self.freeze_before_training(pl_module)
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: Any) -> None:
@@ -208,10 +212,12 @@ class BaseFinetuning(Callback):
 
     def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         epoch = trainer.current_epoch
-        if epoch == self._last_epoch:  # a resumed run is inside this epoch
+        # A resumed run is inside this epoch: its layers are unfrozen, and its groups restored.
+        if epoch == self._last_epoch:
             return
         self._last_epoch = epoch
         for optimizer in trainer.optimizers:
+            # The user's function may set rates, which a scheduler would overwrite from its own list in the next step.
             rates_before = [group["lr"] for group in optimizer.param_groups]
             self.finetune_function(pl_module, epoch, optimizer)
             changed = []
@@ -255,7 +261,7 @@ def _update_schedulers(
 
 
 def _update_base_rates(
-    scheduler: object, groups: Sequence[Mapping[str, Any]], changed: Sequence[int]
+    scheduler: object, groups: Sequence[ParamGroup], changed: Sequence[int]
 ) -> None:
     # torch's schedulers have these lists or not, by their kind.
     base_rates = vars(scheduler).get("base_lrs")
@@ -271,6 +277,7 @@ def _update_base_rates(
             base_rates[index] = groups[index]["lr"] * ratio
     for group in groups[len(base_rates) :]:
         base_rates.append(group["lr"] * ratio)
+    # `LambdaLR` calls one function for each group.
     if lambdas:
         missing = len(groups) - len(lambdas)
         lambdas += [lambdas[0]] * missing
@@ -337,14 +344,14 @@ class BackboneFinetuning(BaseFinetuning):
         self._group_index = -1
         self._print: Callable[[str], None] = print
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> SavedState:
         return {
             **super().state_dict(),
             "previous_backbone_lr": self.previous_backbone_lr,
             "group": self._group_index,
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
         self._group_index = int(state_dict["group"])
         super().load_state_dict(state_dict)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, final
+from typing import final
 
 from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import leave_out
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.step.schedule import check_tokens
 
 __all__ = ["GradientAccumulation", "GradientAccumulationScheduler"]
@@ -92,6 +93,7 @@ class GradientAccumulation(Callback):
             raise ConfigurationError(
                 "the accumulation schedule is empty", fix="write {0: 1, 4: 2}"
             )
+        # A schedule that begins later leaves the first epochs without accumulation.
         schedule.setdefault(0, 1)
         return schedule
 
@@ -110,18 +112,19 @@ class GradientAccumulation(Callback):
             return True
         return any(length > 1 for length in self.scheduling.values())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         if self.target is None:
             return {}
         return {"per_batch": self._per_batch}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self._per_batch = state_dict.get("per_batch")
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage != "fit" or not self.going_to_accumulate_grad_batches():
             return
-        self._per_batch = None  # it describes the data of another fit
+        # It describes the data of another fit.
+        self._per_batch = None
         if not pl_module.automatic_optimization:
             raise ConfigurationError(
                 "gradients cannot be accumulated automatically in manual optimization",
@@ -132,6 +135,7 @@ class GradientAccumulation(Callback):
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self.target is not None:
+            # Known in advance where the loader has a batch size; otherwise the first micro-batch is measured.
             if self._per_batch is None and self.target.unit == "sp":
                 self._per_batch = trainer.train_batch_samples or None
             self._window_start = trainer.progress.batch, self._read_count(trainer)

@@ -63,6 +63,7 @@ class HealthCheck(Callback):
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
+            # An interval in tokens never comes in a run whose module counts none.
             check_tokens("every", self.every, pl_module)
             self.last = None
 
@@ -82,6 +83,7 @@ class HealthCheck(Callback):
                 if finding.level != "OK":
                     findings.append(finding)
         strategy = trainer.strategy
+        # Of the whole world, not of a data group: a slow rank slows all of them.
         result = survey(strategy.world, strategy.device, directory, findings)
         self.last = result
         prefix = f"health check at step {trainer.progress.step}"
@@ -97,6 +99,7 @@ def _existing_directory(trainer: TrainerLike) -> Path | None:
     directory = trainer.checkpoint_dir
     if not isinstance(directory, Path):
         return None
+    # Before the first checkpoint its directory does not exist, but the disk below it is measured.
     for candidate in (directory, *directory.absolute().parents):
         if candidate.is_dir():
             return candidate

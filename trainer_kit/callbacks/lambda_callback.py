@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final, TypeVar, cast, final
 
@@ -14,6 +14,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import takes
+from trainer_kit.core.types import Function, SavedState, StateDict
 from trainer_kit.step.schedule import check_tokens
 
 __all__ = ["FunctionCallback", "LambdaCallback"]
@@ -53,9 +54,9 @@ class LambdaCallback(Callback):
         hello
     """
 
-    hooks: dict[str, Callable[..., Any]]
+    hooks: dict[str, Function]
 
-    def __new__(cls, **hooks: Callable[..., Any] | None) -> LambdaCallback:
+    def __new__(cls, **hooks: Function | None) -> LambdaCallback:
         functions = {
             name: function for name, function in hooks.items() if function is not None
         }
@@ -67,9 +68,10 @@ class LambdaCallback(Callback):
         self.hooks = functions
         return self
 
-    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+    def __init__(self, **hooks: Function | None) -> None:
         super().__init__()
 
+    # The class of an object is made at run time, so pickle cannot find it by name.
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(LambdaCallback, **self.hooks), ()
 
@@ -105,7 +107,7 @@ class FunctionCallback(Callback):
     def __new__(
         cls,
         event: str,
-        fn: Callable[..., Any],
+        fn: Function,
         every: DurationLike | None = None,
         name: str | None = None,
     ) -> FunctionCallback:
@@ -120,7 +122,7 @@ class FunctionCallback(Callback):
     def __init__(
         self,
         event: str,
-        fn: Callable[..., Any],
+        fn: Function,
         every: DurationLike | None = None,
         name: str | None = None,
     ) -> None:
@@ -130,8 +132,11 @@ class FunctionCallback(Callback):
         if every is not None:
             self.every = _parse_interval(self.event, every)
         self.name = name or _name_function(fn)
+        # Lightning's functions leave out the trailing arguments that have defaults, such as `dataloader_idx`.
         required, full = _count_parameters(self.event)
-        self._parameters = full if takes(fn, full) else required
+        self._parameters = required
+        if takes(fn, full):
+            self._parameters = full
         # In on_train_epoch_end the epoch is not counted as completed yet.
         self._uncounted = 0
         if self.event == "on_train_epoch_end" and self.every is not None:
@@ -139,6 +144,7 @@ class FunctionCallback(Callback):
         self._is_leading = self.event in _LEADING
         self._counter = "step"
         self._length = 1.0
+        # Never due until `on_fit_start` has set it: hooks before it have no counts to compare with.
         self._next = math.inf
         self._restored = False
 
@@ -146,12 +152,12 @@ class FunctionCallback(Callback):
     def state_key(self) -> str:
         return f"FunctionCallback({self.event}, {self.name}, every={self.every})"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         if math.isinf(self._next):
             return {}
         return {"next": self._next}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         if "next" in state_dict:
             self._next = state_dict["next"]
             self._restored = True
@@ -163,6 +169,7 @@ class FunctionCallback(Callback):
         every = in_run(self.every, trainer)
         self._counter = every.counter
         self._length = every.value
+        # A resumed run keeps the clock of its checkpoint; from its counts, an interval would begin anew.
         if not self._restored:
             count = getattr(trainer.progress, self._counter)
             self._next = following(count, self._length) - self._uncounted
@@ -172,6 +179,7 @@ class FunctionCallback(Callback):
         self._restored = False
 
     def _call_and_schedule(self, trainer: TrainerLike, args: tuple[Any, ...]) -> Any:
+        # Before the call: a function that raises, and is caught, is not called again at once.
         count = getattr(trainer.progress, self._counter) + self._uncounted
         self._next = following(count, self._length) - self._uncounted
         # The function may leave out the last arguments of the hook.
@@ -185,6 +193,7 @@ class FunctionCallback(Callback):
         )
 
 
+# The common case is one comparison: it runs at every batch.
 def _call_when_due(self: FunctionCallback, trainer: TrainerLike, *args: Any) -> Any:
     if getattr(trainer.progress, self._counter) < self._next:
         return None
@@ -197,8 +206,9 @@ def _hook_name(event: str) -> str:
     return f"on_{event}"
 
 
-def _name_function(function: Callable[..., Any]) -> str:
+def _name_function(function: Function) -> str:
     """Name a function by its place in the source, which is the same in a resumed run."""
+    # Two lambdas of one scope have the same qualified name, so the line distinguishes them.
     name = getattr(function, "__qualname__", type(function).__qualname__)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -217,10 +227,11 @@ def _with_methods(cls: type[_C], methods: Mapping[str, object]) -> _C:
         (cls,),
         {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__},
     )
+    # Not `cls.__new__`, which made this call.
     return cast(_C, object.__new__(subclass))
 
 
-def _as_function(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_function(function: Function) -> Function:
     # is_overridden compares code objects, which builtins and callable objects do not have.
     if hasattr(function, "__code__"):
         return function
@@ -234,7 +245,7 @@ def _count_parameters(hook: str) -> tuple[int, int]:
     return required, len(parameters)
 
 
-def _check_function(hook: str, function: Callable[..., Any], label: str) -> None:
+def _check_function(hook: str, function: Function, label: str) -> None:
     if hook not in _HOOKS:
         raise HookError(
             f"unknown hook {hook!r}", found=label, fix=did_you_mean(hook, _HOOKS)

@@ -31,6 +31,7 @@ from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import leave_out
 from trainer_kit.core.tensors import are_finite
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.step.schedule import check_tokens
 
 __all__ = ["ModelCheckpoint"]
@@ -312,7 +313,7 @@ class ModelCheckpoint(Callback):
         identity = f"monitor={self.monitor!r}, mode={self.mode!r}, every={self._every}, filename={self.filename!r}"
         return f"ModelCheckpoint({identity})"
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         # The next look of an interval of time is no state: each process has a clock of its own.
         next_count = None
         if not self._timed:
@@ -326,7 +327,7 @@ class ModelCheckpoint(Callback):
             "next_epoch": _none_for_infinity(self._next_epoch),
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self._restored_files = self._files.load_state_dict(state_dict)
         if self._restored_files:
             self._score = state_dict["current_score"]

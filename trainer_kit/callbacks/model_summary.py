@@ -19,6 +19,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.parallel import is_divided
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.tensors import map_tensors
+from trainer_kit.core.types import Batch, StepOutput
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.pipeline_stages import StandIn
 
@@ -165,6 +166,7 @@ class ModelSummary(Callback):
         # Stages of a pipeline are on several ranks: reading the module is collective.
         if strategy.names_on_all_ranks() is not None:
             contents = _read_all_stages(pl_module, strategy)
+        # After the collective reading: a rank that returned before it would let the others wait.
         if not trainer.is_global_zero:
             return
         plugin = trainer.precision_plugin
@@ -199,6 +201,7 @@ class ModelSummary(Callback):
             table: ``str()`` of it is its text.
             costs: lines that say what a rank holds and sends.
         """
+        # Not standard output, which belongs to what the program prints.
         sys.stderr.write("\n".join([str(table), *costs, ""]))
 
 
@@ -244,6 +247,7 @@ def summarize(
     if example is not None:
         watched = []
         for name, submodule in module.named_modules():
+            # Hooks only on the rows that are shown: each costs a call in the forward.
             if name and _is_shown(name, depth):
                 watched.append(submodule)
         context = context or nullcontext()
@@ -299,10 +303,12 @@ class _Contents:
     def read(module: nn.Module, shared: Mapping[str, str] | None = None) -> _Contents:
         """Read ``module``; ``shared``: the first name of parameters that several stages hold copies of."""
         shared = shared or {}
+        # With duplicates: a shared weight belongs to the row of each module that has it, and counts once in the sum.
         keys: dict[int, str] = {}
         parameters = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             key = keys.setdefault(id(parameter), shared.get(name, name))
+            # A lazy parameter has no shape before the first forward.
             size = None
             size_in_bytes = 0
             if not is_lazy(parameter):
@@ -469,11 +475,14 @@ class _ForwardResult:
         module: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        output: Any,
+        output: StepOutput,
     ) -> None:
         """Record the shapes of the first call of a module; a forward hook."""
         shapes = [_shape(argument) for argument in (*args, *kwargs.values())]
-        in_size = shapes[0] if len(shapes) == 1 else shapes
+        in_size: object = shapes
+        if len(shapes) == 1:
+            in_size = shapes[0]
+        # `setdefault`: a module that is called several times, as in a recurrence, keeps its first shapes.
         self.inputs.setdefault(module, in_size)
         self.outputs.setdefault(module, _shape(output))
 
@@ -487,21 +496,28 @@ class _ForwardResult:
 def _run_example(
     module: nn.Module,
     watched: Iterable[nn.Module],
-    example: Any,
+    example: Batch,
     context: AbstractContextManager[Any],
     convert: Callable[[Any], Any] | None,
 ) -> _ForwardResult:
     parameters = list(module.parameters())
+    # Running a lazy layer would initialize it: before the strategy and the user's own code have their turn.
     if any(is_lazy(parameter) for parameter in parameters):
         return _ForwardResult(note="no sizes: some layers are not initialised yet")
     if is_divided(module):
         return _ForwardResult(
             note="no sizes: the module is sharded, and a forward would need every rank"
         )
+    # Imported here: it costs time, and a module without an example does not need it.
     from torch.utils.flop_counter import FlopCounterMode
 
-    device = parameters[0].device if parameters else torch.device("cpu")
-    cuda_devices = [device] if device.type == "cuda" else []
+    device = torch.device("cpu")
+    if parameters:
+        device = parameters[0].device
+    # A list, also an empty one: None would save the random state of every GPU.
+    cuda_devices = []
+    if device.type == "cuda":
+        cuda_devices.append(device)
     result = _ForwardResult()
     handles = []
     for submodule in watched:
@@ -516,7 +532,8 @@ def _run_example(
         random_state = torch.random.fork_rng(cuda_devices)
         with _evaluation_mode(module), random_state, torch.no_grad(), context, counter:
             _call_with(module, example)
-    except Exception as error:  # a failed summary must not end a run
+    except Exception as error:
+        # A summary that fails must not end a run.
         return _ForwardResult(
             note=f"no sizes: forward(example_input_array) raised {type(error).__name__}: {error}"
         )
@@ -540,7 +557,7 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
             submodule.training = training
 
 
-def _call_with(module: nn.Module, example: Any) -> None:
+def _call_with(module: nn.Module, example: Batch) -> None:
     if isinstance(example, Mapping):
         module(**example)
     elif isinstance(example, (list, tuple)):
@@ -550,6 +567,7 @@ def _call_with(module: nn.Module, example: Any) -> None:
 
 
 def _check_depth(max_depth: int) -> int:
+    # By type: True is an int, too.
     if type(max_depth) is not int or max_depth < -1:
         raise ConfigurationError(
             "max_depth must be a number of levels",

@@ -19,6 +19,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import leave_out
+from trainer_kit.core.types import ParamGroup, SavedState, StateDict
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -66,6 +67,7 @@ class DeviceStatsMonitor(Callback):
             return
         self._next = following(step, trainer.log_every_n_steps)
         device: torch.device = trainer.strategy.device
+        # The sampling is on every rank, since the exchange below is collective.
         reads_process = self.cpu_stats
         if reads_process is None:
             reads_process = device.type == "cpu"
@@ -123,6 +125,7 @@ def _read_device_memory(device: torch.device) -> dict[str, float]:
         if hasattr(backend, function):
             read_bytes = getattr(backend, function)
             values[name] = float(read_bytes(device))
+    # So that the next peak is that of the steps since this one.
     if hasattr(backend, "reset_peak_memory_stats"):
         backend.reset_peak_memory_stats(device)
     return values
@@ -178,6 +181,7 @@ def find_straggler(rows: Sequence[Sequence[float]]) -> tuple[int, str, float] | 
             candidates[section] = excess, rank, ratio
     if not candidates:
         return None
+    # Ranks wait for each other in an exchange, so what comes first after one is the cause, and the rest its effect.
     largest_excess = max(excess for excess, _, _ in candidates.values())
     for section in _AFTER_AN_EXCHANGE:
         if section not in candidates:
@@ -214,7 +218,9 @@ class SectionTimes(Callback):
         if not self._section:
             return
         if self._synchronize_device is not None:
-            self._synchronize_device()  # sync point: asked for by the user
+            # sync point: asked for by the user
+            self._synchronize_device()
+        # One reading ends a part and begins the next, so that no time is lost between them.
         border = perf_counter()
         self._seconds[self._section] += border - self._section_start
         self._section = section
@@ -280,7 +286,7 @@ class SectionTimes(Callback):
         self.enter("callbacks")
 
     def on_save_checkpoint(
-        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]
+        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: StateDict
     ) -> None:
         self.enter("checkpoint")
 
@@ -362,10 +368,10 @@ class ThroughputMonitor(SectionTimes):
         # All micro-batches of a pipeline begin before its first backward.
         self._counted_batches = 0
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> SavedState:
         return {"seconds": self.time_split()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self._seconds.update(state_dict["seconds"])
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
@@ -395,6 +401,7 @@ class ThroughputMonitor(SectionTimes):
             self._rank_samples += self.batch_size_fn(batch)
         if self.length_fn is not None:
             self._rank_items += self.length_fn(batch)
+        # Not the first step, in which kernels are tuned and modules compiled: counting slows one step down.
         is_second_step = trainer.progress.step == self._first_step + 1
         if self._flops is None and is_second_step and self._counter is None:
             self._start_counter()
@@ -414,7 +421,8 @@ class ThroughputMonitor(SectionTimes):
         super().on_after_backward(trainer, pl_module)
         # A step may have several backward passes; the last one leaves the total.
         if self._counter is not None:
-            total = self._counter.get_total_flops()  # 0 if the module is compiled
+            # 0 if the module is compiled.
+            total = self._counter.get_total_flops()
             self._flops = total / self._counted_batches
 
     def on_train_batch_end(
@@ -458,6 +466,7 @@ class ThroughputMonitor(SectionTimes):
         }
 
     def _log_rates(self, trainer: TrainerLike) -> None:
+        # Adds the time of the present part so far, so that the parts cover all of the interval.
         self.enter(self._section)
         strategy = trainer.strategy
         counts = self._take_counts(trainer)
@@ -522,6 +531,7 @@ class ThroughputMonitor(SectionTimes):
             return
         rank, section, ratio = straggler
         seconds = rows[rank][SECTIONS.index(section)]
+        # Once an epoch: a machine that is slow stays so, and a line each time would hide the others.
         report = trainer.current_epoch, rank, section
         if report not in self._reported:
             self._reported.add(report)
@@ -616,6 +626,7 @@ class LearningRateMonitor(Callback):
         if self.logging_interval == "epoch" or not trainer.log_every_n_steps:
             return
         self._next = _next_logging_step(trainer)
+        # The rate of the first step; a resumed run has logged that of its step.
         if trainer.progress.step == 0:
             self._log_rates(trainer, "step")
 
@@ -637,7 +648,8 @@ class LearningRateMonitor(Callback):
         if self.logging_interval is None:
             scheduler_interval = interval
         for group, name in self._name_groups(trainer, scheduler_interval):
-            rate = float(group["lr"])  # sync point where it is a tensor
+            # sync point where it is a tensor
+            rate = float(group["lr"])
             self.lrs.setdefault(name, []).append(rate)
             values[name] = rate
             if self.log_momentum:
@@ -669,7 +681,7 @@ class LearningRateMonitor(Callback):
                 yield group, name + suffix
 
 
-def _momentum(group: Mapping[str, Any]) -> float:
+def _momentum(group: ParamGroup) -> float:
     if "betas" in group:
         return float(group["betas"][0])
     return float(group.get("momentum", 0.0))

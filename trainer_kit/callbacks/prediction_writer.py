@@ -19,6 +19,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import is_url
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.tensors import map_tensors
+from trainer_kit.core.types import Batch, StepOutput
 
 __all__ = ["BasePredictionWriter", "PredictionWriter"]
 
@@ -66,9 +67,9 @@ class BasePredictionWriter(Callback):
         self,
         trainer: TrainerLike,
         pl_module: Any,
-        prediction: Any,
+        prediction: StepOutput,
         batch_indices: Sequence[Any] | None,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
@@ -91,7 +92,7 @@ class BasePredictionWriter(Callback):
         self,
         trainer: TrainerLike,
         pl_module: Any,
-        predictions: Sequence[Any],
+        predictions: Sequence[StepOutput],
         batch_indices: Sequence[Any],
     ) -> None:
         """Write everything that this rank predicted.
@@ -114,8 +115,8 @@ class BasePredictionWriter(Callback):
         self,
         trainer: TrainerLike,
         pl_module: ModuleLike,
-        outputs: Any,
-        batch: Any,
+        outputs: StepOutput,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
@@ -202,6 +203,7 @@ class PredictionWriter(BasePredictionWriter):
 
     def on_predict_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         super().on_predict_start(trainer, pl_module)
+        # The counts of an earlier `predict` would shift the indices.
         self._sample_counts = {}
         self.output_dir.mkdir(parents=True, exist_ok=True)
 
@@ -209,14 +211,15 @@ class PredictionWriter(BasePredictionWriter):
         self,
         trainer: TrainerLike,
         pl_module: Any,
-        prediction: Any,
+        prediction: StepOutput,
         batch_indices: Sequence[Any] | None,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
+        # Another rank computes the same batch, as one of a tensor-parallel group.
         if trainer.global_rank != trainer.strategy.reporter:
-            return  # another rank computes the same batch
+            return
         columns = _columns(_on_host(prediction), batch_indices)
         if "index" not in columns:
             first = self._sample_counts.get(dataloader_idx, 0)
@@ -230,10 +233,11 @@ class PredictionWriter(BasePredictionWriter):
         self,
         trainer: TrainerLike,
         pl_module: Any,
-        predictions: Sequence[Any],
+        predictions: Sequence[StepOutput],
         batch_indices: Sequence[Any],
     ) -> None:
         strategy = trainer.strategy
+        # `predict` with one loader passes its list of batches without a list around it, as in Lightning.
         has_several = len(batch_indices) > 1
         loaders = predictions if has_several else [predictions]
         # A rank whose predictions do not fit must not leave the others in the gathering.
@@ -241,6 +245,7 @@ class PredictionWriter(BasePredictionWriter):
             strategy.world, lambda: _columns_by_loader(loaders, batch_indices)
         )
         for number, batches in enumerate(batches_by_loader):
+            # One loader at a time: rank 0 needs memory for the largest, not for all.
             batches_by_rank = strategy.data.gather_object(batches)
             if not trainer.is_global_zero or batches_by_rank is None:
                 continue
@@ -269,11 +274,11 @@ def _interleave(batches_by_rank: Sequence[Sequence[_Columns]]) -> list[_Columns]
 
 
 def _on_host(value: Any) -> Any:
-    # sync point: leaves the device
+    # sync point: leaves the device. On it, the predictions of an epoch would fill its memory.
     return map_tensors(value, lambda tensor: tensor.detach().cpu())
 
 
-def _columns(prediction: Any, indices: Sequence[Any] | None) -> _Columns:
+def _columns(prediction: StepOutput, indices: Sequence[Any] | None) -> _Columns:
     """The columns of one batch."""
     if isinstance(prediction, Mapping):
         items = list(prediction.items())
@@ -313,7 +318,8 @@ def _as_array(value: Any) -> Any:
         # NumPy has no bfloat16.
         if value.dtype is torch.bfloat16:
             value = value.float()
-        return value.numpy()  # no sync point: it is on the host
+        # No sync point: it is on the host.
+        return value.numpy()
     if not isinstance(value, list) or not value:
         return value
     if all(isinstance(entry, (bool, int, float)) for entry in value):
@@ -339,6 +345,7 @@ def _join(batches: Sequence[_Columns]) -> _Columns:
     # The keys of a dataset that is a mapping have no order.
     if not isinstance(columns["index"], np.ndarray):
         return columns
+    # Stable: samples that a sampler repeats keep the order in which they were predicted.
     order = np.argsort(columns["index"], kind="stable")
     return {name: _reorder(values, order) for name, values in columns.items()}
 
@@ -367,6 +374,7 @@ def _write_parquet(directory: Path, name: str, columns: _Columns) -> None:
 def _write_npy(directory: Path, name: str, columns: _Columns) -> None:
     for column, value in columns.items():
         buffer = io.BytesIO()
+        # A pickle in a file of data could run code when it is loaded.
         np.save(buffer, np.asarray(value), allow_pickle=False)
         replace_file(directory / f"{name}.{column}.npy", buffer.getvalue())
 

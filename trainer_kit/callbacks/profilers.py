@@ -17,6 +17,7 @@ from trainer_kit.callbacks.monitors import SectionTimes
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.types import Function
 
 __all__ = ["AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler", "make_profiler"]
 
@@ -30,12 +31,13 @@ class _Timed:
 
     __slots__ = ("func", "row")
 
-    def __init__(self, func: Callable[..., Any], row: list[float]) -> None:
+    def __init__(self, func: Function, row: list[float]) -> None:
         self.func = func
         self.row = row
 
     def __call__(self, *arguments: Any) -> Any:
         began = perf_counter()
+        # `finally`: a hook that raises, to end the run for example, has taken its time too.
         try:
             return self.func(*arguments)
         finally:
@@ -52,12 +54,13 @@ class _Report:
 
     def path(self, trainer: TrainerLike, suffix: str) -> Path:
         """The file of this rank."""
-        directory = Path(self.dirpath) if self.dirpath is not None else trainer.run_dir
+        directory = trainer.run_dir
+        if self.dirpath is not None:
+            directory = Path(self.dirpath)
         directory.mkdir(parents=True, exist_ok=True)
-        return (
-            directory
-            / f"{self.filename or 'profile'}-rank{trainer.global_rank}{suffix}"
-        )
+        start = self.filename or "profile"
+        # The rank is in every name: ranks of one machine share the directory.
+        return directory / f"{start}-rank{trainer.global_rank}{suffix}"
 
     def write(self, trainer: TrainerLike, text: str) -> None:
         """Write ``text`` to the file; without one print it, on rank 0."""
@@ -89,15 +92,15 @@ class SimpleProfiler(SectionTimes):
         self._report = _Report(dirpath, filename)
         self._rows: dict[tuple[str, str], list[float]] = {}
 
-    def wrap_hook(
-        self, hook: str, owner: str, call: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def wrap_hook(self, hook: str, owner: str, call: Function) -> Function:
+        # Its own hooks measure the parts: a row for them would count their time twice.
         if owner == type(self).__name__:
             return call
         return _Timed(call, self._rows.setdefault((owner, hook), [0.0, 0.0]))
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        # In place: the wrapped hooks of the bus hold these very lists.
         for row in self._rows.values():
             row[:] = 0.0, 0.0
 
@@ -123,6 +126,7 @@ def _format_row(name: str, calls: int | None, seconds: float, total: float) -> s
     mean = ""
     if calls:
         mean = f"{1000 * seconds / calls:.3f}"
+    # A fit of no steps has a total of zero.
     share = 100 * seconds / max(total, 1e-9)
     return f"{name:<60} {count:>8} {seconds:>10.3f} {mean:>10} {share:>6.1f}"
 
@@ -173,6 +177,7 @@ class AdvancedProfiler(Callback):
         trainer.print(f"{output.getvalue().strip()}\nwritten to {path}")
 
     def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+        # After an exception `on_fit_end` is not called, and cProfile would stay on for the rest of the process.
         self._stop()
 
     def _stop(self) -> cProfile.Profile | None:
@@ -246,6 +251,7 @@ class PyTorchProfiler(SectionTimes):
         self._records_memory = False
 
     def enter(self, section: str) -> None:
+        # Ranges of parts do not nest: one ends where the next begins.
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -281,7 +287,7 @@ class PyTorchProfiler(SectionTimes):
 
     def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         super().on_train_end(trainer, pl_module)
-        # Training ended while steps were recorded.
+        # Training ended while steps were recorded: a shorter trace is better than none.
         if self._remaining_steps < self.active:
             self._finish(trainer)
         elif self._profile is not None:
@@ -297,15 +303,18 @@ class PyTorchProfiler(SectionTimes):
         if not self.memory_snapshot or self._remaining_steps != self.active:
             return
         if trainer.strategy.device.type == _HAS_SNAPSHOTS:
-            torch.cuda.memory._record_memory_history()  # torch documents no other name
+            # torch documents no other name.
+            torch.cuda.memory._record_memory_history()
             self._records_memory = True
 
     def _stop(self, snapshot: Path | None = None) -> Any:
+        # Cleared first: this is called again in `teardown`, and each profiler ends once.
         profile = self._profile
         self._profile = None
         if self._records_memory:
             if snapshot is not None:
                 torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            # Recording costs time and memory at every allocation, so it ends with the recorded steps.
             torch.cuda.memory._record_memory_history(enabled=None)
             self._records_memory = False
         if self._range is not None:
@@ -333,6 +342,7 @@ class PyTorchProfiler(SectionTimes):
 def _check_options(options: Mapping[str, Any]) -> None:
     """Refuse what ``torch.profiler.profile`` does not take, before the first step."""
     parameters = inspect.signature(torch.profiler.profile).parameters
+    # The schedule is made of wait, warmup and active, which also say when the profiler ends.
     accepted = parameters.keys() - {"schedule"}
     for name in options:
         if name in accepted:

@@ -16,6 +16,7 @@ from trainer_kit.core.display import bar_class, plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.types import StateDict
 
 __all__ = [
     "Line",
@@ -80,10 +81,10 @@ class Line(Protocol):
     def show(self, view: View) -> None:
         """Start to show ``view``."""
 
-    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
+    def draw(self, view: View, metrics: Mapping[str, object]) -> None:
         """Draw the progress of ``view``."""
 
-    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
+    def finish(self, view: View, metrics: Mapping[str, object]) -> None:
         """Draw the final state of ``view``."""
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:
@@ -105,7 +106,8 @@ class _TerminalLine:
         self.due = 0.0
         self._bar = bar
         self._user_format = bar.bar_format
-        bar.delay = 0.0  # its constructor would have drawn an empty line
+        # With a delay the constructor drew nothing; from now on every call draws.
+        bar.delay = 0.0
         measure = bar.dynamic_ncols
         if measure:
             # Terminals without a size (in containers, recorders) report 0 by 0, and tqdm would draw nothing.
@@ -118,7 +120,7 @@ class _TerminalLine:
         bar.desc = view.title
         self.draw(view, {})
 
-    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
+    def draw(self, view: View, metrics: Mapping[str, object]) -> None:
         bar = self._bar
         drawn_at = monotonic()
         self.due = drawn_at + _TERMINAL_INTERVAL
@@ -132,18 +134,19 @@ class _TerminalLine:
             self._choose_layout(metrics)
         bar.refresh()
 
-    def _choose_layout(self, metrics: Mapping[str, Any]) -> None:
+    def _choose_layout(self, metrics: Mapping[str, object]) -> None:
         """Choose the longest form of the line that fits the terminal: first the decoration is dropped, then values."""
         bar = self._bar
         bar.bar_format = None
         fields = bar.format_dict
         columns = fields["ncols"] or math.inf
-        fields["ncols"] = (
-            None  # tqdm would cut the line instead of returning its length
-        )
+        # tqdm would cut the line instead of returning its length.
+        fields["ncols"] = None
         # A run that goes on beyond its total shows none.
         has_total = bar.total and bar.n <= bar.total
-        layouts = _LAYOUTS_WITH_TOTAL if has_total else _LAYOUTS_WITHOUT_TOTAL
+        layouts: Sequence[str | None] = _LAYOUTS_WITHOUT_TOTAL
+        if has_total:
+            layouts = _LAYOUTS_WITH_TOTAL
         for layout, text in _candidates(layouts, metrics):
             bar.bar_format = layout
             bar.postfix = text
@@ -154,10 +157,11 @@ class _TerminalLine:
         # Not even the last layout fits: the beginning of the first value, or of the title.
         first_metric = {name: metrics[name] for name in _sort_names(metrics)[:1]}
         shortest = shown_values(first_metric) or bar.desc
+        # As the layout itself, so braces of a name are no fields.
         text = shortest[: int(columns)]
         bar.bar_format = text.replace("{", "{{").replace("}", "}}")
 
-    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
+    def finish(self, view: View, metrics: Mapping[str, object]) -> None:
         self.draw(view, metrics)
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:
@@ -169,7 +173,7 @@ class _TerminalLine:
 
 
 def _candidates(
-    layouts: Sequence[str | None], metrics: Mapping[str, Any]
+    layouts: Sequence[str | None], metrics: Mapping[str, object]
 ) -> Iterator[tuple[str | None, str]]:
     """Yield layouts of the line and its values, the longest first."""
     text = shown_values(metrics)
@@ -181,7 +185,7 @@ def _candidates(
         yield layouts[-1], f"{shown_values(shown_metrics)}, ..."
 
 
-def _sort_names(metrics: Mapping[str, Any]) -> list[str]:
+def _sort_names(metrics: Mapping[str, object]) -> list[str]:
     """Sort names so that losses, which are the last values to be dropped, come first."""
     return sorted(metrics, key=lambda name: "loss" not in name)
 
@@ -191,13 +195,14 @@ class PlainLine:
     """A line of text at most every ten seconds, and one whenever something is complete."""
 
     def __init__(self, file: TextIO) -> None:
+        # The first line after ten seconds: a short epoch prints only its last line.
         self.due = monotonic() + _PLAIN_INTERVAL
         self._file = file
 
     def show(self, view: View) -> None:
         """There is nothing to print yet."""
 
-    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
+    def draw(self, view: View, metrics: Mapping[str, object]) -> None:
         self.due = monotonic() + _PLAIN_INTERVAL
         count = str(view.done)
         if view.total is not None:
@@ -206,9 +211,10 @@ class PlainLine:
         values = shown_values(metrics)
         if values:
             line += f", {values}"
+        # Flushed: the output is a file or a pipe, which someone follows.
         print(line, file=self._file, flush=True)
 
-    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
+    def finish(self, view: View, metrics: Mapping[str, object]) -> None:
         self.draw(view, metrics)
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:
@@ -230,7 +236,7 @@ def _default_size(
 
 
 def shown_values(
-    metrics: Mapping[str, Any], delimiter: str = ", ", digits: str = ".3g"
+    metrics: Mapping[str, object], delimiter: str = ", ", digits: str = ".3g"
 ) -> str:
     """``name=value`` for each metric.
 
@@ -244,10 +250,11 @@ def shown_values(
     return delimiter.join(texts)
 
 
-def _format_value(value: Any, digits: str) -> str:
+def _format_value(value: object, digits: str) -> str:
     # A user's `get_metrics` may return tensors.
     if not isinstance(value, float) and hasattr(value, "item"):
-        value = value.item()  # sync point
+        # sync point: only of a user's own `get_metrics`
+        value = value.item()
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e6:
@@ -395,7 +402,11 @@ class ProgressBar(Callback):
         self._enabled = False
 
     def print(
-        self, *values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None
+        self,
+        *values: object,
+        sep: str = " ",
+        end: str = "\n",
+        file: TextIO | None = None,
     ) -> None:
         """Like ``print``, above the line; on rank 0."""
         if self._line is not None:
@@ -417,6 +428,7 @@ class ProgressBar(Callback):
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._trainer = trainer
         self._module = pl_module
+        # Decided here: `enable` and `disable` act from the next entry point on, so that no line is left open.
         self._is_drawing = self.is_enabled and trainer.is_global_zero
         self._is_fit = stage == "fit"
         self._next = math.inf
@@ -447,6 +459,7 @@ class ProgressBar(Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
+        # All that a step pays: one addition and one read of the clock. `_next` is infinite where nothing is drawn.
         self._done += 1
         if monotonic() >= self._next:
             self._draw(trainer)
@@ -476,6 +489,7 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if trainer.sanity_checking:
             return
+        # The epoch continues after the validation with its own counts and start.
         if self._is_fit:
             self._epoch_view = replace(self._view, done=self._done)
             self._validation_start = monotonic()
@@ -504,6 +518,7 @@ class ProgressBar(Callback):
         # Back to the epoch, on its line.
         self._epoch_view = None
         seconds = monotonic() - self._validation_start
+        # Otherwise the rate of the epoch would drop with each validation inside it.
         view.leave_out(seconds)
         self._times.add_validation(seconds)
         self._view = view
@@ -553,6 +568,7 @@ class ProgressBar(Callback):
         self._next = self._line.due
 
     def _draw(self, trainer: TrainerLike) -> None:
+        # The clock allows a drawing; the user's `refresh_rate` may ask for fewer.
         if self._line is None or self._done - self._drawn < self.refresh_rate:
             return
         self._drawn = self._done
@@ -623,6 +639,7 @@ def _summarize_fit(trainer: TrainerLike, times: _Times) -> list[str]:
     if trainer.loggers:
         lines.append(f"logs: {trainer.log_dir}")
         lines.append(f"report: {Path(trainer.log_dir) / REPORT}")
+    # A first program often logs nothing, and its author wonders where the loss is.
     if steps and not trainer.callback_metrics:
         lines.append(
             'nothing was logged: self.log("loss", loss, prog_bar=True) in training_step shows the loss'
@@ -777,10 +794,11 @@ class TQDMProgressBar(ProgressBar):
         self._bars[kind] = bar
         if is_terminal:
             return _TerminalLine(bar), title
+        # Its description was read; the bar itself would write control characters to a file.
         bar.close()
         return PlainLine(file), title
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Leave out the bars, which belong to this process."""
         return {**self.__dict__, "_bars": {}}
 

@@ -13,6 +13,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.types import SavedState
 
 __all__ = ["ModelPruning"]
 
@@ -119,10 +120,10 @@ class ModelPruning(Callback):
         remaining = sum(int(mask.sum()) for mask in masks)  # sync point: asked for
         return 1 - remaining / total
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> SavedState:
         return {"masks": dict(self._masks), "first": dict(self._initial_values)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self._masks = dict(state_dict["masks"])
         self._initial_values = dict(state_dict["first"])
 
@@ -162,18 +163,21 @@ class ModelPruning(Callback):
         pl_module: ModuleLike,
         optimizer: torch.optim.Optimizer,
     ) -> None:
+        # Momentum of a pruned weight would otherwise grow, and move it in later steps.
         for name, mask in self._masks.items():
             gradient = self._parameters[name].grad
             if gradient is not None:
                 gradient.mul_(mask)
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
+        # Weight decay and momentum from before the pruning still move pruned weights: they are set to zero again.
         self._apply_masks()
 
     def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         epoch = trainer.current_epoch
         applies = _value_of_epoch(self._applies, epoch)
         amount = _value_of_epoch(self.amount, epoch)
+        # A run that resumes inside this epoch would prune a second time at its end.
         if not trainer.epoch_is_whole or not applies or not amount:
             return
         self._prune(amount)
@@ -225,6 +229,7 @@ class ModelPruning(Callback):
         for name, parameter in self._parameters.items():
             weights.append(parameter.detach().flatten())
             masks.append(self._masks[name].flatten())
+        # As one vector, so that a layer of small weights loses more of them than others.
         joined_mask = self._shrink(torch.cat(weights), torch.cat(masks), amount)
         sizes = [weight.numel() for weight in weights]
         new_masks = torch.split(joined_mask, sizes)
@@ -237,6 +242,7 @@ class ModelPruning(Callback):
         """Return the mask with ``amount`` less of what it has left."""
         method = _METHODS[self.pruning_fn]
         if self._dim is None:
+            # Only what is left: the weights that were pruned before are zeros, and would be chosen again.
             remaining = mask.bool()
             smaller = method(amount).compute_mask(weights[remaining], mask[remaining])  # type: ignore[call-arg, no-untyped-call]  # the base class takes no arguments
             mask = mask.clone()

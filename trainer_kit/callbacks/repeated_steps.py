@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, final
+from typing import final
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.progress import Duration
+from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = ["AutoMicroBatch", "ReplayCheck"]
 
@@ -88,8 +88,9 @@ class AutoMicroBatch(Callback):
         """What the loop asks."""
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"parts": self.parts}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
+        # The larger: fewer parts would run out of memory again, and the user may have asked for more.
         self.parts = max(self.parts, int(state_dict["parts"]))

@@ -158,7 +158,7 @@ class _RichLine:
             self._bars.start()
         self.draw(view, {})
 
-    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
+    def draw(self, view: View, metrics: Mapping[str, object]) -> None:
         bars = self._bars
         theme = self._theme
         drawn_at = monotonic()
@@ -189,7 +189,7 @@ class _RichLine:
         )
         bars.refresh()
 
-    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
+    def finish(self, view: View, metrics: Mapping[str, object]) -> None:
         self.draw(view, metrics)
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:

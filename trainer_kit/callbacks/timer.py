@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
-from typing import Any, ClassVar, Final, Literal, final
+from typing import ClassVar, Final, Literal, final
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import leave_out
+from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = ["Timer"]
 
@@ -90,7 +91,10 @@ class Timer(Callback):
     def time_elapsed(self, stage: str = "train") -> float:
         """Seconds that the stage took, or has taken so far; for training, the sum over all restarts."""
         start = self._started.get(_check_stage(stage))
-        before = self._before if stage == "train" else 0.0
+        # Only training is continued by a restart; a validation begins again.
+        before = 0.0
+        if stage == "train":
+            before = self._before
         if start is None:
             return before
         ended = self._ended.get(stage, monotonic())
@@ -102,11 +106,12 @@ class Timer(Callback):
             return None
         return self._duration - self.time_elapsed(stage)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self._before = float(state_dict["time_elapsed"].get("train", 0.0))
+        # The time that the checkpoint has already counts: the clock of an earlier fit would add to it.
         self._started.pop("train", None)
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
@@ -124,6 +129,7 @@ class Timer(Callback):
         self._start("train")
         self._reported = False
         if self._duration is not None and self.interval == "step":
+            # One number to compare with in each step, in place of a sum over restarts.
             self._deadline = self._started["train"] + self._duration - self._before
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.types import DataModuleLike, Loaders, SavedState, StateDict
 
 if TYPE_CHECKING:
     from trainer_kit.training.session import Session
@@ -48,6 +48,7 @@ class LearningRateFinder(Callback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
+        # Imported here: most programs that import callbacks never search.
         from trainer_kit.tuner.learning_rate import RangeTest
 
         self.test = RangeTest(
@@ -62,18 +63,20 @@ class LearningRateFinder(Callback):
         self,
         trainer: Session,
         module: Any,
-        loaders: Any,
-        datamodule: Any,
-        saved: Mapping[str, Any] | None,
+        loaders: Loaders,
+        datamodule: DataModuleLike,
+        saved: SavedState | None,
     ) -> None:
         """Search, or set what the run has found before; the fit calls this."""
         from trainer_kit.tuner.learning_rate import attribute_of, set_learning_rate
 
+        # A resumed fit continues with its rate: a search on half-trained weights would find another one.
         if saved is not None:
             self._rate = saved.get("lr")
         else:
             if self.update_attr:
-                attribute_of(module, self.attr_name)  # an error before the search
+                # A module without the attribute is an error before the search, which may take minutes.
+                attribute_of(module, self.attr_name)
             self.optimal_lr = self.test.run(
                 trainer, module, loaders, datamodule, is_set_up=True
             )
@@ -83,7 +86,7 @@ class LearningRateFinder(Callback):
         if self._rate is not None:
             set_learning_rate(trainer, module, self._rate, self.attr_name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         if self._rate is None:
             return {}
         return {"lr": self._rate}
@@ -136,14 +139,15 @@ class BatchSizeFinder(Callback):
         self,
         trainer: Session,
         module: Any,
-        loaders: Any,
-        datamodule: Any,
-        saved: Mapping[str, Any] | None,
+        loaders: Loaders,
+        datamodule: DataModuleLike,
+        saved: SavedState | None,
     ) -> None:
         """Search, or set what the run has found before; the fit calls this."""
         from trainer_kit.tuner.batch_size import set_batch_size
 
         data = module, loaders, datamodule
+        # The number of steps of an epoch depends on the size, so a resumed fit must have the same one.
         if saved is not None:
             size = saved.get("batch_size")
             reason = "found before"
@@ -154,7 +158,7 @@ class BatchSizeFinder(Callback):
             set_batch_size(self.search.name, size, *data)
             trainer.say(f"batch size: {self.search.name} = {size} ({reason})")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         if self.optimal_batch_size is None:
             return {}
         return {"batch_size": self.optimal_batch_size}

@@ -20,6 +20,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = [
     "Averages",
@@ -96,7 +97,7 @@ class WeightAveraging(Callback):
         self._validation_stack = ExitStack()
         self._is_fit = False
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # The averages belong to a fit, whose module a pickled Trainer does not keep either.
         return {
             **vars(self),
@@ -133,11 +134,12 @@ class WeightAveraging(Callback):
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._is_fit = stage == "fit"
         if self._is_fit:
+            # Those of another fit, maybe of another module; a resumed fit loads its averages later.
             self._averages = None
             _refuse_averaging(self, trainer, self.device)
 
     def on_load_checkpoint(
-        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]
+        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: StateDict
     ) -> None:
         # Without optimizers only weights are loaded; in a checkpoint of this callback they are the averages.
         if not self._is_fit or "optimizer_states" not in checkpoint:
@@ -217,7 +219,7 @@ class WeightAveraging(Callback):
             self._take_averages_out()
 
     def on_save_checkpoint(
-        self, trainer: TrainerLike, pl_module: Any, checkpoint: dict[str, Any]
+        self, trainer: TrainerLike, pl_module: Any, checkpoint: StateDict
     ) -> None:
         # Imported here: the checkpoint code is not needed at the start.
         from trainer_kit.state.collect import weights_to_write
@@ -423,10 +425,10 @@ class StochasticWeightAveraging(WeightAveraging):
     ) -> bool:
         return epoch_idx is not None and epoch_idx >= self._first_epoch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"anneals": self._anneals}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         self._anneals = bool(state_dict["anneals"])
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
@@ -454,7 +456,7 @@ class StochasticWeightAveraging(WeightAveraging):
         return max(int(self.swa_epoch_start * max_epochs) - 1, 0)
 
     def on_load_checkpoint(
-        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]
+        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: StateDict
     ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         # The states of callbacks are restored after this, so the flag is read from the checkpoint.

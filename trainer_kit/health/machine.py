@@ -87,7 +87,8 @@ def make_findings(checks: dict[str, Callable[[], Iterator[Finding]]]) -> list[Fi
     for subject, check in checks.items():
         try:
             findings += check()
-        except Exception as error:  # a check may fail on an unusual machine
+        except Exception as error:
+            # A check may fail on an unusual machine, and must not hide what the others find.
             text = f"the check failed: {type(error).__name__}: {error}"
             findings.append(Finding(subject, text, "warning"))
     return findings
@@ -110,6 +111,7 @@ def _versions() -> Iterator[Finding]:
     unsupported = []
     for line in required:
         requirement = Requirement(line)
+        # Only what every installation needs: the extras are of the user's choice.
         marker = requirement.marker
         if marker is not None and not marker.evaluate({"extra": ""}):
             continue
@@ -149,12 +151,14 @@ def _devices() -> Iterator[Finding]:
     device = present_accelerator()
     driver = driver_version()
     if device is not None:
-        count = count_accelerators()
-        name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
-        text = f"{count} x {name}"
+        name = device.type
+        if device.type == "cuda":
+            name = torch.cuda.get_device_name(0)
+        text = f"{count_accelerators()} x {name}"
         if driver:
             text += f", driver {driver}"
         yield Finding("devices", text)
+    # The most frequent fault of a new machine: a device that torch cannot use, so that training runs on the CPU.
     elif driver or any(Path("/dev").glob("nvidia[0-9]*")):
         reason = "torch is built without CUDA"
         fix = "install a CUDA build of torch"
@@ -176,6 +180,7 @@ def driver_version() -> str:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
+    # With a limit of time: nvidia-smi hangs where the driver does.
     with suppress(OSError, subprocess.SubprocessError):
         query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
         answer = subprocess.run(
@@ -224,6 +229,7 @@ def _network() -> Iterator[Finding]:
     yield Finding("network", f"interfaces {', '.join(interfaces)}")
     for variable in _INTERFACES:
         value = os.environ.get(variable, "")
+        # NCCL takes prefixes of names, `=` before exact ones and `^` before those to leave out.
         for name in filter(None, value.lstrip("^=").split(",")):
             if not any(interface.startswith(name) for interface in interfaces):
                 yield Finding(
@@ -232,6 +238,7 @@ def _network() -> Iterator[Finding]:
                     "fix",
                     f"unset {variable}",
                 )
+    # Port 0 is any free port, so only the interface can be at fault.
     error_of_loopback = _error_of_port(0)
     if error_of_loopback:
         text = f"loopback does not work: {error_of_loopback}"
@@ -262,6 +269,7 @@ def _error_of_port(port: int) -> OSError | None:
     """The error of listening at a port of the loopback interface, if any."""
     try:
         with socket.socket() as probe:
+            # A port of a run that has just ended counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
     except OSError as error:
@@ -274,6 +282,7 @@ def _ports() -> Iterator[Finding]:
 
     from trainer_kit.core.environment import Environment
 
+    # In a started group rank 0 itself listens there: a test of the port would find it taken.
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world = Environment.detect()
         address = f"{world.master_addr}:{world.master_port}"
@@ -294,7 +303,10 @@ def _ports() -> Iterator[Finding]:
     if error is None:
         yield Finding("ports", f"{port} is free")
         return
-    level = "fix" if "MASTER_PORT" in os.environ else "warning"
+    # The default port matters for runs on several machines only; one that the user set is needed.
+    level = "warning"
+    if "MASTER_PORT" in os.environ:
+        level = "fix"
     text = (
         f"{port}, the rendezvous port of several machines, "
         f"cannot be used: {error.strerror}"
@@ -311,6 +323,7 @@ def check_disk(directory: Path) -> Iterator[Finding]:
     for subject, path in directories.items():
         try:
             with tempfile.NamedTemporaryFile(dir=path) as file:
+                # A quota or a full disk is reported only when the bytes arrive.
                 file.write(b"\0" * 4096)
                 file.flush()
                 os.fsync(file.fileno())
@@ -327,7 +340,9 @@ def check_disk(directory: Path) -> Iterator[Finding]:
 def _level(amount: float, enough: float, usable: float) -> str:
     if amount >= enough:
         return "OK"
-    return "warning" if amount >= usable else "fix"
+    if amount >= usable:
+        return "warning"
+    return "fix"
 
 
 def check_shared_memory() -> Iterator[Finding]:
@@ -344,11 +359,16 @@ def check_shared_memory() -> Iterator[Finding]:
 def _limits() -> Iterator[Finding]:
     try:
         import resource
-    except ImportError:  # Windows has none
+    except ImportError:
+        # Windows has none.
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
-    level = _level(math.inf if soft == resource.RLIM_INFINITY else soft, 4096, 1024)
+    # RLIM_INFINITY is -1, and would compare as the lowest limit.
+    amount = float(soft)
+    if soft == resource.RLIM_INFINITY:
+        amount = math.inf
+    level = _level(amount, 4096, 1024)
     if soft == hard:
         fix = (
             "in a container --ulimit nofile=65536, elsewhere /etc/security/limits.conf"
@@ -357,7 +377,9 @@ def _limits() -> Iterator[Finding]:
         fix = "ulimit -n 65536 before training"
     else:
         fix = f"ulimit -n {hard} before training"
-    maximum = "unlimited" if unlimited else str(hard)
+    maximum = str(hard)
+    if unlimited:
+        maximum = "unlimited"
     yield Finding("open files", f"at most {soft} (up to {maximum})", level, fix)
 
 
@@ -371,6 +393,7 @@ def _clock(directory: Path) -> Iterator[Finding]:
             "set the clock, or start ntpd",
         )
         return
+    # On network storage the server sets the times of files, by its own clock.
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         difference = os.stat(file.name).st_mtime - time.time()
     if abs(difference) > 5:

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _ROUNDS: Final = 3
+"""The most measurements of each rank: a rank is named only if it is slow in all of them."""
 _SLOW: Final = {"GEMM": 0.7, "memory": 0.7, "link": 0.5, "disk": 0.25}
 """By measurement, the part of the median below which a rank is slow; see docs/decisions/launch.md#0150."""
 _SLOW_ON_CPU: Final = 0.5
@@ -156,11 +157,13 @@ def survey(
         missing=missing,
     )
     ranks: list[RankHealth] = []
+    # All ranks measure again, not only the slow one: collectives need every rank, and load on a shared machine passes.
     for _ in range(_ROUNDS):
         for measured, reasons in (_local_speeds(device), group_speeds(group, device)):
             for name, speed in measured.items():
                 speeds[name] = max(speed, speeds.get(name, 0.0))
             missing.update(reasons)
+        # Equal on all ranks after the exchange, so all of them leave the loop together.
         ranks = group.all_gather_object(health)
         if not slow_ranks(ranks):
             break
@@ -197,7 +200,10 @@ def slow_ranks(ranks: Sequence[RankHealth]) -> list[tuple[str, RankHealth, float
 
 def _limit(name: str, device: str) -> float:
     limit = _SLOW.get(name, 0.0)
-    return min(limit, _SLOW_ON_CPU) if device == "cpu" else limit
+    # Ranks on CPUs share cores and caches, so their speeds differ more.
+    if device == "cpu":
+        return min(limit, _SLOW_ON_CPU)
+    return limit
 
 
 def _columns(ranks: Sequence[RankHealth]) -> dict[str, list[float]]:
@@ -229,6 +235,7 @@ def _speeds(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
         for slow_name, rank, share in slow:
             if slow_name == name:
                 yield _slow_finding(name, rank, share)
+    # One machine, or equally slow ones, have no slower rank: the disk has a limit of its own, and is named once.
     slow_disks = {rank.rank for name, rank, _ in slow if name == "disk"}
     for rank in ranks:
         speed = rank.speeds.get("disk", _SLOW_DISK)
@@ -243,7 +250,9 @@ def _speeds(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
 def _slow_finding(name: str, rank: RankHealth, share: float) -> Finding:
     speed = _rate(rank.speeds[name], name)
     text = f"{rank}: {speed}, {share:.2g} times the median of the ranks"
-    kind = "cpu" if rank.device == "cpu" else "cuda"
+    kind = "cuda"
+    if rank.device == "cpu":
+        kind = "cpu"
     fix = _FIXES.get(name, _FIXES[kind])
     return Finding(name, text, "warning", fix, rank.host)
 
@@ -270,6 +279,7 @@ def _clocks(
     median = median_low([(low + high) / 2 for low, high in offsets])
     equal = True
     for rank, (low, high) in zip(ranks, offsets, strict=True):
+        # An offset is known within bounds; only one that is too large in the best case is reported.
         smallest_error = max(low - median, median - high)
         if smallest_error <= _CLOCK_TOLERANCE:
             continue
@@ -292,6 +302,7 @@ def _versions(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
     equal = []
     for name in names:
         counts = Counter(rank.versions.get(name, "none") for rank in ranks)
+        # What most ranks have is taken for right.
         (usual, count), *differing = counts.most_common()
         if not differing:
             equal.append(f"{name} {usual}")
@@ -357,6 +368,7 @@ def _local_speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str
     speeds: dict[str, float] = {}
     missing: dict[str, str] = {}
     for name, prepare in (("GEMM", _gemm), ("memory", _copies)):
+        # A model may already fill the device: the check then says so, and training begins.
         try:
             with _without_gradients():
                 work, amount = prepare(device)
@@ -374,7 +386,9 @@ def _gemm(device: torch.device) -> tuple[_Work, float]:
         size = 4096
         dtype = torch.float16
     else:
-        size = 256 if torch.get_num_threads() <= 4 else 1024
+        size = 256
+        if torch.get_num_threads() > 4:
+            size = 1024
         dtype = torch.float32
     # Random numbers switch as many bits as a model does; zeros would save the power that limits the clock.
     generator = torch.Generator(device).manual_seed(0)
@@ -386,9 +400,12 @@ def _gemm(device: torch.device) -> tuple[_Work, float]:
 
 def _copies(device: torch.device) -> tuple[_Work, float]:
     """A copy from one part of memory to another, the next one at each call, and the bytes that it reads and writes."""
-    size = (32 if device.type == "cpu" else 256) * _MIB
-    # A block is not in the caches of a CPU any more when its turn comes again.
-    blocks = 8 if device.type == "cpu" else 1
+    size = 256 * _MIB
+    blocks = 1
+    if device.type == "cpu":
+        size = 32 * _MIB
+        # A block is not in the caches of a CPU any more when its turn comes again.
+        blocks = 8
     shape = (blocks, size // blocks)
     source = torch.ones(shape, dtype=torch.uint8, device=device)
     target = torch.ones(shape, dtype=torch.uint8, device=device)
@@ -419,6 +436,7 @@ def group_speeds(
     if group.size < 2 or device.type == "xla":
         return {}, {}
     sent, received = _buffers(device)
+    # All ranks skip the measurement if one has no memory for it: a collective with a rank missing would hang.
     failed_somewhere = any(row[0] for row in group.agree([float(sent is None)]))
     if failed_somewhere or sent is None or received is None:
         return {}, {"all-reduce": "not enough free memory on a rank to measure it"}
@@ -429,16 +447,24 @@ def group_speeds(
         return amount / _fastest(work, device, _REPEATS[name], group.barrier)
 
     with _without_gradients():
+        # "max": a sum in place would grow with each repetition, until it is infinite.
         all_reduce = speed("all-reduce", lambda: group.all_reduce(sent, "max"))
-        speeds = {"all-reduce": 2 * (size - 1) / size * all_reduce}
+        bus_factor = 2 * (size - 1) / size
+        speeds = {"all-reduce": bus_factor * all_reduce}
+        # With three ranks, both distances have the same partners.
         if size > 3:
-            shifts = [_shift(group, sent, received, distance) for distance in (1, 2)]
-            speeds["link"] = max(speed("link", shift) for shift in shifts)
+            nearest = speed("link", _shift(group, sent, received, distance=1))
+            second = speed("link", _shift(group, sent, received, distance=2))
+            speeds["link"] = max(nearest, second)
     return speeds, {}
 
 
 def _buffers(device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    length = (4 if device.type == "cpu" else 64) * _MIB // 4
+    # Smaller on a CPU, where gloo takes longer for each byte.
+    megabytes = 64
+    if device.type == "cpu":
+        megabytes = 4
+    length = megabytes * _MIB // 4
     try:
         return torch.ones(length, device=device), torch.empty(length, device=device)
     except RuntimeError as error:
@@ -501,7 +527,8 @@ def _fastest(
             before()
         start = time.perf_counter()
         work()
-        wait()  # sync point: the measurement
+        # sync point: the measurement
+        wait()
         seconds.append(time.perf_counter() - start)
     return max(min(seconds[1:]), 1e-9)
 
@@ -522,7 +549,8 @@ def _fastest_on_cuda(
         work()
         finish.record()
         pairs.append((start, finish))
-    torch.cuda.synchronize(device)  # sync point: the measurement
+    # sync point: the measurement. Once, after all calls: a wait in between would let the clock of the device fall.
+    torch.cuda.synchronize(device)
     milliseconds: float = min(start.elapsed_time(finish) for start, finish in pairs[1:])
     return max(milliseconds / 1000, 1e-9)
 
@@ -563,6 +591,7 @@ def _bounds(
     """
     lows = [times[rank] - out for times, out in zip(entries, exits[0], strict=True)]
     highs = [out - times[0] for times, out in zip(entries, exits[rank], strict=True)]
+    # A clock that is set during the exchanges makes the bounds cross; they are never returned so.
     low = max(lows)
     return low, max(low, min(highs))
 
@@ -577,11 +606,13 @@ def _disk_speed(directory: Path) -> float:
         >>> _disk_speed(Path(tempfile.gettempdir())) > 0
         True
     """
-    block = os.urandom(4 * _MIB)  # random: some file systems compress
+    # Random: some file systems compress.
+    block = os.urandom(4 * _MIB)
     written = 0
     with tempfile.NamedTemporaryFile(dir=directory, buffering=0) as file:
         start = time.perf_counter()
         while written < _DISK_BYTES and time.perf_counter() - start < _DISK_SECONDS:
             written += file.write(block)
+        # Without it the speed would be that of memory.
         os.fsync(file.fileno())
         return written / max(time.perf_counter() - start, 1e-9)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import is_url
+from trainer_kit.core.types import JsonObject
 from trainer_kit.loggers.journal import journal_record
 from trainer_kit.loggers.layout import flatten, plain
 from trainer_kit.report.events import EVENTS, has_ended, read_events
@@ -43,17 +45,20 @@ _LINES_BETWEEN_PAUSES: Final = 1000
 _RATE_POINTS: Final = 400
 """Points of the curve of steps per second."""
 
-Event: TypeAlias = dict[str, Any]
+Event: TypeAlias = JsonObject
 """A record of events.jsonl."""
-Mark: TypeAlias = dict[str, Any]
+Mark: TypeAlias = JsonObject
 """A mark on curves: its kind, step, time and text, and the counts of its step."""
 _Floats: TypeAlias = npt.NDArray[np.float64]
+_Float32s: TypeAlias = npt.NDArray[np.float32]
+_Indices: TypeAlias = npt.NDArray[np.intp]
 
 
 class _Series:
     """The values of one metric, in the order in which they were logged."""
 
     def __init__(self) -> None:
+        # Arrays, not lists: a week's run has millions of values, and a list takes four times the memory.
         self.steps = array("d")
         self.times = array("d")
         self.values = array("f")
@@ -74,10 +79,10 @@ class _Series:
         valid = np.array(self.steps) <= step
         if valid.all():
             return
+        # Every column is cut by the same mask, so that index i stays one value in all of them.
         for name, values in list(vars(self).items()):
-            setattr(
-                self, name, array(values.typecode, np.array(values)[valid].tobytes())
-            )
+            content = np.array(values)[valid].tobytes()
+            setattr(self, name, array(values.typecode, content))
 
 
 class _Fit:
@@ -143,6 +148,7 @@ class RunDirectory:
             self._process_events(read_events(self.directory), None)
             return
         with journal.open("rb") as file:
+            # Of the open file: the path may name another one by the time that it is read.
             status = os.fstat(file.fileno())
             replaced = status.st_ino != self._inode
             truncated = status.st_size < self._offset
@@ -152,12 +158,15 @@ class RunDirectory:
             events = read_events(self.directory)
             file.seek(self._offset)
             for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):  # the writer has not finished this line
+                # The writer has not finished this line: the next `read` starts with it.
+                if not line.endswith(b"\n"):
                     break
+                # Before the line: a restart that happened here cuts the values that come before it.
                 if self._processed_events < len(events):
                     self._process_events(events, self._offset)
                 self._offset += len(line)
                 self._process_line(line)
+                # Parsing holds the interpreter, which the training thread needs between two steps.
                 if number % _LINES_BETWEEN_PAUSES == 0:
                     pause()
         self._process_events(events, None)
@@ -166,22 +175,22 @@ class RunDirectory:
         """Process events up to the first one after ``offset`` in the journal; None: all."""
         while self._processed_events < len(events):
             event = events[self._processed_events]
+            # Only the start of a fit has an offset; other events change no values, and need no order among them.
             journal_offset = event.get("journal")
-            if (
-                offset is not None
-                and isinstance(journal_offset, int)
-                and journal_offset > offset
-            ):
-                return
+            if offset is not None and isinstance(journal_offset, int):
+                if journal_offset > offset:
+                    return
             self._processed_events += 1
             self._process_event(event)
 
     def _process_event(self, event: Event) -> None:
         fit = self._fits[-1]
         previous = _last_boundary(fit.events)
+        # The watchdog has ended the run already; this is the error of a rank that waited for the one that hung.
         if event["event"] == "end" and previous and previous.get("status") == "hung":
-            return  # the error of a rank that waited for the one that hung
+            return
         if event["event"] == "start":
+            # Two starts without an end between them: the first process was killed, unless `validate` runs inside `fit`.
             if previous and previous["event"] == "start" and _differ(previous, event):
                 fit.events.append(_killed_event(fit))
             if event.get("stage") == "fit":
@@ -193,6 +202,7 @@ class RunDirectory:
         fit = self._fits[-1]
         key = str(event.get("run", ""))
         step = _number(event.get("step"))
+        # Two signs of a new fit: another run's key, and no steps yet. A fit from a checkpoint continues the curves.
         if fit.events and fit.key != key and step == 0:
             fit = _Fit(key)
             self._fits.append(fit)
@@ -204,7 +214,8 @@ class RunDirectory:
     def _process_line(self, line: bytes) -> None:
         try:
             record = journal_record(line)
-        except ValueError:  # skip a damaged line
+        except ValueError:
+            # A damaged line costs its own values, not the page.
             return
         fit = self._fits[-1]
         if isinstance(record.get("hparams"), dict):
@@ -227,7 +238,7 @@ class RunDirectory:
         """Whether no fit is running in the directory, according to its events."""
         return _status(_completed_events(self._fits[-1])) != "running"
 
-    def described(self) -> list[dict[str, Any]]:
+    def described(self) -> list[JsonObject]:
         """Return the data of the page, one entry per fit: plain data, arrays as base64."""
         name = self.directory.resolve().name or str(self.directory)
         if len(self._fits) == 1:
@@ -237,7 +248,7 @@ class RunDirectory:
             for number, fit in enumerate(self._fits, 1)
         ]
 
-    def _describe_fit(self, fit: _Fit, name: str) -> dict[str, Any]:
+    def _describe_fit(self, fit: _Fit, name: str) -> JsonObject:
         events = _completed_events(fit)
         starts = [event for event in events if event["event"] == "start"]
         fit_starts = [event for event in starts if event.get("stage") == "fit"]
@@ -252,8 +263,9 @@ class RunDirectory:
         curves = _Curves(fit.series, start_time)
         curves.add_all()
         curves.add_rate(fit.longest_series, fit_start_times)
+        # A restart may have another configuration: the page shows the newest, of a fit if there is one.
         newest_start = (fit_starts or starts or [{}])[-1]
-        description: dict[str, Any] = {
+        description: JsonObject = {
             "name": name,
             "path": str(self.directory.resolve()),
             "title": str(newest_start.get("title") or name),
@@ -267,11 +279,9 @@ class RunDirectory:
             "environment": newest_start.get("environment") or [],
             "exceptions": _exceptions(events),
         }
-        return {
-            **mask_secrets(description),
-            "axes": curves.axes,
-            "series": curves.curves,
-        }
+        # Without the curves: masking looks at every string, and theirs are megabytes of base64.
+        masked: JsonObject = mask_secrets(description)
+        return {**masked, "axes": curves.axes, "series": curves.curves}
 
     def _marks_of_fit(
         self, fit: _Fit, events: list[Event], start_time: float
@@ -282,16 +292,19 @@ class RunDirectory:
         marks.sort(key=lambda mark: mark["time"])
         for mark in marks:
             mark["time"] -= start_time
+            # Marks have no samples and tokens of their own: they lie between those of the logged steps around them.
             for count, (steps, values) in counts.items():
                 mark[count] = float(np.interp(mark["step"], steps, values))
         return marks
 
     def _marks(self, events: list[Event], key: str) -> list[Mark]:
+        # An event names a checkpoint by the same path as the directory does: each is shown once.
         marks = _event_marks(events)
         announced = {mark["text"] for mark in marks}
         for mark in self._checkpoint_marks(key):
             if mark["text"] not in announced:
                 marks.append(mark)
+        # Paths inside the run are shown relative to it; the comparison above needs whole ones.
         prefix = f"{self.directory.resolve()}{os.sep}"
         for mark in marks:
             mark["text"] = mark["text"].removeprefix(prefix)
@@ -299,33 +312,35 @@ class RunDirectory:
 
     def _checkpoint_marks(self, key: str) -> list[Mark]:
         """Return the existing checkpoints: events name only those that a running fit has announced."""
-        directories: list[str] = []
+        # A dict as an ordered set: a resumed run records the same directory again.
+        directories: dict[str, None] = {}
         for record in read_records(self.directory / RUN) or []:
             if record.id == key or not key:
-                directories += [
-                    path
-                    for path in record.checkpoint_directories
-                    if path not in directories
-                ]
+                directories.update(dict.fromkeys(record.checkpoint_directories))
         marks: list[Mark] = []
         for directory in directories:
+            # Listing remote storage may take seconds, and needs credentials that the reader of a report may lack.
             if is_url(directory):
                 continue
             for checkpoint in checkpoints(directory):
-                if checkpoint.info.get("run", "") in ("", key):
-                    marks.append(
-                        {
-                            "kind": "checkpoint",
-                            "step": checkpoint.step or 0,
-                            "time": checkpoint.created.timestamp(),
-                            "text": str(checkpoint.path),
-                        }
-                    )
+                # Several runs may save to one directory.
+                if checkpoint.info.get("run", "") not in ("", key):
+                    continue
+                mark = {
+                    "kind": "checkpoint",
+                    "step": checkpoint.step or 0,
+                    "time": checkpoint.created.timestamp(),
+                    "text": str(checkpoint.path),
+                }
+                marks.append(mark)
         return marks
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    """The value as a float; 0 for anything else: the files may be of an older version, or edited."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    return 0.0
 
 
 def _last_boundary(events: list[Event]) -> Event | None:
@@ -393,7 +408,7 @@ def _configuration(start: Event, hparams: Mapping[str, object]) -> list[list[obj
     ]
 
 
-def _exceptions(events: list[Event]) -> list[dict[str, Any]]:
+def _exceptions(events: list[Event]) -> list[JsonObject]:
     """Return the exceptions that ended something, each with its step."""
     exceptions = []
     for event in events:
@@ -413,8 +428,10 @@ def _event_marks(events: list[Event]) -> list[Mark]:
         stage = str(event.get("stage", ""))
         if kind == "start" and stage == "fit":
             fits += 1
-            kind = "start" if fits == 1 else "restart"
-            verb = "started" if fits == 1 else f"restart {fits - 1}"
+            verb = "started"
+            if fits > 1:
+                kind = "restart"
+                verb = f"restart {fits - 1}"
             text = f"{verb} at step {step:.0f}, {event.get('place', '')}"
         elif kind == "start":
             text = f"{stage} began"
@@ -446,11 +463,12 @@ class _Curves:
     """
 
     def __init__(self, series: Mapping[str, _Series], start_time: float) -> None:
-        self.curves: list[dict[str, Any]] = []
+        self.curves: list[JsonObject] = []
         self.axes: list[dict[str, str]] = []
         self._series = series
         self._start_time = start_time
-        self._number_of_axis: dict[bytes, int] = {}
+        # Metrics that are logged together share their points, which the page holds once.
+        self._axis_numbers: dict[bytes, int] = {}
         self._counts = []
         for count in _COUNTS:
             if any(any(getattr(values, count)) for values in series.values()):
@@ -470,22 +488,25 @@ class _Curves:
         """
         axis = self._axis_of(series)
         ends, rates = _steps_per_second(axis["steps"], axis["times"], restarts)
+        # One interval is a point, which shows no change of speed.
         if len(ends) > 1:
-            axis_of_ends = {kind: values[ends] for kind, values in axis.items()}
-            self._add("steps per second", axis_of_ends, rates)
+            rate_axis = {kind: values[ends] for kind, values in axis.items()}
+            self._add("steps per second", rate_axis, rates)
 
     def _axis_of(self, series: _Series) -> dict[str, _Floats]:
         kinds = ("steps", "times", *self._counts)
         return {kind: np.array(getattr(series, kind)) for kind in kinds}
 
-    def _add(
-        self, name: str, axis: dict[str, _Floats], values: npt.NDArray[np.float32]
-    ) -> None:
+    def _add(self, name: str, axis: dict[str, _Floats], values: _Float32s) -> None:
         steps = axis["steps"]
+        # Facts of all values, before thinning: the page states how many are not finite, and where the extremes are.
         finite = np.isfinite(values)
         bad = np.flatnonzero(~finite)
         low = int(np.where(finite, values, np.inf).argmin())
         high = int(np.where(finite, values, -np.inf).argmax())
+        first_bad = None
+        if len(bad):
+            first_bad = float(steps[bad[0]])
         selected = thinned(values)
         curve = {
             "name": name,
@@ -493,44 +514,51 @@ class _Curves:
             "values": _base64(values[selected].astype("<f4")),
             "count": len(values),
             "bad": len(bad),
-            "firstBad": float(steps[bad[0]]) if len(bad) else None,
+            "firstBad": first_bad,
             "lowStep": float(steps[low]),
             "highStep": float(steps[high]),
         }
-        for fact, value in (
-            ("last", values[-1]),
-            ("low", values[low]),
-            ("high", values[high]),
-        ):
-            curve[fact] = float(value) if np.isfinite(value) else str(value)
+        curve["last"] = _finite_or_text(values[-1])
+        curve["low"] = _finite_or_text(values[low])
+        curve["high"] = _finite_or_text(values[high])
         self.curves.append(curve)
 
-    def _number_axis(
-        self, axis: dict[str, _Floats], selected: npt.NDArray[np.intp]
-    ) -> int:
+    def _number_axis(self, axis: dict[str, _Floats], selected: _Indices) -> int:
         """Return the position in ``axes`` of the selected points, which are added if no curve has them yet."""
-        columns: dict[str, npt.NDArray[Any]] = {
-            "steps": axis["steps"][selected].astype("<f8"),
-            "seconds": (axis["times"][selected] - self._start_time).astype("<f4"),
+        points = {kind: values[selected] for kind, values in axis.items()}
+        seconds = points["times"] - self._start_time
+        # Little-endian: the page reads them as typed arrays, which have the byte order of nearly every machine.
+        # Steps and counts need 53 bits; 24 bits of seconds are exact to a second in half a year.
+        columns: dict[str, npt.NDArray[np.generic]] = {
+            "steps": points["steps"].astype("<f8"),
+            "seconds": seconds.astype("<f4"),
         }
         for count in self._counts:
-            columns[count] = axis[count][selected].astype("<f8")
+            columns[count] = points[count].astype("<f8")
         content = b"".join(column.tobytes() for column in columns.values())
-        number = self._number_of_axis.setdefault(content, len(self.axes))
+        number = self._axis_numbers.setdefault(content, len(self.axes))
         if number == len(self.axes):
-            self.axes.append(
-                {kind: _base64(column) for kind, column in columns.items()}
-            )
+            encoded = {kind: _base64(column) for kind, column in columns.items()}
+            self.axes.append(encoded)
         return number
+
+
+def _finite_or_text(value: np.float32) -> float | str:
+    """The number; NaN and infinity as text, which JSON cannot hold as numbers."""
+    if np.isfinite(value):
+        return float(value)
+    return str(value)
 
 
 def _counts_of_steps(series: _Series) -> dict[str, tuple[_Floats, _Floats]]:
     """Return the steps of a series in order, and the samples and tokens counted at each, which place the marks."""
+    # `np.interp` needs ascending steps; a validation logs an earlier step than the training step before it.
     order = np.argsort(np.array(series.steps), kind="stable")
     steps = np.array(series.steps)[order]
     counts = {}
     for count in _COUNTS:
         values = np.array(getattr(series, count))
+        # All zero: the run has not counted them, and its page gets no such axis.
         if values.any():
             counts[count] = (steps, values[order])
     return counts
@@ -538,27 +566,28 @@ def _counts_of_steps(series: _Series) -> dict[str, tuple[_Floats, _Floats]]:
 
 def _steps_per_second(
     steps: _Floats, times: _Floats, starts: Iterable[float]
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
+) -> tuple[_Indices, _Float32s]:
     """Return steps per second between logged values, in at most `_RATE_POINTS` intervals, and where these end.
 
     No interval spans a restart.
     """
     stride = max(1, len(steps) // _RATE_POINTS)
     points = np.arange(0, len(steps), stride)
+    point_times = times[points]
     new_steps = np.diff(steps[points])
-    seconds = np.diff(times[points])
-    fit_of_point = np.searchsorted(
-        np.array(sorted(starts)), times[points], side="right"
-    )
-    within_fit = np.diff(fit_of_point) == 0
-    valid = (new_steps > 0) & (seconds > 0) & within_fit
+    seconds = np.diff(point_times)
+    # The number of starts before a point; two points of different numbers have a pause between them.
+    start_times = np.array(sorted(starts))
+    starts_before = np.searchsorted(start_times, point_times, side="right")
+    within_fit = np.diff(starts_before) == 0
+    # A validation logs the same step twice, and the clock of a machine may be set back.
+    moved_on = (new_steps > 0) & (seconds > 0)
+    valid = moved_on & within_fit
     rates = new_steps[valid] / seconds[valid]
     return points[1:][valid], rates.astype(np.float32)
 
 
-def thinned(
-    values: npt.NDArray[np.float32], most: int = MOST_POINTS
-) -> npt.NDArray[np.intp]:
+def thinned(values: _Float32s, most: int = MOST_POINTS) -> _Indices:
     """Select the values to keep of a long curve: the lowest and highest of each interval, the first and the last.
 
     Args:
@@ -569,25 +598,32 @@ def thinned(
         >>> thinned(np.array([0, 5, 1, 1, 9, 1, 1, 1], np.float32), most=4).tolist()
         [0, 1, 4, 5, 7]
     """
-    if len(values) <= most:
-        return np.arange(len(values))
-    length = -(-2 * len(values) // most)
-    rows = -(-len(values) // length)
-    low = np.full(rows * length, np.inf, np.float32)
-    low[: len(values)] = values
-    low[np.isnan(low)] = np.inf
-    high = np.full(rows * length, -np.inf, np.float32)
-    high[: len(values)] = values
-    high[np.isnan(high)] = -np.inf
-    starts = np.arange(rows) * length
-    lowest = starts + low.reshape(rows, length).argmin(1)
-    highest = starts + high.reshape(rows, length).argmax(1)
-    ends = np.array([0, len(values) - 1])
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    # Each interval gives two values, so it has twice as many as one in `most` would.
+    length = math.ceil(2 * count / most)
+    low = _intervals(values, length, np.inf)
+    high = _intervals(values, length, -np.inf)
+    starts = length * np.arange(len(low))
+    lowest = starts + low.argmin(axis=1)
+    highest = starts + high.argmax(axis=1)
+    ends = np.array([0, count - 1])
     selected = np.concatenate([lowest, highest, ends])
-    return np.unique(np.minimum(selected, len(values) - 1))
+    # Sorted, each once. In an interval of NaN alone the search may select the padding behind the last value.
+    return np.unique(selected.clip(max=count - 1))
 
 
-def _base64(values: npt.NDArray[Any]) -> str:
+def _intervals(values: _Float32s, length: int, neutral: float) -> _Float32s:
+    """The values in rows of ``length``; ``neutral``, which no search selects, pads the last and stands for NaN."""
+    rows = math.ceil(len(values) / length)
+    padded = np.full(rows * length, neutral, np.float32)
+    padded[: len(values)] = values
+    padded[np.isnan(padded)] = neutral
+    return padded.reshape(rows, length)
+
+
+def _base64(values: npt.NDArray[np.generic]) -> str:
     return b64encode(values.tobytes()).decode()
 
 
@@ -599,9 +635,9 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """
     runs: list[Path] = []
     for path in map(Path, paths):
-        directories = {
-            file.parent for name in (JOURNAL, EVENTS) for file in path.rglob(name)
-        }
+        # A run that was killed early, or that has no journal, still has events.
+        files = [*path.rglob(JOURNAL), *path.rglob(EVENTS)]
+        directories = {file.parent for file in files}
         if not directories:
             raise ConfigurationError(
                 f"{path} contains no run",
@@ -609,6 +645,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
                 fix="name the directory that a Trainer prints as its log_dir, or one above it",
             )
         runs += sorted(directories, key=_natural_order)
+    # A path may lie below another one: each run is returned once.
     return list(dict.fromkeys(runs))
 
 

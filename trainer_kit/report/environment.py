@@ -50,6 +50,7 @@ def _installed() -> Iterator[tuple[str, str]]:
         try:
             yield package, importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
+            # Optional: a report lists what is installed.
             continue
 
 
@@ -68,12 +69,10 @@ def _hardware() -> Iterator[tuple[str, str]]:
         platforms.append(f"ROCm {torch.version.hip}")
     yield "torch is built for", ", ".join(platforms) or "the CPU"
     accelerator = present_accelerator()
-    yield (
-        "accelerator",
-        "none"
-        if accelerator is None
-        else f"{count_accelerators()} of type {accelerator.type}",
-    )
+    text = "none"
+    if accelerator is not None:
+        text = f"{count_accelerators()} of type {accelerator.type}"
+    yield "accelerator", text
     if accelerator is not None and accelerator.type == "cuda":
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
@@ -84,6 +83,7 @@ def _hardware() -> Iterator[tuple[str, str]]:
 
 
 def _variables() -> Iterator[tuple[str, str]]:
+    # By prefix, not all: the environment of a machine has addresses and keys that no report needs.
     variables = {
         name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)
     }

@@ -8,9 +8,10 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from trainer_kit.core.display import mask_secrets
+from trainer_kit.core.types import JsonObject
 from trainer_kit.hang.stacks import boot_id, start_time
 from trainer_kit.loggers.layout import plain
 
@@ -38,10 +39,11 @@ def append_event(directory: Path, kind: str, step: int, **facts: object) -> None
         ...     [(event["event"], event["step"], event["text"]) for event in read_events(Path(directory))]
         [('note', 3, 'stopped')]
     """
-    record = plain(
-        mask_secrets({"event": kind, "time": time.time(), "step": step, **facts})
-    )
+    event = {"event": kind, "time": time.time(), "step": step, **facts}
+    masked: JsonObject = mask_secrets(event)
+    record = plain(masked)
     directory.mkdir(parents=True, exist_ok=True)
+    # Opened for each event: the watchdog's thread and other ranks append to the same file.
     file = os.open(directory / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         # The first newline ends a line that a full disk or a crash left incomplete.
@@ -50,9 +52,10 @@ def append_event(directory: Path, kind: str, step: int, **facts: object) -> None
         os.close(file)
 
 
-def read_events(directory: Path) -> list[dict[str, Any]]:
+def read_events(directory: Path) -> list[JsonObject]:
     """Return the events of a run in written order; none without a file. Incomplete lines are skipped."""
-    events: list[dict[str, Any]] = []
+    events: list[JsonObject] = []
+    # A page of what can be read is better than none: the directory may be copied while a run writes to it.
     with suppress(OSError):
         for line in (directory / EVENTS).read_bytes().split(b"\n"):
             with suppress(ValueError):
@@ -64,6 +67,7 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
 
 def this_process() -> list[object]:
     """Return an identifier of this process for `has_ended`."""
+    # Process ids are used again after a reboot, and when they have all been used once: hence the two times.
     return [socket.gethostname(), boot_id(), os.getpid(), start_time(os.getpid())]
 
 
@@ -77,6 +81,7 @@ def has_ended(process: object) -> bool:
     if not isinstance(process, list) or len(process) != 4:
         return False
     host, boot, process_id, started = process
+    # Without a start time, or from another machine, nothing is known: the run counts as running.
     if not started or host != socket.gethostname():
         return False
     return bool(boot != boot_id() or start_time(process_id) != started)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
+from trainer_kit.core.types import JsonObject
 from trainer_kit.report.collect import RunDirectory
 from trainer_kit.state.records import REPORT
 
@@ -28,10 +28,12 @@ def page_part(name: str) -> str:
 
 
 def _sha256(script: str) -> str:
-    return f"'sha256-{b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    """The source of a content security policy that allows this script alone."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{b64encode(digest).decode()}'"
 
 
-def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
+def render(runs: Sequence[JsonObject], refresh: int = 0) -> str:
     """Return the page as HTML.
 
     A content security policy allows only the page's two scripts, by their checksums, and no requests.
@@ -45,31 +47,32 @@ def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
         >>> "</script><b>" in page
         False
     """
-    data = json.dumps(
-        {"written": time.time(), "refresh": refresh, "runs": list(runs)},
-        allow_nan=False,
-    )
+    content = {"written": time.time(), "refresh": refresh, "runs": list(runs)}
+    data = json.dumps(content, allow_nan=False)
     # The data are JSON in a script element, which only `<` could end.
-    scripts = [page_part("vendor/uPlot.iife.min.js"), page_part("page/page.js")]
+    for character in "<>&":
+        data = data.replace(character, f"\\u{ord(character):04x}")
+    # A title of all runs would be longer than a browser's tab.
+    title = " · ".join(str(run.get("title") or run["name"]) for run in runs[:3])
+    plot_script = page_part("vendor/uPlot.iife.min.js")
+    page_script = page_part("page/page.js")
+    refresh_tag = ""
+    if refresh:
+        refresh_tag = f'<meta http-equiv="refresh" content="{refresh:d}">'
     parts = {
-        "TITLE": html.escape(
-            " · ".join(str(run.get("title") or run["name"]) for run in runs[:3])
-        ),
-        "POLICY": " ".join(map(_sha256, scripts)),
-        "REFRESH": f'<meta http-equiv="refresh" content="{refresh:d}">'
-        if refresh
-        else "",
+        "TITLE": html.escape(title),
+        "POLICY": f"{_sha256(plot_script)} {_sha256(page_script)}",
+        "REFRESH": refresh_tag,
         "STYLE": page_part("vendor/uPlot.min.css") + page_part("page/page.css"),
-        "UPLOT": scripts[0],
-        "SCRIPT": scripts[1],
-        "DATA": data.replace("<", "\\u003c")
-        .replace(">", "\\u003e")
-        .replace("&", "\\u0026"),
+        "UPLOT": plot_script,
+        "SCRIPT": page_script,
+        "DATA": data,
     }
-    pieces = page_part("page/page.html").split("%%")  # text and names alternate
-    return "".join(
-        parts[piece] if number % 2 else piece for number, piece in enumerate(pieces)
-    )
+    # Text and names alternate. Names are not replaced one by one: the data of a run may contain such a name.
+    pieces = page_part("page/page.html").split("%%")
+    for number in range(1, len(pieces), 2):
+        pieces[number] = parts[pieces[number]]
+    return "".join(pieces)
 
 
 def write_report(
@@ -87,11 +90,13 @@ def write_report(
     """
     target = Path(path)
     # Links are relative, so that a run can be moved with its page.
-    entries: list[dict[str, Any]] = []
+    entries: list[JsonObject] = []
     for run in runs:
         home = os.path.relpath(run.directory, target.parent)
-        entries += [{**entry, "home": home} for entry in run.described()]
+        for entry in run.described():
+            entries.append({**entry, "home": home})
     page = render(entries, refresh)
+    # A run that was killed while it wrote a page has left a temporary file.
     discard_torn(target)
     replace_file(target, page.encode(), mode=0o600)
     return target

@@ -10,10 +10,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, TextIO, final
 
 from trainer_kit.checkpoint.read import read_info, step_of
 from trainer_kit.core.location import is_url
+from trainer_kit.core.types import Function, JsonObject
 from trainer_kit.launch.bootstrap import qualified_name
 from trainer_kit.launch.failure import describe, find_cause
 from trainer_kit.launch.program import arguments, script
@@ -61,7 +62,8 @@ class RunReport:
         self._problem = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._outer_show: Any = None
+        # the function that showed warnings before `begin`
+        self._outer_show: Function = warnings.showwarning
 
     @property
     def directory(self) -> Path:
@@ -84,6 +86,7 @@ class RunReport:
             step: the number of completed steps; None: the current count.
         """
         self._stage = stage
+        # Everything here may fail on a full disk, and no failure of the report may end the run.
         try:
             recorded = dict(facts)
             if stage == "fit":
@@ -92,10 +95,9 @@ class RunReport:
         except Exception as error:
             self._failed(error)
         # Python documents that showwarning may be replaced; the previous function still shows each warning.
-        self._outer_show, warnings.showwarning = (
-            warnings.showwarning,
-            self._show_warning,
-        )
+        self._outer_show = warnings.showwarning
+        warnings.showwarning = self._show_warning
+        # A validation or test ends soon, and its page is written then.
         if stage == "fit":
             self._thread = threading.Thread(
                 target=self._write_now_and_then, name="trainer_kit report", daemon=True
@@ -110,10 +112,12 @@ class RunReport:
             text: the line.
         """
         self._lines += 1
+        # A warning in each step would fill the disk, and a page of millions of lines opens in no browser.
         if self._lines > _MAX_LINES:
             return
         try:
             step = None
+            # A checkpoint is announced when it is durable, some steps after the one whose weights it has.
             if kind == "checkpoint" and not is_url(text):
                 step = step_of(read_info(text)) or None
             self._append(kind, step, text=text)
@@ -131,12 +135,16 @@ class RunReport:
             error: the error that ended the run.
             seconds: the time limit for reading the journal.
         """
+        # Another library may have replaced it since: its function calls ours, and stays.
         if warnings.showwarning == self._show_warning:
             warnings.showwarning = self._outer_show
+        # Before the last page: two threads must not read the run's files into one `RunDirectory` at a time.
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
-        exception = None if error is None else self._describe(error)
+        exception = None
+        if error is not None:
+            exception = self._describe(error)
         self._close(self._run, status, exception, seconds)
         if self._problem:
             self._say(
@@ -153,6 +161,7 @@ class RunReport:
         exception = {"headline": text.partition("\n")[0], "text": text}
         if stacks:
             exception["stacks"] = os.path.relpath(stacks, self.directory)
+        # With its own `RunDirectory`: the thread of this report may be reading. The watchdog kills the process soon.
         self._close(RunDirectory(self.directory), "hung", exception, 4.0)
 
     def _close(
@@ -175,22 +184,27 @@ class RunReport:
         cause = find_cause(error, qualified_name(error), f"step {self._step()}")
         if cause is None:
             return description
-        headline, *_ = describe(
-            [cause], int(os.environ.get("WORLD_SIZE", "1"))
-        ).splitlines()
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        headline = describe([cause], world_size).splitlines()[0]
         text = f"{cause.traceback or headline}\n\nafter it, on this rank:\n{description['text']}"
         return {"headline": headline, "text": text[-_MAX_TRACEBACK:]}
 
     def _append(self, kind: str, step: int | None = None, **facts: object) -> None:
-        append_event(
-            self.directory, kind, self._step() if step is None else step, **facts
-        )
+        if step is None:
+            step = self._step()
+        append_event(self.directory, kind, step, **facts)
 
     def _show_warning(
-        self, message: Any, category: Any, *arguments: Any, **options: Any
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
     ) -> None:
         self.note("warning", f"{category.__name__}: {message}")
-        self._outer_show(message, category, *arguments, **options)
+        self._outer_show(message, category, filename, lineno, file, line)
 
     def _write_now_and_then(self) -> None:
         """Write pages in the thread: training never waits for it, and it uses a small share of interpreter time."""
@@ -203,22 +217,30 @@ class RunReport:
                 write_report(run.directory / REPORT, [run])
             except Exception as error:
                 self._failed(error)
-            wait = max(_INTERVAL, (time.thread_time() - start) / _TIME_SHARE)
+            # CPU time of this thread, not wall time: only that is taken from the training thread.
+            seconds = time.thread_time() - start
+            wait = max(_INTERVAL, seconds / _TIME_SHARE)
 
     def _failed(self, error: Exception) -> None:
+        # The first one: later ones often follow from it.
         self._problem = self._problem or f"{type(error).__name__}: {error}"
 
 
-def _process_facts(directory: Path, size: int) -> dict[str, Any]:
+def _process_facts(directory: Path, size: int) -> JsonObject:
+    # The length of the journal divides its lines: what follows was logged after this start.
     journal = directory / JOURNAL
+    length = 0
+    if journal.exists():
+        length = journal.stat().st_size
+    environment = [
+        ["script", script() or "typed in"],
+        ["arguments", " ".join(arguments())],
+    ]
+    environment += map(list, describe_environment())
     return {
-        "journal": journal.stat().st_size if journal.exists() else 0,
+        "journal": length,
         "place": f"{size} process{'es' * (size > 1)} on {socket.gethostname()}",
-        "environment": [
-            ["script", script() or "typed in"],
-            ["arguments", " ".join(arguments())],
-            *map(list, describe_environment()),
-        ],
+        "environment": environment,
     }
 
 
@@ -236,6 +258,7 @@ def _limit(seconds: float) -> Callable[[], None]:
 
 
 def _describe_error(error: BaseException) -> dict[str, str]:
+    # The end of the text is kept: the exception itself stands in its last lines.
     headline = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return {"headline": headline, "text": text[-_MAX_TRACEBACK:]}

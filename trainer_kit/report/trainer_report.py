@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import secrets
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
+from trainer_kit.core.types import Function, JsonObject
 from trainer_kit.loggers.layout import flatten, params_dict, plain
 from trainer_kit.report.running import RunReport
 from trainer_kit.training.explain import explain_running
@@ -30,8 +30,9 @@ class TrainerReport:
         self._trainer = trainer
         self._stage = stage
         self._report: RunReport | None = None
+        # notes before `begin`: the directory of the run is not chosen yet
         self._early: list[tuple[str, str]] = []
-        self._outer_note: Callable[..., Any] = trainer.note
+        self._outer_note: Function = trainer.note
 
     def __enter__(self) -> TrainerReport:
         self._trainer.note = self._note
@@ -47,12 +48,12 @@ class TrainerReport:
         trainer.note = self._outer_note
         if self._report is None or not trainer.is_global_zero:
             return
-        interrupted = (
-            isinstance(error, (KeyboardInterrupt, SystemExit))
-            or trainer.requests.signal
-        )
-        if interrupted:
-            status = "finished" if error is None else "interrupted"
+        exits = isinstance(error, (KeyboardInterrupt, SystemExit))
+        if exits or trainer.requests.signal:
+            status = "interrupted"
+            if error is None:
+                status = "finished"
+            # The sender of a signal kills the process soon, SLURM after 30 seconds.
             self._report.end(status, None, seconds=5.0)
         elif error is None:
             self._report.end("finished")
@@ -62,6 +63,7 @@ class TrainerReport:
     def begin(self, module: Any) -> None:
         """Record the start and the configuration of an entry point whose parts are composed."""
         trainer = self._trainer
+        # A run without loggers has no journal, and leaves no files.
         if not trainer.files.loggers:
             return
         # `print` is looked up at each call: a script may replace it.
@@ -76,6 +78,7 @@ class TrainerReport:
                 self._report.note(kind, text)
 
     def _note(self, kind: str, text: str, stacks: str = "") -> None:
+        # On any rank: the watchdog of the rank that hangs may be on another one than rank 0.
         if kind == "hang":
             if self._report is not None:
                 self._report.end_by_hang(text, stacks)
@@ -84,37 +87,37 @@ class TrainerReport:
         elif self._trainer.is_global_zero:
             self._report.note(kind, text)
 
-    def _facts(self, module: Any) -> dict[str, Any]:
+    def _facts(self, module: Any) -> JsonObject:
         trainer = self._trainer
         record = trainer.files.record
-        facts: dict[str, Any] = {"title": type(module).__name__}
+        facts: JsonObject = {"title": type(module).__name__}
         if self._stage != "fit":
             return facts
         try:
             explained = str(explain_running(trainer, module))
-        except (
-            Exception
-        ) as error:  # a strategy of the user may not answer while it runs
+        except Exception as error:
+            # A strategy of the user may not answer while it runs.
             explained = f"not available: {type(error).__name__}: {error}"
-        key = secrets.token_hex(8) if record is None else record.id
-        return {
-            **facts,
-            "run": key,
-            "configuration": _configuration(trainer, module),
-            "explain": explained,
-        }
+        # Without a record this fit still needs a key that no other fit of the directory has.
+        key = secrets.token_hex(8)
+        if record is not None:
+            key = record.id
+        facts["run"] = key
+        facts["configuration"] = _configuration(trainer, module)
+        facts["explain"] = explained
+        return facts
 
 
 def _configuration(trainer: Session, module: Any) -> list[list[object]]:
     """Return section, name, value and origin of each value; values from the user come first."""
     parameters = inspect.signature(type(trainer).__init__).parameters.values()
-    defaults = plain_arguments(
-        {
-            each.name: each.default
-            for each in parameters
-            if each.default is not each.empty
-        }
-    )
+    signature_defaults = {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.default is not parameter.empty
+    }
+    # In the same plain form as the recorded arguments, so that they can be compared.
+    defaults = plain_arguments(signature_defaults)
     rows: list[list[object]] = []
     for name, value in trainer.arguments.items():
         setting = trainer.origins.get(name)
@@ -124,8 +127,11 @@ def _configuration(trainer: Session, module: Any) -> list[list[object]]:
             rows.append(["Trainer", name, value, "default"])
         else:
             rows.append(["Trainer", name, value, "argument"])
+    # False sorts before True: what the user chose comes first.
     rows.sort(key=lambda row: row[3] == "default")
-    seed = "argument" if trainer.seed is not None else "the run or the script"
+    seed = "the run or the script"
+    if trainer.seed is not None:
+        seed = "argument"
     rows.append(["Run", "seed of the data's order", trainer.data_seed, seed])
     rows.append(["Run", "processes", trainer.world_size, ""])
     for owner in (module, trainer.datamodule):
