@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from trainer_kit.launch.failure import (
 )
 from trainer_kit.launch.processes import run_forked
 
+ROOT = Path(__file__).resolve().parents[2]
 LOST = RankFailure(
     0, 1, 20, "RuntimeError", "Connection closed by peer [127.0.0.1]", where="step 6"
 )
@@ -50,28 +52,81 @@ def test_headline_page_and_journal_name_the_rank_that_left(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    ended = subprocess.run(
-        [sys.executable, script, way],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    verb, cause = "ended", "with exit code 0, while other ranks train"
-    if way == "raise":
-        verb, cause = "failed", "RuntimeError: the disk is on fire"
+    ended = run_program(tmp_path, [str(script), way])
+    verb, cause = CAUSES[way]
     headline = next(
         line for line in ended.stderr.splitlines() if line.startswith("rank")
     )
     assert headline.startswith(f"rank 1 of 2 {verb} at step 2 (")
     assert headline.endswith(f": {cause}")
     assert ended.returncode == 1
-    (page,) = tmp_path.rglob("report.html")
+    check_page_and_journal(tmp_path, headline, cause)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["sys.exit", "os._exit"])
+def test_under_torchrun_the_others_name_the_rank_that_left(
+    tmp_path: Path, way: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = run_program(tmp_path, [*torchrun, str(script), way])
+    cause = "its process has ended without an exception, while other ranks train"
+    headlines = [
+        line
+        for line in ended.stderr.splitlines()
+        if "rank 1 of 2 ended at step 2 (" in line and line.endswith(f": {cause}")
+    ]
+    # Below the traceback of rank 0, and in what torchrun prints of it.
+    assert headlines, ended.stderr
+    assert ended.returncode == 1
+    headline = headlines[0][headlines[0].index("rank 1 of 2") :]
+    check_page_and_journal(tmp_path, headline, cause)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["raise", "sys.exit", "os._exit"])
+def test_page_and_journal_of_forked_ranks_name_the_rank_that_left(
+    tmp_path: Path, way: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.replace('accelerator="cpu"', 'accelerator="cpu", strategy="ddp_fork"')
+    )
+    ended = run_program(tmp_path, [str(script), way])
+    verb, cause = CAUSES[way]
+    assert ended.returncode == 1
+    assert f"rank 1 of 2 {verb} at step 2 (" in ended.stderr
+    check_page_and_journal(tmp_path, f"rank 1 of 2 {verb} at step 2 (", cause)
+
+
+CAUSES = {
+    "raise": ("failed", "RuntimeError: the disk is on fire"),
+    "sys.exit": ("ended", "with exit code 0, while other ranks train"),
+    "os._exit": ("ended", "with exit code 0, while other ranks train"),
+}
+
+
+def run_program(place: Path, words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def check_page_and_journal(place: Path, headline: str, cause: str) -> None:
+    (page,) = place.rglob("report.html")
     assert cause in page.read_text()
     lines = page.with_name("events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines if line]
     (end,) = [event for event in events if event["event"] == "end"]
-    assert end["exception"]["headline"] == headline
+    assert end["exception"]["headline"].startswith(headline)
+    assert end["exception"]["headline"].endswith(f": {cause}")
     assert "after it, on this rank:" in end["exception"]["text"]
 
 

@@ -29,6 +29,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import LOGGERS
+from trainer_kit.loggers.bounded import BoundedCalls
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.loggers.layout import DirectoryLogger, flatten, params_dict, plain
@@ -393,6 +394,7 @@ class Trackers:
         self._versioned: list[Any] = []
         self._journal: JSONLLogger | None = None
         self._deliveries = Deliveries(self._processes.print, _label)
+        self._calls = BoundedCalls(self._processes.print)
 
     def __getstate__(self) -> _Options:
         """Leave out the report: a copy in another process must not write it."""
@@ -467,7 +469,8 @@ class Trackers:
         self._deliveries.wait()
         self.version = self._continued
         for logger in self._versioned:
-            logger.load_state_dict({"name": logger.name, "version": self.version})
+            continues = functools.partial(self._write_into_run_directory, logger)
+            self._calls.call(logger, "load_state_dict", continues, None)
         remove_unused(unused, continued)
         self._report = self._new_report()
 
@@ -523,7 +526,7 @@ class Trackers:
         return trackers
 
     def _write_into_run_directory(self, logger: Any) -> None:
-        """Let a new logger write into the directory of this run, unless the caller chose a version."""
+        """Let a logger write into the directory of this run, unless the caller chose a version."""
         logger.load_state_dict({"name": logger.name, "version": self.version})
 
     def _is_versioned(self, logger: Any) -> bool:

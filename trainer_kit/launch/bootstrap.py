@@ -21,6 +21,7 @@ from typing import Any, final
 __all__ = [
     "die_with_parent",
     "main",
+    "position_of_rank",
     "qualified_name",
     "report_errors",
     "run_words",
@@ -67,10 +68,13 @@ class _Reporter:
             return path is not None
         try:
             text = str(error)
-            position = self.where() if self.where is not None else ""
+            position = position_of_rank()
         except Exception as second:
             text = f"<its message cannot be printed: {second!r}>"
             position = ""
+        cause = _cause_elsewhere(error, position)
+        if cause:
+            text += f"\n{cause}"
         # The intended code: an interpreter with a live process group sometimes aborts at exit.
         code = 1
         if isinstance(error, SystemExit) and isinstance(error.code, int):
@@ -203,14 +207,51 @@ _REPORTER = _Reporter()
 def report_errors(where: Callable[[], str] | None = None) -> None:
     """Report the exception that ends this rank to its agent, torch's or ours.
 
-    Without an agent this does nothing. A later call replaces ``where``.
+    Without an agent nothing is reported. A later call with ``where`` replaces it.
 
     Args:
         where: called when an exception ends the process; returns a short text such as ``"step 25"``.
     """
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    if where is not None:
         _REPORTER.where = where
-        _REPORTER.install()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    _REPORTER.install()
+    if "TRAINER_KIT_AGENT_PID" not in os.environ:
+        _note_running(path)
+
+
+def position_of_rank() -> str:
+    """The position in the run that `report_errors` was given a function for; empty without one."""
+    return _REPORTER.where() if _REPORTER.where is not None else ""
+
+
+def _note_running(path: str) -> None:
+    """Leave this rank's process ID where other ranks of the machine find it: torchrun does not tell them of its end."""
+    rank = os.environ.get("RANK", "0")
+    directory = os.path.dirname(os.path.dirname(os.path.abspath(path)))
+    process = {"pid": os.getpid(), "host": socket.gethostname()}
+    with (
+        contextlib.suppress(OSError),
+        open(os.path.join(directory, f"running-{rank}"), "w", encoding="utf-8") as file,
+    ):
+        json.dump(process, file)
+
+
+def _cause_elsewhere(error: BaseException, position: str) -> str:
+    """Under torchrun, name the rank whose end broke this rank's connection, as a note of ``error`` too; or empty."""
+    failure = sys.modules.get("trainer_kit.launch.failure")
+    errors = sys.modules.get("trainer_kit.core.errors")
+    if failure is None or errors is None or "TRAINER_KIT_AGENT_PID" in os.environ:
+        return ""
+    cause = failure.find_cause(error, qualified_name(error), position)
+    if cause is None:
+        return ""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    headline: str = failure.describe([cause], world_size).partition("\n")[0]
+    errors.add_note(error, headline)
+    return headline
 
 
 def die_with_parent() -> None:

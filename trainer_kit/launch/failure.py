@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "note_end",
     "read_reports",
     "root_first",
+    "share_failures",
     "with_early_ends",
 ]
 
@@ -51,6 +53,8 @@ _REPORTED: Final = (
 AGENT_DIRECTORY: Final = "trainer_kit-"
 """How the name of the directory begins in which the ranks of a launch report."""
 _ENDED: Final = "ended-"
+_RUNNING: Final = "running-"
+"""The file that a rank under torchrun leaves beside its reports, for the others of its machine."""
 _CAUSE_TIME: Final = 2.0
 """The most seconds that a rank waits to learn why its connection broke."""
 _GRACEFUL: Final = (signal.SIGTERM, signal.SIGINT)
@@ -105,6 +109,8 @@ class RankFailure:
             return f"{self.type}: {text}"
         if self.exit_code == 0:
             return "with exit code 0, while other ranks train"
+        if self.vanished:
+            return "its process has ended without an exception, while other ranks train"
         if (
             self.exit_code is not None and self.exit_code - 128 in _GRACEFUL
         ):  # after its own teardown
@@ -122,6 +128,11 @@ class RankFailure:
             return f"killed by {name}{hint}"
         text = f" ({self.message})" if self.type and not self.message.isdigit() else ""
         return f"exited with code {self.exit_code}{text}"
+
+    @property
+    def vanished(self) -> bool:
+        """Whether all that is known is that the process has ended: no exit code and no exception."""
+        return self.exit_code is None and not self.type and not self.stopped
 
     @property
     def exit_status(self) -> int:
@@ -167,12 +178,21 @@ def with_early_ends(
         ends: of ranks that ended with exit code 0.
     """
     lost = [failure for failure in failures if failure.followed]
-    early = min(ends, key=lambda end: (end.time_ns, end.rank), default=None)
-    has_cause = any(not (failure.followed or failure.stopped) for failure in failures)
-    if early is None or not lost or has_cause:
+    if not lost:
         return list(failures)
     first = min(lost, key=lambda failure: failure.time_ns)
-    return [replace(early, where=early.where or first.where), *failures]
+    # A process that ended with exit code 0 without a result does not say where it was.
+    located = [
+        replace(failure, where=failure.where or first.where)
+        if failure.exit_code == 0
+        else failure
+        for failure in failures
+    ]
+    early = min(ends, key=lambda end: (end.time_ns, end.rank), default=None)
+    has_cause = any(not (failure.followed or failure.stopped) for failure in located)
+    if early is None or has_cause:
+        return located
+    return [replace(early, where=early.where or first.where), *located]
 
 
 def note_end(directory: Path, end: RankFailure) -> None:
@@ -213,10 +233,9 @@ def find_cause(error: BaseException, error_type: str, where: str) -> RankFailure
     """
     rank = int(os.environ.get("RANK", "0"))
     lost = RankFailure(rank, 1, time.time_ns(), error_type, str(error), where=where)
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report is None or not lost.followed:
+    attempt = _reports_of_attempt()
+    if attempt is None or not lost.followed:
         return None
-    attempt = Path(report).parent.parent  # one directory for each rank of this machine
     agent = next(
         (
             parent
@@ -236,7 +255,72 @@ def find_cause(error: BaseException, error_type: str, where: str) -> RankFailure
         if not first.followed:
             return first
         time.sleep(0.05)
+    return _vanished_rank(attempt, lost)
+
+
+@final
+class _Peers:
+    """Where this rank and its peers report to each other without an agent.
+
+    Attributes:
+        directory: has a directory for each rank; None in other processes.
+    """
+
+    def __init__(self) -> None:
+        self.directory: Path | None = None
+
+    def share(self, directory: Path) -> None:
+        self.directory = directory
+
+
+_PEERS: Final = _Peers()
+
+
+def share_failures(directory: Path) -> None:
+    """Let `find_cause` of this process read the failures of its peers in ``directory``: there is no agent.
+
+    Args:
+        directory: of the attempt, inside one that is named as an agent's.
+    """
+    _PEERS.share(directory)
+
+
+def _reports_of_attempt() -> Path | None:
+    """The directory with a directory for each rank of this machine; None where ranks report nowhere."""
+    if _PEERS.directory is not None:
+        return _PEERS.directory
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return None if report is None else Path(report).parent.parent
+
+
+def _vanished_rank(attempt: Path, lost: RankFailure) -> RankFailure | None:
+    """The rank of this machine whose process has ended, under a launcher that does not tell the others; or None."""
+    for path in sorted(attempt.glob(f"{_RUNNING}*")):
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            rank = int(path.name.removeprefix(_RUNNING))
+            pid, host = int(fields["pid"]), str(fields["host"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # it is being written
+        if host == socket.gethostname() and rank != lost.rank and _has_ended(pid):
+            return RankFailure(
+                rank, None, time.time_ns(), host=host, pid=pid, where=lost.where
+            )
     return None
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether no process has this id, or one that waits for its parent to read its exit code."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    with suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return stat.rpartition(")")[2].split()[0] in ("Z", "X")
+    return False
 
 
 def describe(failures: Sequence[RankFailure], world_size: int) -> str:
@@ -249,7 +333,7 @@ def describe(failures: Sequence[RankFailure], world_size: int) -> str:
     root, *later = root_first(failures)
     position = f" at {root.where}" if root.where else ""
     host = f"{root.host}, " if root.host else ""
-    verb = "ended" if root.exit_code == 0 else "failed"
+    verb = "ended" if root.exit_code == 0 or root.vanished else "failed"
     lines = [
         f"rank {root.rank} of {world_size} {verb}{position} ({host}pid {root.pid}): {root.cause}"
     ]

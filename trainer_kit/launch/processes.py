@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, final
 
 import torch
@@ -23,11 +26,19 @@ import torch.distributed as dist
 
 from trainer_kit.core.environment import Environment, usable_cores
 from trainer_kit.core.errors import LaunchError, RankError, add_note
-from trainer_kit.launch.bootstrap import die_with_parent, qualified_name
+from trainer_kit.launch.bootstrap import (
+    die_with_parent,
+    position_of_rank,
+    qualified_name,
+    write_report,
+)
 from trainer_kit.launch.failure import (
+    AGENT_DIRECTORY,
     RankFailure,
     describe,
+    note_end,
     root_first,
+    share_failures,
     with_early_ends,
 )
 
@@ -291,6 +302,8 @@ class Ranks:
         self._peer_deadline: float | None = None  # set by the first failure
         self._readers: list[Connection[Any, Any]] = []
         self._processes: list[Any] = []
+        # Ranks read there why their connection broke: their pages and journals name the first failure.
+        self._reports = Path(tempfile.mkdtemp(prefix=AGENT_DIRECTORY))
         try:
             with no_garbage_in_forks():
                 for rank in range(nproc):
@@ -313,8 +326,11 @@ class Ranks:
     ) -> None:
         reader, writer = context.Pipe(duplex=False)
         self._readers.append(reader)
+        (self._reports / str(rank)).mkdir()
         process = context.Process(
-            target=_work, args=(rank, target, environ, writer), name=f"rank-{rank}"
+            target=_work,
+            args=(rank, target, environ, writer, self._reports),
+            name=f"rank-{rank}",
         )
         try:
             process.start()
@@ -373,15 +389,26 @@ class Ranks:
             except (EOFError, OSError):
                 process = self._processes[rank]
                 process.join(_EXIT_TIME)
-                self._failures[rank] = RankFailure(
-                    rank, process.exitcode, time.time_ns(), pid=process.pid
+                failure = RankFailure(
+                    rank,
+                    process.exitcode,
+                    time.time_ns(),
+                    host=socket.gethostname(),
+                    pid=process.pid,
                 )
+                self._failures[rank] = failure
+                _report(self._reports, failure)
                 continue
             if "result" in message:
                 self._results[rank] = pickle.loads(message["result"])
                 self._ends[rank] = RankFailure(
-                    rank, 0, time.time_ns(), pid=self._processes[rank].pid
+                    rank,
+                    0,
+                    time.time_ns(),
+                    host=socket.gethostname(),
+                    pid=self._processes[rank].pid,
                 )
+                note_end(self._reports, self._ends[rank])
             else:
                 pickled = message["error"]
                 self._errors[rank] = pickle.loads(pickled) if pickled else None
@@ -422,6 +449,7 @@ class Ranks:
             process.close()
         for reader in self._readers:
             reader.close()
+        shutil.rmtree(self._reports, ignore_errors=True)
 
 
 def _work(
@@ -429,20 +457,38 @@ def _work(
     target: Callable[[int], Any],
     environ: Mapping[str, str],
     writer: Connection[Any, Any],
+    reports: Path,
 ) -> None:
     """Run ``target`` in a rank's process, and send its result to the parent."""
     if sys.platform == "linux":
         die_with_parent()
     os.environ.update(environ)
+    share_failures(reports)
     try:
         message: dict[str, Any] = {"result": pickle.dumps(_result(target, rank))}
     except BaseException as error:
-        message = {"error": _packed(error), "failure": _failure(rank, error)}
+        failure = _failure(rank, error)
+        _report(reports, failure)
+        message = {"error": _packed(error), "failure": failure}
     try:
         writer.send_bytes(pickle.dumps(message))
     except BrokenPipeError:
         return  # the parent is gone
     writer.close()
+
+
+def _report(directory: Path, failure: RankFailure) -> None:
+    """Write a failure where the other ranks read it."""
+    write_report(
+        str(directory / str(failure.rank) / "error.json"),
+        failure.rank,
+        failure.type,
+        failure.message,
+        failure.traceback,
+        failure.where,
+        failure.exit_code or 0,
+        failure.pid,
+    )
 
 
 def _result(target: Callable[[int], Any], rank: int) -> Any:
@@ -482,5 +528,7 @@ def _failure(rank: int, error: BaseException) -> RankFailure:
         qualified_name(error),
         str(error),
         lines,
+        host=socket.gethostname(),
         pid=os.getpid(),
+        where=position_of_rank(),
     )

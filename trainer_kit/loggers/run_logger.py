@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
 from trainer_kit.core.types import JsonObject, SavedState, StateDict
+from trainer_kit.loggers.bounded import BoundedCalls
 from trainer_kit.loggers.layout import (
     DEFAULT_NAME,
     Json,
@@ -296,12 +298,12 @@ class RunLogger(ABC, Generic[_Run]):
             self._end(run, status)
 
     def _leave(self) -> None:
-        """End the run when the process exits."""
+        """End the run when the process exits; one that blocks there keeps the process for 10 seconds."""
         # A run that is not idle was in the middle of an entry point.
-        if RunLogger._idle.get(type(self)) is self:
-            self._close("success")
-        else:
-            self._close("interrupted")
+        is_idle = RunLogger._idle.get(type(self)) is self
+        status = "success" if is_idle else "interrupted"
+        close = functools.partial(self._close, status)
+        BoundedCalls(print).call(self, "the end of its run", close, None)
 
     def __getstate__(self) -> StateDict:
         state = dict(vars(self))

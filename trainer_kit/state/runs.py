@@ -36,6 +36,7 @@ from trainer_kit.launch.program import (
     launches,
     script,
 )
+from trainer_kit.loggers.bounded import BoundedCalls
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.loggers.layout import (
@@ -186,6 +187,7 @@ class RunFiles:
         self.continued: RunRecord | None = None
         self.journal: JSONLLogger | None = None
         self.deliveries = Deliveries(say)
+        self._calls = BoundedCalls(say)
         self._directory: str | None = None
         self._numbering = self._number_directory()
         self.read_seed()
@@ -203,8 +205,8 @@ class RunFiles:
         """Number the directories of runs below the root, where no logger makes one for its run: trackers have none."""
         if not self.loggers or self._logged_directories():
             return None
-        name = getattr(self.loggers[0], "name", None)
-        if not isinstance(name, str) or not _DIRECTORY_NAME.fullmatch(name):
+        name = self._calls.name(self.loggers[0])
+        if not _DIRECTORY_NAME.fullmatch(name):
             name = DEFAULT_NAME
         return JSONLLogger(self._local_root, name)
 
@@ -214,8 +216,7 @@ class RunFiles:
         return os.getcwd() if is_url(self.root) else self.root
 
     def _logged_directories(self) -> list[str]:
-        directories = (getattr(logger, "log_dir", None) for logger in self.loggers)
-        return [str(directory) for directory in directories if directory]
+        return self._calls.directories(self.loggers)
 
     def _logger_directory(self) -> str:
         if self._numbering is not None:
@@ -337,12 +338,12 @@ class RunFiles:
         states: list[dict[str, Any]] = []
         if world.rank == 0:
             directory = str(self.directory)
-            states = _logger_states(self._directory_loggers)
+            states = self._calls.states(self._directory_loggers)
         # Loggers of other ranks may have chosen another version: names with the time in them, for example.
         shared = (directory, states, self.data_seed)
         self._directory, states, self.data_seed = world.broadcast(shared)
         if world.rank:  # names and directories of loggers are read on every rank
-            _load_loggers(self._directory_loggers, states)
+            self._calls.load(self._directory_loggers, states)
 
     def _open_journal(self) -> None:
         """Deliver values to the loggers, and to a journal: the user's logger if it writes that file."""
@@ -374,12 +375,12 @@ class RunFiles:
         states, seed = handed.get("loggers", []), handed.get("seed")
         if continued is not None:
             states, seed = continued.loggers, continued.seed
-        _load_loggers(self._directory_loggers, states)
+        self._calls.load(self._directory_loggers, states)
         self._forget_directory()
         if seed is not None and self.seed is None:
             # Data is read in the same order, so that positions in it mean the same samples.
             self.data_seed = seed
-        states = _logger_states(self._directory_loggers)
+        states = self._calls.states(self._directory_loggers)
         record = replace(record, seed=self.data_seed, loggers=states)
         if continued is not None:
             # The next fits of this script belong to the execution that it continues.
@@ -407,7 +408,7 @@ class RunFiles:
         run_id: str | None,
     ) -> RunRecord:
         path = script()
-        name = getattr(self.loggers[0], "name", "") if self.loggers else ""
+        name = self._calls.name(self.loggers[0]) if self.loggers else ""
         return RunRecord(
             id=run_id or secrets.token_hex(8),
             number=1 + max((record.number for record in records), default=0),
@@ -415,7 +416,7 @@ class RunFiles:
             script=path or "",
             # Cells run in any order, any number of times: there the newest fit is meant, whatever its position.
             fit=0 if path is None else _EXECUTION.fits,
-            name=name if isinstance(name, str) else "",
+            name=name,
             execution=_EXECUTION.id,
             launches=list(launch_kinds),
             args=arguments(),
@@ -455,7 +456,7 @@ class RunFiles:
         handed = {
             "id": secrets.token_hex(8),
             "seed": self.data_seed,
-            "loggers": _logger_states(self._directory_loggers),
+            "loggers": self._calls.states(self._directory_loggers),
         }
         return {HANDED_OVER: json.dumps(handed)}
 
@@ -523,10 +524,12 @@ class RunFiles:
         entries = []
         if first:
             self.deliveries.wait_for_runs()
-            states = _logger_states(self.loggers)
+            states = self._calls.states(self.loggers)
             for logger, state in zip(self.loggers, states, strict=True):
-                entries.append({"logger": type(logger).__name__, "state": state})
-        return {"run_dir": self._masked_directory(), "each": entries}
+                kind = type(logger).__name__
+                entries.append({"logger": kind, "state": state})
+        directory = self._masked_directory()
+        return {"run_dir": directory, "each": entries}
 
     def continue_logging(self, state: Mapping[str, Any]) -> None:
         """Let loggers continue the runs of a `logging_state` of this directory, unless configured otherwise."""
@@ -534,7 +537,7 @@ class RunFiles:
             return
         for logger, saved in zip(self.loggers, state["each"], strict=False):
             if type(logger).__name__ == saved["logger"] and saved["state"]:
-                call_optional(logger, "load_state_dict", saved["state"])
+                self._calls.load_state(logger, saved["state"])
 
     def _continues_in(self, saved: object) -> bool:
         """Whether a run with this directory is continued: it is this one, or its tracker's run goes on from here."""
@@ -553,20 +556,6 @@ def call_optional(logger: object, method: str, *arguments: object) -> Any:
     """Call a method that a `Logger` need not have; None where it has none."""
     function = getattr(logger, method, None)
     return None if function is None else function(*arguments)
-
-
-def _load_loggers(loggers: Sequence[object], states: Sequence[object]) -> None:
-    """Let loggers continue the runs that these `_logger_states` belong to."""
-    for logger, state in zip(loggers, states, strict=False):
-        if isinstance(state, dict) and state:
-            # A KeyError: the state of another logger, since the script was changed.
-            with suppress(KeyError):
-                call_optional(logger, "load_state_dict", state)
-
-
-def _logger_states(loggers: Sequence[object]) -> list[dict[str, Any]]:
-    """Which of its runs each logger writes."""
-    return [dict(call_optional(logger, "state_dict") or {}) for logger in loggers]
 
 
 def _restarted_run(

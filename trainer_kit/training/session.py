@@ -162,14 +162,6 @@ class Session:
         self.strategy, self.precision_plugin = strategy, precision
         self.start, self.processes = start, processes
         self.is_silent = False
-        self.files = RunFiles(
-            loggers=loggers,
-            root=root,
-            seed=seed,
-            resume=resume,
-            records=not settings.fast,
-            say=self.say,
-        )
         self.progress = Progress()
         self.requests = Requests()
         self.metrics = Metrics(self.progress)
@@ -194,6 +186,15 @@ class Session:
         self.steps_were_read = False
         self._callbacks: list[Callback] = []
         self._own_callbacks = self._callbacks  # without the module's callbacks
+        # The last one: it asks loggers for their names, and says which of them does not answer.
+        self.files = RunFiles(
+            loggers=loggers,
+            root=root,
+            seed=seed,
+            resume=resume,
+            records=not settings.fast,
+            say=self.say,
+        )
 
     def for_trial(
         self,

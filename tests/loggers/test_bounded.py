@@ -1,0 +1,182 @@
+"""A logger that blocks where the training thread needs its answer keeps no run from starting, resuming or ending."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainer_kit as tk
+from trainer_kit import Accelerator, ProjectConfiguration
+from trainer_kit.loggers import CSVLogger, bounded
+from trainer_kit.testing import TinyModule
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Blocks:
+    """A logger of which one method or property waits for an event."""
+
+    def __init__(self, blocked: str, released: threading.Event) -> None:
+        self.blocked = blocked
+        self.released = released
+        self.threads: set[str] = set()
+        self.values: list[int] = []
+
+    def _take(self, name: str) -> None:
+        if name == self.blocked:
+            self.threads.add(threading.current_thread().name)
+            self.released.wait()
+
+    @property
+    def name(self) -> str:
+        self._take("name")
+        return "blocks"
+
+    @property
+    def log_dir(self) -> None:
+        self._take("log_dir")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._take("state_dict")
+        return {"id": "a"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._take("load_state_dict")
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.values.append(step)
+
+
+class Logs(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    monkeypatch.setattr(bounded, "_PATIENCE", 0.5)
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def fit(root: Path, logger: Blocks, steps: int, ckpt_path: str | None) -> tk.Trainer:
+    trainer = tk.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=logger,
+        log_every_n_steps=1,
+        default_root_dir=root,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Logs(), [torch.randn(4, 32)] * 4, ckpt_path=ckpt_path)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "blocked", ["name", "log_dir", "state_dict", "load_state_dict"]
+)
+def test_a_logger_that_blocks_keeps_no_run_from_starting_or_resuming(
+    tmp_path: Path, capsys: Any, released: threading.Event, blocked: str
+) -> None:
+    fit(tmp_path, Blocks("", released), 2, None)
+    (checkpoint,) = tmp_path.glob("**/checkpoints/step*")
+    capsys.readouterr()
+    logger = Blocks(blocked, released)
+    trainer = fit(tmp_path, logger, 4, str(checkpoint))
+    assert trainer.global_step == 4
+    assert logger.values == [3, 4]
+    assert threading.current_thread().name not in logger.threads
+    assert logger.threads == {f"Blocks.{blocked}"}
+    # One line, although the logger is asked at every checkpoint.
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "Blocks: " in line
+    ]
+    assert len(lines) == 1, lines
+    assert f"Blocks: {blocked} has not returned for" in lines[0]
+    assert "the run goes on without it" in lines[0]
+
+
+def test_a_tracker_that_blocks_at_load_state_keeps_no_loop_from_going_on(
+    tmp_path: Path,
+    capsys: Any,
+    released: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start() -> Accelerator:
+        project = ProjectConfiguration(str(tmp_path), logging_dir=str(tmp_path / "log"))
+        accelerator = Accelerator(cpu=True, log_with="csv", project_config=project)
+        accelerator.init_trackers("p", config={"lr": 0.1})
+        return accelerator
+
+    close = CSVLogger.finalize
+
+    def finalize(logger: CSVLogger, status: str) -> None:
+        # The logger leaves the directory of a new run for that of the loaded state.
+        if status == "interrupted":
+            released.wait()
+        close(logger, status)
+
+    monkeypatch.setattr(CSVLogger, "finalize", finalize)
+    first = start()
+    first.log({"loss": 1.0}, step=0)
+    first.save_state(str(tmp_path / "state"))
+    first.end_training()
+    second = start()
+    capsys.readouterr()
+    second.load_state(str(tmp_path / "state"))
+    second.log({"loss": 2.0}, step=1)
+    printed = capsys.readouterr().out
+    assert "CSVLogger: load_state_dict has not returned" in printed
+    released.set()
+    second.end_training()
+
+
+def test_a_tracker_that_blocks_at_the_end_of_the_process_does_not_keep_it(
+    tmp_path: Path,
+) -> None:
+    """SwanLab, Comet and ClearML end their runs when the process exits."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import swanlab
+import torch
+import trainer_kit as tk
+from trainer_kit.loggers import SwanLabLogger, bounded
+from trainer_kit.testing import TinyModule
+
+bounded._PATIENCE = 1.0
+logger = SwanLabLogger(project="project", mode="offline", save_dir=sys.argv[2])
+logger._end = lambda run, status: time.sleep(600)
+trainer = tk.Trainer(
+    max_steps=1, logger=logger, accelerator="cpu", enable_progress_bar=False, enable_checkpointing=False,
+    default_root_dir=sys.argv[2], enable_autolog_hparams=False,
+)
+trainer.fit(TinyModule(), [torch.randn(2, 32)])
+logger.log_metrics({"loss": 1.0}, 1)
+print("script ended", flush=True)
+"""
+    )
+    stand_ins = str(Path(__file__).parent / "tracker_stand_ins")
+    ended = subprocess.run(
+        [sys.executable, str(script), stand_ins, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "script ended" in ended.stdout
+    assert "SwanLabLogger: the end of its run has not returned" in ended.stdout
