@@ -1,4 +1,4 @@
-"""`Accelerator`: the strategy, precision, loaders and checkpoints of a Trainer, for a raw loop."""
+"""`Accelerator`: the strategy, precision, loaders and checkpoints of a Trainer, for a custom training loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation in a raw loop: when gradients are complete, and the weight of each batch in them."""
+"""Gradient accumulation in a custom training loop: when gradients are complete, and the weight of each batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Batches(Protocol):
 
 @final
 class Accumulation:
-    """The accumulation window of a raw loop; used as a context manager, one micro-batch of the window.
+    """The accumulation window of a custom training loop; used as a context manager, one micro-batch of the window.
 
     The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over its micro-batches and all processes. The weights ``w_i``
     become known one at a time, so each loss is divided by an estimate, ``steps`` times the weight of the first batch.

@@ -1,4 +1,4 @@
-"""A loader for raw loops: sharded over processes, with batches on the device and a position that can be saved."""
+"""A loader for custom training loops: sharded over ranks, with batches on the device and a saved position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local SGD in a raw loop: processes step separately, and average weights every few steps."""
+"""Local SGD in a custom training loop: processes step separately, and average weights every few steps."""
 
 from __future__ import annotations
 

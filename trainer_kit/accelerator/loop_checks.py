@@ -1,4 +1,4 @@
-"""Checks of a raw loop in its first steps, for common mistakes."""
+"""Checks of a custom training loop in its first steps, for common mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers for a raw loop: they step only when gradients are complete."""
+"""Optimizers and schedulers for a custom training loop: they step only when gradients are complete."""
 
 from __future__ import annotations
 

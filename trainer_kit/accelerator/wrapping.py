@@ -1,4 +1,4 @@
-"""Change and unwrap models for a raw loop: precision of the forward, the strategy's wrapper, ``torch.compile``."""
+"""Change and unwrap models for a custom training loop: precision, the strategy's wrapper, ``torch.compile``."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Precision(ABC):
     def adapt_scale(self, optimizers: Sequence[Optimizer]) -> None:
         """Called after a step of one of these optimizers: adapt the scale, unless another one has yet to step.
 
-        Called in raw loops, where the user's code does not call `end_step`.
+        Called in custom training loops, where the user's code does not call `end_step`.
         """
 
     def end_step(self) -> None:

@@ -64,7 +64,7 @@ class DDPStrategy(Strategy):
         local_sgd: average the weights every so many steps, instead of the gradients in each step.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: the limit for one collective.
-        process_group: torch's group of the processes that train together, in a raw loop; by default all processes.
+        process_group: torch's group of the ranks that train together in a custom training loop; by default all ranks.
     """
 
     world: ProcessGroup

@@ -272,7 +272,7 @@ class FSDPStrategy(Strategy):
         """Shard the module; it is called as before."""
         self._shard_module(module, precision, [module])
         if self._reshards is None:
-            # The optimizer of a raw loop may step at any time, so reshard after each forward.
+            # The optimizer of a custom training loop may step at any time, so reshard after each forward.
             # torch keeps the root gathered after its forward by default, for the backward that usually follows.
             root: Any = module
             root.set_reshard_after_forward(True, recurse=False)
@@ -295,7 +295,7 @@ class FSDPStrategy(Strategy):
         # A step calls a method of the module: FSDP's hooks are around its forward.
         self._root = module if list(roots) == [module] else None
         self._hooked_root = self._root
-        # A raw loop may have several modules, and its optimizers step any of them.
+        # A custom training loop may have several modules, and its optimizers step any of them.
         for root in roots:
             self._units += sharded_units(root)
         self._parameters += module.parameters()

@@ -261,10 +261,10 @@ class MeshStrategy(Strategy):
         )
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Divide the module of a raw loop, which calls it directly and splits sequences itself.
+        """Divide the module of a custom training loop, which calls it directly and splits sequences itself.
 
         Raises:
-            StrategyError: the plan needs a wrapper around whole steps, which a raw loop does not have.
+            StrategyError: the plan needs a wrapper around whole steps, which a custom training loop does not have.
         """
         pp = self.mesh["pp"].size()
         loss_parallel = self._find_plan(module).loss_parallel
@@ -279,7 +279,8 @@ class MeshStrategy(Strategy):
         self._shard_module(
             module, precision, lambda: self._data_axes.wrap_module(module, precision)
         )
-        self._modules = [*earlier_modules, module]  # a raw loop may have several
+        # A custom training loop may have several.
+        self._modules = [*earlier_modules, module]
         return module
 
     def transforms_of(
@@ -297,7 +298,8 @@ class MeshStrategy(Strategy):
             stage_plan = plan.pipeline or PipelinePlan()
             transforms.append(PipelineParallel(self.pipeline, stage_plan, precision))
         if self.mesh["tp"].size() > 1:
-            # `bind` copies the outputs of a step. A raw loop calls the module itself, and FSDP loses hooks on views.
+            # `bind` copies the outputs of a step. A custom training loop calls the module itself, and FSDP loses
+            # hooks on views.
             copies = self._raw_loop and self.losses.size > 1
             transforms.append(TensorParallel(plan, copies=copies))
         if self._needs_context(plan):
@@ -314,7 +316,7 @@ class MeshStrategy(Strategy):
         return tuple(transforms)
 
     def _needs_context(self, plan: ParallelPlan) -> bool:
-        """Whether batches are split along the sequence, or need positions; a raw loop does both itself."""
+        """Whether batches are split along the sequence, or need positions; a custom training loop does both itself."""
         if self._raw_loop:
             return False
         adds_positions = plan.context is not None and plan.context.positions is not None
@@ -348,7 +350,7 @@ class MeshStrategy(Strategy):
         else:  # FSDP shards before the weights are placed: a rank never holds more than its shard
             self._shards.use_initial_weights(weights)
         shard_over_data()
-        if not self._raw_loop:  # a raw loop may have several modules
+        if not self._raw_loop:  # a custom training loop may have several modules
             self._parameters = []
             self._summed_parameters = []
         self._modules = [module]
@@ -418,7 +420,7 @@ class MeshStrategy(Strategy):
         self._complete_window()
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Finish a window of a raw loop; return this rank's shards of the gradients."""
+        """Finish a window of a custom training loop; return this rank's shards of the gradients."""
         self._complete_window()
         return local_gradients(optimizer)
 

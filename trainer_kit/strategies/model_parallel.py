@@ -75,7 +75,7 @@ class ModelParallelStrategy(Strategy):
         save_distributed_checkpoint: False is refused: a checkpoint is written in shards, and loads under any strategy.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: the limit for one collective; None: half an hour.
-        parallelize_fn: for a raw loop (`Fabric`): takes a module and the mesh, and returns the divided module.
+        parallelize_fn: for a custom training loop (`Fabric`): takes a module and the mesh, returns the sharded module.
 
     Raises:
         StrategyError: a size is below 1, or an argument is not supported.
@@ -268,7 +268,7 @@ class ModelParallelStrategy(Strategy):
         self._adopt_module(module, manual)
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Divide the module of a raw loop by ``parallelize_fn``; one that its loop has divided stays as it is.
+        """Shard the module of a custom training loop by ``parallelize_fn``; a sharded module stays as it is.
 
         Raises:
             StrategyError: as `building`.
@@ -279,7 +279,8 @@ class ModelParallelStrategy(Strategy):
         fail_together(self.world, lambda: self._check_sharding(module))
         earlier_modules = self._modules
         self._adopt_module(module)
-        self._modules = [*earlier_modules, module]  # a raw loop may have several
+        # A custom training loop may have several.
+        self._modules = [*earlier_modules, module]
         return module
 
     def _adopt_module(self, module: nn.Module, every_backward: bool = False) -> None:
@@ -378,7 +379,7 @@ class ModelParallelStrategy(Strategy):
         self._complete_window()
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Finish a window of a raw loop; return this rank's shards of the gradients."""
+        """Finish a window of a custom training loop; return this rank's shards of the gradients."""
         self._complete_window()
         return local_gradients(optimizer)
 

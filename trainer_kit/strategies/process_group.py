@@ -123,7 +123,7 @@ def _leave_world() -> None:
     # Ranks of our agent end without C++'s exit.
     if not dist.is_initialized() or "TRAINER_KIT_AGENT_PID" in os.environ:
         return
-    # A raw loop may hold a wrapped model to the end. Groups that have gloo only need no teardown.
+    # A custom training loop may hold a wrapped model to the end. Groups that have gloo only need no teardown.
     backends = re.findall(r":(\w+)", str(dist.get_backend_config()))
     if any(backend != "gloo" for backend in backends):
         dist.destroy_process_group()

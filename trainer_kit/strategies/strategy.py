@@ -109,11 +109,11 @@ class Strategy(ABC):
     per_rank_state: bool = False
     """Whether ranks hold different values under the same names between two exchanges; see `own_state`."""
     completes_gradients: bool = False
-    """Whether gradients of a raw loop are complete only after `complete_gradients`, which every rank must call."""
+    """Whether a custom training loop's gradients are complete only after `complete_gradients`, which all ranks call."""
     needs_processes: bool = False
     """Whether it does nothing for one process alone, where `SingleDeviceStrategy` then takes its place."""
     spans_world: bool = True
-    """Whether all launched processes train together; False: in a raw loop, the others have tasks of their own."""
+    """Whether all launched ranks train together; False: in a custom training loop, the others have other tasks."""
     finds_devices: bool = False
     """Whether `start` finds the device itself, because torch does not show it as an accelerator."""
     why_not_averaged: str | None = None
@@ -328,7 +328,7 @@ class Strategy(ABC):
         self.place_module(module, precision)
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Move, shard and wrap a module of a raw loop; returns what that loop calls."""
+        """Move, shard and wrap a module of a custom training loop; returns what that loop calls."""
         self.prepare_module(module, False, precision)
         return module
 
@@ -343,7 +343,7 @@ class Strategy(ABC):
     shard_batch: Callable[[Any], Any] | None = None
     """Takes this rank's part of its data rank's batch, once that is on the device; None: the whole batch."""
     end_batch: Callable[[], None] | None = None
-    """Called after each batch of a raw loop; None: nothing is."""
+    """Called after each batch of a custom training loop; None: nothing is."""
 
     @property
     def gradient_divisor(self) -> int:
@@ -401,7 +401,7 @@ class Strategy(ABC):
         """Called in manual optimization before the backward of ``loss``, which is to reduce gradients."""
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Finish the reduction after the last backward of a raw loop's window; every rank must call it.
+        """Finish the reduction after the last backward of a custom training loop's window; every rank must call it.
 
         Returns:
             The gradients that the engine keeps for this optimizer. Called only where `completes_gradients` is true.

@@ -238,7 +238,7 @@ def take_step(engine: Any, clip: float) -> bool:
 
 @final
 class OpenWindow:
-    """The accumulation window of a raw loop: it begins with a backward, and no backward is known to be the last.
+    """The accumulation window of a custom training loop: it begins with a backward, and the last one is unknown.
 
     Gradients are therefore reduced when they are read or stepped, not in the last backward.
 

@@ -161,7 +161,7 @@ class DeepSpeedStrategy(Strategy):
         self._config_clip = 0.0
         # Whether there are gradients that have not been stepped.
         self._has_unfinished_window = False
-        self._window: OpenWindow | None = None  # of a raw loop
+        self._window: OpenWindow | None = None  # of a custom training loop
 
     def _set_config(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -544,7 +544,7 @@ class DeepSpeedStrategy(Strategy):
         return self._window.norm(self._engine, self.world)
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """The gradients that the engine steps, averaged over the ranks; called in raw loops."""
+        """The gradients that the engine steps, averaged over the ranks; called in custom training loops."""
         if self._window is None:
             return []
         return self._window.gradients(self._engine)

@@ -69,8 +69,8 @@ class MegatronStrategy(Strategy):
 
     ``configure_model`` builds the model, as ``self.net = GPTModel(TransformerConfig(...), ...)``, with the sizes of
     this strategy; ``training_step`` calls it and returns a loss. Megatron's schedule runs forward and backward, its
-    wrapper sums gradients, its optimizer (float32 masters for half precision) scales and steps. In a raw loop the model
-    is built after the Accelerator, and the loop calls backward.
+    wrapper sums gradients, its optimizer (float32 masters for half precision) scales and steps. In a custom training
+    loop the model is built after the Accelerator, and the loop calls backward.
 
     Args:
         device: where this rank computes; the Trainer sets it.
@@ -78,8 +78,8 @@ class MegatronStrategy(Strategy):
         sequence_parallel: tensor ranks divide norms and dropout along the sequence.
         distributed_optimizer: a data rank reduces, steps and holds the state of its part of all parameters (ZeRO's
             stage 1, in Megatron's buffers); Adam and AdamW only. Checkpoints are the same with and without it.
-        gradient_clipping: largest norm of all gradients in a raw loop, where the engine clips in each step; 0: it does
-            not. A Trainer has ``gradient_clip_val``.
+        gradient_clipping: largest norm of all gradients in a custom training loop, where the engine clips in each
+            step; 0: it does not. A Trainer has ``gradient_clip_val``.
         timeout: how long a collective may take.
 
     Raises:
@@ -131,7 +131,7 @@ class MegatronStrategy(Strategy):
         self.sharded = tensor_parallel > 1
         self._wrapped: Any = None
         self._optimizer: Any = None
-        self._run_schedule: Any = None  # None: a raw loop
+        self._run_schedule: Any = None  # None: a custom training loop
         self._scaler = MegatronScaler()
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._flat_shards: dict[nn.Parameter, FlatShard] = {}
@@ -193,7 +193,7 @@ class MegatronStrategy(Strategy):
         self._wrapped.config.finalize_model_grads_func = _finalize_gradients
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Wrap the model for a raw loop, whose losses are weighted for averaged gradients."""
+        """Wrap the model for a custom training loop, whose losses are weighted for averaged gradients."""
         if self._wrapped is not None and "forward" in _unwrap(self._wrapped).__dict__:
             raise StrategyError(
                 "Megatron trains one model",
@@ -274,7 +274,7 @@ class MegatronStrategy(Strategy):
     def bind_backward(
         self, backward: Callable[..., None] | None
     ) -> Callable[..., None] | None:
-        """Megatron's schedule calls backward; in a raw loop autograd does, on a scaled loss in float16."""
+        """Megatron's schedule calls backward; in a custom training loop autograd does, on a scaled loss in float16."""
         if backward is not None:
             raise StrategyError(
                 "Megatron runs backward", found="backward is overridden"
