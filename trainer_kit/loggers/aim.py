@@ -13,7 +13,7 @@ from trainer_kit.loggers.run_logger import RunLogger
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["AimLogger"]
+__all__ = ["AimLogger", "AimRun"]
 
 
 class AimRun(Protocol):

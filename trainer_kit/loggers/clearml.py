@@ -14,7 +14,7 @@ from trainer_kit.loggers.run_logger import RunLogger
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ClearMLLogger"]
+__all__ = ["ClearMLLogger", "ClearMLTask"]
 
 
 class _Plots(Protocol):

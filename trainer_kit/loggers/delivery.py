@@ -526,7 +526,7 @@ class Delivery:
             f"{_text(error)}; training continues, {_counted(self.pending)} not logged there"
         )
         with self._changed:
-            # Whoever waits for this logger stops: it fails, and may do so for hours.
+            # A thread that waits for this logger stops: it fails, and may do so for hours.
             self._changed.notify_all()
             if self._closing is None:
                 delay = _DELAYS[min(self._attempts, len(_DELAYS)) - 1]
@@ -543,7 +543,7 @@ class Delivery:
         with self._changed:
             self._failing = None
             raised = False
-            # Only while the start waits: after its 10 seconds nobody would receive the error.
+            # Only while the start waits: after its 10 seconds no thread would receive the error.
             if call.ticket == self._first and isinstance(error, TrainerKitError):
                 self._refusal = error
                 raised = True

@@ -15,7 +15,7 @@ from trainer_kit.loggers.run_logger import RunLogger, copied
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["DVCLiveLogger"]
+__all__ = ["DVCLive", "DVCLiveLogger"]
 
 
 class DVCLive(Protocol):

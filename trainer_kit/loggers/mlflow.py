@@ -16,7 +16,7 @@ from trainer_kit.core.types import Keywords
 from trainer_kit.loggers.layout import DEFAULT_NAME, Json, flatten
 from trainer_kit.loggers.run_logger import RunLogger
 
-__all__ = ["MLFlowLogger"]
+__all__ = ["MLFlowClient", "MLFlowLogger"]
 
 _STATUS: Final = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
 # MLflow's limits; a server refuses the whole call above one of them.

@@ -123,7 +123,7 @@ class RunLogger(ABC, Generic[_Run]):
         self._run = run
         # The caller ends a run that it passed; only a run that began here may be ended here.
         self._owned = run is None
-        # None in a call stands for the step of the previous one.
+        # None in a call means the step of the previous one.
         self._step = 0
         # Metrics and pictures may come from two threads; both begin the run.
         self.lock = Lock()

@@ -21,7 +21,7 @@ from trainer_kit.loggers.run_logger import RunLogger
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["SwanLabLogger"]
+__all__ = ["SwanLabLogger", "SwanLabRun"]
 
 
 class _Config(Protocol):

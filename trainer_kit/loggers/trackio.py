@@ -15,7 +15,7 @@ from trainer_kit.loggers.run_logger import RunLogger
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["TrackioLogger"]
+__all__ = ["TrackioLogger", "TrackioRun"]
 
 
 class TrackioRun(Protocol):

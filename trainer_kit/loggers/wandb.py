@@ -26,7 +26,7 @@ from trainer_kit.loggers.layout import (
 from trainer_kit.loggers.media import DataFrame
 from trainer_kit.loggers.uploads import CheckpointUploads
 
-__all__ = ["WandbLogger"]
+__all__ = ["WandbLogger", "WandbRun"]
 
 _STEP: Final = "trainer/global_step"
 # 255: what wandb itself reports for Ctrl-C
