@@ -25,19 +25,24 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("strategies",),
     ("checkpoint", "metrics", "hang", "health", "options"),
     ("step", "inference"),
-    ("state", "compat"),
+    ("state",),
     ("training",),
     ("tuner",),
     ("callbacks", "report"),
     ("build",),
-    ("planning", "verify"),
     ("trainer", "accelerator"),
+    ("compat",),
+    ("planning",),
+    ("verify",),
     ("migrate",),
     ("commands", "testing"),
     ("__init__", "__main__"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
+# Rooms that can be deleted, each above the ones before it; `tests/test_wings.py` deletes each.
+WINGS = ("compat", "planning", "verify", "migrate")
+WING_ENTRIES = {*COMPOSITION_ROOTS, "commands"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
 TRANSLATED = re.compile(
@@ -348,6 +353,22 @@ def test_every_room_has_a_level() -> None:
     )
 
 
+def optional_imports(path: Path) -> set[ast.AST]:
+    """The imports of a file that run in a function, or are for a type checker."""
+    bodies = [
+        node
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    ]
+    return {
+        node
+        for body in bodies
+        for node in ast.walk(body)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+
+
 def test_imports_point_downward() -> None:
     """A room can be read, tested and replaced with only the rooms below it in mind."""
     violations = []
@@ -356,10 +377,33 @@ def test_imports_point_downward() -> None:
             here, there = room(source), room(target)
             if here == there or here not in LEVEL or there not in LEVEL:
                 continue
+            # `test_only_entries_import_wings` has the rule for these.
+            if there in WINGS and here in WING_ENTRIES:
+                continue
             if LEVEL[there] >= LEVEL[here]:
                 way = "sideways" if LEVEL[there] == LEVEL[here] else "upward"
                 violations.append(
                     f"{where(path, node)}: {here} imports {target}, which is {way}"
+                )
+    report(violations)
+
+
+def test_only_entries_import_wings() -> None:
+    """A wing can be deleted: what uses it imports it in a function, which asks first whether it is installed."""
+    violations = []
+    for source, path in modules().items():
+        here = room(source)
+        if here in WINGS:
+            continue
+        for target, node in imports(path):
+            is_import = isinstance(node, ast.Import | ast.ImportFrom)
+            if room(target) not in WINGS or not is_import:
+                continue
+            if here not in WING_ENTRIES:
+                violations.append(f"{where(path, node)}: {here} imports {target}")
+            elif node not in optional_imports(path):
+                violations.append(
+                    f"{where(path, node)}: {target} is imported with the module"
                 )
     report(violations)
 
@@ -398,6 +442,7 @@ def test_lazy_targets_stand_in_composition_roots() -> None:
 def test_only_the_faces_know_names_of_other_libraries() -> None:
     """Option records and former names are translated where a user's arguments arrive; no room below sees them."""
     faces = {
+        "build",
         "compat",
         "trainer",
         "accelerator",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
@@ -26,26 +26,35 @@ from trainer_kit.core.configuration_sources import (
 from trainer_kit.core.display import plural
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
+from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import is_url
 from trainer_kit.core.protocols import Logger, SetsAccumulation
 from trainer_kit.core.registry import LOGGERS, PRECISIONS, STRATEGIES
 from trainer_kit.core.signatures import check_overrides
+from trainer_kit.core.wings import has_wing, need_wing
 from trainer_kit.precision.aliases import WORDS, make_precision
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.strategy import Strategy
 
+if TYPE_CHECKING:
+    from trainer_kit.compat.accelerators import LightningAccelerator
+
 __all__ = [
     "STRATEGY_REGISTRY",
     "StrategyRegistry",
+    "accelerator_word",
+    "adapt_callbacks",
     "added_callbacks",
     "choose_loggers",
     "choose_precision",
     "choose_strategy",
     "launched_on_xla",
     "make_strategy",
+    "refuse_checkpoint_io",
     "sharded_alternative",
     "with_launchers",
+    "writes_checkpoints",
 ]
 
 _DDP, _FSDP = (
@@ -594,3 +603,64 @@ def added_callbacks(
 
         added.append(make_profiler(profiler))
     return added
+
+
+# -- objects of other libraries, which the room `compat` understands -------------------------------------------------
+
+
+def accelerator_word(accelerator: str | LightningAccelerator) -> str:
+    """The word for an argument ``accelerator=`` that may be an object of Lightning.
+
+    Raises:
+        ConfigurationError: it is an accelerator class of the user.
+    """
+    if isinstance(accelerator, str):
+        return accelerator
+    need_wing("compat", "an accelerator that is an object")
+    from trainer_kit.compat import accelerators
+
+    return accelerators.accelerator_word(accelerator)
+
+
+def refuse_checkpoint_io(plugins: object) -> None:
+    """Refuse Lightning's ``CheckpointIO`` among the plugins of a Trainer or a Fabric.
+
+    Raises:
+        ConfigurationError: there is one; the message says what to write instead.
+    """
+    if not as_list(plugins) or not has_wing("compat"):
+        return
+    from trainer_kit.compat import checkpoint_io
+
+    checkpoint_io.refuse_checkpoint_io(plugins)
+
+
+def adapt_callbacks(callbacks: Iterable[object]) -> list[Any]:
+    """Wrap callbacks that subclass Lightning's class; all other objects stay as they are.
+
+    Raises:
+        ConfigurationError: a callback drives Lightning's own loop, or its base class is missing because Lightning is
+            not installed.
+    """
+    listed = list(callbacks)
+    if not _has_foreign_callback(listed):
+        return listed
+    from trainer_kit.compat import callback_adapters
+
+    return callback_adapters.adapt_callbacks(listed)
+
+
+def writes_checkpoints(callbacks: Sequence[object]) -> bool:
+    """Whether a callback extends Lightning's ``Checkpoint``, so that the Trainer adds no `ModelCheckpoint`."""
+    if not _has_foreign_callback(callbacks):
+        return False
+    from trainer_kit.compat import callback_adapters
+
+    return callback_adapters.writes_checkpoints(callbacks)
+
+
+def _has_foreign_callback(callbacks: Sequence[object]) -> bool:
+    """Whether an object is no callback of this library, and there is a room that knows those of Lightning."""
+    if all(isinstance(callback, Callback) for callback in callbacks):
+        return False
+    return has_wing("compat")

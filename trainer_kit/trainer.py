@@ -11,22 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from trainer_kit.build import (
+    accelerator_word,
+    adapt_callbacks,
     added_callbacks,
     choose_loggers,
     choose_precision,
     choose_strategy,
+    refuse_checkpoint_io,
     sharded_alternative,
     with_launchers,
+    writes_checkpoints,
 )
-from trainer_kit.compat.accelerators import (
-    LightningAccelerator,
-    accelerator_of,
-    accelerator_word,
-)
-from trainer_kit.compat.callback_adapters import adapt_callbacks, writes_checkpoints
-from trainer_kit.compat.checkpoint_io import refuse_checkpoint_io
-from trainer_kit.compat.lightning import FORMER_ARGUMENTS
-from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
 from trainer_kit.core.arguments import as_list, call_check, known_arguments
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import Svg, Text
@@ -37,6 +32,7 @@ from trainer_kit.core.lazy import other_names
 from trainer_kit.core.location import locate
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
+from trainer_kit.core.wings import LazyTable, has_wing, need_wing
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import hang_watchdog
 from trainer_kit.options.fp8 import launched_precision
@@ -56,6 +52,7 @@ from trainer_kit.training.session import Session
 from trainer_kit.training.settings import check_switches, make_settings, plain_arguments
 
 if TYPE_CHECKING:
+    from trainer_kit.compat.accelerators import LightningAccelerator
     from trainer_kit.planning.plan import Plan
     from trainer_kit.verify.result import Verification
 
@@ -67,15 +64,57 @@ __getattr__ = other_names(__name__)
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
-# What to write in place of an argument that an entry point does not have; those of the Trainer are added below.
-_REPLACEMENTS = {**TRAINING_ARGUMENTS, "module": "model=...", "net": "model=..."}
+
+
+def _replaced_arguments() -> Mapping[str, str]:
+    """What to write in place of an argument of another Trainer, or of an earlier version of Lightning's."""
+    if not has_wing("compat"):
+        return {}
+    from trainer_kit.compat.lightning import FORMER_ARGUMENTS
+
+    return {**_training_arguments(), **FORMER_ARGUMENTS}
+
+
+def _replaced_methods() -> Mapping[str, str]:
+    """What to call in place of a method of Transformers' Trainer."""
+    if not has_wing("compat"):
+        return {}
+    from trainer_kit.compat.transformers import TRAINER_METHODS
+
+    return TRAINER_METHODS
+
+
+def _misplaced_arguments() -> Mapping[str, str]:
+    """What to write in place of an argument that an entry point does not have."""
+    of_trainer = {
+        name: f"Trainer({name}={{value}})"
+        for name in inspect.signature(Trainer).parameters
+    }
+    return {
+        **_training_arguments(),
+        "module": "model=...",
+        "net": "model=...",
+        **of_trainer,
+    }
+
+
+def _training_arguments() -> Mapping[str, str]:
+    """What to write in place of an argument of Transformers' Trainer."""
+    if not has_wing("compat"):
+        return {}
+    from trainer_kit.compat.transformers import TRAINING_ARGUMENTS
+
+    return TRAINING_ARGUMENTS
+
+
+_MISPLACED = LazyTable(_misplaced_arguments)
 
 
 def _entry_point(
     method: Callable[_Parameters, _Result],
 ) -> Callable[_Parameters, _Result]:
     """Decorate a method: it answers a call on the class, and arguments that it does not have or does not get."""
-    check = call_check(method, _REPLACEMENTS)
+    check = call_check(method, _MISPLACED)
 
     @wraps(method)
     def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
@@ -190,10 +229,10 @@ class Trainer(Session):
         6
     """
 
-    former_methods = TRAINER_METHODS
+    former_methods = LazyTable(_replaced_methods)
     adapt_callbacks = staticmethod(adapt_callbacks)
 
-    @known_arguments({**TRAINING_ARGUMENTS, **FORMER_ARGUMENTS})
+    @known_arguments(LazyTable(_replaced_arguments))
     def __init__(
         self,
         *,
@@ -348,6 +387,9 @@ class Trainer(Session):
     @property
     def accelerator(self) -> LightningAccelerator:
         """Lightning's accelerator object for the kind of device of this run."""
+        need_wing("compat", "Trainer.accelerator")
+        from trainer_kit.compat.accelerators import accelerator_of
+
         return accelerator_of(self.strategy.device)
 
     @_entry_point
@@ -606,6 +648,7 @@ class Trainer(Session):
             >>> print(plan.trainer_line(plan.best()))
             Trainer(strategy="fsdp", devices=2, precision="32-true", global_batch_size=4)
         """
+        need_wing("planning", "Trainer.plan")
         from trainer_kit.checkpoint.files import in_bytes
         from trainer_kit.planning.estimate import Assumptions
         from trainer_kit.planning.planner import plan_fit
@@ -668,6 +711,7 @@ class Trainer(Session):
             >>> trainer.verify(TinyModule(), DataLoader(torch.randn(16, 32), batch_size=4), steps=2).ok
             True
         """
+        need_wing("verify", "Trainer.verify")
         from trainer_kit.verify.verify import verify
 
         return verify(
@@ -705,14 +749,6 @@ class Trainer(Session):
             return function
 
         return register
-
-
-_REPLACEMENTS.update(
-    {
-        name: f"Trainer({name}={{value}})"
-        for name in inspect.signature(Trainer).parameters
-    }
-)
 
 
 def _refuse(resume: Any, reload_every: Any) -> None:

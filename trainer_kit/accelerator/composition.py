@@ -17,7 +17,6 @@ from trainer_kit.accelerator.joint_calls import ADVICE
 from trainer_kit.accelerator.processes import AcceleratorProcesses
 from trainer_kit.accelerator.wrapping import without_exchange
 from trainer_kit.build import choose_precision, choose_strategy
-from trainer_kit.compat.torch_collective import TorchCollective
 from trainer_kit.core.arguments import as_list, word_of
 from trainer_kit.core.configuration_sources import (
     Chosen,
@@ -29,6 +28,7 @@ from trainer_kit.core.configuration_sources import (
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.core.wings import has_wing
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import HangWatchdog, stop_at_exit
 from trainer_kit.options.deepspeed import DeepSpeedPlugin
@@ -434,6 +434,15 @@ def named_project(
     return project
 
 
+def _have_different_tasks() -> bool:
+    """Whether Lightning's collectives joined the world, as in programs whose processes have different tasks."""
+    if not has_wing("compat"):
+        return False
+    from trainer_kit.compat.torch_collective import TorchCollective
+
+    return TorchCollective.manages_default_group
+
+
 def started_watchdog(
     timeout: Any,
     processes: AcceleratorProcesses,
@@ -445,7 +454,7 @@ def started_watchdog(
     seconds = chosen_timeout(timeout)
     if not processes.use_distributed or not dist.is_initialized():
         return None
-    if TorchCollective.manages_default_group or not processes.spans_world:
+    if _have_different_tasks() or not processes.spans_world:
         return None
     calls = processes.calls
 

@@ -19,13 +19,11 @@ from trainer_kit.accelerator.fabric_module import (
     serve_module,
 )
 from trainer_kit.accelerator.wrapping import under_precision
-from trainer_kit.build import STRATEGY_REGISTRY
+from trainer_kit.build import STRATEGY_REGISTRY, accelerator_word, refuse_checkpoint_io
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.files import torch_load
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.weights import check_exists, read_weights
-from trainer_kit.compat.accelerators import LightningAccelerator, accelerator_word
-from trainer_kit.compat.checkpoint_io import refuse_checkpoint_io
 from trainer_kit.core.arguments import as_list, known_arguments
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.devices import count_accelerators
@@ -49,6 +47,7 @@ from trainer_kit.strategies.single import SingleDeviceStrategy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from trainer_kit.compat.accelerators import LightningAccelerator
     from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Fabric"]

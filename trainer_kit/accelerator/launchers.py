@@ -12,8 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-from trainer_kit.compat.accelerate_utilities import patch_environment
-from trainer_kit.core.environment import available_devices
+from trainer_kit.core.environment import available_devices, patch_environment
 from trainer_kit.core.errors import ConfigurationError, LaunchError
 from trainer_kit.launch import run_forked
 from trainer_kit.launch.failure import RankFailure

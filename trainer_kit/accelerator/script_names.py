@@ -23,7 +23,6 @@ from trainer_kit.accelerator.processes import PartialState, synchronize_rng_stat
 from trainer_kit.accelerator.trackers import LoggerTracker, Trackers
 from trainer_kit.accelerator.wrapping import compiled, uncompiled, unwrap
 from trainer_kit.checkpoint.weights import read_weights
-from trainer_kit.compat.accelerate_utilities import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.display import bar_class
 from trainer_kit.core.errors import ConfigurationError
@@ -397,7 +396,7 @@ def merge_fsdp_weights(
     def write() -> None:
         weights = read_weights(checkpoint_dir)
         Path(output_path).mkdir(parents=True, exist_ok=True)
-        name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+        name = "model.safetensors" if safe_serialization else "pytorch_model.bin"
         write_object(weights, Path(output_path) / name, safe_serialization)
         if remove_checkpoint_dir:
             shutil.rmtree(checkpoint_dir)

@@ -24,12 +24,12 @@ from trainer_kit.commands.checkpoint_hparams import (
     CheckpointWords,
     words_from_checkpoint,
 )
-from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, did_you_mean, printable
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Logger
+from trainer_kit.core.wings import has_wing
 from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
@@ -808,8 +808,11 @@ def _pairs(node: Any) -> list[tuple[Any, Any]]:
 
 def _suggestion(name: str, names: Iterable[str], otherwise: str = "see --help") -> str:
     former = name.removeprefix("--").partition("trainer.")[2]
-    if former in FORMER_ARGUMENTS:
-        return f"; instead of it: {FORMER_ARGUMENTS[former].format(value='...')}"
+    if former and has_wing("compat"):
+        from trainer_kit.compat.lightning import FORMER_ARGUMENTS
+
+        if former in FORMER_ARGUMENTS:
+            return f"; instead of it: {FORMER_ARGUMENTS[former].format(value='...')}"
     near = did_you_mean(name, names, otherwise="")
     return f", {near}" if near else f"; {otherwise}"
 

@@ -15,6 +15,7 @@ import click
 
 from trainer_kit.commands.terminal import table
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.wings import need_wing
 from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
 
 __all__ = ["estimate_memory"]
@@ -25,6 +26,7 @@ class _SeveralDtypes(click.Command):
     """Takes several words after ``--dtypes``, as Accelerate's command does."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        need_wing("planning", "trainer-kit estimate-memory")
         from trainer_kit.planning.memory import DTYPES
 
         arguments: list[str] = []

@@ -11,6 +11,7 @@ import jsonargparse
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainer_kit.commands._plateau import ReduceLROnPlateau
 from trainer_kit.commands.arguments import (
     Arguments,
     Extension,
@@ -20,7 +21,6 @@ from trainer_kit.commands.arguments import (
     use_optimizer,
 )
 from trainer_kit.commands.cli import SaveConfigCallback
-from trainer_kit.compat.lightning_utilities import ReduceLROnPlateau
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback

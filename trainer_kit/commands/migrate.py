@@ -14,9 +14,10 @@ import click
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.migrate.names import Finding
+from trainer_kit.core.wings import need_wing
 
 if TYPE_CHECKING:
+    from trainer_kit.migrate.names import Finding
     from trainer_kit.migrate.report import Project
 
 __all__ = ["migrate"]
@@ -39,6 +40,7 @@ def migrate(path: Path, check: bool, write: bool) -> None:
     only printed, as a diff. Requirements and commands in scripts are reported. No code at PATH is run. Run it again
     after --write: what will not move is reported until it is changed, so that --check can run in CI.
     """
+    need_wing("migrate", "trainer-kit migrate")
     if importlib.util.find_spec("libcst") is None:
         raise ConfigurationError(
             "imports are rewritten with libcst, which is not installed",

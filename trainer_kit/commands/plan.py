@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from trainer_kit.commands.terminal import OutputPath
+from trainer_kit.core.wings import need_wing
 
 __all__ = ["plan"]
 
@@ -91,6 +92,7 @@ def plan(
     SCRIPT runs up to its first fit, with the ARGUMENTS after "--" and without memory for weights. Steps of its module
     then run on tensors without storage, under each strategy. Exits with 1 if nothing fits.
     """
+    need_wing("planning", "trainer-kit plan")
     from trainer_kit.checkpoint.files import in_bytes
     from trainer_kit.commands.script import captured_fit, failed_script
     from trainer_kit.core.device_table import find_device

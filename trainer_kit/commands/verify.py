@@ -16,6 +16,7 @@ import click
 
 from trainer_kit.commands.terminal import FilePath, OutputPath
 from trainer_kit.core.errors import TrainerKitError
+from trainer_kit.core.wings import need_wing
 
 __all__ = ["verify"]
 
@@ -70,6 +71,7 @@ def verify(
     The script runs unchanged up to its first Trainer.fit; put its own ARGUMENTS after --. Exits with 0 where nothing
     differs, with 1 where something does, and with 2 where it could not be checked.
     """
+    need_wing("verify", "trainer-kit verify")
     from trainer_kit.commands.script import captured_fit
     from trainer_kit.trainer import Trainer
     from trainer_kit.verify.page import write_page

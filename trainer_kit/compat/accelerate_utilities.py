@@ -23,7 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer_kit.checkpoint.files import in_bytes
 from trainer_kit.core.devices import present_accelerator
-from trainer_kit.core.environment import Environment, preserved_variables
+from trainer_kit.core.environment import (
+    Environment,
+    patch_environment,
+    preserved_variables,
+)
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.tensors import (
     is_tensor,
@@ -668,27 +672,6 @@ def clear_environment() -> Iterator[None]:
     with preserved_variables():
         os.environ.clear()
         yield
-
-
-@contextmanager
-def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Context in which these environment variables, in upper case, have these values.
-
-    Example:
-        >>> with patch_environment(my_flag=1):
-        ...     parse_flag_from_env("MY_FLAG")
-        True
-    """
-    settings = {key.upper(): str(value) for key, value in kwargs.items()}
-    previous = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in previous.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:

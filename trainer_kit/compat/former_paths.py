@@ -12,6 +12,7 @@ def _from(module: str, names: str) -> dict[str, str]:
 
 
 PATHS: Final = {
+    "compat._plateau": _from("commands._plateau", "ReduceLROnPlateau"),
     "compat.deepspeed": _from(
         "options.deepspeed", "DeepSpeedPlugin DummyOptim DummyScheduler"
     ),

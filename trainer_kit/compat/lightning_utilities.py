@@ -30,7 +30,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
-from trainer_kit.compat._plateau import ReduceLROnPlateau
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
@@ -67,7 +66,6 @@ __all__ = [
     "OptimizerLRScheduler",
     "ParallelStrategy",
     "PossibleUserWarning",
-    "ReduceLROnPlateau",
     "WarningCache",
     "apply_to_collection",
     "cli_lightning_logo",

@@ -23,6 +23,7 @@ __all__ = [
     "count_devices",
     "first_host",
     "list_devices",
+    "patch_environment",
     "pick_device",
     "preserved_variables",
     "usable_cores",
@@ -323,6 +324,27 @@ def preserved_variables() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Context in which these environment variables, in upper case, have these values.
+
+    Example:
+        >>> with patch_environment(my_flag=1):
+        ...     os.environ["MY_FLAG"]
+        '1'
+    """
+    settings = {key.upper(): str(value) for key, value in kwargs.items()}
+    previous = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def usable_cores() -> int:

@@ -8,6 +8,7 @@ from functools import cached_property
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, final
 
@@ -183,22 +184,42 @@ class _OtherPaths(MetaPathFinder, Loader):
         self._former_name = former
 
     @cached_property
+    def _room(self) -> str:
+        """The name of the package with the tables, which need not be installed."""
+        room = self._former_name.partition(".")[0]
+        return f"{self._package}.{room}"
+
+    @cached_property
+    def _is_installed(self) -> bool:
+        try:
+            return find_spec(self._room) is not None
+        except ModuleNotFoundError:
+            return False
+
+    @cached_property
     def _tables(self) -> list[_Table]:
         tables: list[Any] = []
+        if not self._is_installed:
+            return tables
         for name in self._names:
             tables.append(import_module(f"{self._package}.{name}"))
         return tables
 
     @cached_property
-    def _former(self) -> Any:
-        return import_module(f"{self._package}.{self._former_name}")
+    def _former_paths(self) -> Mapping[str, Mapping[str, str]]:
+        if not self._is_installed:
+            return {}
+        paths: Mapping[str, Mapping[str, str]] = import_module(
+            f"{self._package}.{self._former_name}"
+        ).PATHS
+        return paths
 
     @cached_property
     def paths(self) -> dict[str, dict[str, str]]:
         """The merged ``PATHS`` of all tables, and of the former paths."""
         merged: dict[str, dict[str, str]] = {}
-        for table in [*self._tables, self._former]:
-            for path, homes in table.PATHS.items():
+        for paths in [*(table.PATHS for table in self._tables), self._former_paths]:
+            for path, homes in paths.items():
                 merged.setdefault(path, {}).update(homes)
         return merged
 
@@ -217,6 +238,9 @@ class _OtherPaths(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         module, _, name = fullname.rpartition(".")
         if fullname.partition(".")[0] != self._package or not module:
+            return None
+        # The room of the tables is not installed: to look into them would lead here again.
+        if fullname == self._room:
             return None
         # As a package, for there may be paths below it.
         if self._relative(fullname) in self.paths:
@@ -281,7 +305,7 @@ class _OtherPaths(MetaPathFinder, Loader):
             if self._has(path, module, name):
                 packages.append(path)
         for path, homes in self.paths.items():
-            if name in homes and path not in self._former.PATHS:
+            if name in homes and path not in self._former_paths:
                 packages.append(f"{self._package}.{path}")
         return packages
 
