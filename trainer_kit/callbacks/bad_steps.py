@@ -154,6 +154,7 @@ class SpikeDetection(Callback):
         self._step_losses.clear()
         self._batches[step] = self._indices
         self._indices = []
+        # Without logging every 50 steps: otherwise the losses would gather on the device until the epoch ends.
         if step % (trainer.log_every_n_steps or 50) == 0:
             self._judge_steps(trainer)
 
@@ -163,8 +164,9 @@ class SpikeDetection(Callback):
 
     def _judge_steps(self, trainer: TrainerLike) -> None:
         for step, loss in self._read_step_losses(trainer):
+            # Every run looks for these, and `NaNGuard` may train without them.
             if not math.isfinite(loss):
-                continue  # every run looks for these, and `NaNGuard` may train without them
+                continue
             self._judged += 1
             mean = loss
             if self._recent:
@@ -203,6 +205,7 @@ class SpikeDetection(Callback):
         for step, loss in losses:
             sums[step - first_step] += loss
             counts[step - first_step] += 1
+        # Sums and counts, not means: ranks may have different numbers of micro-batches in a step.
         rows = world.agree(sums + counts)
         totals = [sum(column) for column in zip(*rows, strict=True)]
         pairs = zip(totals[: len(sums)], totals[len(sums) :], strict=True)
@@ -220,13 +223,15 @@ class SpikeDetection(Callback):
             return []
         steps = [step for step, _ in pending]
         scalars = [loss.reshape(()).float() for _, loss in pending]
-        losses = torch.stack(scalars).tolist()  # sync point
+        # sync point: one for all steps since the last judgement
+        losses = torch.stack(scalars).tolist()
         return list(zip(steps, losses, strict=True))
 
     def _report_spike(
         self, trainer: TrainerLike, step: int, loss: float, mean: float
     ) -> None:
         self.spikes[step] = loss
+        # The step before, too: its update may be what made this loss jump.
         self.bad_batches += self._batches.get(step - 1, ())
         self.bad_batches += self._batches.get(step, ())
         if self.exclude_batches_path is not None and trainer.is_global_zero:

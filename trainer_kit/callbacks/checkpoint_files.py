@@ -199,9 +199,11 @@ class CheckpointFiles:
         from trainer_kit.checkpoint.store import entries, lookup
 
         assert self.dirpath is not None
-        paths = [self._best_before[0]]
+        best_before, _ = self._best_before
+        paths = [best_before]
         if restored:
-            paths += [*self.retention.kept, self.retention.spare]
+            paths += self.retention.kept
+            paths.append(self.retention.spare)
         missing = [path for path in paths if path and not locate(path).is_dir()]
         if restored:
             newest = locate(self.retention.newest)

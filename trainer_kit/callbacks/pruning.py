@@ -227,14 +227,16 @@ class ModelPruning(Callback):
         weights = []
         masks = []
         for name, parameter in self._parameters.items():
-            weights.append(parameter.detach().flatten())
+            vector = parameter.detach().flatten()
+            weights.append(vector)
             masks.append(self._masks[name].flatten())
         # As one vector, so that a layer of small weights loses more of them than others.
         joined_mask = self._shrink(torch.cat(weights), torch.cat(masks), amount)
-        sizes = [weight.numel() for weight in weights]
-        new_masks = torch.split(joined_mask, sizes)
-        pairs = zip(self._parameters.items(), new_masks, strict=True)
-        for (name, parameter), mask in pairs:
+        start = 0
+        for name, parameter in self._parameters.items():
+            size = parameter.numel()
+            mask = joined_mask[start : start + size]
+            start += size
             # A copy: a view would hold the whole vector in memory.
             self._masks[name] = mask.view_as(parameter).clone()
 

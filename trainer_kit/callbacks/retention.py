@@ -196,6 +196,7 @@ class Retention:
 
     def confirm(self, path: str) -> list[str]:
         """Record ``path`` as durable; returns the paths to delete now, and removes them from the state."""
+        # From the writer's thread, while the training thread may request the next one.
         with _LOCK:
             if path in self._requests:
                 self._settle(path)
@@ -276,6 +277,7 @@ class Retention:
     def forget(self, path: str) -> None:
         """Drop ``path``, whose directory is gone; no save is in progress."""
         self.kept.pop(path, None)
+        # A fallback that is gone must not keep the next replaced checkpoint from becoming it.
         if path == self.spare:
             self.spare = ""
 
@@ -300,6 +302,7 @@ class Retention:
         self._requests = {}
 
     def _best_path(self, scores: Mapping[str, float]) -> str:
+        # In the order of the requests, and strictly better: of equal scores the older checkpoint stays the best.
         best = ""
         for path, score in scores.items():
             if not best or self.better(score, scores[best]):

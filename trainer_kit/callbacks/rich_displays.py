@@ -175,6 +175,7 @@ class _RichLine:
             metrics, theme.metrics_text_delimiter, theme.metrics_format
         )
         bars.show_values(values)
+        # rich counts from the first drawing; `began` leaves out the time of validations.
         task = next(task for task in bars.tasks if task.id == self._task)
         task.start_time = bars.get_time() - elapsed
         # Not by `update`, which ignores None: an unknown total pulses.
@@ -288,8 +289,9 @@ class RichModelSummary(ModelSummary):
         if table.rows:
             rich_table = Table(header_style=self.header_style)
             for name in cells[0]:
-                is_number = name in ("Params", "FLOPs")
-                justify: Literal["left", "right"] = "right" if is_number else "left"
+                justify: Literal["left", "right"] = "left"
+                if name in ("Params", "FLOPs"):
+                    justify = "right"
                 rich_table.add_column(name, justify=justify, overflow="fold")
             for row in cells[1:]:
                 rich_table.add_row(*row)

@@ -126,6 +126,7 @@ def _versions() -> Iterator[Finding]:
                 f"pip install '{requirement}'",
             )
             continue
+        # With prereleases: a nightly build of torch is none of the versions otherwise.
         if not requirement.specifier.contains(version, prereleases=True):
             unsupported.append(str(requirement))
             text = f"{requirement.name} {version}, where {requirement.specifier} is supported"
@@ -215,6 +216,7 @@ def _processes() -> Iterator[Finding]:
             "install another build of torch",
         )
         return
+    # Gloo works on GPUs too, but copies through the host: a warning, since training is slow and not wrong.
     names = ", ".join(backends("gloo", "nccl"))
     if torch.cuda.is_available() and "nccl" not in names:
         text = f"{names}; GPUs without nccl"
@@ -250,6 +252,7 @@ def _network() -> Iterator[Finding]:
             seconds = time.monotonic() - start
         except OSError as error:
             text = f"{name} does not resolve: {error}"
+            # The machine's own name matters to few libraries; without MASTER_ADDR no rank finds the others.
             if name == socket.gethostname():
                 fix = f"add a line for {name} to /etc/hosts"
                 yield Finding("network", text, "warning", fix)
@@ -258,6 +261,7 @@ def _network() -> Iterator[Finding]:
                 yield Finding("network", text, "fix", fix)
             continue
         text = f"{name} is {', '.join(sorted(addresses))}"
+        # Every rank resolves it when it starts, and some libraries do so for each connection.
         if seconds > 1:
             text += f", resolved after {seconds:.1f} s"
             yield Finding("network", text, "warning", f"add {name} to /etc/hosts")

@@ -142,6 +142,7 @@ def survey(
     missing: dict[str, str] = {}
     notes = [replace(finding, host=host) for finding in beside]
     if first_of_host and directory is not None:
+        # Once on each machine: its ranks would share the speed of the disk.
         try:
             speeds["disk"] = _disk_speed(directory)
         except OSError as error:
@@ -260,6 +261,7 @@ def _slow_finding(name: str, rank: RankHealth, share: float) -> Finding:
 def _range(values: Sequence[float], name: str) -> str:
     low = _rate(min(values), name)
     high = _rate(max(values), name)
+    # Compared as text: a difference that is not shown is none.
     if low == high:
         return low
     number, unit = low.split()
@@ -276,6 +278,7 @@ def _rate(value: float, name: str) -> str:
 def _clocks(
     ranks: Sequence[RankHealth], offsets: Sequence[tuple[float, float]]
 ) -> Iterator[Finding]:
+    # From the median, not from rank 0, whose clock may be the wrong one.
     median = median_low([(low + high) / 2 for low, high in offsets])
     equal = True
     for rank, (low, high) in zip(ranks, offsets, strict=True):
@@ -316,6 +319,7 @@ def _versions(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
                 f"{name} {version} on {', '.join(ranks_with_it)}, "
                 f"and {usual} on {count} rank{'s' * (count > 1)}"
             )
+            # Other versions may differ and train, but are the first suspect of a difference in results.
             level = "fix" if name in _MUST_BE_EQUAL else "warning"
             yield Finding("versions", text, level, _FIXES["versions"])
     if equal:
@@ -530,6 +534,7 @@ def _fastest(
         # sync point: the measurement
         wait()
         seconds.append(time.perf_counter() - start)
+    # Without the first call, which warms up; never 0, where a clock is coarse.
     return max(min(seconds[1:]), 1e-9)
 
 

@@ -190,7 +190,7 @@ class RunDirectory:
         if event["event"] == "end" and previous and previous.get("status") == "hung":
             return
         if event["event"] == "start":
-            # Two starts without an end between them: the first process was killed, unless `validate` runs inside `fit`.
+            # Two starts of different processes without an end between them: the first process was killed.
             if previous and previous["event"] == "start" and _differ(previous, event):
                 fit.events.append(_killed_event(fit))
             if event.get("stage") == "fit":
@@ -525,16 +525,16 @@ class _Curves:
 
     def _number_axis(self, axis: dict[str, _Floats], selected: _Indices) -> int:
         """Return the position in ``axes`` of the selected points, which are added if no curve has them yet."""
-        points = {kind: values[selected] for kind, values in axis.items()}
-        seconds = points["times"] - self._start_time
         # Little-endian: the page reads them as typed arrays, which have the byte order of nearly every machine.
         # Steps and counts need 53 bits; 24 bits of seconds are exact to a second in half a year.
-        columns: dict[str, npt.NDArray[np.generic]] = {
-            "steps": points["steps"].astype("<f8"),
-            "seconds": seconds.astype("<f4"),
-        }
-        for count in self._counts:
-            columns[count] = points[count].astype("<f8")
+        columns: dict[str, npt.NDArray[np.generic]] = {}
+        for kind, values in axis.items():
+            points = values[selected]
+            if kind == "times":
+                seconds = points - self._start_time
+                columns["seconds"] = seconds.astype("<f4")
+            else:
+                columns[kind] = points.astype("<f8")
         content = b"".join(column.tobytes() for column in columns.values())
         number = self._axis_numbers.setdefault(content, len(self.axes))
         if number == len(self.axes):
@@ -552,7 +552,7 @@ def _finite_or_text(value: np.float32) -> float | str:
 
 def _counts_of_steps(series: _Series) -> dict[str, tuple[_Floats, _Floats]]:
     """Return the steps of a series in order, and the samples and tokens counted at each, which place the marks."""
-    # `np.interp` needs ascending steps; a validation logs an earlier step than the training step before it.
+    # `np.interp` needs ascending steps, and a user may log an earlier one.
     order = np.argsort(np.array(series.steps), kind="stable")
     steps = np.array(series.steps)[order]
     counts = {}

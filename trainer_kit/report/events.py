@@ -67,7 +67,7 @@ def read_events(directory: Path) -> list[JsonObject]:
 
 def this_process() -> list[object]:
     """Return an identifier of this process for `has_ended`."""
-    # Process ids are used again after a reboot, and when they have all been used once: hence the two times.
+    # The system uses process ids again, after a reboot and before: the boot and the start time tell them apart.
     return [socket.gethostname(), boot_id(), os.getpid(), start_time(os.getpid())]
 
 
