@@ -146,7 +146,7 @@ def test_an_unfinished_run_continues_although_a_later_one_has_finished(script):
     first = fit(broken=5)
     execution = script()
     fit(resume=None)
-    execution.at_exit()
+    execution.mark_ended()
     script()
     assert fit().log_dir == os.path.abspath(first.log_dir)
 
@@ -201,7 +201,7 @@ def test_a_finished_fit_of_an_unfinished_script_is_loaded(script, capsys):
         str(where.with_name("version_1")),
         8,
     )
-    execution.at_exit()
+    execution.mark_ended()
     assert [record(where.with_name(f"version_{n}")).ended for n in (0, 1)] == [
         True,
         True,
@@ -217,7 +217,7 @@ def test_a_script_that_died_while_it_recorded_its_end_is_loaded(script, monkeypa
     monkeypatch.setattr(
         runs, "write_record", lambda record: calls or calls.append(write(record))
     )
-    execution.at_exit()
+    execution.mark_ended()
     monkeypatch.setattr(runs, "write_record", write)
     assert [record(Path("trainer_kit_logs", f"version_{n}")).ended for n in (0, 1)] == [
         False,
@@ -566,7 +566,7 @@ def test_a_lost_record_of_a_directory_that_other_runs_share(script, tmp_path):
         resume=None,
         callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)],
     )
-    execution.at_exit()
+    execution.mark_ended()
     script()
     second = fit(
         broken=5, callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)]

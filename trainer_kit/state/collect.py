@@ -18,6 +18,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import names_in, plain_state, state_name
+from trainer_kit.core.types import SavedState
 from trainer_kit.state.data_changes import compare_data
 from trainer_kit.state.optimizer_states import (
     add_groups,
@@ -51,8 +52,6 @@ __all__ = [
 
 State = dict[str, Any]
 """The state of a run, or one part of it, by name, as a checkpoint holds it."""
-SavedState = Mapping[str, Any]
-"""A state as it was read from a checkpoint; it is not changed."""
 _Tensors = dict[str, Tensor]
 
 
@@ -63,14 +62,15 @@ def module_state(
     step: int,
 ) -> State:
     """Weights and hyperparameters: the part of the state that does not depend on a run."""
-    name = module.hparams_name
-    return {
+    state: State = {
         "state_dict": dict(weights),
         "hyper_parameters": plain_hparams(module.hparams)[0],
-        **({} if name is None else {"hparams_name": name}),
-        "epoch": epoch,
-        "global_step": step,
     }
+    if module.hparams_name is not None:
+        state["hparams_name"] = module.hparams_name
+    state["epoch"] = epoch
+    state["global_step"] = step
+    return state
 
 
 def plain_hparams(hparams: Mapping[str, object]) -> tuple[State, list[str]]:
@@ -99,6 +99,7 @@ def _can_be_stored(value: object, name: str) -> bool:
         if sum(tensor.nbytes for tensor in tensors) > _LARGE_MODULE:
             return False
     try:
+        # The only test that agrees with a save is the save's own encoder.
         encode(value, {}, at=name, copy=False)
     except CheckpointError:
         return False
@@ -131,7 +132,9 @@ def collect(
     state = module_state(run.module, weights, progress.epoch, progress.step)
     if not weights_only:
         state.update(_training_state(run, seed, owes_validation))
+        # After the library's part: the state of loaders is relative to the progress in it.
         _add_user_state(run, state, callbacks, datamodule)
+    # Last, because the hooks may read, change and extend the whole checkpoint.
     if hooks:
         # A hook that raises on one rank ends the save on all of them.
         on_every_rank(world, partial(_call_hooks, run.bus.on_save_checkpoint, state))
@@ -142,6 +145,7 @@ def _training_state(run: Fit, seed: int, owes_validation: bool) -> State:
     """Optimizers, progress, and what else the library itself needs to resume."""
     progress, stepper = run.progress, run.stepper
     names = parameter_names(run.strategy, run.module)
+    # A window notes the number of completed steps when it begins, and that number grows when it ends with a step.
     inside_step = run.windows.window.started == progress.step
     state: State = {"optimizer_states": _optimizer_states(run, names)}
     state.update(_divergent_rank_state(run, names))
@@ -151,6 +155,7 @@ def _training_state(run: Fit, seed: int, owes_validation: bool) -> State:
     state["inside_step"] = inside_step
     # Inside a step the validation is not due yet: the step runs again first.
     state["owes_validation"] = owes_validation and not inside_step
+    # They advance once the values of this step are there; the resumed run must not skip that.
     if stepper.waiting and not inside_step:
         state["waiting_schedulers"] = [
             index
@@ -162,6 +167,7 @@ def _training_state(run: Fit, seed: int, owes_validation: bool) -> State:
         # The request waits for the minimum of epochs or steps, in a resumed run too.
         state["stop"] = run.requests.stop
     state.update(run.about())
+    # What a batch was made of, and what the data were: positions count batches, which may have another size on resume.
     state["stride"] = run.windows.feed.stride
     state["data"] = run.windows.feed.facts
     return state
@@ -212,7 +218,9 @@ def _add_user_state(
         state.update(_user_state(run, callbacks, datamodule))
         return _rank_state(run, state["progress"])
 
+    # An object of one rank may raise: then every rank raises here, instead of waiting in the gather below.
     ranks = on_every_rank(world, collect_user_state)
+    # By rank: resuming on another number of ranks is recognized by the length of this list.
     state["rng"] = [rank.rng for rank in ranks]
     state["data_ranks"] = [rank.data_rank for rank in ranks]
     # Once for each data rank, however many ranks read its batches: that number depends on the layout.
@@ -263,15 +271,15 @@ def _rank_state(run: Fit, completed: State) -> _RankState:
     strategy = run.strategy
     metrics = run.metrics.state_dict()
     loaders = _loader_state(run, completed)
+    # Last: the user's objects may have drawn numbers for their states.
+    rng = rng_state(strategy.device)
     return _RankState(
         report_rank=strategy.reports.rank,
         reporter=strategy.reporter,
         metrics=metrics,
         data_rank=strategy.data.rank,
         loaders=loaders,
-        rng=rng_state(
-            strategy.device
-        ),  # last: the user's objects may have drawn numbers
+        rng=rng,
     )
 
 
@@ -280,6 +288,7 @@ def _divergent_rank_state(run: Fit, names: Mapping[int, str]) -> State:
     strategy = run.strategy
     if not strategy.per_rank_state:
         return {}
+    # Without this context the strategy returns the state that all ranks share.
     with strategy.own_state():
         entries = strategy.module_state(run.module).items()
         weights = {name: value for name, value in entries if isinstance(value, Tensor)}
@@ -351,7 +360,8 @@ def completed_progress(run: Fit) -> dict[str, int | float]:
         state["epoch_batch"] -= consumed
         state["batch"] -= consumed
         state["samples"] -= sum(window.sizes[:consumed])
-        if consumed == window.count:  # tokens are counted once for a whole window
+        # Tokens are counted once for a whole window, with its last batch.
+        if consumed == window.count:
             state["tokens"] -= window.tokens
     return state
 
@@ -368,11 +378,17 @@ def restore(
     """Restore everything at one point: after the module is wrapped and optimizers exist, before ``on_fit_start``.
 
     An error on one rank is raised on all: the others would wait in the next collective call.
+
+    The order is fixed: hooks see the checkpoint before anything is restored; weights, optimizers and schedulers,
+    precision and progress; loaders, which need the progress; the user's objects; metrics, random generators and
+    buffers last.
     """
     world = run.strategy.world
+    # First: a hook may change the checkpoint, for example rename weights or set other optimizers.
     fail_together(world, partial(_call_hooks, run.bus.on_load_checkpoint, state))
     rank_change = describe_rank_change(run.strategy, state)
-    if rank_change is None:  # otherwise every rank continues from the shared part
+    # On other ranks than those that saved, every rank continues from the shared part.
+    if rank_change is None:
         state = {**state, **state.get(rank_part_name(world.rank), {})}
     fail_together(world, lambda: _restore_weights(run, state, strict))
     if "optimizer_states" not in state:
@@ -388,16 +404,17 @@ def restore(
             _restore_loaders(run, state, global_batch_size)
 
     fail_together(world, restore_loaders)
+    # After the position was converted: intervals that are complete there do not come due again.
     run.schedule.mark_checked(run.progress)
     # A signal may have arrived while the state was read: it counts more than the saved request.
     run.requests.stop = run.requests.stop or state.get("stop")
-
     run.stepper.wait(
         configured.schedulers[index] for index in state.get("waiting_schedulers", ())
     )
 
     def restore_user_state() -> None:
         _restore_user_state(state, callbacks, datamodule)
+        # After the user's objects, which may draw random numbers while they load.
         _restore_rank_state(run, state, rank_change)
 
     fail_together(world, restore_user_state)
@@ -473,6 +490,7 @@ def _restore_steps(
                 run.say,
                 state["state_dict"],
             )
+    # After the optimizers: `reconfigured` says which learning rates the user has changed since.
     with checkpoint_errors("lr_schedulers"):
         saved_schedulers = state["lr_schedulers"]
         if len(saved_schedulers) != len(configured.schedulers):
@@ -509,6 +527,7 @@ def describe_rank_change(strategy: Strategy, state: SavedState) -> str | None:
     """How the ranks differ from those that saved; None where each rank's generators and buffers still match."""
     world = strategy.world
     saved_ranks = len(state.get("rng", ()))
+    # An imported checkpoint of another library has none.
     if not saved_ranks:
         return "without random states"
     if saved_ranks != world.size:
@@ -526,7 +545,7 @@ def _restore_rank_state(run: Fit, state: SavedState, rank_change: str | None) ->
     with checkpoint_errors("metrics"):
         saved_metrics = state["metrics"]
         report_rank = run.strategy.reports.rank
-        # More report ranks now than when it was saved.
+        # More report ranks now than when it was saved: all of them take the first one's values.
         if report_rank >= len(saved_metrics):
             report_rank = 0
         run.metrics.load_state_dict(saved_metrics[report_rank])
@@ -600,6 +619,7 @@ def _restore_loaders(
             f"{plural(feed.per_rank_batch_size or 1, 'sample')} on each rank,"
             f" of {data.size} now and {saved_ranks} before"
         )
+    # The position counts batches of this run from here on, for what follows.
     _convert_position(run, state.get("stride"), global_batch_size)
     compare_data(run, state.get("data"))
     saved = state.get("loaders")
@@ -628,6 +648,7 @@ def _convert_position(
 ) -> None:
     """Convert the position inside the epoch, in micro-batches, to micro-batches of another size."""
     progress, stride = run.progress, run.windows.feed.stride
+    # Older checkpoints lack the entry; at the start of an epoch the position is 0 in any unit.
     if saved_stride is None or not progress.epoch_batch:
         return
     before = [(unit, number) for unit, number in saved_stride]
@@ -642,7 +663,9 @@ def _convert_position(
             f"a position in batches of {size_before} cannot be converted to batches of {size_now}",
             fix="resume with the same number of ranks and samples per batch, or from the end of an epoch",
         )
+    # All loaders changed by one ratio, so the first stands for all.
     position, remainder = divmod(batches * before[0][1], stride[0][1])
+    # Rounding would repeat samples or leave some out.
     if remainder:
         raise CheckpointError(
             "progress",

@@ -19,6 +19,7 @@ def compare_data(run: Fit, saved: Sequence[Mapping[str, Any]] | None) -> None:
         saved: the facts of the training data in the checkpoint; None in an older one.
     """
     progress, length = run.progress, run.schedule.length
+    # At the start of an epoch other data are no problem: no position in the former data counts.
     if not progress.epoch_batch:
         return
     if (
@@ -52,10 +53,12 @@ def describe_changes(
         >>> describe_changes([before], [now], epoch=0)[0].partition(":")[0]
         'the training data have 9 samples, and had 8 in the checkpoint'
     """
+    # Facts are listed by loader: with another number of loaders no pair belongs together.
     if saved is None or len(saved) != len(now):
         return []
-    pairs = zip(saved, now, strict=True)
-    changes = [change for pair in pairs for change in _changes(*pair)]
+    changes: list[str] = []
+    for facts_before, facts_now in zip(saved, now, strict=True):
+        changes += _changes(facts_before, facts_now)
     return [
         f"{change}: the rest of epoch {epoch} may repeat samples or leave some out"
         for change in changes

@@ -73,6 +73,7 @@ def optimizer_state(
             if parameter in states:
                 state[name] = dict(states[parameter])
         groups.append({**_without_parameters(options), "params": group_names})
+    # Collective, so outside of the calls above that may raise on one rank.
     if strategy.sharded:
         _merge_names(strategy, groups)
     saved: _Options = {
@@ -182,6 +183,7 @@ def restore_optimizer(
         CheckpointError: it is the state of another class, or of other groups.
     """
     class_saved, class_now = saved.get(_CLASS), type(optimizer).__name__
+    # Before the class is compared: this error says which assignment the resumed run lacks.
     if saved.get(_EXCHANGED) and _EXCHANGED not in vars(optimizer):
         _check_exchanged(optimizer, parameter_groups, saved, names)
     # Moments of another class may have the same names and mean something else.
@@ -202,6 +204,7 @@ def restore_optimizer(
         )
     if saved.get(BY_POSITION):
         _check_positions(strategy, parameter_groups, saved_groups)
+        # Without names `_parameter_name` returns the positions, under which this state is stored.
         names = {}
     groups, reconfigured = _merge_options(optimizer, saved, say)
     state: dict[nn.Parameter, Any] = {}
@@ -241,6 +244,7 @@ def _merge_options(
             if key not in options or key not in before or _equal(before[key], value):
                 continue
             options[key] = value
+            # It is set by schedulers from `lr`, so the user would see the same change twice.
             if key != "initial_lr":
                 reconfigured[key] = value
                 say(
@@ -410,8 +414,10 @@ def configured_flags(module: nn.Module) -> dict[str, bool]:
     flags = {}
     for name, parameter in module.named_parameters():
         flag = parameter.requires_grad
-        unchanged = after_fit.get(name) == flag
-        flags[name] = before_fit[name] if unchanged else flag
+        # The last fit left this flag so, for example by unfreezing; the user has not touched it since.
+        if after_fit.get(name) == flag:
+            flag = before_fit[name]
+        flags[name] = flag
     return flags
 
 
@@ -460,12 +466,14 @@ def add_groups(
     group_count = len(optimizer.param_groups)
     saved_groups = saved["param_groups"]
     options = saved.get(_CONFIGURED) or ()
+    # An older checkpoint does not say how its groups were configured.
     if len(options) != len(saved_groups):
         return
     present: set[int] = set()
     for group in optimizer.param_groups:
         present.update(map(id, group["params"]))
     added_groups: list[list[nn.Parameter]] = []
+    # All are matched before the first is added: an optimizer with some of the groups fits neither state.
     for group in saved_groups[group_count:]:
         names = [name for name in group["params"] if name in parameters]
         if len(names) < len(group["params"]) and not sharded:
@@ -514,6 +522,7 @@ def _wrap_add_group(run: Fit, optimizer: Optimizer) -> None:
         if _match_restored_group(optimizer, param_group):
             return
         add(param_group)
+        # torch has checked the group and filled in its defaults by now.
         noted: list[_Options] = vars(optimizer)[_AS_CONFIGURED]
         # The new group counts as configured by the user, as those before the fit do.
         noted += _options(optimizer)[len(noted) :]
@@ -560,6 +569,7 @@ def exchange_optimizers(
             fix="leave NaNGuard out, or change their param_groups",
         )
     replaced = list(run.stepper.configured.optimizers)
+    # Read before the exchange: no step has used what the checkpoint restored.
     drops_restored_state = (
         resumed
         and run.stepper.trained is None
@@ -589,15 +599,20 @@ def _match_restored_group(optimizer: Optimizer, group: _Options) -> bool:
     if not restored:
         return False
     parameters = group["params"]
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    group["params"] = (
-        parameters  # an iterator is read once; the caller's add_param_group reads it again
-    )
-    # torch also takes (name, parameter) pairs.
-    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
-    key = frozenset(map(id, tensors))
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    # An iterator can be read once, and torch's add_param_group reads it again.
+    group["params"] = parameters = list(parameters)
+    ids: set[int] = set()
+    for entry in parameters:
+        # torch also takes (name, parameter) pairs.
+        if isinstance(entry, tuple):
+            _, entry = entry
+        ids.add(id(entry))
+    key = frozenset(ids)
     if key not in restored:
         return False
+    # Once: a second call with these parameters is an error of the caller, which torch reports.
     index = restored.pop(key)
     noted = vars(optimizer)[_AS_CONFIGURED][index]
     changed = {
@@ -618,6 +633,7 @@ def restore_scheduler(scheduler: Any, saved: _Saved, keeps_rates: bool) -> None:
         saved: its state.
         keeps_rates: whether base learning rates keep the values that the user configures now.
     """
+    # Read before the state is loaded, which replaces the attribute.
     base_rates = [
         (nested, nested.base_lrs)
         for nested in scheduler_parts(scheduler)

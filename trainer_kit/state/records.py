@@ -99,9 +99,11 @@ class RunRecord:
         directories = []
         for recorded in self.checkpoints:
             moved = self._moved_path(recorded)
-            # The recorded path may exist as well, for example where a directory was copied.
-            is_moved = moved and os.path.isdir(moved)
-            directories.append(moved if is_moved else recorded)
+            # First: the recorded path may exist as well, for example where a directory was copied.
+            if moved and os.path.isdir(moved):
+                directories.append(moved)
+            else:
+                directories.append(recorded)
         return directories
 
     def is_attempt_of(self, other: RunRecord) -> bool:
@@ -174,6 +176,7 @@ def record_problem(file: Path) -> str:
 
 def _read(file: Path) -> list[RunRecord]:
     raw = read_file(file, _MAX_BYTES)
+    # `replace_file` never leaves an empty file, so the storage has lost the content of a record.
     if not raw:
         raise CheckpointError(file, None, "is empty")
     try:
@@ -193,12 +196,15 @@ def _read(file: Path) -> list[RunRecord]:
             f"has format version {version!r}; this trainer_kit reads {_VERSION}",
         )
     entries = content.get("runs")
+    # A changed path or id would make a run continue with the checkpoints of another one.
     if "checksum" in content and content["checksum"] != _checksum(entries):
         raise CheckpointError(
             file, "checksum", "was edited or damaged: its checksum does not match"
         )
+    if not isinstance(entries, list):
+        entries = [None]  # no valid record, so that the error below names it
     records = []
-    for entry in entries if isinstance(entries, list) else [None]:
+    for entry in entries:
         record = _parse_record(entry, file)
         if record is None:
             raise CheckpointError(
@@ -211,7 +217,8 @@ def _read(file: Path) -> list[RunRecord]:
 def _parse_record(entry: object, file: Path) -> RunRecord | None:
     if not isinstance(entry, dict):
         return None
-    values = {"from_here": {}, **entry}  # older files lack it
+    # Older files lack this field.
+    values = {"from_here": {}, **entry}
     names = [field.name for field in fields(RunRecord) if field.name != "directory"]
     for name in names:
         types = _FIELD_TYPES.get(name, (str,))
@@ -219,6 +226,7 @@ def _parse_record(entry: object, file: Path) -> RunRecord | None:
             return None
     relative_paths = values["from_here"]
     for path in (*values["checkpoints"], *relative_paths, *relative_paths.values()):
+        # The system's calls raise ValueError at a null byte, which no caller expects.
         if not isinstance(path, str) or "\0" in path:
             return None
     return RunRecord(
@@ -242,18 +250,20 @@ def write_record(record: RunRecord) -> bool:
     directory = Path(record.directory)
     file = directory / RUN
     try:
+        # Only when it begins: a directory that the user deleted meanwhile does not come back at its end.
         if record.status == "running":
             directory.mkdir(parents=True, exist_ok=True)
         # Another run may write its record between the reading and the writing.
         with _directory_lock(directory):
+            existing: list[RunRecord] = []
             try:
-                existing = _read(file) if os.path.lexists(file) else []
+                if os.path.lexists(file):
+                    existing = _read(file)
             except CheckpointError as error:
                 if error.key in ("format", "version"):
                     return False
                 # It stays for the user to look at.
                 os.replace(file, file.with_name(f"{RUN}.damaged"))
-                existing = []
             # Of the attempts at one run only the newest has a record.
             records = [
                 other
@@ -294,6 +304,7 @@ def _directory_lock(directory: Path) -> Iterator[None]:
         return
     import fcntl
 
+    # The directory and not the file: `replace_file` puts a new file in place, and a lock of the old one would not hold.
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):

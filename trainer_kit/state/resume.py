@@ -1,4 +1,13 @@
-"""Where an entry point starts: paths, ``"last"`` and ``"best"``, and the state that is read from there."""
+"""Where an entry point starts: paths, ``"last"`` and ``"best"``, and the state that is read from there.
+
+Which checkpoint is the newest is decided in three stages, all on rank 0:
+
+1. The directories: of the continued run by its record, and of the checkpoint callbacks, else of the run itself.
+2. In each directory the first sound one of `candidates`: its index's ``last``, then the others by order of commit.
+3. Among those of several directories the one that was committed last (`commit_order`).
+
+Neither names, steps nor times of files take part, except for checkpoints of versions that had no commit numbers.
+"""
 
 from __future__ import annotations
 
@@ -130,6 +139,7 @@ class Search:
             replaces ``{step}`` in it. A line that needs no step is printed here.
         """
         files = self.files
+        # The run's own checkpoints count more than `ckpt_path`, which the same command passed when it started the run.
         if files.continued is not None:
             resumed = self._resume_run(files.continued, removed)
             if resumed is not None:
@@ -215,7 +225,9 @@ class Search:
             return self._resolve(self._best())
         if ckpt_path == "last":
             newest = self._last(resumable_first)
-            return None if newest is None else self._resolve(newest)
+            if newest is None:
+                return None
+            return self._resolve(newest)
         if not isinstance(ckpt_path, (str, os.PathLike)):
             fix = None
             if ckpt_path is True:
@@ -332,6 +344,7 @@ class Search:
             rejected += damaged
             if path is not None:
                 sound.append(path)
+        # Starting anew because all checkpoints are damaged would hide a loss: the user must decide.
         if rejected and not sound:
             path, problem = rejected[0]
             raise CheckpointError(
@@ -341,6 +354,7 @@ class Search:
                 fix="pass another ckpt_path, or leave it out to start a new run",
             )
         newest = _newest(sound, resumable_first)
+        # Only now: with nothing sound to fall back to, the damaged ones stay where they are for the user.
         for path, problem in rejected:
             renamed = ""
             if self.fits and is_free(path.parent):
@@ -360,7 +374,7 @@ def _newest(paths: Sequence[Location], resumable_first: bool) -> Location | None
         for path in newest_first:
             if "progress" in read_manifest(path)["parts"]:
                 return path
-    return newest_first[0] if newest_first else None
+    return next(iter(newest_first), None)
 
 
 def _no_checkpoint(
@@ -406,6 +420,7 @@ def _parts_to_read(checkpoint: ResolvedCheckpoint, weights_only: bool) -> list[s
     parts = checkpoint.parts
     if weights_only:
         return [part_name for part_name in parts if not _is_run_part(part_name)]
+    # Each rank reads its own part of those, in `read_remaining`: they are as large as the model.
     return [
         part_name for part_name in parts if not part_name.startswith(rank_part_name(""))
     ]
@@ -417,6 +432,7 @@ def read_start(source: Source, weights_only: bool, strategy: Strategy) -> State:
     def read() -> State:
         if not strategy.sharded:
             return read_state(source, weights_only)
+        # Tensors are read once the module is sharded: before, each rank would need memory for the whole model.
         checkpoint = source.checkpoint
         if weights_only or checkpoint is None:
             return {}
@@ -464,6 +480,7 @@ def read_remaining(
     from trainer_kit.checkpoint.sharded import read_divided
 
     tensors, absent = fail_together(world, lambda: local_tensors(strategy, module))
+    # Collective; it raises on all ranks or on none, so it needs no `fail_together`.
     state = read_divided(
         path,
         tensors,
@@ -518,6 +535,7 @@ def load_weights(
         state = read_remaining({}, source, weights_only, strategy, module)
     else:
         state = fail_together(strategy.world, lambda: read_state(source, weights_only))
+    # Hooks may rename weights: before they are loaded.
     for hook in bus.on_load_checkpoint:
         hook(state)
 
@@ -572,12 +590,14 @@ def _differ(value: object, saved: object) -> bool:
         return any(map(_differ, value, saved))
     if isinstance(value, Mapping) and isinstance(saved, Mapping):
         names, saved_names = value.keys(), saved.keys()
+        # A value that a checkpoint holds by its repr only cannot be compared.
         if {"repr"} in (names, saved_names):
-            return False  # a value that a checkpoint holds by its repr only
+            return False
         if names != saved_names:
             return True
         return any(_differ(value[name], saved[name]) for name in names)
     if not isinstance(value, _PLAIN) or not isinstance(saved, _PLAIN):
         return False
+    # NaN differs from itself, but an unchanged NaN is no change.
     both_nan = value != value and saved != saved
     return value != saved and not both_nan

@@ -125,6 +125,7 @@ class Guard:
         """Hold the state after this step, if one is due. The losses up to it are finite. Every rank must call it."""
         step = run.progress.step
         if self.searching:
+            # Until the search is over, the step to go back to before a bad one is not known.
             if step < self._until:
                 return
             self._end_search(run)
@@ -155,6 +156,7 @@ class Guard:
         is_due = not self._states or monotonic() - self._held_at >= _SHARE * self._cost
         if world.size == 1:
             return is_due
+        # Clocks differ between ranks, and collecting a state is collective: they must decide alike.
         return any(row[0] for row in world.agree([is_due]))
 
     def _copy_state(self, run: Fit, owes_validation: bool) -> _HeldState:
@@ -163,7 +165,8 @@ class Guard:
         is_sharded = run.strategy.sharded
         tensors: dict[str, Tensor] = {}
         tree = encode(state, tensors, sharded=is_sharded)
-        if is_sharded:  # then `encode` does not copy
+        # `encode` does not copy sharded tensors, and training changes them in place.
+        if is_sharded:
             tensors = {
                 name: tensor.detach().clone() for name, tensor in tensors.items()
             }
@@ -186,12 +189,15 @@ class Guard:
         if self.searching or not self._states:
             return
         step = run.progress.step
+        # Until the bad step is known, `rewind` returns to the newest state: of those before `_first`.
         self._error = error
         self._until = step
         self._first = step
         self._found_step = False
         self._published = published
         bus = run.bus
+        # First: a callback that changes gradients would hide the parameter that was not finite. `_end_search` removes
+        # the first entry here and the last one below.
         bus.on_before_optimizer_step = (
             lambda _: self._check_step(run),
             *bus.on_before_optimizer_step,
@@ -269,8 +275,10 @@ class Guard:
         loss_rank = _first_rank(rows, 0)
         gradient_rank = _first_rank(rows, 1)
         weight_rank = _first_rank(rows, 2)
-        if weight_rank is not None:  # the step before, whose gradients were finite
-            name = world.broadcast(bad_weights[0] if bad_weights else "", weight_rank)
+        # Weights before the loss: with bad weights the loss is bad too, and the step before is the cause.
+        if weight_rank is not None:
+            bad_weight = next(iter(bad_weights), "")
+            name = world.broadcast(bad_weight, weight_rank)
             problem = f"{name} is not finite after step {step - 1}"
             self._leave_out(run, step - 1, problem, "loss and gradients were finite")
         if loss_rank is not None:
@@ -279,9 +287,9 @@ class Guard:
                 cause = world.broadcast(f"{cause}, on rank {loss_rank}", loss_rank)
             self._leave_out(run, step, f"the loss is not finite at step {step}", cause)
         if gradient_rank is not None:
-            name = world.broadcast(
-                bad_gradients[-1] if bad_gradients else "", gradient_rank
-            )
+            # NaN moves backward through the model, so the last parameter had it first.
+            bad_gradient = next(reversed(bad_gradients), "")
+            name = world.broadcast(bad_gradient, gradient_rank)
             batches = self._describe_batches(run, None)
             # Gradients are summed already: a batch of any rank may be the cause.
             if world.size > 1:
@@ -366,6 +374,7 @@ class Guard:
     def _end_search(self, run: Fit) -> None:
         error = self._error
         assert error is not None
+        # Before anything may raise: `searching` reads it.
         self._error = None
         run.bus.on_before_optimizer_step = run.bus.on_before_optimizer_step[1:]
         run.bus.on_train_step_end = run.bus.on_train_step_end[:-1]
@@ -381,7 +390,7 @@ class Guard:
 
 
 def _bad_gradients(module: nn.Module) -> list[str]:
-    """Names of the parameters whose gradients are not finite. NaN moves backward, so the last one had it first."""
+    """Names of the parameters whose gradients are not finite, in the order of the module."""
     return [
         name
         for name, parameter in module.named_parameters()

@@ -29,6 +29,7 @@ from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
+from trainer_kit.core.types import JsonObject
 from trainer_kit.launch.program import (
     HANDED_OVER,
     arguments,
@@ -123,10 +124,10 @@ class _Execution:
         """Keep a record of this process as it was last written."""
         if not self.pid:
             self.pid = os.getpid()
-            atexit.register(self.at_exit)
+            atexit.register(self.mark_ended)
         self.records[record.id] = record
 
-    def at_exit(self) -> None:
+    def mark_ended(self) -> None:
         """Mark the runs of this script as ended, unless an exception or a signal ended it: they are not continued."""
         # A forked process inherits the function; Python keeps an unhandled exception as sys.last_value.
         if os.getpid() != self.pid or hasattr(sys, "last_value"):
@@ -134,7 +135,8 @@ class _Execution:
         records = list(self.records.values())
         if any(record.status != "finished" for record in records):
             return
-        for record in reversed(records):  # the first one decides how the others end
+        # The first fit's record last: after a kill in between, the next start still continues the execution by it.
+        for record in reversed(records):
             with suppress(CheckpointError):
                 write_record(replace(record, ended=True))
 
@@ -221,8 +223,7 @@ class RunFiles:
     def _logger_directory(self) -> str:
         if self._numbering is not None:
             return self._numbering.log_dir
-        directories = self._logged_directories()
-        return directories[0] if directories else self._local_root
+        return next(iter(self._logged_directories()), self._local_root)
 
     @property
     def _directory_loggers(self) -> list[Any]:
@@ -342,7 +343,8 @@ class RunFiles:
         # Loggers of other ranks may have chosen another version: names with the time in them, for example.
         shared = (directory, states, self.data_seed)
         self._directory, states, self.data_seed = world.broadcast(shared)
-        if world.rank:  # names and directories of loggers are read on every rank
+        # Names and directories of loggers are read on every rank.
+        if world.rank:
             self._calls.load(self._directory_loggers, states)
 
     def _open_journal(self) -> None:
@@ -365,16 +367,20 @@ class RunFiles:
             return None, None
         launch_kinds = launches()
         records = self._existing_records()
-        # A later fit of this script gets an id, a seed and loggers of its own.
-        handed = handed_over() if _EXECUTION.fits == 0 else {}
+        handed: JsonObject = {}
+        # Only the first: a later fit of this script gets an id, a seed and loggers of its own.
+        if _EXECUTION.fits == 0:
+            handed = handed_over()
         record = self._new_record(launch_kinds, records, handed.get("id"))
         attempts = [earlier for earlier in records if earlier.is_attempt_of(record)]
+        # A restart continues its run also without `resume="auto"`, so it is looked for first.
         continued = _restarted_run(attempts, record, launch_kinds)
         if continued is None and self.resume == "auto":
             continued = _unfinished_run(attempts, record)
         states, seed = handed.get("loggers", []), handed.get("seed")
         if continued is not None:
             states, seed = continued.loggers, continued.seed
+        # Their states say in which directory they write, so the directory is asked for again.
         self._calls.load(self._directory_loggers, states)
         self._forget_directory()
         if seed is not None and self.seed is None:
@@ -408,14 +414,20 @@ class RunFiles:
         run_id: str | None,
     ) -> RunRecord:
         path = script()
-        name = self._calls.name(self.loggers[0]) if self.loggers else ""
+        name = ""
+        if self.loggers:
+            name = self._calls.name(self.loggers[0])
+        fit = _EXECUTION.fits
+        # Cells run in any order, any number of times: there the newest fit is meant, whatever its position.
+        if path is None:
+            fit = 0
         return RunRecord(
             id=run_id or secrets.token_hex(8),
+            # Not the time: clocks jump, and the newest record is continued.
             number=1 + max((record.number for record in records), default=0),
             root=str(absolute(self.root)),
             script=path or "",
-            # Cells run in any order, any number of times: there the newest fit is meant, whatever its position.
-            fit=0 if path is None else _EXECUTION.fits,
+            fit=fit,
             name=name,
             execution=_EXECUTION.id,
             launches=list(launch_kinds),
@@ -436,7 +448,8 @@ class RunFiles:
         """Log with these from the next entry point on."""
         self.loggers = list(loggers)
         self._numbering = self._number_directory()
-        self.deliveries.open([], None)  # those before get nothing more
+        # The former loggers get nothing more.
+        self.deliveries.open([], None)
         self._forget_directory()
 
     def _forget_directory(self) -> None:
@@ -485,6 +498,7 @@ class RunFiles:
             checkpoints=list(map(str, directories)),
         )
         self.record = record
+        # From here on the fits of this script share an execution: the next ones follow the run that is continued.
         if self.continued is not None or self.resume == "auto":
             _EXECUTION.note_resume()
         file = self.directory / RUN
@@ -523,6 +537,7 @@ class RunFiles:
         """What a checkpoint keeps of the loggers, and of the directory in which they write; ``first`` on rank 0."""
         entries = []
         if first:
+            # A tracker knows the id of its run only when the run has begun.
             self.deliveries.wait_for_runs()
             states = self._calls.states(self.loggers)
             for logger, state in zip(self.loggers, states, strict=True):
@@ -555,7 +570,9 @@ class RunFiles:
 def call_optional(logger: object, method: str, *arguments: object) -> Any:
     """Call a method that a `Logger` need not have; None where it has none."""
     function = getattr(logger, method, None)
-    return None if function is None else function(*arguments)
+    if function is None:
+        return None
+    return function(*arguments)
 
 
 def _restarted_run(
@@ -583,8 +600,9 @@ def _unfinished_run(
             if attempt.execution == _EXECUTION.id:
                 return attempt
         return None
+    # Also a finished fit: its script was killed later, and would otherwise train it again.
     if attempts and not attempts[0].ended:
-        return attempts[0]  # also a finished one: its script has not ended
+        return attempts[0]
     for attempt in attempts:
         if attempt.status != "finished":
             return attempt
@@ -604,7 +622,9 @@ def _now() -> str:
 
 
 def _sound_records(file: Path) -> list[RunRecord]:
-    return [] if record_problem(file) else read_records(file) or []
+    if record_problem(file):
+        return []
+    return read_records(file) or []
 
 
 def named_directories(callbacks: Sequence[KeepsCheckpoints]) -> list[Location]:
@@ -675,7 +695,10 @@ def _check_run_directories(
         problem = record_problem(directory / RUN)
         if problem:
             problems[directory] = f"{directory / RUN} {problem}"
-    new_record = files.record if files.continued is None else None
+    # A run that is continued was found by its record, so nothing is missing.
+    new_record = None
+    if files.continued is None:
+        new_record = files.record
     records = []
     for directory in directories:
         for record in _sound_records(directory / RUN):
@@ -761,6 +784,8 @@ def take_directories(
         files.forget_run()
         return []
 
+    # The order: lock a directory, clean it, and once all are locked write the record. What is deleted before the lock
+    # is held may be another run's save, and a record without the locks would name directories of another run.
     def take() -> list[str]:
         discarded_names: list[str] = []
         directories = [
@@ -792,7 +817,8 @@ def _releasing(lock: DirectoryLock) -> Callable[[BaseException | None], None]:
 
 def clean_directory(directory: Location) -> list[str]:
     """Discard the incomplete saves of dead runs; returns their names."""
-    with suppress(OSError):  # what stays is hidden and harmless
+    # What stays after an error is hidden, and no reader takes it for a checkpoint.
+    with suppress(OSError):
         return clean_incomplete(directory)
     return []
 
@@ -807,5 +833,7 @@ def discarded(names: list[str]) -> str:
     steps = []
     for name in names:
         match = _STEP.search(name)
-        steps.append(f"step {int(match[1])}" if match else name)
+        if match:
+            name = f"step {int(match[1])}"
+        steps.append(name)
     return f"discarded {len(names)} incomplete save{'s' * (len(names) > 1)} ({', '.join(steps)})"

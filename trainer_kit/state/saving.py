@@ -2,8 +2,15 @@
 
 Rank 0 writes; with a sharded engine every rank writes its part, and rank 0 commits.
 
-One save is under way at a time. Where the storage fails, a line reports it, the checkpoint does not exist, and training
-continues.
+The order for one save, all of it between two steps unless another thread is named:
+
+1. Settle the previous save, whose host buffers are used again. One save is under way at a time.
+2. Collect the state on all ranks, and copy it on those that write.
+3. In the background thread: wait until the loggers have saved, write the files, commit (the checkpoint is durable from
+   here on), and let the requests move ``last`` and delete the checkpoints that it replaces.
+4. At a later step, or before the next save, settle it: all ranks learn the outcome, and hooks and loggers are notified.
+
+Where the storage fails, a line reports it, the checkpoint does not exist, and training continues.
 """
 
 from __future__ import annotations
@@ -64,7 +71,10 @@ def save_requested(
     """
     pending = run.requests.checkpoints
     if not pending:
-        return settle_save(run) if last else True
+        if last:
+            return settle_save(run)
+        return True
+    # Its host buffers are free only when it is written, and an earlier save must not replace a later one.
     settle_save(run)
     requests = [request for _, request in pending]
     paths = {}
@@ -74,6 +84,7 @@ def save_requested(
     # Names may hold values of metrics or the time, which differ between ranks.
     paths = run.strategy.world.broadcast(paths)
     save = Save(run.progress.step, requests, paths, last=last)
+    # Before the state is collected: a hook may request the next checkpoint while it adds to this one.
     pending.clear()
     if guard is not None:
         guard.note_checkpoints(run.progress.step, paths)
@@ -148,17 +159,20 @@ def abandon_save(run: Fit) -> None:
         return
     if run.requests.at_once:
         run.saver.end()
+        # Its thread may still commit, but then deletes no other checkpoint.
         save.abandon()
         return
     if run.strategy.world.size == 1:
         settle_save(run)
         return
+    # Other ranks may be gone or wait elsewhere, so there is no agreement about the outcome as in `settle_save`.
     run.saver.end()
     if save.writing is None:
         return
     try:
         outcome = save.writing.result()
     except Exception as error:
+        # Ranks that write together fail together: the cause may be that another rank has ended.
         if not run.strategy.sharded:
             raise
         run.say(
@@ -187,9 +201,13 @@ def _begin(run: Fit, save: Save, states: dict[bool, State]) -> None:
     world, saver = run.strategy.world, run.saver
     # Without a thread beside training nothing changes until the state is written, so it is not copied.
     copies = saver.background and not save.last
-    all_began: Future[bool] = Future()  # ranks that write together wait for each other
+    # The threads of ranks that write together meet in collective calls: none may start unless all could.
+    all_began: Future[bool] = Future()
     together = run.strategy.sharded
-    group = world.side_group() if together else None
+    group = None
+    if together:
+        # Not training's group: its collective calls and those of the thread would mix.
+        group = world.side_group()
 
     def begin() -> None:
         # The other ranks only take part in the agreement whether it began.
@@ -197,7 +215,9 @@ def _begin(run: Fit, save: Save, states: dict[bool, State]) -> None:
             return
         snapshots = {}
         for weights_only, state in states.items():
-            buffers = saver.buffers[weights_only] if copies else None
+            buffers = None
+            if copies:
+                buffers = saver.buffers[weights_only]
             snapshots[weights_only] = _take_snapshot(run, state, group, buffers)
         names = frozenset(state_name(name) for name, _ in run.module.named_parameters())
         writer = _Writer(group, together, world.rank == 0, names)
@@ -209,8 +229,10 @@ def _begin(run: Fit, save: Save, states: dict[bool, State]) -> None:
         save.writing = _start_thread(run, save, write)
 
     try:
-        fail_together(world, begin)  # one rank may lack memory or threads
+        # One rank may lack memory or threads: then no rank writes.
+        fail_together(world, begin)
     except BaseException:
+        # A thread that was started waits for this, and ends without writing.
         all_began.set_result(False)
         raise
     all_began.set_result(True)
@@ -230,8 +252,9 @@ def _start_thread(
 
     def done() -> None:
         slow.cancel()
+        # Several ranks settle it together, at their next agreement; a single rank settles it at the next step.
         if run.strategy.world.size == 1:
-            run.requests.wake()  # several ranks settle it together, at their next agreement
+            run.requests.wake()
 
     try:
         return Background(write, done=done, thread=run.saver.in_thread)
@@ -341,7 +364,8 @@ def _write(
     outcome: Outcome = {}
     if not all_began.result():
         return outcome
-    wait_for_logs()  # a run that resumes from this checkpoint does not log these steps again
+    # Before the commit: a run that resumes from this checkpoint does not log these steps again.
+    wait_for_logs()
     for path, weights_only in save.paths.items():
         snapshot = snapshots[weights_only]
         try:
@@ -350,6 +374,7 @@ def _write(
             # Other paths may be on a storage that works.
             outcome[path] = error
             continue
+        # The commit is done: from here on the checkpoint is durable, and older ones may be deleted.
         outcome[path] = None
         is_finite = writer.is_finite(snapshot)
         # Only this rank knows: all collective calls come before this line.
@@ -360,6 +385,7 @@ def _write(
                 f"the weights in {path} are not finite: the last checkpoint with finite weights stays"
             )
         saver.note_finite(is_finite)
+        # On one rank alone: `last` and the deletions are changes of shared files.
         if writer.commits:
             _notify_requests(save, path, is_finite)
     return outcome
@@ -367,6 +393,7 @@ def _write(
 
 def _notify_requests(save: Save, path: str, is_finite: bool) -> None:
     for request in save.requests_of(path):
+        # First, so that `committed` spares the last checkpoint with finite weights.
         if not is_finite:
             call_optional(request, "not_finite")
         if request is None:
@@ -389,6 +416,7 @@ def _wait_for_outcome(run: Fit, save: Save) -> Outcome:
         if not save.writing.wait(_PATIENCE):
             save.awaited = True
             run.say(f"waiting for the save of step {save.step}")
+        # Raised only after the broadcast below, in which the other ranks wait.
         try:
             outcome = save.writing.result()
         except BaseException as error:
@@ -396,11 +424,15 @@ def _wait_for_outcome(run: Fit, save: Save) -> Outcome:
     if problem is None:
         problem = _error_besides_storage(outcome)
     if world.size > 1:
-        shared = shared_error(problem, 0) if isinstance(problem, Exception) else problem
+        shared = problem
+        if isinstance(problem, Exception):
+            shared = shared_error(problem, 0)
+        # Rank 0's outcome counts: it commits, and without a sharded engine no other rank writes.
         outcome, shared, timed_out = world.broadcast(
             (outcome, shared, _timed_out(outcome))
         )
         problem = problem or shared
+        # After a timeout the ranks are at different collective calls of the group: it is of no use any more.
         if timed_out and run.strategy.sharded:
             world.side_group(recreate=True)
     # A second signal may have ended the wait before the thread is done.
@@ -450,7 +482,9 @@ def _report_failure(
             for record in checkpoints(path.parent)
             if record.step is not None
         ]
-    newest = f"kept step {steps[-1]}" if steps else "no checkpoint is there yet"
+    newest = "no checkpoint is there yet"
+    if steps:
+        newest = f"kept step {steps[-1]}"
     if (
         save.last
         or run.requests.signal
@@ -474,7 +508,9 @@ def _next_try(save: Save, path: Location) -> str:
 
 
 def _say_slow(run: Fit, save: Save) -> None:
-    outlook = "training waits for it" if save.awaited else "training continues"
+    outlook = "training continues"
+    if save.awaited:
+        outlook = "training waits for it"
     run.say(
         f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); {outlook}"
     )

@@ -78,7 +78,9 @@ class Unsaveable:
         Raises:
             CheckpointError: something cannot be saved.
         """
-        encode_state(self.leave_out(state) if self._drop else state)
+        if self._drop:
+            state = self.leave_out(state)
+        encode_state(state)
         for owner in owners:
             entries = entries_of_hook(owner)
             if self._drop:
@@ -90,6 +92,7 @@ class Unsaveable:
         """The state without the values of users' objects that cannot be saved; each is reported once."""
         saveable: State = {}
         for name, value in state.items():
+            # A value of the library that cannot be saved is a bug: it must not be left out silently.
             if name in _LIBRARY_PARTS or name.startswith(rank_part_name("")):
                 saveable[name] = value
                 continue
@@ -164,7 +167,9 @@ def _definition(hook: FunctionType) -> ast.FunctionDef | None:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(hook))).body
     except (OSError, TypeError, SyntaxError, ValueError):
         return None
-    return definition if isinstance(definition, ast.FunctionDef) else None
+    if isinstance(definition, ast.FunctionDef):
+        return definition
+    return None
 
 
 def _assigned_entries(
@@ -232,12 +237,14 @@ class _Scope:
     def _named_value(self, name: str) -> object:
         if name == self._owner_name:
             return self._owner
+        # In the order in which Python looks names up. A local has a value only while the hook runs.
         if name in self._locals:
             return _UNKNOWN
         if name in self._closure:
             try:
                 return self._closure[name].cell_contents
-            except ValueError:  # a name that is not bound yet
+            except ValueError:
+                # An empty cell: the enclosing function has not bound this name yet.
                 return _UNKNOWN
         return self._globals.get(name, vars(builtins).get(name, _UNKNOWN))
 
