@@ -122,6 +122,17 @@ FOREIGN_MEMBERS = {
     "Megatron, by its optimizer": """chained_optimizers gated_linear_unit grad_scaler main_param set_input_tensor
         tensor_model_parallel""",
 }
+# The rooms in which private names of torch stand in one module, `torch_private`, and names of other libraries that
+# look like them.
+ROOMS_WITH_PRIVATE_MODULE = ("hang", "metrics", "precision", "strategies")
+PRIVATE_NAMES_OF_OTHERS = {
+    "Python": "_exit",
+    "DeepSpeed": "_config _hp_mapping _partition_all_parameters _z3_optimizer",
+    "Megatron": "_get_model_param_range_map _growth_tracker _hysteresis_tracker",
+    "torch_xla": "_XLAC _xla_runtime_is_initialized",
+    "torchmetrics": "_forward_cache _persistent",
+    "transformers": "_tp_plan",
+}
 FORBIDDEN_NAMES = {
     "utils",
     "util",
@@ -680,6 +691,57 @@ def test_parts_of_a_run_are_not_probed() -> None:
             ),
         ]
     )
+
+
+def private_names(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Each private name of another library that a module imports, reads, stores or looks up by a literal."""
+    defined = {
+        node.name
+        for node in ast.walk(tree(path))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    }
+    for node in ast.walk(tree(path)):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(
+            PACKAGE
+        ):
+            names = [*(node.module or "").split("."), *(a.name for a in node.names)]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                names += alias.name.split(".")
+        elif isinstance(node, ast.Attribute):
+            # What a class of this file has is not another library's.
+            if ast.unparse(node.value) not in {"self", "cls"}:
+                names = [node.attr]
+        elif isinstance(node, ast.Call) and len(node.args) > 1:
+            asks = ast.unparse(node.func) in {"getattr", "hasattr", "setattr"}
+            if asks and isinstance(node.args[1], ast.Constant):
+                names = [str(node.args[1].value)]
+        for name in names:
+            if re.match("_[^_]", name) and name not in defined:
+                yield node, name
+
+
+def test_private_names_of_torch_stand_in_one_module() -> None:
+    """A new release of torch may move or remove them: one module of a room says what each is for."""
+    others = set(" ".join(PRIVATE_NAMES_OF_OTHERS.values()).split())
+    found: set[str] = set()
+    violations = []
+    for path in sources():
+        name = module_name(path)
+        if room(name) not in ROOMS_WITH_PRIVATE_MODULE:
+            continue
+        for node, private in private_names(path):
+            found.add(private)
+            if private not in others and path.name != "torch_private.py":
+                violations.append(
+                    f"{where(path, node)}: {private}: use torch_private of {room(name)}"
+                )
+    unused = [
+        f"PRIVATE_NAMES_OF_OTHERS: {name} is not used any more"
+        for name in sorted(others - found)
+    ]
+    report([*violations, *unused])
 
 
 def simple_statements(module: ast.Module) -> dict[int, ast.stmt]:

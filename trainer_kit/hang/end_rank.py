@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, final
+from typing import Final, NoReturn, final
 
 from trainer_kit.hang.stacks import end_process, read_stacks, start_time, write_stacks
+from trainer_kit.hang.torch_private import Store
 from trainer_kit.hang.verdict import Report, ranks_named
 from trainer_kit.launch.bootstrap import write_report
 
@@ -70,7 +71,7 @@ def end_rank(
     size: int,
     verdict: Verdict,
     silent: Collection[Report],
-    store: Any,
+    store: Store | None,
     note: Callable[[str, str], object],
 ) -> NoReturn:
     """Write this rank's stacks, report the failure to the launcher, and exit when all ranks have done so.
@@ -83,8 +84,10 @@ def end_rank(
         store: the store for a barrier of the ranks; None if it does not answer.
         note: called with the text and the directory of the stacks, on the rank that decided; it has 5 seconds.
     """
-    directory = Path(verdict.directory) if verdict.directory else None
-    if directory is not None:
+    directory: Path | None = None
+    if verdict.directory:
+        directory = Path(verdict.directory)
+        # Without a directory, as on a full disk, the run still has to end.
         with suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
         write_stacks(directory / f"rank-{report.rank}.txt")
@@ -93,7 +96,8 @@ def end_rank(
     if verdict.culprits and not hangs:
         headline = f"waited for {ranks_named(verdict.culprits)}"
     _report_failure(report, headline, verdict, waited=not hangs)
-    # These can neither write nor exit by themselves.
+    # Stopped or locked ranks can neither write nor exit by themselves. A process on
+    # another machine is out of reach.
     local_silent = [other for other in silent if _is_local(other, report)]
     for other in local_silent:
         if directory is not None:
@@ -101,19 +105,24 @@ def end_rank(
             with suppress(OSError):
                 (directory / f"rank-{other.rank}.txt").write_text(stacks)
         # The last report of that rank may be older than its hang.
-        other.set_progress(report.step, report.at)
+        other.set_progress(report.step, report.progress)
         _report_failure(other, verdict.problem, verdict, waited=False)
     if verdict.by == report.rank:
         # In a thread: the main thread may hold locks that the report needs.
         _run_within(_NOTE_TIMEOUT, lambda: note(verdict.text, verdict.directory))
+    # All ranks write before the first one exits: then the launcher ends the others, also in the middle of a file.
     if store is not None:
-        with suppress(RuntimeError):  # the store may end with its process
+        # The store may end with its process.
+        with suppress(RuntimeError):
             _wait_for_ranks(store, size - len({*verdict.silent, *verdict.ended}))
     for other in local_silent:
         end_process(other.pid, other.started)
+    # The launcher reports the first rank that exits: it shall be the one that hangs.
     if not hangs and size > 1:
         time.sleep(_HEAD_START)
-    _run_within(0.5, _flush)  # the main thread may hold a stream's lock
+    # In a thread: the main thread may hold a stream's lock.
+    _run_within(0.5, _flush)
+    # Not sys.exit: this is not the main thread, which hangs, and no handler may wait for a collective now.
     os._exit(verdict.code)
 
 
@@ -124,7 +133,7 @@ def _run_within(seconds: float, call: Callable[[], object]) -> None:
     thread.join(seconds)
 
 
-def _wait_for_ranks(store: Any, count: int) -> None:
+def _wait_for_ranks(store: Store, count: int) -> None:
     """Wait for the other ranks: as soon as one exits, the collectives of waiting ranks raise."""
     deadline = time.monotonic() + _BARRIER_TIMEOUT
     arrived = store.add("arrived", 1)
@@ -150,16 +159,19 @@ def _report_failure(
     if "TRAINER_KIT_AGENT_PID" not in os.environ:
         # torchrun prints only the stack; our agent also prints the message before it.
         stack.append(verdict.problem)
+    seconds_later = 0
+    if waited:
+        seconds_later = _WAIT_OF_OTHERS
     write_report(
         report.error_file,
         report.rank,
         _KIND,
         headline,
         "\n".join(stack),
-        report.at,
+        report.progress,
         verdict.code,
         report.pid,
-        _WAIT_OF_OTHERS if waited else 0,
+        seconds_later,
     )
 
 

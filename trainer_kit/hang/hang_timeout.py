@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any, Final, final
+from contextlib import suppress
+from typing import Final, final
 
 from trainer_kit.core.errors import ConfigurationError, DurationError
-from trainer_kit.core.progress import Duration
+from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.hang.position import Position
 
 __all__ = ["PATIENT", "ProgressClock", "chosen_timeout"]
@@ -25,7 +26,7 @@ _SIGNAL_GRACE: Final = 15.0
 _OFF: Final = ("off", "0", "false", "no")
 
 
-def chosen_timeout(value: Any) -> float | None:
+def chosen_timeout(value: DurationLike | bool | None) -> float | None:
     """Parse the argument ``hang_timeout``.
 
     Args:
@@ -46,10 +47,10 @@ def chosen_timeout(value: Any) -> float | None:
         return math.inf
     if isinstance(value, str) and value.replace(".", "", 1).isdigit():
         value = float(value)
-    try:
+    duration: Duration | None = None
+    with suppress(DurationError):
         duration = Duration.parse(value, "s")
-    except DurationError:
-        duration = None
+    # "25ba" is a duration too, but not of time.
     if duration is None or duration.unit != "s" or duration.value <= 0:
         raise ConfigurationError(
             "hang_timeout must be a duration",
@@ -73,9 +74,10 @@ class ProgressClock:
         self.timeout = timeout
         self.slowest = 0.0
         self.since = now
-        self.step = self._first_step = step
+        self.step = step
+        self._first_step = step
         self.position: Position | None = None
-        self._token: Any = None
+        self._token: tuple[int, object] | None = None
         self._step_since = now
         # Whether the current step was observed from its start, and had no long phase.
         self._ordinary = False
@@ -86,7 +88,7 @@ class ProgressClock:
         return min(5.0, max(0.1, (self.timeout or _MIN_TIMEOUT) / 40))
 
     def look(
-        self, position: Position, step: int, token: Any, now: float, paused: float
+        self, position: Position, step: int, token: object, now: float, paused: float
     ) -> None:
         """Record one observation.
 
@@ -97,14 +99,17 @@ class ProgressClock:
             now: the monotonic time in seconds.
             paused: seconds for which this process did not run.
         """
+        # A process that was stopped made no progress, and could not: that time does not count.
         self.since += paused
         self._step_since += paused
         moved = self.position is None or position.frames != self.position.frames
         progressed = (step, token) != self._token
+        # A phase that may take long counts as progress as long as its frames change: a download, but not a deadlock.
         if progressed or position.debugged or (position.patient and moved):
             self._token = (step, token)
             self.since = now
         if step != self.step:
+            # Steps with a validation or a checkpoint say nothing about the duration of a step.
             if self._ordinary:
                 self.slowest = max(self.slowest, now - self._step_since)
             self.step = step
@@ -139,6 +144,7 @@ class ProgressClock:
     @property
     def grace(self) -> float:
         """The seconds without progress after SIGTERM that count as a hang: more than an ordinary step takes."""
+        # The signal asked for this checkpoint.
         if self.position is not None and self.position.phase == "checkpoint":
-            return math.inf  # the signal asked for this checkpoint
+            return math.inf
         return max(min(_SIGNAL_GRACE, self.timeout or _SIGNAL_GRACE), 2 * self.slowest)

@@ -20,20 +20,13 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn, final
-
-from torch import distributed as dist
+from typing import Final, NoReturn, final
 
 from trainer_kit.core.thread_frames import thread_frames
 from trainer_kit.hang.collectives import issued_collectives
 from trainer_kit.hang.end_rank import Verdict, end_rank, print_line
 from trainer_kit.hang.hang_timeout import PATIENT, ProgressClock
-from trainer_kit.hang.position import (
-    COMPILERS,
-    OUTSIDE,
-    awaited_worker,
-    find_position,
-)
+from trainer_kit.hang.position import OUTSIDE, awaited_worker, find_position
 from trainer_kit.hang.stacks import (
     answering_file,
     boot_id,
@@ -41,6 +34,7 @@ from trainer_kit.hang.stacks import (
     read_stacks,
     start_time,
 )
+from trainer_kit.hang.torch_private import COMPILERS, Store, connect_to_store
 from trainer_kit.hang.verdict import Finding, Report, find_culprits, name_silent
 from trainer_kit.launch.startup_timeout import patience
 
@@ -54,6 +48,8 @@ _GUARD_INTERVAL: Final = 2.0
 """Seconds between two checks of the thread that queries the store."""
 _MAX_GUARD_CHECKS: Final = 5
 """The number of such checks after which a store without an answer counts as dead."""
+_STORE_TIMEOUT: Final = timedelta(seconds=10)
+"""The limit for one request. The guard finds a store without an answer in this time too."""
 _MAX_PAUSE: Final = 2.0
 """Seconds between two checks above which this process was stopped, or its interpreter locked."""
 _NUMBERS: Final = itertools.count(1)
@@ -152,28 +148,28 @@ class HangWatchdog:
             error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
             stacks=answering_file() if size > 1 else "",
         )
-        self._store: Any = self._connect() if size > 1 else None
+        self._store: Store | None = self._connect() if size > 1 else None
         # The report of rank 0, which may serve the store.
         self._server: Report | None = None
         self.asking: float | None = None
         """The start time of a request that the store has not answered yet."""
         self._done = threading.Event()
+        # The pipe wakes the thread from its sleep: a signal of Python cannot, while the main thread is stuck.
         reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
         # Closing the pipe ends the thread.
         self._close = weakref.finalize(self, os.close, self._writes)
         self._wakeup = _wake_by_signals(self._writes) if signals else None
+        # Weak: a watchdog that its run has lost ends its threads, which do not keep it alive.
         watchdog = weakref.ref(self)
         self._thread = _start_thread("hang watchdog", _run, watchdog, reads)
         if size > 1:
             _start_thread("hang watchdog's guard", _guard, watchdog, self._done)
 
-    def _connect(self) -> Any:
+    def _connect(self) -> Store:
         """Connect to the store of the ranks, apart from the main thread's connection, which may be blocked."""
-        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined] # not in torch's stubs
-        store.set_timeout(timedelta(seconds=10))
         prefix = f"trainer_kit/hang/{next(_NUMBERS)}"
-        store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined] # not in torch's stubs
+        store = connect_to_store(prefix, _STORE_TIMEOUT)
         store.set(f"beat/{self.rank}", self._report.dumped())
         return store
 
@@ -220,6 +216,7 @@ class HangWatchdog:
     def look(self) -> None:
         """Check once; the thread calls this."""
         now = time.monotonic()
+        # What is left of the time after the sleep is time in which this process did not run.
         pause = now - self._last_check - self._slept
         if pause <= _MAX_PAUSE:
             pause = 0.0
@@ -241,7 +238,8 @@ class HangWatchdog:
         try:
             self._exchange(now)
         except RuntimeError:
-            self._store = None  # the store's process or machine has ended
+            # The store's process or machine has ended.
+            self._store = None
         finally:
             self.asking = None
 
@@ -257,6 +255,7 @@ class HangWatchdog:
         code = self._exit_code(now)
         if code is None or position is None:
             return
+        # In the script's own code this rank waits for none: rank 0, with the store, may rightly have ended.
         if position.phase == OUTSIDE and not position.call:
             return
         self._store = None
@@ -322,58 +321,60 @@ class HangWatchdog:
     def _exchange(self, now: float) -> None:
         """Exchange positions with the other ranks through the store."""
         store = self._store
+        assert store is not None
         rank = self.rank
         if self._server is None and rank:
-            self._server = self._read_report("beat/0")
+            self._server = _read_report(store, "beat/0")
         store.set(f"beat/{rank}", self._update_report(full=False).dumped())
+        # A verdict comes first: the rank that decided waits for all to write their stacks.
         if store.check(["verdict"]):
             self._obey(Verdict(**json.loads(store.get("verdict"))))
             return
-        self._answer_questions()
+        self._answer_questions(store)
         if self._question is None:
-            self._ask(now)
+            self._ask(store, now)
             return
         question = self._question
-        answers = self._read_answers(question.number)
+        answers = self._read_answers(store, question.number)
+        # A rank answers at its next check, and ranks check at different times.
         patience = max(1.0, 2 * self._clock.every)
         if len(answers) < self.size and now - question.time <= patience:
             return
         self._question = None
         if question.ends:
-            self._decide(answers, now)
+            self._decide(store, answers, now)
         else:
             self._warn(answers)
 
-    def _answer_questions(self) -> None:
+    def _answer_questions(self, store: Store) -> None:
         """Write this rank's position for each new question of any rank."""
-        number = self._store.add("asked", 0)
+        # An addition of nothing reads the counter: `get` would wait for the first question.
+        number = store.add("asked", 0)
         if number <= self._answered:
             return
         text = self._update_report(full=True).dumped()
         for question in range(self._answered + 1, number + 1):
-            self._store.set(f"at/{question}/{self.rank}", text)
+            store.set(f"at/{question}/{self.rank}", text)
         self._answered = number
 
-    def _ask(self, now: float) -> None:
+    def _ask(self, store: Store, now: float) -> None:
         """Ask every rank for its position, if this one makes no progress or waits for long."""
-        overdue = self._exit_code(now) is not None and now >= self._next_question_at
+        overdue = self._exit_code(now) is not None
+        overdue = overdue and now >= self._next_question_at
         position = self._clock.position
-        waits = position is not None and bool(position.call)
-        warns = waits and not self._warned and self.seconds >= self._patience
+        warns = position is not None and bool(position.call) and not self._warned
+        warns = warns and self.seconds >= self._patience
         if overdue or warns:
-            self._question = _Question(self._store.add("asked", 1), now, overdue)
+            number = store.add("asked", 1)
+            self._question = _Question(number, now, overdue)
 
-    def _read_report(self, key: str) -> Report | None:
-        if not self._store.check([key]):
-            return None
-        return Report(**json.loads(self._store.get(key)))
-
-    def _read_answers(self, question: int) -> dict[int, Report]:
+    def _read_answers(self, store: Store, question: int) -> dict[int, Report]:
         answers = {}
         for rank in range(self.size):
-            answer = self._read_report(f"at/{question}/{rank}")
+            answer = _read_report(store, f"at/{question}/{rank}")
+            # A rank that has left its loop answers no more; it left its last report instead.
             if answer is None:
-                answer = self._read_report(f"ended/{rank}")
+                answer = _read_report(store, f"ended/{rank}")
             if answer is not None:
                 answers[rank] = answer
         return answers
@@ -381,33 +382,36 @@ class HangWatchdog:
     def _warn(self, answers: dict[int, Report]) -> None:
         """Print where each rank is; the first of the ranks that wait at this line does it for all of them."""
         self._warned = True
-        line = answers[self.rank].place
-        waiting = [rank for rank in sorted(answers) if answers[rank].place == line]
+        line = answers[self.rank].line
+        waiting = [rank for rank in sorted(answers) if answers[rank].line == line]
         if waiting[0] != self.rank:
             return
         elsewhere = []
         for rank in range(self.size):
             if rank in waiting:
                 continue
-            line_of_rank = answers[rank].place if rank in answers else ""
-            silent = "silent: it has ended or does not answer"
-            elsewhere.append(f"process {rank} is {line_of_rank or silent}")
+            state = "silent: it has ended or does not answer"
+            if rank in answers:
+                state = answers[rank].line or state
+            elsewhere.append(f"process {rank} is {state}")
         processes = ", ".join(map(str, waiting))
         self._say(
             f"waiting for more than {self._patience:g} s {line} (process {processes}); "
             f"{'; '.join(elsewhere)}{self._advice}"
         )
 
-    def _decide(self, answers: dict[int, Report], now: float) -> None:
+    def _decide(self, store: Store, answers: dict[int, Report], now: float) -> None:
         """End the run, or ask again after a while, if a rank that hangs may still go on."""
+        # The user has switched the limit off: such a rank reports where others are, and ends none.
         if math.isinf(self._clock.limit) and self._signal is None:
             return
         last_words = {}
         for rank in sorted(set(range(self.size)) - set(answers)):
-            report = self._read_report(f"beat/{rank}")
+            report = _read_report(store, f"beat/{rank}")
             if report is not None:
                 self._examine(report, now)
                 last_words[rank] = report
+        # A rank that answers again, as after SIGCONT, has its full time the next time that it is stopped.
         self._stopped = {
             rank: since for rank, since in self._stopped.items() if rank in last_words
         }
@@ -431,15 +435,17 @@ class HangWatchdog:
     ) -> list[float]:
         """Return the seconds for which each rank of a finding may go on without progress."""
         seconds_left = [
-            reports[rank].left for rank in finding.culprits if rank in reports
+            reports[rank].seconds_left for rank in finding.culprits if rank in reports
         ]
-        if not finding.culprits:  # a slow exchange, or a dead connection
+        # A slow exchange looks like a dead connection, except that it ends.
+        if not finding.culprits:
             timeout = self._clock.timeout or PATIENT
             seconds_left.append(timeout - self.seconds)
         all_outside = all(
             report.phase == OUTSIDE and not report.call for report in reports.values()
         )
-        if code == EXIT_CODE and all_outside:  # the script may be in one long call
+        # All ranks of a script may be in one long call.
+        if code == EXIT_CODE and all_outside:
             seconds_left.append(PATIENT)
         return seconds_left
 
@@ -447,8 +453,11 @@ class HangWatchdog:
         """Complete the report on a rank that does not answer, from what this rank can see of its process."""
         compiles = report.phase == "compilation"
         patient = compiles or (report.patient and self._clock.timeout is None)
-        seconds_left = (PATIENT if patient else 0.0) - self.seconds
+        seconds_left = -self.seconds
+        if patient:
+            seconds_left += PATIENT
         local = (report.host, report.boot) == (self._report.host, self._report.boot)
+        # Nothing can be seen of a process on another machine.
         if not local or not report.started:
             report.set_silence("", seconds_left)
             return
@@ -457,15 +466,20 @@ class HangWatchdog:
         elif is_stopped(report.pid):
             # It may have been stopped just now.
             since = self._stopped.setdefault(report.rank, now)
-            seconds_left = self._clock.limit - (now - since) if patient else 0.0
+            seconds_left = 0.0
+            if patient:
+                seconds_left = self._clock.limit - (now - since)
             reason = "its process is stopped (SIGSTOP, or a debugger)"
             report.set_silence(reason, seconds_left)
         else:
             stack = read_stacks(report.pid, report.stacks).splitlines()
+            # It has left the phase of its last report.
             if stack and compiles and not _is_compiling(stack):
-                seconds_left = -self.seconds  # it has left the phase of its last report
+                seconds_left = -self.seconds
             report.set_stack(stack, "")
-            reason = "its interpreter is locked by C code" if stack else ""
+            reason = ""
+            if stack:
+                reason = "its interpreter is locked by C code"
             report.set_silence(reason, seconds_left)
 
     def _end(
@@ -480,7 +494,9 @@ class HangWatchdog:
         steps = [answers[rank].step for rank in finding.culprits if rank in answers]
         step = min(steps, default=self._clock.step)
         root = self._directory()
-        directory = "" if root is None else str(root / f"hang-{step}")
+        directory = ""
+        if root is not None:
+            directory = str(root / f"hang-{step}")
         problem = finding.problem
         if code > 128:
             name = signal.Signals(code - 128).name
@@ -498,12 +514,14 @@ class HangWatchdog:
             directory=directory,
             by=self.rank,
         )
+        # Several ranks may decide at the same time: the store lets one of them win, and all obey it.
         if self._store is not None:
             text = json.dumps(asdict(verdict))
             agreed = self._store.compare_set("verdict", "", text)
             verdict = Verdict(**json.loads(agreed))
         if verdict.by != self.rank:
             self._obey(verdict)
+        # Our agent prints the verdict itself, once for all ranks.
         if "TRAINER_KIT_AGENT_PID" not in os.environ:
             print_line(verdict.text)
         self._obey(verdict, last_words.values())
@@ -527,7 +545,14 @@ def _format_stack(frames: list[FrameType]) -> list[str]:
 
 
 def _is_compiling(stack: list[str]) -> bool:
-    return any(directory in line for line in stack for directory in COMPILERS)
+    text = "".join(stack)
+    return any(directory in text for directory in COMPILERS)
+
+
+def _read_report(store: Store, key: str) -> Report | None:
+    if not store.check([key]):
+        return None
+    return Report(**json.loads(store.get(key)))
 
 
 def _start_thread(
@@ -545,8 +570,11 @@ def _run(watchdog_ref: weakref.ref[HangWatchdog], pipe: int) -> None:
         while True:
             start = time.monotonic()
             readable = bool(select.select([pipe], [], [], pause)[0])
-            signals = os.read(pipe, 64) if readable else b""
+            signals = b""
+            if readable:
+                signals = os.read(pipe, 64)
             watchdog = watchdog_ref()
+            # A closed pipe is readable, and has nothing to read.
             closed = readable and not signals
             if watchdog is None or closed:
                 return
@@ -577,11 +605,16 @@ def _guard(watchdog_ref: weakref.ref[HangWatchdog], done: threading.Event) -> No
         if watchdog is None:
             return
         asking = watchdog.asking
+        # The same request as at the last check: the thread is blocked in it.
         blocked = asking is not None and asking == previous
-        checks = checks + 1 if blocked else 0
+        if blocked:
+            checks += 1
+        else:
+            checks = 0
         previous = asking
         if checks >= _MAX_GUARD_CHECKS:
             watchdog.look_alone(time.monotonic() - start - _GUARD_INTERVAL)
+        # As in `_run`: a guard that sleeps must not keep the watchdog.
         del watchdog
 
 
@@ -594,6 +627,7 @@ def _wake_by_signals(file: int) -> Callable[[], None] | None:
     if threading.current_thread() is not threading.main_thread():
         return None
     previous = signal.set_wakeup_fd(file, warn_on_full_buffer=False)
+    # Python has one such file per process, and another one, such as of an event loop, is read by its owner.
     if previous != -1:
         signal.set_wakeup_fd(previous)
         return None

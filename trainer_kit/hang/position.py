@@ -9,14 +9,17 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, final
-
-import torch
+from typing import Final, final
 
 from trainer_kit.data.workers import EndsWithParent
+from trainer_kit.hang.torch_private import (
+    BACKWARD_FUNCTION,
+    COMPILERS,
+    TORCH,
+    find_awaited_worker,
+)
 
 __all__ = [
-    "COMPILERS",
     "OUTSIDE",
     "Position",
     "awaited_worker",
@@ -26,12 +29,11 @@ __all__ = [
 
 # Frames hold the paths that were imported: links, such as that of an environment, stay as they are.
 _HERE: Final = str(Path(__file__).absolute().parents[1])
-# torch may be outside of this environment's directories.
-_TORCH: Final = str(Path(torch.__file__).absolute().parent)
 _ENVIRONMENT: Final = sysconfig.get_paths()
 _LIBRARIES: Final = (
     _HERE,
-    _TORCH,
+    # torch may be outside of this environment's directories.
+    TORCH,
     "<frozen",
     _ENVIRONMENT["stdlib"],
     _ENVIRONMENT["purelib"],
@@ -39,19 +41,13 @@ _LIBRARIES: Final = (
 )
 OUTSIDE: Final = "your code"
 """The phase outside the code of this library and of torch's training."""
-_BACKWARD: Final = "_engine_run_backward"
 _GRADIENTS: Final = "backward's exchange of gradients"
 _EXCHANGES: Final = (
-    os.path.join(_TORCH, "distributed", ""),
-    os.path.join(_TORCH, "nn", "parallel", "distributed.py"),
+    os.path.join(TORCH, "distributed", ""),
+    os.path.join(TORCH, "nn", "parallel", "distributed.py"),
 )
-COMPILERS: Final = (
-    os.path.join(_TORCH, "_dynamo", ""),
-    os.path.join(_TORCH, "_inductor", ""),
-)
-"""Directories of compiler code."""
 _FILES: Final = (
-    # (start of the file's path, phase, whether it may take long)
+    # The start of the file's path, the phase, and whether it may take long. The first row that fits decides.
     *((directory, "compilation", True) for directory in COMPILERS),
     (os.path.join(_HERE, "checkpoint", ""), "checkpoint", True),
     (os.path.join(_HERE, "state", "saving.py"), "checkpoint", True),
@@ -59,17 +55,17 @@ _FILES: Final = (
     (os.path.join(_HERE, "step", "evaluate.py"), "validation", True),
     (os.path.join(_HERE, "step", "optimize.py"), "optimizer", False),
     (os.path.join(_HERE, "accelerator", "optimizer.py"), "optimizer", False),
-    (os.path.join(_TORCH, "optim", ""), "optimizer", False),
+    (os.path.join(TORCH, "optim", ""), "optimizer", False),
     (os.path.join(_HERE, "data", ""), "data", False),
     (os.path.join(_HERE, "step", "accumulation_window.py"), "data", False),
     (os.path.join(_HERE, "accelerator", "loader.py"), "data", False),
-    (os.path.join(_TORCH, "utils", "data", ""), "data", False),
-    (os.path.join(_TORCH, "nn", "modules", "module.py"), "forward", False),
+    (os.path.join(TORCH, "utils", "data", ""), "data", False),
+    (os.path.join(TORCH, "nn", "modules", "module.py"), "forward", False),
 )
 _STEPS: Final = {
     "training_step": "forward",
     "forward": "forward",
-    _BACKWARD: "backward",
+    BACKWARD_FUNCTION: "backward",
 }
 _DEBUGGERS: Final = ("bdb.py", "pdb.py")
 
@@ -82,7 +78,7 @@ class Position:
     Attributes:
         phase: ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"validation"``, ``"checkpoint"``,
             ``"compilation"``, a hook such as ``"EarlyStopping.on_train_epoch_end"``, or ``"your code"``.
-        place: the line of user code, and the function that it calls: ``"at train.py:30 in all_reduce"``.
+        line: the line of user code, and the function that it calls: ``"at train.py:30 in all_reduce"``.
         call: the current exchange with other ranks, "" for none.
         patient: whether this phase may take long.
         debugged: whether a debugger holds the thread.
@@ -90,7 +86,7 @@ class Position:
     """
 
     phase: str
-    place: str
+    line: str
     call: str
     patient: bool
     debugged: bool
@@ -116,17 +112,22 @@ def user_line(frames: list[FrameType]) -> str:
         path = caller.f_code.co_filename
         if not path.startswith(_LIBRARIES):
             line = f"at {os.path.basename(path)}:{caller.f_lineno}"
-            return f"{line} in {called}" if called else line
+            if called:
+                line += f" in {called}"
+            return line
         called = caller.f_code.co_name
-    return f"in {called}" if called else "at its end"
+    if called:
+        return f"in {called}"
+    return "at its end"
 
 
 def _phase(frames: list[FrameType]) -> tuple[str, bool]:
     innermost: tuple[str, bool] | None = None
     for frame in frames:
         phase = _phase_of_frame(frame)
+        # The outer phase decides whether it may take long: a forward during validation may.
         if phase is not None and phase[1]:
-            return phase  # a forward during validation may take long too
+            return phase
         innermost = innermost or phase
     return innermost or (OUTSIDE, True)
 
@@ -149,24 +150,30 @@ def _phase_of_frame(frame: FrameType) -> tuple[str, bool] | None:
 def _hook(frame: FrameType) -> str | None:
     """Return the name of the hook that a frame runs, with the class of its object."""
     names = frame.f_code.co_varnames
-    owner = frame.f_locals.get(names[0]) if names else None
+    if not names:
+        return None
+    # A hook is a method: a function of a user's that is called `on_...` has no object.
+    owner = frame.f_locals.get(names[0])
     if owner is None or inspect.ismodule(owner):
         return None
     return f"{type(owner).__name__}.{frame.f_code.co_name}"
 
 
 def _call(frames: list[FrameType]) -> str:
+    """Return the exchange that a thread is in, "" for none: the outermost function of torch's exchanges."""
     if not frames:
         return ""
-    if frames[0].f_code.co_name == _BACKWARD:
+    # DDP exchanges gradients in threads of C++, for which backward waits in this function.
+    if frames[0].f_code.co_name == BACKWARD_FUNCTION:
         return _GRADIENTS
     if not frames[0].f_code.co_filename.startswith(_EXCHANGES):
         return ""
     call = ""
     for frame in frames:
         path = frame.f_code.co_filename
-        if not path.startswith(_TORCH):
+        if not path.startswith(TORCH):
             break
+        # `wrapper` is torch's decorator around each collective: it tells nothing.
         if path.startswith(_EXCHANGES) and frame.f_code.co_name != "wrapper":
             call = frame.f_code.co_name
     return call
@@ -174,17 +181,12 @@ def _call(frames: list[FrameType]) -> str:
 
 def awaited_worker(frames: list[FrameType]) -> str:
     """Describe the data loader's worker for which a thread waits; "" if it waits for none."""
-    for caller in frames:
-        loader: Any = caller.f_locals.get("self")
-        if type(loader).__name__ != "_MultiProcessingDataLoaderIter":
-            continue
-        if caller.f_code.co_name != "_try_get_data":
-            continue
-        worker = loader._task_info.get(loader._rcvd_idx, (None,))[0]
-        if worker is None:
-            return ""
-        init = loader._worker_init_fn
-        index = init.reading(worker) if isinstance(init, EndsWithParent) else ""
-        pid = loader._workers[worker].pid
-        return f"worker {worker} (pid {pid}) of the data loader{index}"
-    return ""
+    awaited = find_awaited_worker(frames)
+    if awaited is None:
+        return ""
+    worker, pid, init_function = awaited
+    text = f"worker {worker} (pid {pid}) of the data loader"
+    # Only loaders of this library's feed note the sample that a worker reads.
+    if isinstance(init_function, EndsWithParent):
+        text += init_function.reading(worker)
+    return text

@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import BinaryIO, Final
 
 __all__ = [
     "answering_file",
@@ -22,9 +22,10 @@ __all__ = [
 ]
 
 _SUPPORTED: Final = hasattr(signal, "SIGRTMAX") and sys.platform == "linux"
+# A real-time signal near the end of their range: its default action is to end the process, so none is sent by habit.
 _SIGNAL: Final[int | None] = signal.SIGRTMAX - 3 if _SUPPORTED else None
-_FILE: dict[str, Any] = {}
-"""The file of this process, and its pid: a fork needs another one."""
+_FILES: Final[dict[int, BinaryIO]] = {}
+"""The file of this process by its pid: a fork needs another one."""
 _WAIT: Final = 0.5
 """Seconds in which a process writes its stacks."""
 
@@ -36,15 +37,15 @@ def answering_file() -> str:
     """
     if _SIGNAL is None or not hasattr(os, "memfd_create"):
         return ""
-    if _FILE.get("pid") != os.getpid():
-        _FILE.update(
-            pid=os.getpid(),
-            file=os.fdopen(os.memfd_create("stacks"), "w+b", buffering=0),
-        )
-        faulthandler.register(
-            _SIGNAL, file=_FILE["file"], all_threads=True, chain=False
-        )
-    return f"/proc/{os.getpid()}/fd/{_FILE['file'].fileno()}"
+    pid = os.getpid()
+    if pid not in _FILES:
+        # Without a name, so that nothing is left behind by a process that is killed.
+        file = os.fdopen(os.memfd_create("stacks"), "w+b", buffering=0)
+        _FILES.clear()
+        _FILES[pid] = file
+        # faulthandler's C code handles it at once, also while other C code holds the interpreter's lock.
+        faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=False)
+    return f"/proc/{pid}/fd/{_FILES[pid].fileno()}"
 
 
 def write_stacks(path: Path) -> None:
@@ -58,6 +59,7 @@ def read_stacks(pid: int, stacks: str) -> str:
     if not stacks or _SIGNAL is None or is_stopped(pid) or not _catches(pid):
         return ""
     try:
+        # Other ranks may have asked before: their stacks come first in the file.
         size_before = os.stat(stacks).st_size
         os.kill(pid, _SIGNAL)
         deadline = time.monotonic() + _WAIT
@@ -65,7 +67,8 @@ def read_stacks(pid: int, stacks: str) -> str:
         while time.monotonic() < deadline:
             time.sleep(0.05)
             size = os.stat(stacks).st_size
-            if size == previous_size > size_before:  # the process has stopped writing
+            # Nothing tells that the process has finished, so two equal sizes do.
+            if size == previous_size > size_before:
                 break
             previous_size = size
         with open(stacks, "rb") as file:
@@ -101,7 +104,9 @@ def _status(pid: int) -> dict[str, str]:
 def start_time(pid: int) -> int:
     """Return the time at which the kernel started a process, in ticks; 0 if unknown."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        # The name of the process comes first, in parentheses: it may have spaces, and parentheses of its own.
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        return int(after_name.split()[19])
     except (OSError, ValueError, IndexError):
         return 0
 

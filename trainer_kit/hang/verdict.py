@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, final
+from typing import Final, final
 
+from trainer_kit.hang.collectives import GroupCalls, LastCall
 from trainer_kit.hang.position import Position
 
 __all__ = ["Finding", "Report", "find_culprits", "name_silent", "ranks_named"]
@@ -30,14 +31,14 @@ class Report:
         boot: the id of its running kernel.
         error_file: the file in which its launcher expects its error.
         stacks: the local file to which it writes its stacks on a signal; "" for none.
-        step: its progress.
-        at: its progress in words: ``"step 25"``.
+        step: its completed steps, or other units of progress.
+        progress: the same in words: ``"step 25"``.
         phase: its current phase.
-        place: the line of user code.
+        line: the line of user code.
         call: the current exchange, "" for none.
         patient: whether this phase may take long.
         seconds: the seconds since its last progress.
-        left: the seconds until it counts as hanging.
+        seconds_left: the seconds until it counts as hanging.
         ended: whether it has left the loop.
         stack: the formatted stack of the main thread.
         groups: the last collectives by process group; each with ``"ranks"``, and ``"calls"``: number, name, amount.
@@ -53,23 +54,23 @@ class Report:
     error_file: str = ""
     stacks: str = ""
     step: int = 0
-    at: str = "its start"
+    progress: str = "its start"
     phase: str = ""
-    place: str = ""
+    line: str = ""
     call: str = ""
     patient: bool = False
     seconds: float = 0.0
-    left: float = 0.0
+    seconds_left: float = 0.0
     ended: bool = False
     stack: list[str] = field(default_factory=list)
-    groups: dict[str, Any] = field(default_factory=dict)
-    last: list[Any] | None = None
+    groups: dict[str, GroupCalls] = field(default_factory=dict)
+    last: LastCall | None = None
     reason: str = ""
 
     def set_progress(self, step: int, text: str) -> None:
         """Set the number of completed steps, and the same in words."""
         self.step = step
-        self.at = text
+        self.progress = text
 
     def set_position(
         self, position: Position, seconds: float, seconds_left: float
@@ -82,18 +83,20 @@ class Report:
             seconds_left: until it counts as hanging.
         """
         self.phase = position.phase
-        self.place = position.place
+        self.line = position.line
         self.call = position.call
         self.patient = position.patient
         self.seconds = seconds
-        self.left = seconds_left
+        self.seconds_left = seconds_left
 
     def set_stack(self, stack: list[str], reason: str) -> None:
         """Set the formatted stack of the main thread, and for what its data loader waits."""
         self.stack = stack
         self.reason = reason
 
-    def set_collectives(self, groups: dict[str, Any], last: list[Any] | None) -> None:
+    def set_collectives(
+        self, groups: dict[str, GroupCalls], last: LastCall | None
+    ) -> None:
         """Set the last collectives by process group, and the group and number of the last one."""
         self.groups = groups
         self.last = last
@@ -101,7 +104,7 @@ class Report:
     def set_silence(self, reason: str, seconds_left: float) -> None:
         """Set why the rank does not answer ("" if unknown), and the seconds until it counts as hanging."""
         self.reason = reason or self.reason
-        self.left = seconds_left
+        self.seconds_left = seconds_left
 
     def set_ended(self) -> None:
         """Note that the rank has left the loop."""
@@ -179,7 +182,9 @@ def ranks_named(ranks: list[int]) -> str:
     listed = ", ".join(map(str, ranks[:8]))
     if len(ranks) > 8:
         listed += f" and {len(ranks) - 8} more"
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+    if len(ranks) > 1:
+        return f"ranks {listed}"
+    return f"rank {listed}"
 
 
 def find_culprits(
@@ -195,25 +200,31 @@ def find_culprits(
     silent = [rank for rank in range(size) if rank not in answers]
     if silent:
         return name_silent(silent, answers, last_words)
+    # The most certain causes come first: a rank that has left, or one in another collective, waits for nothing.
     finding = _name_ended(answers) or _name_mismatch(answers)
     if finding is not None:
         return finding
     awaited: dict[int, list[int]] = {}
     for rank in answers:
         awaited[rank] = _ranks_awaited_by(rank, answers)
-    all_awaited = {rank for ranks in awaited.values() for rank in ranks}
+    all_awaited: set[int] = set()
+    for ranks in awaited.values():
+        all_awaited.update(ranks)
+    # Of the awaited ranks those that wait for none themselves are the cause; the others are its victims.
     behind = sorted(rank for rank in all_awaited if not awaited[rank])
     if all_awaited and not behind:
         return _name_deadlock(sorted(all_awaited), answers)
+    # Without a flight recorder nothing is known of collectives: then a rank in no exchange is the one.
     busy = behind or [rank for rank, report in answers.items() if not report.call]
     if busy and (len(busy) < size or size == 1):
         return _name_busy(busy, answers)
     longest = max(answers.values(), key=lambda report: report.seconds)
-    if busy:  # every rank is busy: the one that has waited longest is named
+    # Every rank is busy: name the one that has made no progress for longest.
+    if busy:
         problem = f"{longest.who} hangs {_activity(longest)}"
         return Finding((longest.rank,), problem, _innermost(longest), certain=False)
     problem = (
-        f"all ranks wait in {longest.call_named} at {longest.at}: "
+        f"all ranks wait in {longest.call_named} at {longest.progress}: "
         "a connection between them is dead"
     )
     return Finding((), problem, _innermost(longest), certain=False)
@@ -225,7 +236,7 @@ def _name_ended(answers: Mapping[int, Report]) -> Finding | None:
     running = [report for report in answers.values() if not report.ended]
     if not ended or not running:
         return None
-    call = f"at {running[0].at} in {running[0].call_named}"
+    call = f"at {running[0].progress} in {running[0].call_named}"
     problem = (
         f"{ranks_named(ended)} left the training loop, but {_waiting(running)} {call}"
     )
@@ -235,7 +246,7 @@ def _name_ended(answers: Mapping[int, Report]) -> Finding | None:
 def _name_deadlock(ranks: list[int], answers: Mapping[int, Report]) -> Finding:
     """Name ranks of which each waits for another."""
     lines = [
-        f"{report.who} is in {report.call_named}, {report.place}"
+        f"{report.who} is in {report.call_named}, {report.line}"
         for report in answers.values()
     ]
     problem = "ranks wait for each other in different collectives"
@@ -269,24 +280,27 @@ def name_silent(
     if waiting:
         problem += f" and has not entered {waiting[0].call_named}; {_waiting(waiting)}"
     if first.phase:
-        problem += f"; last seen at {first.at} in {first.phase}, {first.place}"
+        problem += f"; last seen at {first.progress} in {first.phase}, {first.line}"
     if len(silent) > 1:
         problem += f"; neither do {ranks_named(silent[1:])}"
     return Finding(tuple(silent), problem, _innermost(first), certain=False)
 
 
 def _activity(report: Report) -> str:
-    reason = f": {report.reason}" if report.reason else ""
-    return f"at {report.at} in {report.phase}, {report.place}{reason}"
+    activity = f"at {report.progress} in {report.phase}, {report.line}"
+    if report.reason:
+        activity += f": {report.reason}"
+    return activity
 
 
 def _waiting(reports: list[Report]) -> str:
     if not reports:
         return ""
     ranks = ranks_named([report.rank for report in reports])
-    verb = "wait" if len(reports) > 1 else "waits"
     longest = max(report.seconds for report in reports)
-    return f"{ranks} {verb} {longest:.0f} s"
+    if len(reports) > 1:
+        return f"{ranks} wait {longest:.0f} s"
+    return f"{ranks} waits {longest:.0f} s"
 
 
 def _innermost(report: Report) -> tuple[str, ...]:
@@ -316,8 +330,10 @@ def _ranks_awaited_by(rank: int, answers: Mapping[int, Report]) -> list[int]:
 
 
 def _last_number(report: Report, group: str) -> int:
-    calls = report.groups.get(group, {}).get("calls", [])
-    return int(calls[-1][0]) if calls else 0
+    if group not in report.groups:
+        return 0
+    calls = report.groups[group]["calls"]
+    return calls[-1][0] if calls else 0
 
 
 def _name_mismatch(answers: Mapping[int, Report]) -> Finding | None:
@@ -342,13 +358,16 @@ def _compare_calls(report: Report, other: Report) -> Finding | None:
     if call is None or other_call is None or _alike(call[0], other_call[0]):
         return None
     problem = (
-        f"{other.who} issued {other_call[0]} as collective #{number} at {report.at}, "
+        f"{other.who} issued {other_call[0]} as collective #{number} at {report.progress}, "
         f"where rank {report.rank} issued {call[0]}"
     )
-    line = other.place if other.last == report.last else f"now {other.place}"
+    # The other rank may have gone on since: collectives on an accelerator do not wait for each other.
+    line = other.line
+    if other.last != report.last:
+        line = f"now {line}"
     details = (
         f"rank {other.rank}: {other_call[0]} {line}",
-        f"rank {report.rank}: {call[0]} {report.place}",
+        f"rank {report.rank}: {call[0]} {report.line}",
     )
     return Finding((other.rank,), problem, details, certain=True)
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, final
+from collections.abc import Callable
+from typing import Final, Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.precision.converted import ConvertedPrecision, refuse_shared
+from trainer_kit.core.types import SavedState, StateDict
+from trainer_kit.precision.converted import (
+    ConvertedPrecision,
+    VendorModule,
+    refuse_shared,
+)
 from trainer_kit.precision.exceptions import Exceptions, except_modules, is_excepted
 from trainer_kit.precision.native import NativePrecision
+from trainer_kit.precision.torch_private import apply_to_tensors, load_from_state_dict
 
 __all__ = ["BitsandbytesPrecision"]
 
@@ -71,6 +77,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
             )
         super().__init__(mode, base, exceptions)
         self.exceptions = {**except_modules(ignore_modules), **self.exceptions}
+        # A missing library is an error here, before the run starts its ranks.
         _import()
         self.refused_devices = {"mps": "bitsandbytes has no kernels for it"}
         self.mode = mode
@@ -100,6 +107,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
         if not selected and not _has_exchanged_layers(module):
             raise self._nothing_to_quantize(list(linear))
         refuse_shared(module, selected, f"precision {self.mode!r}")
+        # One layer after the other: the model in floats and the quantised one need not fit beside each other.
         for name, layer in selected.items():
             module.set_submodule(name, _MODES[self.mode](layer, self.dtype))
 
@@ -138,7 +146,8 @@ class _QuantizedLinear(nn.Linear, ABC):
         self.train(layer.training)
         weight = layer.weight.detach()
         is_meta = weight.is_meta
-        if is_meta:  # for weights of another rank only shapes matter
+        # Of the weights of another rank only the shapes matter, which bitsandbytes computes with values alone.
+        if is_meta:
             weight = torch.zeros(weight.shape, dtype=weight.dtype)
         for name, tensor in self.quantize(weight).items():
             if is_meta:
@@ -162,10 +171,10 @@ class _QuantizedLinear(nn.Linear, ABC):
                 return changed
             return tensor.to(changed.device)
 
-        super()._apply(apply_without_cast, recurse)  # type: ignore[no-untyped-call]  # torch's
+        apply_to_tensors(self, apply_without_cast, recurse)
         return self
 
-    def take_floats(self, state: dict[str, Any], prefix: str) -> None:
+    def take_floats(self, state: StateDict, prefix: str) -> None:
         """Quantise this layer's weight in a state, where that holds floats."""
         weight = state.get(f"{prefix}weight")
         if weight is not None and weight.is_floating_point():
@@ -176,7 +185,7 @@ class _QuantizedLinear(nn.Linear, ABC):
             state.update((prefix + name, tensor) for name, tensor in tensors.items())
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *arguments: object
+        self, state_dict: StateDict, prefix: str, *arguments: object
     ) -> None:
         self.take_floats(state_dict, prefix)
         saved = _saved_mode(state_dict, prefix)
@@ -186,7 +195,7 @@ class _QuantizedLinear(nn.Linear, ABC):
                 found=f"{prefix}weight: {saved!r}, and this module has {self.mode!r}",
                 fix=f"use precision={saved!r}, or a checkpoint of floats",
             )
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        load_from_state_dict(self, state_dict, prefix, *arguments)
 
 
 @final
@@ -224,6 +233,7 @@ class _Linear4bit(_QuantizedLinear):
             compress_statistics=self.nested,
             quant_type=self.kind,
         )
+        # The table of the 16 values is the same for all layers of a kind, so checkpoints need not hold it.
         self.__dict__.update(code=state.code)
         # The name tells nf4 from fp4, which have the same shapes.
         tensors = {"weight": packed, f"{self.kind}_absmax": state.absmax}
@@ -234,6 +244,7 @@ class _Linear4bit(_QuantizedLinear):
         return tensors
 
     def forward(self, input: Tensor) -> Tensor:
+        # The state is made again for each product: engines may have gathered or replaced the parameters since.
         bnb = _import()
         self._move_codes(self.weight.device)
         nested_state = None
@@ -338,7 +349,7 @@ def _multiply(layer: nn.Linear, input: Tensor, **options: object) -> Tensor:
     return output.reshape(*input.shape[:-1], layer.out_features)
 
 
-def _import() -> Any:
+def _import() -> VendorModule:
     try:
         import bitsandbytes
     except ImportError as error:
@@ -350,7 +361,7 @@ def _import() -> Any:
     return bitsandbytes
 
 
-def _saved_mode(state: Mapping[str, Any], prefix: str) -> str | None:
+def _saved_mode(state: SavedState, prefix: str) -> str | None:
     """The mode of a layer's weight in a state; None: it is missing, or of floats."""
     if f"{prefix}scales" in state:
         return "int8"

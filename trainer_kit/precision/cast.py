@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
+
+from trainer_kit.precision.torch_private import (
+    apply_to_direct_tensors,
+    apply_to_tensors,
+)
 
 __all__ = ["cast_module"]
 
@@ -43,11 +47,10 @@ def cast_module(
         if id(submodule) in excluded_modules:
             continue
         if _is_metric(submodule):
-            nn.Module._apply(submodule, cast, recurse=False)  # type: ignore[no-untyped-call]  # torch's
-        elif "recurse" in inspect.signature(submodule._apply).parameters:
-            submodule._apply(cast, recurse=False)  # type: ignore[no-untyped-call]  # torch's
-        else:  # overridden as torch defined it before 2.1: it walks the children itself
-            submodule._apply(cast)  # type: ignore[no-untyped-call]  # torch's
+            # Not the metric's own override, which also casts its states.
+            apply_to_tensors(submodule, cast, recurse=False)
+        else:
+            apply_to_direct_tensors(submodule, cast)
 
 
 def _is_metric(module: nn.Module) -> bool:
@@ -56,7 +59,7 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def _collect_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors that ``Module._apply`` visits."""
+    """The tensors that `apply_to_tensors` visits, gradients included."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [*parameters, *gradients, *module.buffers()]

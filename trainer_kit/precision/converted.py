@@ -6,13 +6,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import PrecisionError
+from trainer_kit.core.types import Batch, SavedState, StateDict
 from trainer_kit.precision.exceptions import (
     Exceptions,
     call_layers,
@@ -27,7 +28,17 @@ from trainer_kit.precision.native import (
 )
 from trainer_kit.precision.precision import Precision
 
-__all__ = ["ConvertedPrecision", "QuantizedLayer", "refuse_shared", "vendor_module"]
+__all__ = [
+    "ConvertedPrecision",
+    "QuantizedLayer",
+    "VendorModule",
+    "refuse_shared",
+    "vendor_module",
+]
+
+
+VendorModule: TypeAlias = Any
+"""A module of a vendor, or an object of its: most vendors ship no types, and need not be installed."""
 
 
 class ConvertedPrecision(Precision):
@@ -83,6 +94,7 @@ class ConvertedPrecision(Precision):
         exceptions = list(excepted(module, self.exceptions))
         # What decides which layers are exchanged is compared with an earlier conversion as a text.
         options = f"{self.options()}, exceptions={self.exceptions}"
+        # Refused before anything changes: a second precision would find no layer of the kind that it exchanges.
         refuse_layers(module, self.name, options)
         self.exchange(module, [name for name, _, _ in exceptions])
         note_layers(module, self.name, options)
@@ -92,9 +104,10 @@ class ConvertedPrecision(Precision):
             if precision is not None
         ]
         self.base.convert_with(module, with_dtype)
+        # torch's fast path would read the weights of exchanged layers, which may be quantised, past their forward.
         call_layers(module, lambda submodule: True)
 
-    def kept_modules(self, module: nn.Module) -> list[nn.Module]:
+    def separately_gathered_modules(self, module: nn.Module) -> list[nn.Module]:
         """Exceptions with another dtype, and layers that store quantised weights."""
         exceptions = excepted(module, self.exceptions)
         modules = [
@@ -105,7 +118,7 @@ class ConvertedPrecision(Precision):
         ]
         return modules
 
-    def convert_batch(self, batch: Any) -> Any:
+    def convert_batch(self, batch: Batch) -> Batch:
         """As the native precision does."""
         return self.base.convert_batch(batch)
 
@@ -137,11 +150,11 @@ class ConvertedPrecision(Precision):
         """As the native precision does."""
         self.base.abandon_step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state of the native precision; the layers' state is in the module's ``state_dict``."""
         return self.base.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Restore what `state_dict` returned."""
         self.base.load_state_dict(state)
 
@@ -150,11 +163,11 @@ class ConvertedPrecision(Precision):
 class QuantizedLayer(Protocol):
     """A layer whose parameters hold a quantised weight, in its own shape."""
 
-    def take_floats(self, state: dict[str, Any], prefix: str) -> None:
+    def take_floats(self, state: StateDict, prefix: str) -> None:
         """Quantise this layer's weight in a state, where that holds floats."""
 
 
-def vendor_module(name: str, problem: str, fix: str) -> Any:
+def vendor_module(name: str, problem: str, fix: str) -> VendorModule:
     """Import a vendor's module.
 
     Raises:
@@ -174,6 +187,7 @@ def refuse_shared(
     Raises:
         PrecisionError: it names the weights.
     """
+    # By id, with duplicates: `named_parameters` alone shows a shared weight under the first of its names only.
     owners: dict[int, list[str]] = {}
     for path, submodule in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Final, TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
 from trainer_kit.core.tensors import map_tensors
+from trainer_kit.core.types import Nested
+from trainer_kit.precision.torch_private import forward_pre_hooks
 
 __all__ = [
     "DTYPES",
@@ -101,6 +103,7 @@ def excepted(
         PrecisionError: a pattern matches no module.
     """
     unused = set(exceptions)
+    # `named_modules` yields a module before those inside it, so the outermost match comes first.
     outer_names: list[str] = []
     for name, submodule in module.named_modules():
         if not name:
@@ -140,6 +143,7 @@ def refuse_ties(module: nn.Module, names: Sequence[str]) -> None:
     if not names:
         return
     owners: dict[int, str] = {}
+    # With duplicates: each name of a shared weight says which module uses it.
     for path, parameter in module.named_parameters(remove_duplicate=False):
         first_path = owners.setdefault(id(parameter), path)
         if is_excepted(path, names) != is_excepted(first_path, names):
@@ -166,7 +170,7 @@ def apply_exceptions(
     for submodule in module.modules():
         if _has_exception(submodule):
             del submodule.__dict__["forward"]
-        hooks = submodule._forward_pre_hooks
+        hooks = forward_pre_hooks(submodule)
         for key in [key for key, hook in hooks.items() if hook is _do_nothing]:
             del hooks[key]
     for submodule, dtype, output_dtype in modules:
@@ -189,7 +193,8 @@ def call_layers(module: nn.Module, is_changed: Callable[[nn.Module], bool]) -> N
     for layer in module.modules():
         if not isinstance(layer, nn.TransformerEncoderLayer):
             continue
-        if layer._forward_pre_hooks:
+        # Any hook switches the fast path off, one of the user's too.
+        if forward_pre_hooks(layer):
             continue
         if any(is_changed(inner) for inner in layer.modules() if inner is not layer):
             layer.register_forward_pre_hook(_do_nothing)
@@ -205,7 +210,7 @@ class _ForwardInDtype:
 
     def __init__(
         self,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
         context: AbstractContextManager[object],
         dtype: torch.dtype,
         output_dtype: torch.dtype | None,
@@ -225,7 +230,7 @@ class _ForwardInDtype:
         return _cast_tensors(outputs, self.output_dtype)
 
 
-def _cast_tensors(values: object, dtype: torch.dtype) -> Any:
+def _cast_tensors(values: Nested, dtype: torch.dtype) -> Nested:
     """Cast the floating-point tensors of a batch or an output."""
 
     def cast(tensor: Tensor) -> Tensor:

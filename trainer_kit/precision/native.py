@@ -16,6 +16,7 @@ from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import PrecisionError, did_you_mean
 from trainer_kit.core.tensors import map_tensors
+from trainer_kit.core.types import Batch, Keywords, SavedState, StateDict
 from trainer_kit.precision.cast import cast_module
 from trainer_kit.precision.exceptions import (
     DTYPES,
@@ -27,6 +28,7 @@ from trainer_kit.precision.exceptions import (
     refuse_ties,
 )
 from trainer_kit.precision.precision import EngineSteps, Precision
+from trainer_kit.precision.torch_private import set_scaler_device, state_after_update
 
 __all__ = [
     "NAMES",
@@ -59,9 +61,8 @@ NAMES: Final = {
 _BITS: Final = {dtype: bits for bits, dtype in DTYPES.items()}
 _HALF: Final = {dtype: _BITS[dtype] for dtype in (torch.bfloat16, torch.float16)}
 _ExceptedModule: TypeAlias = "tuple[str, nn.Module, ModulePrecision]"
-_EXCHANGED_LAYERS_MARK: Final = (
-    "_precision_of_layers"  # markers in the ``__dict__`` of a module
-)
+# Marks in the ``__dict__`` of a module, where a copy of the module has them too, and a checkpoint has not.
+_EXCHANGED_LAYERS_MARK: Final = "_precision_of_layers"
 _CAST_MARK: Final = "_dtype_of_cast"
 
 
@@ -73,7 +74,8 @@ class NativePrecision(Precision):
         device_type: where the forward runs, as in ``torch.device.type``.
     """
 
-    _engine: EngineSteps | None = None  # set where an engine steps
+    _engine: EngineSteps | None = None
+    """The steps of an engine, where one steps by itself."""
 
     def __init__(self, exceptions: Exceptions, device_type: str) -> None:
         self.exceptions = except_modules(exceptions)
@@ -95,7 +97,7 @@ class NativePrecision(Precision):
     ) -> None:
         """As `convert_module`, with these exceptions."""
 
-    def kept_modules(self, module: nn.Module) -> list[nn.Module]:
+    def separately_gathered_modules(self, module: nn.Module) -> list[nn.Module]:
         """The exceptions."""
         return [submodule for _, submodule, _ in excepted(module, self.exceptions)]
 
@@ -160,7 +162,7 @@ class TruePrecision(NativePrecision):
             modules.append((submodule, precision.dtype, output_dtype))
         apply_exceptions(module, modules, _DefaultDtype)
 
-    def convert_batch(self, batch: Any) -> Any:
+    def convert_batch(self, batch: Batch) -> Batch:
         """Cast the floating-point tensors of a batch."""
         return map_tensors(batch, self._cast)
 
@@ -184,13 +186,13 @@ class TruePrecision(NativePrecision):
         step()
         return self._engine is None or not self._engine.skipped
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The loss scale of an engine; else empty."""
         if self._engine is None:
             return {}
         return self._engine.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Restore what `state_dict` returned."""
         if self._engine is not None:
             self._engine.load_state_dict(state)
@@ -239,7 +241,8 @@ class MixedPrecision(NativePrecision):
         # stored); sums over many ranks need the digits of float32.
         self.param_dtype = dtype
         self.reduce_dtype = torch.float32
-        self.scales = self.skips = dtype is torch.float16
+        self.scales = dtype is torch.float16
+        self.skips = self.scales
         if scaler is not None and not self.scales:
             raise PrecisionError(
                 "bfloat16 needs no gradient scaler",
@@ -248,11 +251,13 @@ class MixedPrecision(NativePrecision):
         self.scaler = scaler
         if self.scales and scaler is None:
             self.scaler = make_scaler(self.device_type)
-        # Of the step under way, by the id of an optimizer.
+        # By the id of an optimizer. The views stay from step to step, and keep the optimizer alive with its id.
         self._views: dict[int, list[_ScalerView]] = {}
+        # The optimizers whose gradients were divided by the scale in this step, and those that were stepped.
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
-        self._unscaled_not_stepped: set[int] = set()  # when the step ended
+        # Those whose gradients were divided, but that had not stepped when the step ended: they may step later.
+        self._unscaled_not_stepped: set[int] = set()
         # Whether the scaler has read gradients since the scale was adapted.
         self._has_read_gradients = False
         # Whether a loss was scaled, so that the scale is on the device.
@@ -318,6 +323,7 @@ class MixedPrecision(NativePrecision):
         """The loss times the scale, which is adapted first if the previous step has ended (manual optimization)."""
         if self.scaler is None:
             return loss
+        # Before this loss is scaled: all gradients of one step must have the same scale.
         if self._previous_step_ended:
             self._update_scale()
         self._has_scaled_loss = True
@@ -356,7 +362,7 @@ class MixedPrecision(NativePrecision):
         if self.scaler is None or not has_gradients(optimizer):
             step()
             return self._engine is None or not self._engine.skipped
-        # Clipping may have unscaled them already.
+        # Clipping may have unscaled them already: a second division would make them too small.
         self.unscale_gradients(optimizer)
         self._stepped.add(id(optimizer))
         views = self._views[id(optimizer)]
@@ -383,6 +389,7 @@ class MixedPrecision(NativePrecision):
 
     def end_step(self) -> None:
         """Adapt the scale, if any optimizer was stepped."""
+        # Without a step there is nothing to adapt to, and GradScaler raises an error.
         if self._stepped:
             self._update_scale()
         self._unscaled_not_stepped |= self._unscaled
@@ -401,24 +408,27 @@ class MixedPrecision(NativePrecision):
 
     def abandon_step(self) -> None:
         """Drop the state of the unfinished step; the scale is not adapted."""
+        # `update` with the present scale makes GradScaler forget which gradients it has read, without adapting.
         if self._has_read_gradients and self.scaler is not None:
             scale = self.scaler.get_scale()  # sync point: the run has failed
             self.scaler.update(scale)
         self._reset_step()
         self._views.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The scale and its counters."""
+        # A checkpoint between two steps of manual optimization: a resumed run begins with the adapted scale.
         if self.scaler is not None and self._previous_step_ended:
-            return _state_after_update(self.scaler)
+            return state_after_update(self.scaler)
         scaler = self._engine or self.scaler
         if scaler is None:
             return {}
         return scaler.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Restore what `state_dict` returned; nothing to do without a scaler, or from a run without one."""
-        self.abandon_step()  # unscaled gradients of the current state do not fit the restored scale
+        # Unscaled gradients of the current state do not fit the restored scale.
+        self.abandon_step()
         scaler = self._engine or self.scaler
         if scaler is not None and state:
             scaler.load_state_dict(dict(state))
@@ -438,7 +448,7 @@ class _DefaultDtype:
         torch.set_default_dtype(self.before)
 
 
-def _bits(dtype: Any, supported: Mapping[torch.dtype, str], class_name: str) -> str:
+def _bits(dtype: object, supported: Mapping[torch.dtype, str], class_name: str) -> str:
     """The number of bits in the name of a precision."""
     if isinstance(dtype, torch.dtype) and dtype in supported:
         return supported[dtype]
@@ -497,7 +507,7 @@ class _ScalerView:
         self._step = step
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Keywords]:
         groups = self.optimizer.param_groups
         selected = self.selected
         if selected is None:
@@ -571,20 +581,8 @@ def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
     """
     # The device is only read when a loss is scaled.
     scaler = torch.amp.GradScaler("cpu", **options)
-    scaler._device = device_type
+    set_scaler_device(scaler, device_type)
     return scaler
-
-
-def _state_after_update(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """The state after the scale is adapted; the scaler keeps its own, as other optimizers may still step with it."""
-    # GradScaler has no method that computes the next scale alone, so it is updated, and put back.
-    before = scaler.state_dict()
-    per_optimizer = scaler._per_optimizer_states
-    scaler.update()
-    adapted = scaler.state_dict()
-    scaler.load_state_dict(before)
-    scaler._per_optimizer_states = per_optimizer
-    return adapted
 
 
 # -- marks of earlier conversions -----------------------------------------------------------------------------------
@@ -635,6 +633,7 @@ def _refuse_cast(module: nn.Module, name: str) -> None:
         dtype = submodule.__dict__.get(_CAST_MARK)
         if dtype is None:
             continue
+        # The mark stays after module.float(), which undoes the cast: the weights themselves decide.
         if any(parameter.dtype is dtype for parameter in submodule.parameters()):
             raise PrecisionError(
                 "an earlier precision cast the weights of this module permanently",

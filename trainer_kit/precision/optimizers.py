@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Final
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from trainer_kit.core.errors import ConfigurationError, RegistryError
 from trainer_kit.core.registry import OPTIMIZERS
+from trainer_kit.core.types import SavedState, StateDict
 
 __all__ = [
     "from_plain_tensors",
@@ -19,6 +21,7 @@ __all__ = [
     "why_not_shardable",
 ]
 
+# By name and not by class: nothing is imported before a word is used, and no vendor need be installed.
 for _name in (
     "Adadelta",
     "Adagrad",
@@ -53,6 +56,7 @@ for _name in ("Adam", "AdamW"):
         OPTIMIZERS.supply(
             f"{_name.lower()}torch{_bits.lower()}", f"torchao.optim:{_name}{_bits}"
         )
+# Names that transformers' TrainingArguments use for these two.
 OPTIMIZERS.supply("adamwtorch", "torch.optim:AdamW")
 OPTIMIZERS.supply("adamwbnb8bit", "bitsandbytes.optim:AdamW8bit")
 
@@ -64,7 +68,7 @@ _LOW_BIT: Final = {
 _KIND: Final = "low_bit"
 
 
-def make_optimizer(name: str, params: Iterable[Any], **options: object) -> Optimizer:
+def make_optimizer(name: str, params: ParamsT, **options: object) -> Optimizer:
     """An optimizer by its name, without importing its library at the top of a script.
 
     Args:
@@ -84,6 +88,7 @@ def make_optimizer(name: str, params: Iterable[Any], **options: object) -> Optim
         'AdamW'
     """
     key = name
+    # A user's name is taken as it is registered; only ours have one spelling for many.
     if name not in OPTIMIZERS.names():
         key = name.lower().replace("_", "").replace("-", "")
     try:
@@ -106,7 +111,7 @@ def make_optimizer(name: str, params: Iterable[Any], **options: object) -> Optim
     return optimizer
 
 
-def to_plain_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain_tensors(state: SavedState) -> StateDict:
     """The state of a parameter, with each low-bit tensor as the plain tensors that it consists of.
 
     Example:
@@ -119,7 +124,7 @@ def to_plain_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def from_plain_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+def from_plain_tensors(state: SavedState) -> StateDict:
     """The inverse of `to_plain_tensors`."""
     tensors = dict(state)
     for name, value in state.items():
@@ -145,13 +150,14 @@ def why_not_shardable(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _flatten(value: Any) -> dict[str, Any]:
+def _flatten(value: Any) -> StateDict:
+    # torch's protocol of tensor subclasses. Checkpoints then hold plain tensors, which load without torchao's classes.
     names, attributes = value.__tensor_flatten__()
     parts: dict[str, Tensor] = {name: getattr(value, name) for name in names}
     return {_KIND: type(value).__name__, "attributes": list(attributes), **parts}
 
 
-def _unflatten(parts: Mapping[str, Any]) -> Tensor:
+def _unflatten(parts: SavedState) -> Tensor:
     # The class comes from the table: no name in a file is imported.
     kind: Any = getattr(import_module(_LOW_BIT[parts[_KIND]]), parts[_KIND])
     tensors = {

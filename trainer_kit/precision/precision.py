@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.errors import PrecisionError
+from trainer_kit.core.types import Batch, SavedState, StateDict
 
 __all__ = ["EXCHANGING", "EngineSteps", "Precision"]
 
@@ -29,8 +30,8 @@ class EngineSteps(Protocol):
     skipped: bool
     """Whether the engine skipped its last step because gradients were not finite."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def state_dict(self) -> StateDict: ...
+    def load_state_dict(self, state: SavedState) -> None: ...
 
 
 class Precision(ABC):
@@ -81,14 +82,14 @@ class Precision(ABC):
     def convert_module(self, module: nn.Module) -> None:
         """Cast parameters and buffers, in place."""
 
-    def kept_modules(self, module: nn.Module) -> list[nn.Module]:
+    def separately_gathered_modules(self, module: nn.Module) -> list[nn.Module]:
         """The modules whose parameters an engine must gather as they are stored, each by itself.
 
         These are exceptions in another dtype, and layers with quantised weights. Default: none.
         """
         return []
 
-    def convert_batch(self, batch: Any) -> Any:
+    def convert_batch(self, batch: Batch) -> Batch:
         """Cast the floating-point tensors of a batch; called only where `converts_batch` is true."""
         return batch
 
@@ -132,9 +133,9 @@ class Precision(ABC):
     def abandon_step(self) -> None:
         """Called when an exception ended a step, so that the next one starts from a clean state."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What a checkpoint keeps."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Restore what `state_dict` returned."""

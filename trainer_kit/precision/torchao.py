@@ -6,15 +6,20 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, final
+from typing import TYPE_CHECKING, Final, Literal, final
 
 import torch
 from torch import nn
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
-from trainer_kit.precision.converted import ConvertedPrecision, vendor_module
+from trainer_kit.precision.converted import (
+    ConvertedPrecision,
+    VendorModule,
+    vendor_module,
+)
 from trainer_kit.precision.exceptions import Exceptions, is_excepted
 from trainer_kit.precision.native import NativePrecision, forget_layers
+from trainer_kit.precision.torch_private import scaled_matmul
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -65,9 +70,7 @@ class Float8Precision(ConvertedPrecision):
         super().__init__("fp8", base, exceptions)
         self.ends = ends
         self.module_filter = module_filter
-        self.config: Any = config
-        if config is None:
-            self.config = _float8_config(recipe)
+        self.config = config or _float8_config(recipe)
         if emulate:
             self.config = replace(self.config, emulate=True)
 
@@ -82,10 +85,11 @@ class Float8Precision(ConvertedPrecision):
             )
         if self.config.emulate:
             return
+        # The smallest product that the kernels accept.
         matrix = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
         scale = torch.ones((), device=device)
         try:
-            torch._scaled_mm(
+            scaled_matmul(
                 matrix,
                 matrix.t(),
                 scale_a=scale,
@@ -119,7 +123,7 @@ class Float8Precision(ConvertedPrecision):
                 fix="wrap it in a module",
             )
         # Subclasses have another forward, and torch's attention never calls its linear layer.
-        linear: dict[str, Any] = {
+        linear: dict[str, nn.Linear] = {
             name: layer
             for name, layer in module.named_modules()
             if type(layer) in (nn.Linear, Float8Linear)
@@ -130,7 +134,8 @@ class Float8Precision(ConvertedPrecision):
         selected = {
             name
             for name in names
-            if not isinstance(linear[name], Float8Linear)  # of an earlier run
+            # A layer of an earlier run stays.
+            if not isinstance(linear[name], Float8Linear)
             and not is_excepted(name, exempt)
             and self._is_selected(linear[name], name)
         }
@@ -186,7 +191,7 @@ class QATPrecision(ConvertedPrecision):
 
     def __init__(
         self,
-        config: Any = None,
+        config: VendorModule = None,
         base: str | NativePrecision = "32-true",
         *,
         exceptions: Exceptions = (),
@@ -214,6 +219,7 @@ class QATPrecision(ConvertedPrecision):
             for name, layer in module.named_modules()
             if type(layer) is nn.Linear and name and not is_excepted(name, exempt)
         }
+        # torchao asserts what a configuration requires of a layer, such as sizes that its groups divide.
         try:
             quantize_(
                 module,
@@ -236,7 +242,7 @@ class QATPrecision(ConvertedPrecision):
         from torchao.quantization import quantize_
         from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
 
-        # The Trainer is not a part of the model.
+        # The Trainer is not a part of the model, and a copy of it would copy the whole run.
         trainer = module.__dict__.pop("_trainer", None)
         try:
             quantized = copy.deepcopy(module)
@@ -253,7 +259,7 @@ class QATPrecision(ConvertedPrecision):
         return quantized.eval()
 
 
-def _default_qat_config() -> Any:
+def _default_qat_config() -> VendorModule:
     ao = vendor_module(
         "torchao.quantization", "quantisation-aware training needs torchao", _INSTALL
     )
@@ -263,7 +269,7 @@ def _default_qat_config() -> Any:
     )
 
 
-def _float8_config(recipe: str) -> Any:
+def _float8_config(recipe: str) -> VendorModule:
     ao = vendor_module("torchao.float8", "fp8 training needs torchao", _INSTALL)
     recipes = [name.value for name in ao.config.Float8LinearRecipeName]
     if recipe not in recipes:

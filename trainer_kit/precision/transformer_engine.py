@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.precision.converted import ConvertedPrecision, vendor_module
+from trainer_kit.core.types import SavedState, StateDict
+from trainer_kit.precision.converted import (
+    ConvertedPrecision,
+    VendorModule,
+    vendor_module,
+)
 from trainer_kit.precision.exceptions import Exceptions, is_excepted
 from trainer_kit.precision.native import NativePrecision
 
@@ -48,7 +53,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
     def __init__(
         self,
         base: str | NativePrecision = "bf16-true",
-        recipe: Any = None,
+        recipe: VendorModule = None,
         *,
         replace_layers: bool = True,
         evaluate: bool = True,
@@ -71,6 +76,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
 
     def check_vendor(self, device: torch.device) -> None:
         """Ask Transformer Engine."""
+        # The answer of some releases has the reason in it, of others it is a bool alone.
         answer = self.engine.is_fp8_available(return_reason=True)
         available, reason = answer if isinstance(answer, tuple) else (answer, "")
         if not available:
@@ -98,6 +104,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
             for name, layer in module.named_modules()
             if hasattr(layer, "fp8_meta")
         }
+        # A pickle in a checkpoint could run code when it is loaded, and torch's safe loading refuses it.
         for layer in self._layers.values():
             if layer.__dict__.get("_without_pickle"):
                 continue
@@ -106,7 +113,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
             layer.register_load_state_dict_pre_hook(_add_extra_state)  # type: ignore[no-untyped-call]  # torch's
 
     def _replace(self, module: nn.Module, exempt: list[str]) -> None:
-        layers: dict[str, Any] = {
+        layers: dict[str, nn.Module] = {
             name: layer
             for name, layer in module.named_modules()
             if _is_exchangeable(layer) and not is_excepted(name, exempt)
@@ -125,7 +132,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
         for name, layer in layers.items():
             if isinstance(layer, nn.Linear):
                 replacement = _make_linear(self.engine, layer)
-            else:
+            elif isinstance(layer, nn.LayerNorm):
                 replacement = _make_norm(self.engine, layer)
             module.set_submodule(name, replacement)
 
@@ -135,6 +142,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
 
     def enter(self) -> AbstractContextManager[object]:
         """Transformer Engine's context; its name depends on the release."""
+        # Looked up at each entry: `eval` and `train` switch the mode of the module between two batches.
         enabled = self.evaluate or self._root is None or self._root.training
         context: AbstractContextManager[object]
         if hasattr(self.engine, "autocast"):
@@ -143,9 +151,9 @@ class TransformerEnginePrecision(ConvertedPrecision):
             context = self.engine.fp8_autocast(enabled=enabled, fp8_recipe=self.recipe)
         return context
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Scales and histories of maxima by layer, and the state of the native precision."""
-        layers: dict[str, dict[str, Any]] = {}
+        layers: dict[str, StateDict] = {}
         for name, layer in self._layers.items():
             meta: Any = layer.fp8_meta
             for key in _HISTORIES:
@@ -157,7 +165,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
                     }
         return {"base": self.base.state_dict(), "layers": layers}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Restore what `state_dict` returned."""
         self.base.load_state_dict(state.get("base", {}))
         for name, saved in state.get("layers", {}).items():
@@ -179,6 +187,7 @@ class _Fp8Context:
 
     def __init__(self, precision: TransformerEnginePrecision) -> None:
         self.precision = precision
+        # One for each entry: entries may be nested.
         self.stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
@@ -193,7 +202,7 @@ class _Fp8Context:
         self.stacks.pop().__exit__(*error)
 
 
-def _make_recipe(recipe: Any) -> Any:
+def _make_recipe(recipe: VendorModule) -> VendorModule:
     """The recipe itself, or delayed scaling with the options of a mapping."""
     if recipe is not None and not isinstance(recipe, Mapping):
         return recipe
@@ -215,9 +224,9 @@ def _has_unsupported_size(layer: nn.Linear) -> bool:
     return bool(layer.in_features % _COLUMNS or layer.out_features % _ROWS)
 
 
-def _make_linear(engine: Any, layer: nn.Linear) -> Any:
+def _make_linear(engine: VendorModule, layer: nn.Linear) -> nn.Module:
     dtype = layer.weight.dtype
-    replacement = engine.Linear(
+    replacement: nn.Module = engine.Linear(
         layer.in_features,
         layer.out_features,
         bias=layer.bias is not None,
@@ -226,29 +235,31 @@ def _make_linear(engine: Any, layer: nn.Linear) -> Any:
     replacement.weight = layer.weight
     if layer.bias is not None:
         replacement.bias = layer.bias
-    return replacement.train(layer.training)
+    replacement.train(layer.training)
+    return replacement
 
 
-def _make_norm(engine: Any, layer: nn.LayerNorm) -> Any:
-    replacement = engine.LayerNorm(
+def _make_norm(engine: VendorModule, layer: nn.LayerNorm) -> nn.Module:
+    replacement: nn.Module = engine.LayerNorm(
         layer.normalized_shape, eps=layer.eps, params_dtype=layer.weight.dtype
     )
     replacement.weight = layer.weight
     replacement.bias = layer.bias
-    return replacement.train(layer.training)
+    replacement.train(layer.training)
+    return replacement
 
 
 def _drop_extra_state(
-    layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    layer: nn.Module, state: StateDict, prefix: str, metadata: object
 ) -> None:
     state.pop(f"{prefix}_extra_state", None)
 
 
 def _add_extra_state(
     layer: nn.Module,
-    state: dict[str, Any],
+    state: StateDict,
     prefix: str,
-    metadata: Any,
+    metadata: object,
     strict: bool,
     missing: list[str],
     *arguments: object,

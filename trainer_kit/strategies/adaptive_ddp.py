@@ -10,13 +10,18 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import _register_comm_hook
-from torch._compile import _disable_dynamo
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+
+from trainer_kit.strategies.torch_private import (
+    excluded_from_compilation,
+    reduced_parameters,
+    replace_reducer,
+    set_reduced_parameters,
+)
 
 __all__ = ["AdaptiveDDP", "LoopDDP"]
 
@@ -63,7 +68,7 @@ class AdaptiveDDP(DistributedDataParallel):
             super().__init__(module, **options)
         _REGISTRATIONS.watch()
         self._registrations = _REGISTRATIONS.count
-        self._reduced = list(map(_REQUIRES_GRAD, self._module_parameters))
+        self._reduced = list(map(_REQUIRES_GRAD, reduced_parameters(self)))
 
     def follow_trained(self) -> bool:
         """Make a new reducer if other parameters are trained than it knows; every rank must call it.
@@ -74,7 +79,7 @@ class AdaptiveDDP(DistributedDataParallel):
         # Walking all modules in each step would be slow, so it happens only after a registration.
         if self._registrations != _REGISTRATIONS.count:
             self._find_added()
-        trained = list(map(_REQUIRES_GRAD, self._module_parameters))
+        trained = list(map(_REQUIRES_GRAD, reduced_parameters(self)))
         if trained == self._reduced:
             return True in trained
         if True not in trained:
@@ -85,44 +90,31 @@ class AdaptiveDDP(DistributedDataParallel):
         )
         # A reducer that finds unused parameters skips those that are frozen now.
         if was_unfrozen or not self.find_unused_parameters:
-            self._make_reducer()
+            replace_reducer(self)
             self._reduced = trained
         return True
 
     def _find_added(self) -> None:
         """Give the parameters that the module received since the last call the values of rank 0."""
         self._registrations = _REGISTRATIONS.count
-        was_reduced = dict(zip(self._module_parameters, self._reduced, strict=True))
+        was_reduced = dict(zip(reduced_parameters(self), self._reduced, strict=True))
         ignored = self.parameters_to_ignore
         named = self.module.named_parameters()
-        self._module_parameters = [p for name, p in named if name not in ignored]
-        self._reduced = [was_reduced.get(p, False) for p in self._module_parameters]
+        parameters = [p for name, p in named if name not in ignored]
+        set_reduced_parameters(self, parameters)
+        self._reduced = [was_reduced.get(p, False) for p in parameters]
         source = dist.get_global_rank(self.process_group, 0)
-        for parameter in self._module_parameters:
+        for parameter in parameters:
             if parameter not in was_reduced:
                 dist.broadcast(parameter.detach(), source, group=self.process_group)
-
-    def _make_reducer(self) -> None:
-        """Replace torch's reducer, as torch does where it unpickles its class."""
-        wrapper: Any = self  # these methods have no types
-        parameters, sparse = wrapper._build_params_for_reducer()
-        names = wrapper._build_debug_param_to_name_mapping(parameters)
-        wrapper._ddp_init_helper(parameters, sparse, names, self.static_graph)
-        self._has_rebuilt_buckets = False
-        if self.static_graph:
-            self.static_graph = False  # torch warns where it is set twice
-            wrapper._set_static_graph()
-        for hook, state in self._comm_hooks:
-            _register_comm_hook(self.reducer, state, hook)
 
 
 @final
 class LoopDDP(AdaptiveDDP):
     """An `AdaptiveDDP` that makes the comparison itself, in each forward that synchronizes: for custom loops."""
 
-    @_disable_dynamo(
-        recursive=False
-    )  # as in torch's forward: torch.compile takes the module inside
+    # As in torch's forward: torch.compile takes the module inside.
+    @excluded_from_compilation(recursive=False)
     def forward(self, *inputs: object, **options: object) -> Any:
         """Call the module, and prepare the synchronization of its gradients."""
         if (
@@ -135,9 +127,8 @@ class LoopDDP(AdaptiveDDP):
         return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
 
 
-LoopDDP.__name__ = (
-    DistributedDataParallel.__name__
-)  # what programs print and compare; pickle reads __qualname__
+# What programs print and compare; pickle reads __qualname__.
+LoopDDP.__name__ = DistributedDataParallel.__name__
 
 
 @contextmanager

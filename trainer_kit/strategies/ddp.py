@@ -35,6 +35,7 @@ from trainer_kit.strategies.process_group import (
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import States, optimizer_state, refuse_unprepared
 from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.torch_private import sync_buffers
 
 __all__ = ["DDPStrategy", "check_comm_hook", "register_comm_hook"]
 
@@ -348,15 +349,13 @@ class DDPStrategy(Strategy):
         if self.local_sgd is not None or self.comm_hook is not None:
             return None
 
-        wrapper: Any = ddp  # the two methods have no types
-
         @contextmanager
         def without_exchange() -> Iterator[None]:
             # Each attempt begins with rank 0's buffers. They are sent here, not in the first forward: a rank whose
             # memory is full before its forward would leave the others waiting for it.
             ddp.require_forward_param_sync = True
-            if wrapper.will_sync_module_buffers():
-                wrapper._sync_buffers()
+            if ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]  # torch's
+                sync_buffers(ddp)
             ddp.require_forward_param_sync = False
             with ddp.no_sync():
                 yield

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, _redistribute
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.strategies.torch_private import clear_sharding_caches, make_fake_store
 
 __all__ = ["fake_world", "forget_layouts"]
 
@@ -30,8 +29,6 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
     Raises:
         StrategyError: this process has a process group already.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise StrategyError(
             "planning needs a process that is not a rank of a run",
@@ -39,7 +36,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
             fix="plan in a separate process, before the first fit: trainer-kit plan train.py",
         )
     excepthook = sys.excepthook  # torch replaces it
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=make_fake_store())
     forget_layouts()
     try:
         yield
@@ -55,10 +52,4 @@ def forget_layouts() -> None:
     Meshes of the same ranks are equal there, although each says which part is its own: the next rank of this process,
     or one forked from it, would take the part of the rank that filled the cache.
     """
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache.cache_clear()
-    _redistribute._gen_transform_infos.cache_clear()
-    # torch 2.9 has no cache in C++.
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
+    clear_sharding_caches()

@@ -50,6 +50,10 @@ from trainer_kit.strategies.state import (
     step_by_kind,
 )
 from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.torch_private import (
+    drop_accumulated_gradients,
+    is_fsdp_root,
+)
 from trainer_kit.strategies.transforms.blocks import (
     ActivationCheckpointing,
     Policy,
@@ -633,7 +637,7 @@ def _separate_units(
     }
     if policy.param_dtype is None and len(trained) < 2:
         return []
-    return precision.kept_modules(module)
+    return precision.separately_gathered_modules(module)
 
 
 @final
@@ -691,15 +695,9 @@ def reset_unit(unit: FSDPModule) -> None:
     """Drop the gradients of a window that an error has ended before its last backward."""
     # The window may have ended where the reduction was deferred.
     unit.set_requires_gradient_sync(True, recurse=False)
-    state: Any = unit._get_fsdp_state()
-    if state._is_root and hasattr(unit, "reset_iter_state"):
+    if is_fsdp_root(unit) and hasattr(unit, "reset_iter_state"):
         unit.reset_iter_state()
-    # torch's own reset keeps the gradients that backwards without a reduction have accumulated.
-    for group in state._fsdp_param_groups:
-        for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+    drop_accumulated_gradients(unit)
 
 
 def reshard_after(call: StepMethod, units: Sequence[FSDPModule]) -> StepMethod:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import local
+from trainer_kit.strategies.torch_private import add_to_each, multiply_each
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,7 +130,7 @@ def clip_parts(
     for gradient in map(local, gradients):
         by_device.setdefault(gradient.device, []).append(gradient)
     for device, shards in by_device.items():
-        torch._foreach_mul_(shards, factor.to(device))
+        multiply_each(shards, factor.to(device))
     return norm
 
 
@@ -148,7 +149,7 @@ def spread_overflow(
     dist.all_reduce(overflowed, dist.ReduceOp.MAX, group=group)
     # Zeros are added if nothing overflowed: no value is read on the host.
     poison = torch.where(overflowed > 0, torch.nan, 0.0)
-    torch._foreach_add_(shards, poison)
+    add_to_each(shards, poison)
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:

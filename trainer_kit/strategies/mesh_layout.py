@@ -14,6 +14,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.tensors import local
 from trainer_kit.strategies.process_group import ProcessGroup, inherit_timeout
+from trainer_kit.strategies.torch_private import concatenate_meshes, flatten_mesh
 
 __all__ = [
     "AXES",
@@ -156,10 +157,10 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     shards = mesh["dp_shard"]
     # Context ranks have the same parameters, and gradients of different tokens: FSDP shards over them, too.
     if mesh["cp"].size() > 1:
-        shards = inherit_timeout(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
+        shards = inherit_timeout(flatten_mesh(mesh["dp_shard", "cp"], "dp_shard_cp"))
     if replicas.size() == 1:
         return shards
-    return DeviceMesh._concatenate([replicas, shards])
+    return concatenate_meshes([replicas, shards])
 
 
 @final
@@ -210,7 +211,7 @@ class MeshGroups:
     def _group_over(self, axes: Sequence[str]) -> ProcessGroup:
         """The ranks of several axes together, as one group."""
         submesh = self.mesh[tuple(axes)]
-        flat = inherit_timeout(submesh._flatten("_".join(axes) + "_flat"))
+        flat = inherit_timeout(flatten_mesh(submesh, "_".join(axes) + "_flat"))
         return ProcessGroup(self._device, flat.get_group())
 
 

@@ -31,6 +31,7 @@ from trainer_kit.strategies.rank_sync import agree_on_rng
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import load_module_parts
 from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.torch_private import has_compiled_function
 from trainer_kit.strategies.transforms.pipeline import Pipeline, bubble
 
 __all__ = ["StagedStrategy"]
@@ -160,7 +161,7 @@ class StagedStrategy(Strategy):
 
     def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """Bind the step: every rank runs it up to the call of the model, the last rank all of it."""
-        if hasattr(method, "_torchdynamo_orig_callable"):
+        if has_compiled_function(method):
             raise StrategyError(
                 "no stage of a pipeline has a whole step to compile",
                 found=f"pp={self.groups.stages.size}",

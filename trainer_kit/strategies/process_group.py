@@ -32,6 +32,10 @@ from trainer_kit.launch.startup_timeout import (
     named_while_connecting,
     wait_for_all,
 )
+from trainer_kit.strategies.torch_private import (
+    default_group_timeout,
+    set_group_timeout,
+)
 
 __all__ = [
     "ProcessGroup",
@@ -335,7 +339,7 @@ def _create_side_group(
     group: dist.ProcessGroup | None, timeout: timedelta | None
 ) -> dist.ProcessGroup:
     """Create a gloo group of the same processes. All processes create all such groups, in the same order."""
-    timeout = timeout or _world_timeout()
+    timeout = timeout or default_group_timeout()
     if group is None:
         everyone = list(range(dist.get_world_size()))
         side_group: dist.ProcessGroup = dist.new_group(
@@ -355,22 +359,11 @@ def _create_side_group(
 
 def inherit_timeout(mesh: DeviceMesh) -> DeviceMesh:
     """Give the collectives of all axes the timeout of the world; torch gives them half an hour."""
-    timeout = _world_timeout()
+    timeout = default_group_timeout()
     for group in mesh.get_all_groups():
         if timeout is not None and group is not dist.group.WORLD:
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+            set_group_timeout(timeout, group)
     return mesh
-
-
-def _world_timeout() -> timedelta | None:
-    """Return the timeout of the world; None if no backend of it has one."""
-    world = dist.distributed_c10d._get_default_group()
-    for device in world._device_types:
-        options = getattr(world._get_backend(device), "options", None)
-        if options is not None:
-            timeout: timedelta = options._timeout
-            return timeout
-    return None
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:

@@ -18,6 +18,12 @@ from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import state_name
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import shard_like
+from trainer_kit.strategies.torch_private import (
+    apply_to_tensors,
+    direct_buffers,
+    direct_parameters,
+    find_reset,
+)
 
 __all__ = [
     "InitialWeights",
@@ -130,7 +136,7 @@ class InitialWeights:
             for name, layer in module.named_modules()
             if any(id(tensor) in first_names for tensor in _direct_tensors(layer))
         }
-        reset_methods = [_find_reset(layer) for layer in layers.values()]
+        reset_methods = [find_reset(layer) for layer in layers.values()]
         without_reset = [
             name
             for name, reset in zip(layers, reset_methods, strict=True)
@@ -196,7 +202,7 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
 
     # Unlike to_empty(), keep what submodules such as metrics store outside of buffers: it is not broadcast.
     with _preserving_ties(module):
-        module._apply(allocate)  # type: ignore[no-untyped-call]  # torch's
+        apply_to_tensors(module, allocate)
 
 
 def _move_full_tensors(module: nn.Module, device: torch.device) -> None:
@@ -205,9 +211,10 @@ def _move_full_tensors(module: nn.Module, device: torch.device) -> None:
         if not hasattr(parameter, "placements") and parameter.device != device:
             parameter.data = parameter.data.to(device)
     for layer in module.modules():
-        for name, buffer in layer._buffers.items():
+        buffers = direct_buffers(layer)
+        for name, buffer in buffers.items():
             if buffer is not None:
-                layer._buffers[name] = buffer.to(device)
+                buffers[name] = buffer.to(device)
 
 
 def compare_models(
@@ -255,13 +262,8 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _direct_tensors(layer: nn.Module) -> list[Tensor]:
-    tensors = (*layer._parameters.values(), *layer._buffers.values())
+    tensors = (*direct_parameters(layer).values(), *direct_buffers(layer).values())
     return [tensor for tensor in tensors if tensor is not None]
-
-
-def _find_reset(layer: nn.Module) -> Any:
-    """The method that initializes a layer; torch's attention has it under another name."""
-    return getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
 
 
 def _compute_initial_values(
@@ -299,7 +301,7 @@ def _as_parameter(tensor: Tensor, original: Tensor) -> Tensor:
 
 
 def _tensor_dicts(layer: nn.Module) -> list[dict[str, Any]]:
-    return [layer._parameters, layer._buffers]
+    return [direct_parameters(layer), direct_buffers(layer)]
 
 
 def release_storage(module: nn.Module) -> None:
@@ -321,17 +323,18 @@ def _preserving_ties(module: nn.Module) -> Iterator[None]:
     """Inside, shared parameters may be replaced; afterwards all layers that share one have its first replacement."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for layer in module.modules():
-        for key, parameter in layer._parameters.items():
+        for key, parameter in direct_parameters(layer).items():
             owner = (layer, key)
             owners.setdefault(id(parameter), []).append(owner)
     yield
     for sharing in owners.values():
         layer, key = sharing[0]
-        first = layer._parameters[key]
+        first = direct_parameters(layer)[key]
         for layer, key in sharing[1:]:
             # A layer without a bias has None in its place.
-            if layer._parameters[key] is not None:
-                layer._parameters[key] = first
+            parameters = direct_parameters(layer)
+            if parameters[key] is not None:
+                parameters[key] = first
 
 
 def agree_on_rng(groups: Iterable[Group], device: torch.device) -> None:

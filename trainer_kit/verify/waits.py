@@ -58,7 +58,7 @@ class WaitWatch:
             self._frames, self._since = position.frames, now
         waits = {
             "call": position.call,
-            "place": position.place,
+            "place": position.line,
             "seconds": now - self._since,
             "at": now,
         }

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.protocols import Group
+from trainer_kit.strategies.torch_private import norm_of_each
 
 __all__ = [
     "EngineScaler",
@@ -308,7 +309,7 @@ class OpenWindow:
         gradients = _stepped_gradients(engine) if self.begun else []
         total = torch.zeros((), device=engine.device)
         if gradients:
-            norms = [norm.float() for norm in torch._foreach_norm(gradients)]
+            norms = [norm.float() for norm in norm_of_each(gradients)]
             total = torch.stack(norms).square().sum().to(engine.device)
         if engine.zero_optimization():  # each rank has a part
             world.all_reduce(total)

@@ -56,6 +56,7 @@ from trainer_kit.strategies.state import (
     shard_like,
 )
 from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.torch_private import STEPPED_MARK
 
 __all__ = ["MegatronScaler", "MegatronStrategy"]
 
@@ -330,7 +331,7 @@ class MegatronStrategy(Strategy):
             self._scaler.skipped = not updated
             if self._run_schedule is None:
                 self._optimizer.zero_grad()  # clears `.grad` only, not the buffers of the wrapper
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers check
+            setattr(optimizer, STEPPED_MARK, True)
 
         return step
 

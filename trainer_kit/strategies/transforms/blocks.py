@@ -16,7 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.signatures import takes
-from trainer_kit.strategies.signatures import StepMethod
+from trainer_kit.strategies.torch_private import (
+    call_block,
+    has_compiled_call,
+    set_compiled_call,
+)
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = ["ActivationCheckpointing", "Compile", "Policy", "outer_modules", "units"]
@@ -325,16 +329,6 @@ class Compile(Transform):
                 fix="compile the whole module: compile=True, or TorchDynamoPlugin(use_regional_compilation=False)",
             )
         for block in blocks:
-            # The attribute that `nn.Module.compile` sets: a call of the module takes it, names stay as they are.
-            if block._compiled_call_impl is None:
-                compiled = torch.compile(_call_block, **self.options)
-                block._compiled_call_impl = partial(compiled, block)
-
-
-def _call_block(block: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Call a module in a function of this file: ``part.compile()`` skips code in torch's own files.
-
-    The module is an argument: torch 2.9 would compile a function that holds it once for each module.
-    """
-    call: StepMethod = block._call_impl
-    return call(*arguments, **options)
+            if not has_compiled_call(block):
+                compiled = torch.compile(call_block, **self.options)
+                set_compiled_call(block, partial(compiled, block))

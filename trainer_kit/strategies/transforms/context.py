@@ -16,7 +16,6 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +28,11 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.core.tensors import map_tensors, sequence_like
 from trainer_kit.strategies.signatures import StepMethod
+from trainer_kit.strategies.torch_private import (
+    all_gather_with_gradients,
+    all_to_all_with_gradients,
+    ring_attention,
+)
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = [
@@ -42,9 +46,6 @@ __all__ = [
 
 
 _TORCH_ATTENTION: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
-_ALL_GATHER: Final[Callable[..., Tensor]] = getattr(  # torch 2.13 renamed it
-    collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
-)
 _RING_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _TORCH_CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
 
@@ -289,13 +290,13 @@ class ContextParallel(Transform):
 
     def _all_to_all(self, by_rank: Tensor) -> Tensor:
         # gloo sends wrong elements if strides differ
-        received: Tensor = collectives.all_to_all_single_autograd(
+        received: Tensor = all_to_all_with_gradients(
             by_rank.contiguous(), None, None, self.group
         )
         return received
 
     def _all_gather(self, tokens: Tensor) -> Tensor:
-        gathered: Tensor = _ALL_GATHER(
+        gathered: Tensor = all_gather_with_gradients(
             tokens.contiguous(), tokens.dim() - 2, self.group
         )
         return gathered
@@ -479,30 +480,3 @@ def has_ring(device_type: str) -> bool:
         (True, False)
     """
     return device_type in _DEVICES
-
-
-@contextmanager
-def ring_attention(mesh: DeviceMesh) -> Iterator[Callable[..., Tensor]]:
-    """A context for forward and backward; yields attention over the whole sequence, from a part on each rank.
-
-    ``torch.distributed.tensor.experimental.context_parallel`` (Liu et al., Ring Attention, ICLR 2024; Llama 3's form,
-    which gathers keys and values, is its default). Parts are contiguous; masks and dropout are not supported.
-
-    Args:
-        mesh: the context axis.
-    """
-    from torch.distributed.tensor.experimental import _attention, context_parallel
-
-    options = _attention._cp_options
-    before = options.enable_load_balance
-    # It reorders tokens, and positions and targets would have to follow.
-    options.enable_load_balance = False
-    # torch requires at least one buffer to shard.
-    unused = torch.empty(mesh.size(), device=mesh.device_type)
-    try:
-        with context_parallel(
-            mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}
-        ):
-            yield F.scaled_dot_product_attention
-    finally:
-        options.enable_load_balance = before

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import DataError, StrategyError, did_you_mean
@@ -27,6 +26,7 @@ from trainer_kit.core.tensors import map_tensors, sequence_like, tensors_of
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.signatures import StepMethod
+from trainer_kit.strategies.torch_private import tree_leaves, version_of
 from trainer_kit.strategies.transforms.pipeline_stages import (
     Stage,
     Turn,
@@ -700,10 +700,10 @@ def _forbidding_changes(batch: object) -> Iterator[None]:
         StrategyError: a tensor was changed; the second run of the step would change it again.
     """
     tensors = [tensor for tensor in tensors_of(batch) if not tensor.is_inference()]
-    versions = [tensor._version for tensor in tensors]
+    versions = [version_of(tensor) for tensor in tensors]
     yield
     for tensor, version in zip(tensors, versions, strict=True):
-        if tensor._version != version:
+        if version_of(tensor) != version:
             raise StrategyError(
                 "training_step changes its batch in place before the pipelined model, in code that runs twice",
                 found=f"a tensor of shape {tuple(tensor.shape)} was changed in place",

@@ -11,17 +11,19 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
+
+from trainer_kit.core.display import plural
+from trainer_kit.core.errors import StrategyError, did_you_mean
+from trainer_kit.core.parallel import PipelinePlan
+from trainer_kit.strategies.torch_private import (
     TreeSpec,
+    direct_parameters,
+    direct_submodules,
     tree_flatten,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
 )
-
-from trainer_kit.core.display import plural
-from trainer_kit.core.errors import StrategyError, did_you_mean
-from trainer_kit.core.parallel import PipelinePlan
 
 __all__ = [
     "Layout",
@@ -232,8 +234,9 @@ def _parent_and_key(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def _get_part(model: nn.Module, name: str) -> Any:
     """The submodule or direct parameter of this name."""
     parent, key = _parent_and_key(model, name)
-    if key in parent._parameters:
-        return parent._parameters[key]
+    parameters = direct_parameters(parent)
+    if key in parameters:
+        return parameters[key]
     return parent.get_submodule(key)
 
 
@@ -437,18 +440,18 @@ class _Slot:
         """Give the parent the module or parameter itself."""
         if isinstance(self.real, nn.Parameter):
             self.parent.__dict__.pop(self.key, None)
-            self.parent._parameters[self.key] = self.real
+            direct_parameters(self.parent)[self.key] = self.real
         else:
-            self.parent._modules[self.key] = self.real
+            direct_submodules(self.parent)[self.key] = self.real
 
     def put_stand_in(self) -> None:
         """Give the parent the stand-in."""
         if isinstance(self.real, nn.Parameter):
-            self.parent._parameters.pop(self.key, None)
+            direct_parameters(self.parent).pop(self.key, None)
             # A plain attribute, not a parameter, so that optimizers and state_dict do not see it.
             self.parent.__dict__[self.key] = self.stand_in
         else:
-            self.parent._modules[self.key] = self.stand_in
+            direct_submodules(self.parent)[self.key] = self.stand_in
 
     def release(self) -> None:
         """Leave only the stand-in: the module or parameter belongs to another rank."""
@@ -457,7 +460,7 @@ class _Slot:
 
     def look_up_parameter(self) -> None:
         """Take the parent's present parameter: other transforms may have replaced it."""
-        self.real = self.parent._parameters[self.key]
+        self.real = direct_parameters(self.parent)[self.key]
 
 
 @final

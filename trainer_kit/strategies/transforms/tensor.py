@@ -12,7 +12,6 @@ from typing import Any, Final, TypeAlias, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -29,6 +28,11 @@ from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.tensors import local, map_leaves, map_tensors
 from trainer_kit.strategies.signatures import StepMethod
+from trainer_kit.strategies.torch_private import (
+    AsyncCollectiveTensor,
+    direct_parameters,
+    is_view,
+)
 from trainer_kit.strategies.transforms.pipeline_stages import StandIn, submodule_names
 from trainer_kit.strategies.transforms.transform import Transform
 
@@ -180,10 +184,11 @@ class TensorParallel(Transform):
 
 def _release_storage(layer: nn.Module) -> None:
     """Release the storage of parameters, except tensor subclasses of other libraries, which are split with values."""
-    for key, parameter in layer._parameters.items():
+    parameters = direct_parameters(layer)
+    for key, parameter in parameters.items():
         if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
             bare = torch.empty_like(parameter, device="meta")
-            layer._parameters[key] = nn.Parameter(bare, parameter.requires_grad)
+            parameters[key] = nn.Parameter(bare, parameter.requires_grad)
 
 
 _Owners: TypeAlias = list[tuple[str, str]]
@@ -194,7 +199,7 @@ def _find_shared(module: nn.Module) -> list[_Owners]:
     """The owners of each parameter that several layers share."""
     owners: dict[int, _Owners] = {}
     for name, layer in module.named_modules():
-        for key, parameter in layer._parameters.items():
+        for key, parameter in direct_parameters(layer).items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((name, key))
     return [layers for layers in owners.values() if len(layers) > 1]
@@ -218,17 +223,17 @@ def _check_owners_are_planned(
 def _tie_parameters(module: nn.Module, owners: _Owners) -> None:
     """Give all layers that shared a parameter the one of the first layer."""
     first_name, first_key = owners[0]
-    first = module.get_submodule(first_name)._parameters[first_key]
+    first = direct_parameters(module.get_submodule(first_name))[first_key]
     for name, key in owners[1:]:
-        layer = module.get_submodule(name)
-        parameter = layer._parameters[key]
+        parameters = direct_parameters(module.get_submodule(name))
+        parameter = parameters[key]
         if _are_split_differently(first, parameter):
             raise StrategyError(
                 "layers that share a parameter split it differently",
                 found=f"{first_name}: {_placements(first)}, {name}: {_placements(parameter)}",
                 fix="use 'embedding_rowwise' and 'colwise_rep', which split an embedding and a head in the same way",
             )
-        layer._parameters[key] = first
+        parameters[key] = first
 
 
 def _placements(parameter: Tensor | None) -> object:
@@ -402,7 +407,7 @@ def return_copies(module: nn.Module) -> None:
     """Make a module return copies of views, which split layers return: FSDP loses its hooks on views."""
 
     def copy_view(tensor: Tensor) -> Tensor:
-        return tensor.clone() if tensor._is_view() else tensor
+        return tensor.clone() if is_view(tensor) else tensor
 
     def copy_outputs(called: nn.Module, arguments: object, output: object) -> object:
         return map_tensors(output, copy_view)
@@ -432,10 +437,10 @@ class _SumGradients(ParallelStyle):
                 if isinstance(parameter, DTensor):
                     originals[name] = parameter
                     tensor = parameter.to_local(grad_placements=[Partial()])
-                    layer._parameters[name] = tensor  # type: ignore[assignment]  # not a leaf
+                    direct_parameters(layer)[name] = tensor  # type: ignore[assignment]  # not a leaf
 
         def restore(layer: nn.Module, *_: object) -> None:
-            layer._parameters.update(originals)
+            direct_parameters(layer).update(originals)
             originals.clear()
 
         module.register_forward_pre_hook(use_local_tensors)

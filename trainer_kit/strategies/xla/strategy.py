@@ -31,6 +31,10 @@ from trainer_kit.strategies.state import (
     optimizer_state,
 )
 from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.torch_private import (
+    has_compiled_call,
+    has_compiled_function,
+)
 
 __all__ = ["XLAGroup", "XLAStrategy"]
 
@@ -202,11 +206,11 @@ class XLAStrategy(Strategy):
 
     def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """The method itself."""
-        is_compiled = hasattr(method, "_torchdynamo_orig_callable")
+        is_compiled = has_compiled_function(method)
         owner = getattr(method, "__self__", None)
         if isinstance(owner, nn.Module):
             for submodule in owner.modules():
-                is_compiled = is_compiled or submodule._compiled_call_impl is not None
+                is_compiled = is_compiled or has_compiled_call(submodule)
         if is_compiled:
             raise StrategyError(
                 "XLA always compiles the step",

@@ -1,0 +1,320 @@
+"""The private names of torch that strategies use, all checked with torch 2.13, and with the floor 2.9 where noted.
+
+No other module of this package names one, so that a release of torch that moves or removes some is met here alone.
+A name that a step uses is bound as it is, or as `operator.attrgetter`: neither adds a Python call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _register_comm_hook
+from torch._compile import _disable_dynamo
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
+
+__all__ = [
+    "STEPPED_MARK",
+    "AsyncCollectiveTensor",
+    "TreeSpec",
+    "add_to_each",
+    "all_gather_with_gradients",
+    "all_to_all_with_gradients",
+    "apply_to_tensors",
+    "call_block",
+    "clear_sharding_caches",
+    "concatenate_meshes",
+    "default_group_timeout",
+    "direct_buffers",
+    "direct_parameters",
+    "direct_submodules",
+    "drop_accumulated_gradients",
+    "excluded_from_compilation",
+    "find_reset",
+    "flatten_mesh",
+    "has_compiled_call",
+    "has_compiled_function",
+    "is_fsdp_root",
+    "is_view",
+    "make_fake_store",
+    "multiply_each",
+    "norm_of_each",
+    "reduced_parameters",
+    "replace_reducer",
+    "ring_attention",
+    "set_compiled_call",
+    "set_group_timeout",
+    "set_reduced_parameters",
+    "sync_buffers",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+    "version_of",
+]
+
+# -- modules and tensors ------------------------------------------------------------------------------------------
+
+# The dicts of a module's direct parameters, buffers and children. Parts of a divided module are put there past
+# `__setattr__`, which refuses a plain tensor under the name of a parameter. There is no fallback: nn.Module itself
+# is built on them.
+direct_parameters: Final[Callable[[nn.Module], dict[str, nn.Parameter | None]]] = (
+    attrgetter("_parameters")
+)
+direct_buffers: Final[Callable[[nn.Module], dict[str, Tensor | None]]] = attrgetter(
+    "_buffers"
+)
+direct_submodules: Final[Callable[[nn.Module], dict[str, nn.Module | None]]] = (
+    attrgetter("_modules")
+)
+
+# The number of in-place changes of a tensor. Without it a step that changes its batch in place, and runs twice under
+# a pipeline, would train on wrong values unnoticed.
+version_of: Final[Callable[[Tensor], int]] = attrgetter("_version")
+
+# Whether a tensor shares the storage of another one. Without it every output would have to be copied.
+is_view: Final[Callable[[Tensor], bool]] = Tensor._is_view
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace each tensor of a module in place, as ``Module.to`` does.
+
+    Public methods that use it (``to``, ``to_empty``) also move what metrics store outside of buffers.
+    """
+    module._apply(function)  # type: ignore[no-untyped-call]  # torch's
+
+
+def find_reset(layer: nn.Module) -> Any:
+    """The method that initializes a layer, or None; ``nn.MultiheadAttention`` has it under a private name.
+
+    Without that name such a layer on the meta device is refused, with a fix.
+    """
+    return getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
+
+
+# Nested containers of tensors. torch's pipeline stages flatten their arguments with these functions, so stages that
+# pass on what they flatten must do the same. torch 2.13 has no public form.
+
+# -- arithmetic on many tensors in one kernel ---------------------------------------------------------------------
+
+# torch's own optimizers and clipping use them. Without them: one kernel per tensor, in a loop.
+multiply_each: Final[Callable[..., object]] = torch._foreach_mul_
+add_to_each: Final[Callable[..., object]] = torch._foreach_add_
+norm_of_each: Final[Callable[..., Sequence[Tensor]]] = torch._foreach_norm
+
+# -- the compiler -------------------------------------------------------------------------------------------------
+
+# Leaves a function to Python, as DDP's own forward does. The public form, torch.compiler.disable, imports the whole
+# compiler where the function is defined, so in every run.
+excluded_from_compilation: Final = _disable_dynamo
+
+
+def call_block(block: nn.Module, *arguments: object, **options: object) -> object:
+    """Call a module in a function of this file: ``part.compile()`` skips code in torch's own files.
+
+    The module is an argument: torch 2.9 would compile a function that holds it once for each module.
+    """
+    call: Callable[..., object] = block._call_impl
+    return call(*arguments, **options)
+
+
+def has_compiled_call(block: nn.Module) -> bool:
+    """Whether calls of a module run compiled code: ``nn.Module.compile`` stores it in this attribute."""
+    return block._compiled_call_impl is not None
+
+
+def set_compiled_call(block: nn.Module, call: Callable[..., object]) -> None:
+    """Make calls of a module run ``call``; hooks and names stay, which a wrapper would change."""
+    block._compiled_call_impl = call
+
+
+def has_compiled_function(method: object) -> bool:
+    """Whether a function comes from ``torch.compile``, which marks it so; without the mark engines refuse it late."""
+    return hasattr(method, "_torchdynamo_orig_callable")
+
+
+# -- process groups and meshes ------------------------------------------------------------------------------------
+
+# torch has no public way to change the timeout of an existing group, and gives half an hour to those of a mesh.
+# Without it: the user's timeout holds for the collectives of the world only.
+set_group_timeout: Final[Callable[[timedelta, dist.ProcessGroup], None]] = (
+    dist.distributed_c10d._set_pg_timeout
+)
+
+
+def default_group_timeout() -> timedelta | None:
+    """The timeout of the world; None if no backend of it has one. torch does not tell it in public."""
+    world = dist.distributed_c10d._get_default_group()
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        if options is not None:
+            timeout: timedelta = options._timeout
+            return timeout
+    return None
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis in place of several, with a process group of its own. There is no public form in torch 2.13."""
+    return mesh._flatten(name)
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """A mesh with the axes of several, for FSDP's replicas and shards. There is no public form in torch 2.13.
+
+    Looked up at each call: a world without processes has another function in its place.
+    """
+    return DeviceMesh._concatenate(meshes)
+
+
+def make_fake_store() -> dist.Store:  # type: ignore[name-defined]  # torch exports it at run time only
+    """The store of torch's fake backend. Without it no process can take the place of one rank of many."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def clear_sharding_caches() -> None:
+    """Empty the caches of DTensor, which hold results for the mesh that this process was in.
+
+    Without it the next rank of this process would take the part of a tensor that belongs to an earlier one.
+    """
+    # Imported here: most runs have no DTensor.
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    # torch 2.9 has no cache in C++.
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:
+        clear()
+
+
+# Collectives through which autograd differentiates, for context parallelism; torch.distributed.nn.functional has
+# slower forms, which torch deprecates.
+all_to_all_with_gradients: Final[Callable[..., Tensor]] = (
+    collectives.all_to_all_single_autograd
+)
+# torch 2.13 renamed it.
+all_gather_with_gradients: Final[Callable[..., Tensor]] = getattr(
+    collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
+)
+
+
+@contextmanager
+def ring_attention(mesh: DeviceMesh) -> Iterator[Callable[..., Tensor]]:
+    """A context for forward and backward; yields attention over the whole sequence, from a part on each rank.
+
+    ``torch.distributed.tensor.experimental.context_parallel`` (Liu et al., Ring Attention, ICLR 2024; Llama 3's form,
+    which gathers keys and values, is its default). Parts are contiguous; masks and dropout are not supported.
+
+    Args:
+        mesh: the context axis.
+    """
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+
+    # `context_parallel` has no argument for it: the option of its module is private, and global.
+    options = _attention._cp_options
+    before = options.enable_load_balance
+    # It reorders tokens, and positions and targets would have to follow.
+    options.enable_load_balance = False
+    # torch requires at least one buffer to shard.
+    unused = torch.empty(mesh.size(), device=mesh.device_type)
+    try:
+        with context_parallel(
+            mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}
+        ):
+            yield F.scaled_dot_product_attention
+    finally:
+        options.enable_load_balance = before
+
+
+# -- DistributedDataParallel --------------------------------------------------------------------------------------
+
+
+# The parameters whose gradients the reducer averages. Without it a parameter that is added or unfrozen after the
+# wrapper was made would be trained by each rank alone.
+reduced_parameters: Final[Callable[[DistributedDataParallel], list[nn.Parameter]]] = (
+    attrgetter("_module_parameters")
+)
+
+
+def set_reduced_parameters(
+    wrapper: DistributedDataParallel, parameters: list[nn.Parameter]
+) -> None:
+    """Set what `reduced_parameters` returns; the next reducer is made from it."""
+    vars(wrapper)["_module_parameters"] = parameters
+
+
+def replace_reducer(wrapper: DistributedDataParallel) -> None:
+    """Make a new reducer for the parameters that are trained now, as torch does where it unpickles the wrapper.
+
+    Without these methods the gradient of a parameter that is unfrozen later would not be averaged; the alternative is
+    a new wrapper, which loses its hooks and the buckets that it has learned.
+    """
+    untyped: Any = wrapper  # these methods have no types
+    trained, sparse = untyped._build_params_for_reducer()
+    names = untyped._build_debug_param_to_name_mapping(trained)
+    untyped._ddp_init_helper(trained, sparse, names, wrapper.static_graph)
+    # Otherwise torch takes the buckets for those that the first backward has ordered.
+    vars(wrapper)["_has_rebuilt_buckets"] = False
+    if wrapper.static_graph:
+        wrapper.static_graph = False  # torch warns where it is set twice
+        untyped._set_static_graph()
+    # The hooks belong to the old reducer.
+    for hook, state in untyped._comm_hooks:
+        _register_comm_hook(wrapper.reducer, state, hook)
+
+
+# Broadcasts rank 0's buffers as the wrapper's forward does, which alone would do it too late for a window that may be
+# repeated. Without it such a window could not be repeated by one rank.
+sync_buffers: Final[Callable[[DistributedDataParallel], None]] = (
+    DistributedDataParallel._sync_buffers
+)
+
+
+# -- FSDP2 --------------------------------------------------------------------------------------------------------
+
+
+def is_fsdp_root(unit: FSDPModule) -> bool:
+    """Whether a unit is the outermost one, which has the state of an iteration."""
+    state: Any = unit._get_fsdp_state()
+    return bool(state._is_root)
+
+
+def drop_accumulated_gradients(unit: FSDPModule) -> None:
+    """Drop the gradients of backwards without a reduction, which torch's own reset keeps.
+
+    Without it the first step after an error would add the gradients of the window that the error ended.
+    """
+    state: Any = unit._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+# -- optimizers ---------------------------------------------------------------------------------------------------
+
+# The attribute of an optimizer by which learning rate schedulers know that it has stepped. Without it a scheduler
+# warns that it is called before the optimizer, where an engine steps in the optimizer's place.
+STEPPED_MARK: Final = "_opt_called"
