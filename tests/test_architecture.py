@@ -101,8 +101,8 @@ FOREIGN_MEMBERS = {
     "data loaders, samplers and schedulers of users, of any class": """batch_sampler batch_size collate_fn dataset
         drop_last generator num_replicas optimizer rank sampler set_epoch""",
     "litdata and Hugging Face datasets, by the name of a class": "_ex_iterable buffer_size ex_iterable restore",
-    "values of users: tensors, arrays, batches, metrics": """_forward_cache compute compute_groups dtype item ndim
-        pin_memory shape size to update_count""",
+    "values of users: tensors, arrays, batches, metrics": """compute compute_groups dtype item ndim pin_memory
+        shape size to update_count""",
     "modules of users: an nn.Module without TrainModule": """automatic_optimization backbone configure_model
         configure_parallel example_input_array hparams""",
     "objects of users: optimizers, registered states, callbacks that keep checkpoints, requests": """best_model_path
@@ -130,7 +130,6 @@ PRIVATE_NAMES_OF_OTHERS = {
     "DeepSpeed": "_config _hp_mapping _partition_all_parameters _z3_optimizer",
     "Megatron": "_get_model_param_range_map _growth_tracker _hysteresis_tracker",
     "torch_xla": "_XLAC _xla_runtime_is_initialized",
-    "torchmetrics": "_forward_cache _persistent",
     "transformers": "_tp_plan",
 }
 FORBIDDEN_NAMES = {

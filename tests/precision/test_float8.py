@@ -165,7 +165,7 @@ def test_a_device_without_fp8_is_refused_before_the_first_step(
             "_scaled_mm is only supported on devices of compute capability 8.9\nmore"
         )
 
-    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    monkeypatch.setattr("trainer_kit.precision.torchao.scaled_matmul", refuse)
     with pytest.raises(
         PrecisionError,
         match=r"not support float8 matrix products\n  found: _scaled_mm is only .* 8.9\n  fix: .*em",

@@ -17,19 +17,34 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
-from trainer_kit.metrics.objects import name_in_module
+from trainer_kit.core.types import SavedState
+from trainer_kit.metrics.objects import LAST_VALUE, MetricObject, name_in_module
 
-__all__ = ["BATCH_HOOKS", "CLOSED_HOOKS", "Entry", "Reduced", "agreed", "reduced"]
+__all__ = [
+    "BATCH_HOOKS",
+    "CLOSED_HOOKS",
+    "Entry",
+    "Options",
+    "ReduceFx",
+    "Reduced",
+    "Value",
+    "agreed",
+    "reduced",
+]
 
-# A number, or a tensor that is read at the flush.
-_Value: TypeAlias = Any
-# A metric object of torchmetrics, which need not be imported.
-_Metric: TypeAlias = Any
-# The arguments of `TrainModule.log`: prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx,
-# rank_zero_only. A plain tuple, because one is made at every call.
-_Options: TypeAlias = tuple[Any, ...]
-# "mean", "sum", "min", "max", or a function of all values.
-_Reduction: TypeAlias = str | Callable[[Tensor], Any]
+Value: TypeAlias = Any
+"""A number, or a tensor that is read at the flush."""
+ReduceFx: TypeAlias = Any
+"""The argument ``reduce_fx`` as the user passes it: a name, a function of torch or Python, or one of the user's."""
+Options: TypeAlias = tuple[
+    bool, bool | None, bool | None, bool | None, ReduceFx, bool, bool, bool
+]
+"""The arguments of `TrainModule.log`: prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx,
+rank_zero_only. A plain tuple, because one is made at every call."""
+_Reduction: TypeAlias = str | Callable[[Tensor], float | Tensor]
+"""``"mean"``, ``"sum"``, ``"min"``, ``"max"``, or a function of all values."""
+_EntryState: TypeAlias = list[Any]
+"""An entry as checkpoints hold it: a list, whose order is that of `Entry.state`."""
 
 BATCH_HOOKS: Final = frozenset(
     {
@@ -96,7 +111,7 @@ class Entry:
     """
 
     def __init__(
-        self, hook: str, name: str, loader: int | None, options: _Options
+        self, hook: str, name: str, loader: int | None, options: Options
     ) -> None:
         (
             prog_bar,
@@ -118,8 +133,13 @@ class Entry:
             self.suffix = f"/dataloader_idx_{loader}"
         self.name = name + self.suffix
         is_batch_hook = hook in BATCH_HOOKS
-        self.on_step: bool = is_batch_hook if on_step is None else on_step
-        self.on_epoch: bool = not is_batch_hook if on_epoch is None else on_epoch
+        if on_step is None:
+            on_step = is_batch_hook
+        if on_epoch is None:
+            on_epoch = not is_batch_hook
+        self.on_step = on_step
+        self.on_epoch = on_epoch
+        # Steps of an evaluation have them too, although it reduces over the epoch by default.
         has_steps = is_batch_hook or hook.endswith(
             ("_step", "_batch_start", "_batch_end")
         )
@@ -142,12 +162,12 @@ class Entry:
         self.averages = has_steps and self.on_epoch and self.reduce == "mean"
         self.sync: bool = sync_dist
         self.rank_zero: bool = rank_zero_only
-        self.values: list[_Value] = []
+        self.values: list[Value] = []
         self.weights: list[float] = []
         self.sums: Tensor | None = None
-        self.metric: _Metric = None
+        self.metric: MetricObject = None
         self.borrowed = False
-        self.last: _Value = None
+        self.last: Value = None
         self.last_weight = 1.0
         self.turn = -1
 
@@ -158,6 +178,7 @@ class Entry:
         return other
 
     def _unshare(self) -> None:
+        """Replace what an attribute-by-attribute copy shares with its original, and what logging changes in place."""
         self.values = list(self.values)
         self.weights = list(self.weights)
         if self.sums is not None:
@@ -192,7 +213,7 @@ class Entry:
         if self.on_step:
             last = self.last
             if self.metric is not None:
-                last = getattr(self.metric, "_forward_cache", None)
+                last = getattr(self.metric, LAST_VALUE, None)
             if last is None:
                 return {}
             dtype = None
@@ -225,25 +246,32 @@ class Entry:
         if self.reduce in ("mean", "sum"):
             self.sums = sums + pair
             return
-        better = torch.minimum if self.reduce == "min" else torch.maximum
-        self.sums = torch.stack([better(sums[0], pair[0]), sums[1] + pair[1]])
+        if self.reduce == "min":
+            value = torch.minimum(sums[0], pair[0])
+        else:
+            value = torch.maximum(sums[0], pair[0])
+        self.sums = torch.stack([value, sums[1] + pair[1]])
 
     def step_pair(self) -> Tensor:
         """The latest value and its weight, in the form that ``fold`` makes."""
-        kind = "mean" if callable(self.reduce) else self.reduce
+        kind = self.reduce
+        # A user's function is of an epoch: a step has one value, whose mean over the ranks is shown.
+        if callable(kind):
+            kind = "mean"
         return _reduce_over_time(kind, _stack([self.last]), [self.last_weight])
 
-    def state(self, metric_name: str | None) -> list[Any]:
+    def state(self, metric_name: str | None) -> _EntryState:
         """The recorded values in a form for checkpoints; a custom reduction function is set again by the next `log`.
 
         Args:
             metric_name: the name of the logged metric object in the module.
         """
         self.fold()
-        values = [
-            float(value) for value in self.values
-        ]  # sync point: a checkpoint is being taken
-        options = list(self.options)
+        values = list(
+            map(float, self.values)
+        )  # sync point: a checkpoint is being taken
+        options: list[object] = list(self.options)
+        # A function cannot be loaded safely from a checkpoint: only that it was one is kept.
         options[_REDUCE_FX] = self.reduction_name
         latest = {
             "value": self.last,
@@ -263,13 +291,14 @@ class Entry:
         ]
 
     @staticmethod
-    def from_state(state: Sequence[Any], modules: Mapping[str, Any]) -> Entry:
+    def from_state(state: _EntryState, modules: Mapping[str, nn.Module]) -> Entry:
         """Make an entry from a `state`; a metric object is looked up in ``modules`` by its name."""
         hook, name, loader, sums, values, weights, *later_fields = state
         # Older checkpoints end here, or after the options.
         options: list[Any] = list(_OPTIONS_OF_OLD_STATES)
         if later_fields:
             options = list(later_fields[0])
+        # The value is NaN until the run logs the name again, which replaces this entry by one with the function.
         if options[_REDUCE_FX] == "function":
             options[_REDUCE_FX] = partial(_warn_of_unknown_function, name)
         entry = Entry(hook, name, loader, tuple(options))
@@ -286,8 +315,8 @@ class Entry:
         sums: Tensor | None,
         values: Iterable[float],
         weights: Iterable[float],
-        latest: Mapping[str, Any] | None,
-        metric: _Metric,
+        latest: SavedState | None,
+        metric: MetricObject,
     ) -> None:
         self.restored = True
         self.sums = sums
@@ -309,7 +338,7 @@ class Entry:
         self.turn = restored.turn
         self.metric = restored.metric
 
-    def borrow(self, metric: _Metric) -> None:
+    def borrow(self, metric: MetricObject) -> None:
         """Take part in the exchange of a metric object that only other ranks logged."""
         self.metric = metric
         self.borrowed = True
@@ -346,7 +375,7 @@ _NAMES_OF_FUNCTIONS: Final[dict[object, str]] = {
 }
 
 
-def _read_reduction(name: str, reduce_fx: Any) -> _Reduction:
+def _read_reduction(name: str, reduce_fx: ReduceFx) -> _Reduction:
     """``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, in any case or as torch's function; or the user's function."""
     if not isinstance(reduce_fx, str) and not callable(reduce_fx):
         raise LogError(
@@ -354,8 +383,12 @@ def _read_reduction(name: str, reduce_fx: Any) -> _Reduction:
             found=repr(reduce_fx),
             fix="use mean, sum, min, max or a function",
         )
-    key = reduce_fx.lower() if isinstance(reduce_fx, str) else reduce_fx
-    reduction: _Reduction = _NAMES_OF_FUNCTIONS.get(key, key)
+    key: ReduceFx = reduce_fx
+    if isinstance(reduce_fx, str):
+        key = reduce_fx.lower()
+    reduction: _Reduction = key
+    if key in _NAMES_OF_FUNCTIONS:
+        reduction = _NAMES_OF_FUNCTIONS[key]
     if isinstance(reduction, str) and reduction not in _REDUCTIONS:
         raise LogError(
             f"unknown reduce_fx for {name!r}",
@@ -376,7 +409,10 @@ class Reduced(dict[str, float]):
 
     def put(self, entry: Entry, value: float, step: bool) -> None:
         """Add the value of an entry: of a step, or of an epoch."""
-        forked = entry.forked("step" if step else "epoch")
+        if step:
+            forked = entry.forked("step")
+        else:
+            forked = entry.forked("epoch")
         self[entry.name] = value
         self[forked] = value
         if entry.to_logger:
@@ -394,7 +430,7 @@ class Reduced(dict[str, float]):
             self.by_loader.setdefault(loader, {}).update(values)
 
 
-def _stack(values: Sequence[_Value]) -> Tensor:
+def _stack(values: Sequence[Value]) -> Tensor:
     """Numbers and tensors as one tensor, in float64 where the device has it."""
     # No Python call for each value.
     if all(map(isinstance, values, repeat((int, float)))):
@@ -416,8 +452,10 @@ def _stack(values: Sequence[_Value]) -> Tensor:
 
 
 def _widest_dtype(device: torch.device) -> torch.dtype:
-    """Apple's GPUs have no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    """The dtype in which sums lose the least on this device: Apple's GPUs have no float64."""
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 def _reduce_over_time(kind: str, values: Tensor, weights: Iterable[float]) -> Tensor:
@@ -438,9 +476,9 @@ def _reduce_over_time(kind: str, values: Tensor, weights: Iterable[float]) -> Te
     return torch.stack([total, count])
 
 
-_Name = tuple[str, str, int | None, Any, "str | None"]
+_Name: TypeAlias = tuple[str, str, int | None, Options, "str | None"]
 """Hook, name, loader, options, and the name of the metric object in the module."""
-_Logged = tuple[bool, list[int | None], list[_Name]]
+_Logged: TypeAlias = tuple[bool, list[int | None], list[_Name]]
 """Of one rank: whether it has run a batch, the loaders of which it has none, and what it logged."""
 
 
@@ -460,7 +498,7 @@ def agreed(
         absent: the loaders of which this rank has no batch.
         module: the module; its metric objects take part, empty, if this rank has run no batch.
     """
-    # The names themselves are exchanged only where a small number differs.
+    # The names themselves are exchanged only where a small number differs: this runs at every flush.
     texts = [f"{e.hook}:{e.name}:{e.reduction_name}" for e in entries]
     digest = zlib.crc32("\n".join(texts).encode())
     rows = group.agree([ran, len(texts), digest])
@@ -523,7 +561,7 @@ def _name_of_entry(entry: Entry, module: nn.Module | None) -> _Name:
     return entry.hook, entry.base, entry.loader, entry.options, metric_name
 
 
-def _name_on_all_ranks(metric: _Metric, module: nn.Module | None) -> str | None:
+def _name_on_all_ranks(metric: MetricObject, module: nn.Module | None) -> str | None:
     """The name by which another rank finds the same metric object; all ranks compute it together."""
     if metric is None:
         return None
@@ -538,10 +576,14 @@ def _name_on_all_ranks(metric: _Metric, module: nn.Module | None) -> str | None:
 
 
 def _loader_order(loader: int | None) -> int:
-    return -1 if loader is None else loader
+    """Sort names of no loader, which None cannot be compared with, before those of loaders."""
+    if loader is None:
+        return -1
+    return loader
 
 
 def _different_names(logged: list[_Logged]) -> LogError:
+    """The error that lists what each rank logged, for the same text on all of them."""
     descriptions: list[str] = []
     for rank, (_, _, names) in enumerate(logged):
         bases = ", ".join(name[1] for name in names)
@@ -562,6 +604,7 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
     values: dict[int, float] = {}
     packed: list[tuple[int, Entry]] = []
     for index, entry in enumerate(entries):
+        # A metric object exchanges its own states, and a function needs all values: neither fits into a pair.
         if entry.metric is not None:
             values[index] = _computed(entry, step)
         elif callable(entry.reduce) and not step:
@@ -592,12 +635,10 @@ def _reduce_together(
 
 
 def _call_reduction(
-    entry: Entry, reduction: Callable[[Tensor], Any], group: Group | None
+    entry: Entry, reduction: Callable[[Tensor], float | Tensor], group: Group | None
 ) -> float:
     """The user's function of the values of all ranks."""
-    numbers = [
-        float(value) for value in entry.values
-    ]  # sync point: a function of all values
+    numbers = list(map(float, entry.values))  # sync point: a function of all values
     if group is not None and group.size > 1:
         numbers = list(chain.from_iterable(group.all_gather_object(numbers)))
     return float(reduction(torch.tensor(numbers)))  # no sync point: on the host already
@@ -605,7 +646,7 @@ def _call_reduction(
 
 def _latest(entries: list[Entry]) -> list[float]:
     """The last recorded value of each entry, for one rank."""
-    values: list[_Value] = [
+    values: list[Value] = [
         entry.last if entry.metric is None else _computed(entry, step=True)
         for entry in entries
     ]
@@ -614,7 +655,8 @@ def _latest(entries: list[Entry]) -> list[float]:
         for index, value in enumerate(values)
         if isinstance(value, Tensor) and value.device.type != "cpu"
     ]
-    if on_device:  # one read for all of them
+    # One read for all of them: each would wait for the device.
+    if on_device:
         wide = _widest_dtype(values[on_device[0]].device)
         tensors = [values[index].to(wide) for index in on_device]
         numbers = torch.stack(tensors).tolist()  # sync point: the flush
@@ -637,6 +679,7 @@ def _exchange_pairs(
             pairs.append(torch.zeros(2, dtype=torch.float64))
         else:
             pairs.append(entry.sums)
+    # Sums of a checkpoint and of a rank without values are on the host, where an accelerator's group cannot send them.
     devices = [pair.device for pair in pairs]
     device = next((each for each in devices if each.type != "cpu"), devices[0])
     # One device for all, so that one exchange and one read are enough.
@@ -665,12 +708,16 @@ def _computed(entry: Entry, step: bool) -> float:
     """The value of a metric object, of its last update or of the epoch."""
     metric = entry.metric
     if step:
-        cached = getattr(metric, "_forward_cache", None)
-        return math.nan if cached is None else float(cached)  # sync point: the flush
+        value = getattr(metric, LAST_VALUE, None)
+        # Its `update` was called, not the metric itself: then torchmetrics has no value of the batch.
+        if value is None:
+            return math.nan
+        return float(value)  # sync point: the flush
     if not entry.borrowed:
         # torchmetrics reduces over the ranks by itself.
         return float(metric.compute())  # sync point: the flush
-    metric.reset()  # a stage of a pipeline may have counted what another rank reports
+    # A stage of a pipeline may have counted what another rank reports.
+    metric.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it was never updated
         # It remembers the value, as on the other ranks: a hook that reads it starts no exchange on this rank alone.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeAlias, final
+from typing import Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +13,21 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import LogError, printable
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.data import Feed
 from trainer_kit.metrics.entry import (
     BATCH_HOOKS,
     CLOSED_HOOKS,
     Entry,
+    Options,
     Reduced,
+    ReduceFx,
+    Value,
     agreed,
     reduced,
 )
 from trainer_kit.metrics.objects import (
+    MetricObject,
     name_in_module,
     on_host,
     remember_metrics,
@@ -35,14 +40,8 @@ __all__ = ["Metrics"]
 
 _FOLD: Final = 256
 """The values of an entry after which they are folded into its sums."""
-# A number, or a tensor that is read at the flush.
-_Value: TypeAlias = Any
-# A metric object of torchmetrics, which need not be imported.
-_Metric: TypeAlias = Any
-# The arguments of `log` that belong to the name, in the order that `Entry` reads.
-_Options: TypeAlias = tuple[Any, ...]
-# Entries by hook, name and loader.
 _Table: TypeAlias = dict[tuple[str, str, int | None], Entry]
+"""Entries by hook, name and loader."""
 
 
 @final
@@ -79,7 +78,8 @@ class Metrics:
         self.group: Group | None = None
         self.counts = True
         self.shares_all = False
-        self._is_staged = False  # whether only one pipeline stage knows a value
+        # Whether only one pipeline stage knows a value.
+        self._is_staged = False
         self.module: nn.Module | None = None
         self._training_table: _Table = {}
         self.table = self._training_table
@@ -90,8 +90,8 @@ class Metrics:
         # The step that a value of an evaluation or of a finished epoch describes, by its name.
         self._steps_of_values: dict[str, int] = {}
         # Metric objects of an epoch whose last hook may still read them.
-        self._reduced_objects: list[_Metric] = []
-        self._suspended: dict[str, Any] | None = None  # see `suspend`
+        self._reduced_objects: list[MetricObject] = []
+        self._suspended: StateDict | None = None  # see `suspend`
         self._restore_objects: Callable[[], None] = _nothing
         # Of the training that an evaluation interrupts: hook, weight and feed.
         self._interrupted: tuple[str, float | None, Feed | None] | None = None
@@ -99,26 +99,26 @@ class Metrics:
         self.logged: dict[str, float] = {}
         self.progress_bar: dict[str, float] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # A copy has the values; what is under way belongs to the run.
         return {
             name: getattr(self, name)
             for name in ("progress", "callback", "logged", "progress_bar")
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         Metrics.__init__(self, state["progress"])
         vars(self).update(state)
 
     def log(
         self,
         name: str,
-        value: _Value,
+        value: Value,
         prog_bar: bool,
         logger: bool | None,
         on_step: bool | None,
         on_epoch: bool | None,
-        reduce_fx: Any,
+        reduce_fx: ReduceFx,
         sync_dist: bool,
         add_dataloader_idx: bool,
         batch_size: int | None,
@@ -143,17 +143,13 @@ class Metrics:
         if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
             # Of a loss that is sharded over ranks, all of which log it.
             value = value.full_tensor()
-        is_tensor = value.__class__ is Tensor
-        if (
-            is_tensor
-            and value.is_cpu
-            and value.dtype is torch.float32
-            and not value.dim()
-        ):
+        is_float32 = value.__class__ is Tensor and value.dtype is torch.float32
+        if is_float32 and value.is_cpu and not value.dim():
             # A copy on the CPU takes ten times as long.
             value = value.item()  # no sync point: on the CPU
         elif isinstance(value, Tensor):
-            value = value.detach().clone()  # it may change in place before the flush
+            # It may change in place before the flush.
+            value = value.detach().clone()
             if value.dim():
                 if value.numel() != 1:
                     raise LogError(
@@ -163,6 +159,7 @@ class Metrics:
                     )
                 value = value.reshape(())
         elif not isinstance(value, (int, float)):
+            # A metric object keeps its own values: the entry only remembers that it was logged.
             if hasattr(value, "compute"):
                 entry.metric = value
                 entry.turn = self.progress.step
@@ -193,9 +190,12 @@ class Metrics:
         )
         self.feed = None
 
-    def _new_entry(self, name: str, options: _Options) -> Entry:
+    def _new_entry(self, name: str, options: Options) -> Entry:
+        # Nothing flushes after these hooks: the value would be lost without an error.
         if self.hook in CLOSED_HOOKS:
-            position = f"in {self.hook}" if self.hook else "outside a hook"
+            position = "outside a hook"
+            if self.hook:
+                position = f"in {self.hook}"
             raise LogError(
                 f"{name!r} cannot be logged {position}",
                 fix="log it in a step or epoch hook, or pass it to trainer.log_metrics(...)",
@@ -224,8 +224,9 @@ class Metrics:
                     fix="leave add_dataloader_idx out, or use another name for each loader",
                 )
 
-    def _replace_restored(self, restored: Entry, name: str, options: _Options) -> Entry:
+    def _replace_restored(self, restored: Entry, name: str, options: Options) -> Entry:
         """Give the values of a checkpoint to an entry with other options."""
+        # A resumed run may have edited its code; two calls of one run would not know which options hold.
         if not restored.restored:
             raise LogError(
                 f"{name!r} is logged twice in {self.hook} with different options",
@@ -244,6 +245,7 @@ class Metrics:
         self.counts = strategy.reporter == world.rank
         self.shares_all = strategy.reports.size > strategy.data.size
         self._is_staged = False
+        # All ranks decide this together: `_running_values` must give all of them the same names.
         if self.shares_all:
             rows = world.agree([not self.counts])
             self._is_staged = any(row[0] for row in rows)
@@ -300,13 +302,17 @@ class Metrics:
     @contextmanager
     def unrecorded(self, hook: str) -> Iterator[None]:
         """Drop the values that are logged inside this context; they may be logged as in ``hook``."""
-        before = self.table, self.by_batch, self.hook
+        table = self.table
+        by_batch = self.by_batch
+        outer_hook = self.hook
         self.table = {}
         self.hook = hook
         try:
             yield
         finally:
-            self.table, self.by_batch, self.hook = before
+            self.table = table
+            self.by_batch = by_batch
+            self.hook = outer_hook
 
     @contextmanager
     def discarding_logs(self) -> Iterator[None]:
@@ -332,7 +338,7 @@ class Metrics:
         """
         if suspended:
             self._suspended = None
-        # Of a run that was interrupted.
+        # A run that was interrupted has left values in its metric objects.
         self._reduced_objects += _objects_of(self._training_table.values())
         self.reset_objects()
         self._record_training_in({})
@@ -359,6 +365,7 @@ class Metrics:
     def flush_step(self, ran: bool = True) -> Reduced:
         """Reduce the values of the finished step over all ranks. One sync point."""
         self._flushed_at = self.progress.step
+        # The count has gone up since: values of the step were logged before, those of its last hooks after that.
         finished_step = self.progress.step - 1
         entries = [
             entry
@@ -391,6 +398,7 @@ class Metrics:
         # One exchange for all of them, and one read.
         of_epoch = [entry for entry in entries if entry.on_epoch]
         result = self._publish(of_epoch, step=False, ran=ran)
+        # Not reset yet: hooks of the epoch's end may compute them.
         self._reduced_objects += _objects_of(entries)
         for entry in entries:
             entry.clear()
@@ -413,6 +421,7 @@ class Metrics:
 
     def proceed(self) -> None:
         """Continue the epoch whose values `suspend` holds, if there is one."""
+        # As from a checkpoint, so that a fit that goes on and a resumed one have the same values.
         if self._suspended is not None:
             state = self.state_dict()
             self._training_table.clear()
@@ -459,6 +468,7 @@ class Metrics:
     ) -> list[Entry]:
         """The entries that are reduced over the ranks, in the same order on each of them."""
         shared: list[Entry] = []
+        # A rank that repeats another one's batches takes part in the exchange, with no values.
         if self.counts:
             shared = [
                 entry
@@ -473,6 +483,7 @@ class Metrics:
     def _remember_values(self, result: Reduced, step: bool, log: bool = True) -> None:
         """Make reduced values the latest ones for callbacks, loggers and the progress bar."""
         self.callback.update(result)
+        # Values of training steps always describe the present step, so no step is kept for them.
         if step and not self.evaluating:
             for name in result:
                 self._steps_of_values.pop(name, None)
@@ -520,7 +531,7 @@ class Metrics:
             return present_step
         return self._steps_of_values.get(name, present_step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Partial sums of the running epoch, the latest values, and the values of the last reduction."""
         if self._suspended is None:
             state = self._present_state()
@@ -531,7 +542,7 @@ class Metrics:
         state["objects"] = on_host(state["objects"])
         return state
 
-    def _present_state(self) -> dict[str, Any]:
+    def _present_state(self) -> StateDict:
         """What `state_dict` returns, on the device and with entries."""
         recorded = [
             entry.copied() for entry in self._training_table.values() if entry.recorded
@@ -555,7 +566,7 @@ class Metrics:
             "settled": dict(self._steps_of_values),
         }
 
-    def _running_objects(self) -> dict[str, Any]:
+    def _running_objects(self) -> StateDict:
         """The states of the metric objects, without those that are reset at the end of a running evaluation."""
         if self.module is None:
             return {}
@@ -583,7 +594,7 @@ class Metrics:
             )
         return name
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Restore ``state_dict``; the next `log` of a name may change its options."""
         self._suspended = None
         # Older checkpoints lack some of these.
@@ -598,7 +609,8 @@ class Metrics:
         if self.module is not None:
             restore_running(self.module, state.get("objects", {}))
             modules = dict(self.module.named_modules())
-        if not self.counts:  # another rank reports the same values
+        # Another rank reports the same values.
+        if not self.counts:
             return
         for entry_state in state.get("running", []):
             entry = Entry.from_state(entry_state, modules)
@@ -606,10 +618,11 @@ class Metrics:
                 self._training_table[entry.key] = entry
 
 
-def _host_number(name: str, value: _Value) -> float:
+def _host_number(name: str, value: Value) -> float:
     """A host number, such as a NumPy scalar, as a float; not a sync point."""
     fix = "log one number per name, or use log_dict"
-    if isinstance(value, (str, bytes)):  # float() would read some
+    # float() would read some of these.
+    if isinstance(value, (str, bytes)):
         fix = "log one number per name; use self.print(...) or a logger's own methods for text"
     else:
         try:
@@ -623,14 +636,16 @@ def _host_number(name: str, value: _Value) -> float:
     )
 
 
-def _objects_of(entries: Iterable[Entry]) -> list[_Metric]:
+def _objects_of(entries: Iterable[Entry]) -> list[MetricObject]:
     """The metric objects among what was logged."""
     return [entry.metric for entry in entries if entry.metric is not None]
 
 
 def _by_name(entry: Entry) -> tuple[str, str, int]:
     # Ranks may log the same names in another order.
-    loader = -1 if entry.loader is None else entry.loader
+    loader = entry.loader
+    if loader is None:
+        loader = -1
     return entry.hook, entry.base, loader
 
 

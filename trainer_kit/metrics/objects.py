@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
 
 from trainer_kit.core.tensors import map_tensors, move_to_device
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
+    "LAST_VALUE",
+    "MetricObject",
     "count_once",
     "is_metric",
     "name_in_module",
@@ -20,11 +23,21 @@ __all__ = [
     "running_states",
 ]
 
-# A metric object of torchmetrics, which need not be imported.
-_Metric: TypeAlias = Any
-# The states of one metric, or of each by its name.
-_State: TypeAlias = dict[str, Any]
+MetricObject: TypeAlias = Any
+"""A metric of torchmetrics, which need not be installed: `is_metric` knows one by an attribute of its class."""
 _States: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The states of metrics, by their names in the module."""
+
+# Private names of torchmetrics, checked with 1.9. Its `update_count`, `compute` and `reset` are public, but no public
+# name restores what they read, and none returns the value of the last batch.
+LAST_VALUE: Final = "_forward_cache"
+"""The attribute with the value of the last batch; without it a metric has no value per step."""
+_UPDATE_COUNT: Final = "_update_count"
+"""The attribute by which `compute` and `reset` know that there was an update; without it a resumed value is empty."""
+_COMPUTED: Final = "_computed"
+"""The attribute with the result of the last `compute`, which a restored state makes stale."""
+_PERSISTENT: Final = "_persistent"
+"""The attribute that says which states the module's ``state_dict`` has; without it a resume would reset those too."""
 
 
 def count_once(module: nn.Module, strategy: Strategy) -> None:
@@ -32,11 +45,12 @@ def count_once(module: nn.Module, strategy: Strategy) -> None:
     if strategy.reports.size == strategy.world.size:
         return
     for metric in _metrics_among(module.modules()):
-        if metric.process_group is None:  # torchmetrics' own default
+        # None is torchmetrics' default: a group that the user has given stays.
+        if metric.process_group is None:
             metric.process_group = strategy.reports.group
 
 
-def name_in_module(metric: _Metric, module: nn.Module | None) -> str | None:
+def name_in_module(metric: MetricObject, module: nn.Module | None) -> str | None:
     """The name of a metric in ``module``; None if it is not a submodule."""
     if module is None:
         return None
@@ -44,19 +58,21 @@ def name_in_module(metric: _Metric, module: nn.Module | None) -> str | None:
     return next(names, None)
 
 
-def running_states(module: nn.Module) -> dict[str, _State]:
+def running_states(module: nn.Module) -> dict[str, StateDict]:
     """A copy of the state of each metric of ``module`` since its last reset, on its device, by the metric's name."""
+    # A state that is shared in a group is read from each of its metrics below.
     _update_compute_groups(module.modules())
-    states: dict[str, _State] = {}
+    states: dict[str, StateDict] = {}
     for name, metric in _named_metrics(module):
+        # A metric without an update has the state of a reset, which `restore_running` gives it.
         if metric.update_count:
             states[name] = _copied_state(metric)
     return states
 
 
-def on_host(states: _States) -> dict[str, _State]:
+def on_host(states: _States) -> dict[str, StateDict]:
     """The states of `running_states` on the CPU, for a checkpoint."""
-    copies: dict[str, _State] = map_tensors(dict(states), _to_host)
+    copies: dict[str, StateDict] = map_tensors(dict(states), _to_host)
     return copies
 
 
@@ -79,6 +95,7 @@ def remember_metrics(owners: Iterable[object]) -> Callable[[], None]:
     Args:
         owners: modules, and callbacks whose attributes are metrics, or lists and dicts of metrics.
     """
+    # By id: a callback may hold a metric of the module, which is remembered once.
     modules: dict[int, nn.Module] = {}
     for owner in owners:
         modules.update((id(module), module) for module in _modules_of(owner))
@@ -94,9 +111,9 @@ def remember_metrics(owners: Iterable[object]) -> Callable[[], None]:
     return restore
 
 
-def _copied_values(attributes: Mapping[str, Any]) -> _State:
+def _copied_values(attributes: SavedState) -> StateDict:
     """Copies of the numbers, tensors and lists among the attributes of a metric: its states, counts and caches."""
-    copies: _State = {}
+    copies: StateDict = {}
     for name, value in attributes.items():
         if isinstance(value, Tensor):
             copies[name] = value.detach().clone()
@@ -126,14 +143,14 @@ def _items_of(value: object) -> Iterable[object]:
     return (value,)
 
 
-def _named_metrics(module: nn.Module) -> list[tuple[str, _Metric]]:
+def _named_metrics(module: nn.Module) -> list[tuple[str, MetricObject]]:
     named_modules = module.named_modules()
     return [
         (name, submodule) for name, submodule in named_modules if is_metric(submodule)
     ]
 
 
-def _metrics_among(modules: Iterable[nn.Module]) -> list[_Metric]:
+def _metrics_among(modules: Iterable[nn.Module]) -> list[MetricObject]:
     return list(filter(is_metric, modules))
 
 
@@ -151,20 +168,20 @@ def _is_collection(module: object) -> bool:
     return hasattr(type(module), "compute_groups")
 
 
-def _update_compute_groups(modules: Iterable[Any]) -> None:
+def _update_compute_groups(modules: Iterable[MetricObject]) -> None:
     """In a compute group only the first metric is current until others are read: read them."""
     for module in list(modules):
         if _is_collection(module):
             module.items(copy_state=False)
 
 
-def _copied_state(metric: _Metric) -> _State:
+def _copied_state(metric: MetricObject) -> StateDict:
     state = {
         "state": metric.metric_state,
         "updates": metric.update_count,
-        "latest": metric._forward_cache,
+        "latest": getattr(metric, LAST_VALUE),
     }
-    copies: _State = map_tensors(state, _copied_tensor)
+    copies: StateDict = map_tensors(state, _copied_tensor)
     return copies
 
 
@@ -172,22 +189,23 @@ def _copied_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
-def _restore_state(metric: _Metric, saved: Mapping[str, Any]) -> None:
+def _restore_state(metric: MetricObject, saved: SavedState) -> None:
     saved = move_to_device(dict(saved), metric.device)
     for name, value in saved["state"].items():
         setattr(metric, name, value)
     # torchmetrics' own attributes: only `update` counts, and a metric offers no other sign that it was called.
-    metric.__dict__.update(
-        _update_count=saved["updates"],
-        _computed=None,
-        _forward_cache=saved["latest"],
-    )
+    attributes = {
+        _UPDATE_COUNT: saved["updates"],
+        _COMPUTED: None,
+        LAST_VALUE: saved["latest"],
+    }
+    metric.__dict__.update(attributes)
 
 
-def _reset(metric: _Metric) -> None:
+def _reset(metric: MetricObject) -> None:
     """Reset a metric, but for the states that the module's ``state_dict`` has, which is restored on its own."""
-    states: _State = {}
-    for name, is_persistent in metric._persistent.items():
+    states: StateDict = {}
+    for name, is_persistent in getattr(metric, _PERSISTENT).items():
         if is_persistent:
             state = getattr(metric, name)
             # `reset` empties the lists that it finds.
