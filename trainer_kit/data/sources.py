@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils.data import (
@@ -25,7 +25,6 @@ from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.types import Batch, JsonObject
 from trainer_kit.data.division import (
-    Division,
     check_division,
     divide_by_itself,
     fingerprint,
@@ -42,6 +41,15 @@ from trainer_kit.data.order import (
     derive_seed,
     length_of,
     seed_globals,
+)
+from trainer_kit.data.samplers import (
+    Sampler,
+    counts_exactly,
+    divided_by_one,
+    is_batched_by_user,
+    regular_batches,
+    reseeded,
+    undivided,
 )
 from trainer_kit.data.sizes import BatchSizes, SizedBatch
 from trainer_kit.data.source import (
@@ -62,9 +70,6 @@ from trainer_kit.data.source import (
 )
 
 __all__ = ["IndexedSource", "ListSource", "StreamSource", "has_state", "shuffle_buffer"]
-
-_Sampler: TypeAlias = Any
-"""A sampler or batch sampler: any iterable, with the attributes that its class has."""
 
 
 @final
@@ -148,8 +153,8 @@ class IndexedSource(Source):
         # one over this rank's samples.
         self._regular = None
         if options.interleave:
-            self._regular = _regular_batches(loader)
-        self.batched_by_user = self._regular is None and _is_batched_by_user(loader)
+            self._regular = regular_batches(loader)
+        self.batched_by_user = self._regular is None and is_batched_by_user(loader)
         self.order, self.split_by_user = self._find_order()
         self.generators = find_generators(
             loader, self.order, getattr(self.order, "sampler", None)
@@ -169,7 +174,7 @@ class IndexedSource(Source):
         self._drawn = one_to_one
         if isinstance(self.split, BatchTurns):
             self._drawn = one_to_one and self.split.sized
-        self.exact = one_to_one and _counts_exactly(self.order)
+        self.exact = one_to_one and counts_exactly(self.order)
         # For a loader that makes its own batches.
         self._sizes = BatchSizes()
         self.counts = [self._sizes]
@@ -219,24 +224,24 @@ class IndexedSource(Source):
         self.per_rank_batch_size = batch_size
         return split
 
-    def _find_order(self) -> tuple[_Sampler, bool]:
+    def _find_order(self) -> tuple[Sampler, bool]:
         """Return what yields the indices (or batches of indices), and whether these are already one rank's part."""
         loader = self.user_loader
         options = self.options
-        order: _Sampler = loader.sampler
+        order: Sampler = loader.sampler
         if self.batched_by_user and loader.batch_sampler is not None:
             order = loader.batch_sampler
         if self._regular is not None:
             order = self._regular.sampler
         if not options.shard:
-            return _reseeded(order, loader), False
-        division = divide_by_itself(order, _SAMPLERS) or _divided_by_one(order)
+            return reseeded(order, loader), False
+        division = divide_by_itself(order, _SAMPLERS) or divided_by_one(order)
         if division is None:
-            return _reseeded(order, loader), False
+            return reseeded(order, loader), False
         # Evaluation counts each sample once, and torch's DistributedSampler repeats samples to fill its last batch.
         matches = (division.ranks, division.rank) == (options.size, options.rank)
         if options.ordered and matches and type(order) is DistributedSampler:
-            return _undivided(order), False
+            return undivided(order), False
         if options.size > 1 and not matches:
             data_rank = f"data rank {options.rank} of {options.size}"
             raise DataError(
@@ -425,70 +430,6 @@ def _restoring(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 _SAMPLERS = ("sampler", "batch_sampler", "base_sampler")
-
-
-def _divided_by_one(order: _Sampler) -> Division | None:
-    """Return the division of a sampler that was made for one rank, by the attributes of torch's."""
-    # The second one is inside a batch sampler.
-    samplers: tuple[_Sampler, ...] = (order, getattr(order, "sampler", None))
-    for sampler in samplers:
-        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-            return Division(sampler, sampler.num_replicas, sampler.rank)
-    return None
-
-
-def _counts_exactly(order: _Sampler) -> bool:
-    """Whether the length of a sampler or batch sampler is the number of its items: torch's own are known to be so."""
-    if type(order) is BatchSampler:
-        return _counts_exactly(order.sampler)
-    if isinstance(order, Sequence):
-        return True
-    return type(order).__module__.startswith(("torch.utils.data.", "trainer_kit."))
-
-
-def _is_batched_by_user(loader: DataLoader[Batch]) -> bool:
-    """Whether batches are not made from ``batch_size`` and the sampler."""
-    if loader.batch_size is None:
-        return True
-    batches = loader.batch_sampler
-    if not isinstance(batches, BatchSampler):
-        return True
-    # torch's constructor makes a BatchSampler over the loader's sampler; any other one was passed.
-    return batches.sampler is not loader.sampler
-
-
-def _regular_batches(loader: DataLoader[Batch]) -> BatchSampler | None:
-    """Return a batch sampler that the user gave and that makes batches as ``batch_size`` would."""
-    batches = loader.batch_sampler
-    if not isinstance(batches, BatchSampler) or type(batches) is not BatchSampler:
-        return None
-    if not _is_batched_by_user(loader):
-        return None
-    return batches
-
-
-def _undivided(sampler: DistributedSampler[Batch]) -> _Sampler:
-    """Return the sampler without its division and padding: evaluation reads each sample once."""
-    count = sampler.total_size
-    if not sampler.drop_last:
-        # torch's Dataset declares no length.
-        count = len(sampler.dataset)  # type: ignore[arg-type]
-    undivided = copy.copy(sampler)
-    # The attributes that torch's constructor derives from the number of ranks.
-    undivided.__dict__.update(
-        num_replicas=1, rank=0, num_samples=count, total_size=count
-    )
-    return undivided
-
-
-def _reseeded(sampler: _Sampler, loader: DataLoader[Batch]) -> _Sampler:
-    """Replace torchdata's RandomSampler without a generator: it draws its own seed, another one on every rank."""
-    from_torchdata = type(sampler).__module__.startswith("torchdata.")
-    if not from_torchdata or kind_of(sampler) != "RandomSampler":
-        return sampler
-    if loader.generator is not None:
-        return sampler
-    return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
 
 
 @final

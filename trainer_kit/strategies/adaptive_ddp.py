@@ -38,12 +38,13 @@ class _Registrations:
 
     def watch(self) -> None:
         """Count from now on."""
+        # torch has these hooks for all modules of a process only: one pair serves all wrappers.
         if not self._active:
             self._active = True
             register_module_parameter_registration_hook(self._add)
             register_module_module_registration_hook(self._add)
 
-    def _add(self, *registration: Any) -> None:
+    def _add(self, *registration: object) -> None:
         self.count += 1
 
 
@@ -64,6 +65,7 @@ class AdaptiveDDP(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         parameters = list(module.parameters())
+        # torch refuses a module without a trained parameter, which may be unfrozen later.
         with _with_trained_parameter(parameters):
             super().__init__(module, **options)
         _REGISTRATIONS.watch()
@@ -82,8 +84,9 @@ class AdaptiveDDP(DistributedDataParallel):
         trained = list(map(_REQUIRES_GRAD, reduced_parameters(self)))
         if trained == self._reduced:
             return True in trained
+        # A reducer of torch needs a parameter: the old one stays until one is trained.
         if True not in trained:
-            return False  # a reducer of torch needs a parameter
+            return False
         pairs = zip(trained, self._reduced, strict=True)
         was_unfrozen = any(
             is_trained and not is_reduced for is_trained, is_reduced in pairs
@@ -104,6 +107,7 @@ class AdaptiveDDP(DistributedDataParallel):
         set_reduced_parameters(self, parameters)
         self._reduced = [was_reduced.get(p, False) for p in parameters]
         source = dist.get_global_rank(self.process_group, 0)
+        # All ranks have received them in the same order, so they broadcast the same ones.
         for parameter in parameters:
             if parameter not in was_reduced:
                 dist.broadcast(parameter.detach(), source, group=self.process_group)

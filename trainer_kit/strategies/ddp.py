@@ -21,6 +21,7 @@ from trainer_kit.core.costs import Costs, shard_costs
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.types import Function, StateDict
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.adaptive_ddp import AdaptiveDDP, LoopDDP
 from trainer_kit.strategies.local_sgd import PostLocalSGD, Replicas, fill_absent
@@ -82,9 +83,9 @@ class DDPStrategy(Strategy):
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float | None = None,
-        ddp_comm_hook: str | Callable[..., Any] | None = None,
+        ddp_comm_hook: str | Function | None = None,
         ddp_comm_state: Any = None,
-        ddp_comm_wrapper: str | Callable[..., Any] | None = None,
+        ddp_comm_wrapper: str | Function | None = None,
         local_sgd: PostLocalSGD | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -126,9 +127,12 @@ class DDPStrategy(Strategy):
         self._step = _Step(nn.Module())
         self._ddp: AdaptiveDDP | None = None
         self._hooks: list[RemovableHandle] = []
-        self._modules: list[nn.Module] = []  # of a custom loop
+        # The modules of a custom loop, which may prepare several.
+        self._modules: list[nn.Module] = []
+        # Whether the next window is the first of a static graph, which DDP learns from it.
         self._is_learning_graph = False
-        self._has_trained = True  # whether any parameter is trained in this window
+        # Whether any parameter is trained in this window: without one there is nothing to exchange.
+        self._has_trained = True
         self._backward: Literal["one", "several", "manual"] = "one"
 
     @property
@@ -218,6 +222,7 @@ class DDPStrategy(Strategy):
             return
         if self.wrapper_options["find_unused_parameters"] or self._backward == "manual":
             return  # DDP does not rebuild the buckets of a graph that may change
+        # A static graph is learned in the first window, and other hooks have a state that one more call would change.
         if self._is_learning_graph or self.comm_hook not in (None, "fp16", "bf16"):
             return
         assert self._ddp is not None
@@ -241,6 +246,7 @@ class DDPStrategy(Strategy):
                 fix="use with LocalSGD(accelerator, model, 8):",
             )
         self._modules.append(module)
+        # Not wrapped: the wrapper would hide the module's own methods for nothing that is exchanged now.
         if not any(p.requires_grad for p in module.parameters()):
             self.place_module(module, precision)
             self._hooks += average_in_backward(module.parameters(), self.world)
@@ -253,7 +259,8 @@ class DDPStrategy(Strategy):
     ) -> _Wrapper:
         options = {**self.wrapper_options, "find_unused_parameters": finds_unused}
         torch_options = inspect.signature(DistributedDataParallel).parameters
-        if "forward_sync_buffers" in torch_options:  # torch 2.13 renamed it
+        # torch 2.13 renamed it, and warns of the old name.
+        if "forward_sync_buffers" in torch_options:
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         # The constructor broadcasts rank 0's weights.
         wrapped = wrapper(module, process_group=self.world.group, **options)
@@ -282,7 +289,7 @@ class DDPStrategy(Strategy):
         if self.local_sgd is not None:
             return self._replicas.bind_step(optimizer)
 
-        def step(*arguments: Any, **options: Any) -> Any:
+        def step(*arguments: Any, **options: Any) -> object:
             return optimizer.step(*arguments, **options)  # other code may wrap it later
 
         return refuse_unprepared(optimizer, step, self._prepared_parameters, "DDP")
@@ -298,10 +305,10 @@ class DDPStrategy(Strategy):
         last = micro.count - 1
         local = self.local_sgd is not None and self._replicas.begin(micro.started)
         if local:
+            # No micro-batch of this window exchanges gradients.
             last = -1
-            if (
-                self._ddp is not None
-            ):  # otherwise the first forward of a rank with a batch broadcasts rank 0's buffers
+            # Otherwise the first forward of a rank with a batch broadcasts rank 0's buffers.
+            if self._ddp is not None:
                 self._ddp.require_forward_param_sync = False
         for index in range(micro.count):
             micro.begin(index)
@@ -321,9 +328,11 @@ class DDPStrategy(Strategy):
                                 self._ddp()
             else:
                 _run_without_exchange(micro, index)
+                # In manual optimization each backward of the user's has exchanged its own.
                 if index == last and self._backward == "several":
                     average_gradients(self._step.parameters(), self.world)
             micro.end(index)
+        # A rank without a batch steps too: its momentum and its step count stay those of the others.
         if local and not micro.contributed:
             fill_absent(self._step.used_parameters or self._step.parameters())
         if self._is_learning_graph:
@@ -332,6 +341,7 @@ class DDPStrategy(Strategy):
 
     def _follow_trained_parameters(self, ddp: AdaptiveDDP) -> None:
         """Prepare the wrapper for parameters that were frozen, unfrozen or added since the last micro-batch."""
+        # These exchange without the wrapper, whose reducer is then not used.
         if self._backward == "several" or self.local_sgd is not None:
             return
         reducer = ddp.reducer
@@ -384,7 +394,7 @@ class DDPStrategy(Strategy):
             self._ddp.follow_trained()
             self._ddp.reducer.prepare_for_backward([loss])
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
+    def module_state(self, module: nn.Module) -> StateDict:
         """The module's own."""
         return self._replicas.module_state(module)
 
@@ -546,7 +556,7 @@ def check_comm_hook(hook: object, state: object, wrapper: object) -> None:
 
 def register_comm_hook(
     ddp: DistributedDataParallel,
-    hook: str | Callable[..., Any],
+    hook: str | Function,
     state: Any,
     wrapper: Any = None,
 ) -> None:
@@ -560,7 +570,7 @@ def register_comm_hook(
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    # torch's hooks take their process group as the state.
+    # torch's hooks take their process group as the state; without one they use the world, not the user's group.
     is_powersgd = hook in ("powersgd", "batched_powersgd")
     if is_powersgd and (state is None or isinstance(state, Mapping)):
         state = powerSGD_hook.PowerSGDState(ddp.process_group, **(state or {}))
@@ -568,7 +578,7 @@ def register_comm_hook(
         state = ddp.process_group
     # PowerSGD waits for exchanges in gloo's two threads: with two buckets under way none would be left for them.
     waits = is_powersgd and ddp.device_type == "cpu"
-    named_hooks: dict[object, Callable[..., Any]] = {
+    named_hooks: dict[object, Function] = {
         "fp16": default_hooks.fp16_compress_hook,
         "bf16": default_hooks.bf16_compress_hook,
         "powersgd": powerSGD_hook.powerSGD_hook,
@@ -576,7 +586,7 @@ def register_comm_hook(
     }
     reduce_bucket = hook if callable(hook) else named_hooks[hook]
     if wrapper is not None:
-        named_wrappers: dict[object, Callable[..., Any]] = {
+        named_wrappers: dict[object, Function] = {
             "fp16": default_hooks.fp16_compress_wrapper,
             "bf16": default_hooks.bf16_compress_wrapper,
         }
@@ -599,6 +609,7 @@ class _SquareBucket:
 
     def __init__(self, bucket: Any) -> None:
         flat = bucket.buffer()
+        # The smallest square that holds them.
         side = math.isqrt(max(flat.numel() - 1, 0)) + 1
         self._matrix = nn.functional.pad(flat, (0, side * side - flat.numel())).view(
             side, side

@@ -31,6 +31,7 @@ from trainer_kit.core.display import in_units, plural
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.types import Function
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.process_group import (
@@ -240,6 +241,7 @@ class FSDPStrategy(Strategy):
 
     def stop(self) -> None:
         """Release the module; it stays sharded, and keeps its activations again."""
+        # The module outlives the run: what stays on it would act in the next one, too.
         for hook in self._hooks:
             hook.remove()
         for unit in self._units:
@@ -288,6 +290,7 @@ class FSDPStrategy(Strategy):
         """Shard a module, fill it with rank 0's weights, and average the gradients that are not sharded."""
         # Read before sharding, and distributed after it: no rank but the first ever holds full weights.
         weights = self.weights or InitialWeights(module, self.world)
+        # Sharding replaces parameters, which an optimizer may hold already.
         before = refer_to_parameters(module)
         if self._checkpointing_policy is not False:
             blocks = self._checkpointing_policy
@@ -366,7 +369,9 @@ class FSDPStrategy(Strategy):
                 found=repr(self._ignored_modules),
                 fix=f"pass a regular expression of whole names, such as {_example_name(module)!r}",
             )
+        # Inner units first: a root takes the parameters that are left outside of all units.
         for unit in [*self._find_units(module, separate), *roots]:
+            # An earlier fit, or the user's code, has sharded it.
             if isinstance(unit, FSDPModule):
                 continue
             unit_policy = policy
@@ -404,6 +409,7 @@ class FSDPStrategy(Strategy):
 
         A module that shares a parameter with a module outside of it does not become a unit: the root gathers both.
         """
+        # A shared parameter is used more often in the module than inside of one candidate.
         uses = _count_uses(module)
         candidates = {*units(module, self._wrap_policy).values(), *separate}
         unit_modules = []
@@ -448,13 +454,14 @@ class FSDPStrategy(Strategy):
         """The optimizer's own step, called once per kind of parameter, after all units are sharded again."""
         units = self._units
 
-        def step(*arguments: Any, **options: Any) -> Any:
+        def step(*arguments: Any, **options: Any) -> object:
             # The optimizer has the shards; units that stay gathered until backward may still have full weights.
             for unit in units:
                 unit.reshard()
             return optimizer.step(*arguments, **options)
 
         step_all = step_by_kind(optimizer, step)
+        # One rank has nothing to exchange, so no parameter can be left out.
         if self.world.size == 1:
             return step_all
         return refuse_unprepared(
@@ -483,6 +490,7 @@ class FSDPStrategy(Strategy):
                     )
                 micro.end(index)
         except BaseException:
+            # Also for a KeyboardInterrupt: the module may be trained again in this process.
             for unit in self._units:
                 reset_unit(unit)
             raise
@@ -509,6 +517,7 @@ class FSDPStrategy(Strategy):
         shard_rank = 0
         if isinstance(mesh, DeviceMesh):
             shard_rank = mesh.get_local_rank(mesh.ndim - 1)
+        # Parameters outside of all roots stay whole, as do those that the user has excluded.
         sharded: set[nn.Parameter] = set()
         for root in _find_roots(module):
             sharded.update(root.parameters())
@@ -607,7 +616,7 @@ def _with_hooks_of(root: nn.Module, method: StepMethod) -> StepMethod:
     # torch wraps a method by its name in the module; the name is removed again.
     root.__dict__["_step"] = method
     register_fsdp_forward_method(root, "_step")
-    bound: Callable[..., Any] = root.__dict__.pop("_step")
+    bound: Function = root.__dict__.pop("_step")
     return bound
 
 
@@ -632,6 +641,7 @@ def _separate_units(
     module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy
 ) -> list[nn.Module]:
     """Return the modules that need separate units: torch casts and reduces a unit in one dtype."""
+    # One dtype in a unit needs no separate unit, unless torch is to cast all of them.
     trained = {
         parameter.dtype for parameter in module.parameters() if parameter.requires_grad
     }
@@ -656,7 +666,11 @@ class ExchangingBackward:
         self.run = run or _autograd
 
     def __call__(
-        self, loss: Tensor, *arguments: object, inputs: Any = None, **options: object
+        self,
+        loss: Tensor,
+        *arguments: object,
+        inputs: Iterable[nn.Parameter] | None = None,
+        **options: object,
     ) -> None:
         """Run it; ``inputs``: the parameters whose gradients it adds to."""
         if inputs is None:

@@ -87,6 +87,7 @@ def clip_sharded_gradients(
     Raises:
         ConfigurationError: for an unknown algorithm, or a norm type that cannot be combined from shards.
     """
+    # A tied parameter's gradient is clipped on each rank that holds a copy, and counted in the norm of one.
     gradients: list[Tensor] = []
     counted: list[Tensor] = []
     for parameter in parameters:
@@ -112,6 +113,7 @@ def clip_parts(
         return None
     if algorithm != "norm":
         raise _unknown(algorithm)
+    # Norms of shards cannot be combined to a norm with p = 0, which counts elements. `not >` also refuses NaN.
     if not norm_type > 0:
         raise ConfigurationError(
             "sharded gradients are clipped by a p-norm with p above 0",
@@ -144,6 +146,7 @@ def spread_overflow(
         group: the ranks that hold the other gradients. No value is read on the host.
     """
     shards = [local(gradient) for gradient in gradients]
+    # The largest absolute value is not finite if any is, so one number says it of all.
     largest = _local_norm(shards, torch.inf)
     overflowed = largest.isfinite().logical_not_().float()
     dist.all_reduce(overflowed, dist.ReduceOp.MAX, group=group)

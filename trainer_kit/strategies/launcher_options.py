@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from trainer_kit.core.configuration_sources import is_true
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.core.types import Keywords
 
 __all__ = ["FSDP_KEYS", "MESH_KEYS", "fsdp_from_launcher", "mesh_from_launcher"]
 
@@ -25,7 +26,7 @@ FSDP_KEYS: Final = (
 """Those that say something. FSDP2 does by itself, or has no longer, what the others ask for."""
 
 
-def fsdp_from_launcher(options: Mapping[str, str]) -> dict[str, Any]:
+def fsdp_from_launcher(options: Mapping[str, str]) -> Keywords:
     """Arguments of the strategy.
 
     Args:
@@ -38,15 +39,14 @@ def fsdp_from_launcher(options: Mapping[str, str]) -> dict[str, Any]:
         ...                "fsdp_transformer_layer_cls_to_wrap": "Block, Head"})
         {'auto_wrap_policy': ['Block', 'Head']}
     """
-    arguments: dict[str, Any] = {}
+    arguments: Keywords = {}
     if is_true(options.get("fsdp_offload_params")):
         arguments["cpu_offload"] = True
     if "fsdp_sharding_strategy" in options:
         arguments["sharding_strategy"] = options["fsdp_sharding_strategy"]
     reshards = options.get("fsdp_reshard_after_forward", "")
-    if reshards.upper().endswith(
-        ("SHARD", "_OP", "ZERO2")
-    ):  # in version 1 this was the strategy
+    # In version 1 of FSDP this key had the name of a strategy.
+    if reshards.upper().endswith(("SHARD", "_OP", "ZERO2")):
         arguments["sharding_strategy"] = reshards
     elif reshards:
         arguments["reshard_after_forward"] = is_true(reshards)
@@ -76,8 +76,8 @@ MESH_KEYS: Final = tuple(f"parallelism_config_{axis}_size" for axis in _LAUNCHER
 
 
 def mesh_from_launcher(
-    options: Mapping[str, str], fsdp: Mapping[str, Any] | None
-) -> dict[str, Any]:
+    options: Mapping[str, str], fsdp: Mapping[str, object] | None
+) -> Keywords:
     """Arguments of the strategy; none where a mesh would do nothing that DDP or FSDP does not do alone.
 
     Args:
@@ -104,6 +104,7 @@ def mesh_from_launcher(
             "sizes of parallelism_config are whole numbers",
             found=str(dict(options)),
         ) from None
+    # An axis of one rank does nothing. Replicas alone are what DDP does without one.
     active = [axis for axis, size in sizes.items() if size != 1]
     if not active or (active == ["dp_replicate"] and fsdp is None):
         return {}
@@ -113,7 +114,7 @@ def mesh_from_launcher(
             "activations are offloaded where FSDP shards parameters",
             found="fsdp_activation_checkpointing_offload, and parallelism_config with tp alone",
         )
-    arguments: dict[str, Any] = dict(sizes)
+    arguments: Keywords = dict(sizes)
     policy = "activation_checkpointing_policy"
     if policy in fsdp_options:
         arguments[policy] = fsdp_options.pop(policy)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.state_names import named_state, plain_state
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.strategies.process_group import ProcessGroup, average
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import States
@@ -81,7 +82,8 @@ class Replicas:
     def begin(self, completed: int) -> bool:
         """Begin a window after so many steps; return whether it exchanges no gradients."""
         assert self.options is not None
-        local_steps = completed + 1 - self.options.warmup_steps  # with this one
+        # Counted with the step of this window, over the whole run: a resumed run averages in the same steps.
+        local_steps = completed + 1 - self.options.warmup_steps
         self.local = local_steps > 0
         self._is_due = self.local and local_steps % self.options.period == 0
         return self.local
@@ -92,8 +94,9 @@ class Replicas:
         if self.options is None:
             return step_alone
 
-        def step(*args: Any, **options: Any) -> Any:
+        def step(*args: Any, **options: Any) -> object:
             result = step_alone(*args, **options)
+            # After the step: weights differ from here on, unless they are averaged now.
             self.diverged = self.local and not self._is_due
             if self._is_due:
                 parameters: list[nn.Parameter] = []
@@ -135,7 +138,7 @@ class Replicas:
         finally:
             self._is_unaveraged = False
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
+    def module_state(self, module: nn.Module) -> StateDict:
         """With averaged weights; every rank must call it."""
         state = plain_state(module)
         if self._is_unaveraged or not self.diverged:
@@ -157,17 +160,15 @@ class Replicas:
             _count_moments(state.get(p, {})) for p in parameters
         ]
         rows = self.world.agree(rank_counts)
-        complete: dict[nn.Parameter, Mapping[str, Any]] = {}
+        complete: dict[nn.Parameter, SavedState] = {}
         for parameter, *counts in zip(parameters, *rows, strict=True):
             if counts[0] and len(set(counts)) == 1:
                 complete[parameter] = state[parameter]
         return {**state, **self._average_states(complete)}
 
-    def _average_states(
-        self, states: Mapping[_K, Mapping[str, Any]]
-    ) -> dict[_K, dict[str, Any]]:
+    def _average_states(self, states: Mapping[_K, SavedState]) -> dict[_K, StateDict]:
         """Copies of the states, in which tensors of floats are the average of all ranks."""
-        copies: dict[_K, dict[str, Any]] = {}
+        copies: dict[_K, StateDict] = {}
         averaged: list[Tensor] = []
         for key, values in states.items():
             copies[key] = dict(values)
@@ -183,12 +184,13 @@ def _is_averageable(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _count_moments(state: Mapping[str, Any]) -> int:
+def _count_moments(state: SavedState) -> int:
     return sum(_is_averageable(value) for value in state.values())
 
 
 def fill_absent(parameters: Iterable[nn.Parameter]) -> None:
     """Give a rank without data gradients of zeros, so that its optimizer steps as the others do."""
+    # An optimizer skips a parameter without a gradient, and would not decay it or move it by momentum.
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -19,6 +19,7 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.types import SavedState
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local_gradients
@@ -229,6 +230,7 @@ class MeshStrategy(Strategy):
 
     def stop(self) -> None:
         """Release the module and undo activation checkpointing; the module stays sharded."""
+        # The data axes were applied last, around what the transforms changed.
         self._data_axes.stop()
         for module in self._modules:
             for transform in self._transforms:
@@ -305,11 +307,9 @@ class MeshStrategy(Strategy):
         if self._needs_context(plan):
             transforms.append(ContextParallel.planned(module, plan))
         if self._checkpointing_policy is not False:
-            blocks = (
-                None
-                if self._checkpointing_policy is True
-                else self._checkpointing_policy
-            )
+            blocks = self._checkpointing_policy
+            if blocks is True:
+                blocks = None
             transforms.append(
                 ActivationCheckpointing(blocks, self._offloads_activations)
             )
@@ -340,14 +340,16 @@ class MeshStrategy(Strategy):
         placed = self.pipeline is not None and has_stages(module)
         weights = InitialWeights(module, self.world, placed)
         self._transforms = self.transforms_of(module, precision)
+        # An earlier module may have had another plan.
         self.shard_batch = None
         for transform in self._transforms:
             transform.apply(module, self._mesh_for(transform))
             if transform.divides_batch:
                 self.shard_batch = transform.shard_batch
+        # FSDP shards before the weights are placed: a rank never holds more than its shard.
         if self._shards is None:
             weights.distribute(module, self.device, self.device)
-        else:  # FSDP shards before the weights are placed: a rank never holds more than its shard
+        else:
             self._shards.use_initial_weights(weights)
         shard_over_data()
         if not self._raw_loop:  # a custom training loop may have several modules
@@ -375,6 +377,7 @@ class MeshStrategy(Strategy):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the optimizer's original parameters by this rank's shards."""
+        # A pipeline first drops the parameters of other stages, which have no replacement here.
         self._data_axes.prepare_optimizer(optimizer)
         self._replaced_parameters.replace_in(optimizer)
 
@@ -387,6 +390,7 @@ class MeshStrategy(Strategy):
 
     def bind(self, method: StepMethod, several: bool) -> StepMethod:
         """Bind a step method to the transforms and the data axes."""
+        # The data axes are outermost: they gather parameters before a transform's part of the step computes.
         for transform in self._transforms:
             method = transform.bind(method)
         call = self._data_axes.bind(method, several)
@@ -446,9 +450,8 @@ class MeshStrategy(Strategy):
         norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip by norm or by value; the norm is over all shards."""
-        complete_gradients(
-            self._summed_parameters
-        )  # manual optimization clips before a window ends
+        # Manual optimization clips before a window ends.
+        complete_gradients(self._summed_parameters)
         if self.pipeline is None:
             return clip_sharded_gradients(parameters, value, algorithm, norm_type)
         # The norm is over all stages, and counts a parameter that several stages share once.
@@ -472,7 +475,7 @@ class MeshStrategy(Strategy):
         return self._data_axes.shared_names(module)
 
     def load_module_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+        self, module: nn.Module, state: SavedState, strict: bool
     ) -> None:
         """Load a state of whole tensors or of shards."""
         self._data_axes.load_module_state(module, state, strict)

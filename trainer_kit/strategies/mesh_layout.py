@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ def resolve_sizes(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
         >>> resolve_sizes({"dp_shard": -1, "tp": 2}, 8)
         {'dp_shard': 4, 'tp': 2}
     """
+    # What the sizes without -1 leave of the processes is the size of the open axis; without one nothing may be left.
     fixed_sizes = [size for size in sizes.values() if size != -1]
     ranks = math.prod(fixed_sizes)
     has_open_axis = len(fixed_sizes) < len(sizes)
@@ -111,7 +112,7 @@ def format_axes(sizes: Mapping[str, int]) -> str:
     return axes or "of one process"
 
 
-def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
+def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, object]) -> None:
     """Refuse options of `FSDPStrategy` that have no effect in a mesh of these sizes, or would make training wrong.
 
     Args:
@@ -158,6 +159,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     # Context ranks have the same parameters, and gradients of different tokens: FSDP shards over them, too.
     if mesh["cp"].size() > 1:
         shards = inherit_timeout(flatten_mesh(mesh["dp_shard", "cp"], "dp_shard_cp"))
+    # With two axes FSDP also all-reduces over the replicas, of which there is one.
     if replicas.size() == 1:
         return shards
     return concatenate_meshes([replicas, shards])
@@ -196,6 +198,7 @@ class MeshGroups:
             loss_axes.append("cp")
             self.losses = self._group_over(loss_axes)
         self.data_mesh = data_mesh(self.mesh)
+        # The stages come last: `StagedStrategy` leaves them out where each draws its own random numbers.
         model_axes = [axis for axis in ("tp", "cp", "pp") if sizes[axis] > 1]
         self.same = {axis: self._group_along(axis) for axis in model_axes}
         # Also where it has one rank: groups are created by all processes, in the same order.
@@ -229,6 +232,7 @@ def describe_equal_batches(mesh: DeviceMesh) -> str:
     data_axes = [names.index("dp_replicate"), names.index("dp_shard")]
     model_axes = [axis for axis in range(mesh.ndim) if axis not in data_axes]
     data_ranks = math.prod(mesh.shape[axis] for axis in data_axes)
+    # One row for each data rank, with the ranks that get its batches.
     groups = mesh.mesh.permute(*data_axes, *model_axes).reshape(data_ranks, -1)
     if groups.shape[1] == 1:
         return ""

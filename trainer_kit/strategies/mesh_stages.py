@@ -17,6 +17,7 @@ from trainer_kit.core.state_names import (
     state_name,
     without_wrappers,
 )
+from trainer_kit.core.types import SavedState
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.fsdp import (
     FSDPStrategy,
@@ -86,6 +87,7 @@ class StagedStrategy(Strategy):
             sharding.shard(
                 stage, precision, [stage], whole=[stage.loose], reshards=reshards
             )
+        # After all stages are sharded: a second call would fill nothing.
         assert sharding.weights is not None
         sharding.weights.distribute(module, sharding.device, sharding.parameters_on)
 
@@ -109,7 +111,7 @@ class StagedStrategy(Strategy):
         return reference is not None and reference() is parameter
 
     def load_module_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+        self, module: nn.Module, state: SavedState, strict: bool
     ) -> None:
         """Load this rank's part of the state of the whole module; a missing name is an error on every rank."""
         state = without_wrappers(state)
@@ -206,6 +208,7 @@ class StagedStrategy(Strategy):
             groups.pop()  # the stages, which draw from their own seeds within an epoch
         agree_on_rng(groups, self.pipeline.device)
         self._has_run_window = True
+        # An error in the middle of a schedule leaves units whose reduction is deferred.
         try:
             self.pipeline.forward_backward(micro)
         except BaseException:
@@ -217,8 +220,10 @@ class StagedStrategy(Strategy):
     def _complete_gradients(self) -> None:
         """Average the gradients that FSDP2 does not reduce; an overflow on one stage skips the step on all stages."""
         loose = self.pipeline.loose
+        # Before the overflow is spread: an average with a rank that overflowed is not finite either.
         if self.sharding is not None and loose:
             average_gradients(loose, self.groups.losses)
+        # A scaler reads its own rank's gradients only, and a stage that steps alone would train another model.
         if not self._scales:
             return
         gradients: list[Tensor] = []

@@ -221,11 +221,13 @@ class ModelParallelStrategy(Strategy):
                 " MeshStrategy(dp_shard=..., tp=...), which does not need it",
             )
         # `fit` and `validate` may get the same module.
-        if "_built" in vars(module):  # an earlier entry point has divided it
+        # An earlier entry point has divided it: its weights are in parts already.
+        if "_built" in vars(module):
             yield
             return
         with torch.device("cpu"), self._with_weights_of_rank_zero(module):
             yield
+        # On all ranks: one that raises alone would leave the others waiting in their first collective.
         fail_together(self.world, lambda: self._check_sharding(module))
 
     @contextmanager
@@ -277,9 +279,9 @@ class ModelParallelStrategy(Strategy):
             with self._with_weights_of_rank_zero(module):
                 module = self._parallelize(module, self.mesh)
         fail_together(self.world, lambda: self._check_sharding(module))
+        # A custom training loop may have several modules; `_adopt_module` sets the one of a Trainer.
         earlier_modules = self._modules
         self._adopt_module(module)
-        # A custom training loop may have several.
         self._modules = [*earlier_modules, module]
         return module
 
@@ -387,6 +389,7 @@ class ModelParallelStrategy(Strategy):
         complete_gradients(self._summed_parameters)
         if self._first_window_done:
             return
+        # Checked once: a check exchanges all gradients.
         self._first_window_done = True
         if not self._tensor_groups:
             return
@@ -401,9 +404,8 @@ class ModelParallelStrategy(Strategy):
         norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip by norm or by value, over the shards of all ranks."""
-        complete_gradients(
-            self._summed_parameters
-        )  # manual optimization clips before a window ends
+        # Manual optimization clips before a window ends.
+        complete_gradients(self._summed_parameters)
         return clip_sharded_gradients(parameters, value, algorithm, norm_type)
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:

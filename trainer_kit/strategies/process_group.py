@@ -86,7 +86,8 @@ def join_world(
             and device.type != "cpu"
             and ":" not in backend
         ):
-            backend = f"cpu:gloo,{device.type}:{backend}"  # parts that are offloaded are exchanged on the host
+            # Parts that are offloaded are exchanged on the host.
+            backend = f"cpu:gloo,{device.type}:{backend}"
         environment = Environment.detect()
         try:
             if environment.launched:
@@ -154,9 +155,8 @@ def _wait_for_gloo_threads() -> None:
     idle_checks = 0
     deadline = time.monotonic() + 1
     while gloo_threads and idle_checks < 3 and time.monotonic() < deadline:
-        time.sleep(
-            0.001
-        )  # releases the interpreter's lock: a thread that waits for it sleeps, too
+        # Releases the interpreter's lock: a thread that waits for it sleeps, too.
+        time.sleep(0.001)
         # One idle moment proves nothing: the thread may be between two tasks.
         idle_checks += 1
         if not all(_is_idle(thread) for thread in gloo_threads):
@@ -231,9 +231,8 @@ class ProcessGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack over the ranks: shape (size, *tensor.shape)."""
-        sent = (
-            tensor.detach().to(self.device).contiguous()
-        )  # for gloo, as in all_reduce
+        # Contiguous for gloo, as in all_reduce.
+        sent = tensor.detach().to(self.device).contiguous()
         received = [torch.empty_like(sent) for _ in range(self.size)]
         dist.all_gather(received, sent, group=self.group)
         return torch.stack(received).to(tensor.device)
@@ -377,9 +376,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
     has_gradient = torch.tensor(
         [p.grad is not None for p in trained], dtype=torch.float32, device=group.device
     )
-    used = group.all_reduce(
-        has_gradient, "max"
-    ).tolist()  # sync point: ranks differ in what they use
+    most = group.all_reduce(has_gradient, "max")
+    used = most.tolist()  # sync point: ranks differ in what they use
     gradients = []
     for parameter, is_used in zip(trained, used, strict=True):
         if not is_used:
@@ -403,7 +401,8 @@ def average_in_backward(
         if not parameter.is_floating_point():
             continue
         frozen = not parameter.requires_grad
-        parameter.requires_grad_()  # torch registers no hook while it is frozen
+        # torch registers no hook while it is frozen.
+        parameter.requires_grad_()
         hook = partial(_average_gradient, group)
         handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]  # torch's
         parameter.requires_grad_(not frozen)
@@ -449,6 +448,7 @@ def _exchange_flat(
 @contextmanager
 def borrowed_buffers(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
     """Give every rank rank 0's buffers inside the context; restore its own after it, except those written inside."""
+    # Only buffers that differ are put back, and only if an evaluation has not written them: that is meant to last.
     copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     broadcast_buffers(module, group)
     replaced = [

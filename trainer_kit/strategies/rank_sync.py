@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import state_name
+from trainer_kit.core.types import SavedState
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.state import shard_like
 from trainer_kit.strategies.torch_private import (
@@ -34,6 +35,10 @@ __all__ = [
     "release_storage",
     "with_equal_rng",
 ]
+
+
+_TensorDict: TypeAlias = dict[str, Any]
+"""The direct parameters or buffers of a layer, as `torch_private.direct_parameters` returns them; some are None."""
 
 
 @contextmanager
@@ -85,6 +90,7 @@ class InitialWeights:
             self._names.setdefault(first_name, []).append(name)
             if first_name == name:
                 tensors[name] = tensor.detach()
+        # Before anything is sent: a broadcast between different shapes hangs, or mixes weights up.
         texts = {name: f"{list(t.shape)} {t.dtype}" for name, t in tensors.items()}
         compare_models(texts, group)
         without_values = group.broadcast(
@@ -166,6 +172,7 @@ class InitialWeights:
             device: where it computes.
             parameters_on: where shards of its parameters are kept; full parameters are on ``device``.
         """
+        # Emptied first, so that a second call does nothing: values are gone after the first.
         shapes = self._shapes
         self._shapes = {}
         if not shapes:
@@ -178,7 +185,8 @@ class InitialWeights:
         targets = dict(_named_tensors(module))
         with torch.no_grad():
             for name, (shape, dtype) in shapes.items():
-                if self._values:  # on rank 0
+                # Only rank 0 has values; each is released once it is sent.
+                if self._values:
                     values = self._values.pop(name).to(device)
                 else:
                     values = torch.empty(shape, dtype=dtype, device=device)
@@ -272,8 +280,9 @@ def _compute_initial_values(
     names: dict[int, str],
 ) -> dict[str, Tensor]:
     """Call the methods while the layers have full tensors in host memory; return these by name."""
+    # By the id of the tensor that each replaces: layers that share one fill the same full tensor.
     full_tensors: dict[int, Tensor] = {}
-    originals: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    originals: list[tuple[_TensorDict, _TensorDict]] = []
     for layer in layers:
         originals += [(tensors, dict(tensors)) for tensors in _tensor_dicts(layer)]
     try:
@@ -300,7 +309,7 @@ def _as_parameter(tensor: Tensor, original: Tensor) -> Tensor:
     return tensor
 
 
-def _tensor_dicts(layer: nn.Module) -> list[dict[str, Any]]:
+def _tensor_dicts(layer: nn.Module) -> list[_TensorDict]:
     return [direct_parameters(layer), direct_buffers(layer)]
 
 
@@ -343,6 +352,7 @@ def agree_on_rng(groups: Iterable[Group], device: torch.device) -> None:
         if group.group is not None and dist.get_backend(group.group) == "fake":
             continue  # its ranks are all this one
         state = rng_state(device)
+        # Only states that differ are sent, some kilobytes each: this runs before every step.
         digests = {row[0] for row in group.agree([digest(state)])}
         if len(digests) > 1:
             restore_rng(group.broadcast(state), device)
@@ -360,7 +370,7 @@ def with_equal_rng(
     return step
 
 
-def digest(state: dict[str, Any]) -> int:
+def digest(state: SavedState) -> int:
     """A number for `rng_state`, the same in every process, that a float64 can hold.
 
     Example:
@@ -376,9 +386,7 @@ def digest(state: dict[str, Any]) -> int:
     for name in ("torch", "device"):
         generator_state = state.get(name)
         if isinstance(generator_state, Tensor):
-            content = (
-                generator_state.numpy().tobytes()
-            )  # no sync point: it is on the host
+            content = generator_state.numpy().tobytes()  # no sync point: on the host
             checksum = zlib.crc32(content, checksum)
         elif generator_state is not None:
             checksum = zlib.crc32(repr(generator_state).encode(), checksum)

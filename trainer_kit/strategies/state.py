@@ -20,6 +20,7 @@ from trainer_kit.core.state_names import (
     state_name,
     without_wrappers,
 )
+from trainer_kit.core.types import Keywords, SavedState, StateDict
 from trainer_kit.precision.converted import QuantizedLayer
 from trainer_kit.precision.optimizers import (
     from_plain_tensors,
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 
-States: TypeAlias = Mapping[nn.Parameter, Mapping[str, Any]]
+States: TypeAlias = Mapping[nn.Parameter, SavedState]
 """The optimizer state of each parameter, by its names in the optimizer."""
 GroupOptions: TypeAlias = Sequence[Mapping[str, Any]]
 """The options of each parameter group of an optimizer."""
@@ -58,7 +59,7 @@ GroupOptions: TypeAlias = Sequence[Mapping[str, Any]]
 
 def optimizer_state(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
     """The parameters of each group, and the state of each parameter that has any."""
-    states: dict[Any, Mapping[str, Any]] = {
+    states: dict[Any, SavedState] = {
         parameter: to_plain_tensors(state)
         for parameter, state in optimizer.state.items()
     }
@@ -80,8 +81,8 @@ def load_optimizer_state(
     saved_states = {
         parameter: from_plain_tensors(values) for parameter, values in state.items()
     }
-    state_by_number: dict[int, Mapping[str, Any]] = {}
-    packed_groups: list[dict[str, Any]] = []
+    state_by_number: dict[int, SavedState] = {}
+    packed_groups: list[Keywords] = []
     number = 0
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         first = number
@@ -124,9 +125,8 @@ def refer_to_parameters(
     def refer(parameter: nn.Parameter) -> Callable[[], nn.Parameter | None]:
         if type(parameter.data) is Tensor:
             return weakref.ref(parameter)
-        return lambda: (
-            parameter
-        )  # torch refuses to convert a subclass that has weak references
+        # torch refuses to convert a subclass that has weak references.
+        return lambda: parameter
 
     named = module.named_parameters(remove_duplicate=False)
     return {name: refer(parameter) for name, parameter in named}
@@ -233,9 +233,7 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(full.detach(), mesh, placements, src_data_rank=None)
 
 
-def load_module_parts(
-    module: nn.Module, state: Mapping[str, Any], strict: bool
-) -> None:
+def load_module_parts(module: nn.Module, state: SavedState, strict: bool) -> None:
     """``load_state_dict`` of full tensors or shards into a module whose parameters are sharded."""
     # Tensors with other shapes stay as they are: torch reports them.
     loaded = dict(without_wrappers(state))
@@ -248,9 +246,9 @@ def load_module_parts(
     load_module_weights(module, loaded, strict)
 
 
-def shard_optimizer_state(state: States) -> dict[nn.Parameter, dict[str, Any]]:
+def shard_optimizer_state(state: States) -> dict[nn.Parameter, StateDict]:
     """Shard each tensor that has the shape of its parameter as the parameter is sharded."""
-    shards: dict[nn.Parameter, dict[str, Any]] = {}
+    shards: dict[nn.Parameter, StateDict] = {}
     for parameter, values in state.items():
         shards[parameter] = dict(values)
         for name, value in values.items():
@@ -340,6 +338,7 @@ def step_by_kind(optimizer: Optimizer, step: StepMethod) -> StepMethod:
         optimizer: with its parameters as they are by now.
         step: how it is stepped.
     """
+    # Most optimizers need neither, and are stepped without a call in between.
     if not any(_is_multi_tensor(group) for group in optimizer.param_groups):
         return step
     if len(_parameters_by_mesh(optimizer)) < 2:
@@ -349,15 +348,15 @@ def step_by_kind(optimizer: Optimizer, step: StepMethod) -> StepMethod:
         all_parameters = [group["params"] for group in optimizer.param_groups]
         result = None
         try:
-            for kind in _parameters_by_mesh(
-                optimizer
-            ).values():  # in each step: groups may be added
+            # Looked up in each step: groups may be added.
+            for kind in _parameters_by_mesh(optimizer).values():
                 for group, parameters in zip(
                     optimizer.param_groups, all_parameters, strict=True
                 ):
                     group["params"] = [p for p in parameters if p in kind]
                 result = step(*arguments, **options)
         finally:
+            # Also after an error: the optimizer must not lose the parameters of the other kinds.
             for group, parameters in zip(
                 optimizer.param_groups, all_parameters, strict=True
             ):
@@ -367,7 +366,7 @@ def step_by_kind(optimizer: Optimizer, step: StepMethod) -> StepMethod:
     return step_each_kind
 
 
-def _is_multi_tensor(group: Mapping[str, Any]) -> bool:
+def _is_multi_tensor(group: SavedState) -> bool:
     """Whether torch may step all parameters of a group in one call; with None it does so on an accelerator."""
     return (
         group.get("foreach", False) is not False
@@ -391,6 +390,7 @@ def refuse_unprepared(
         prepared: returns the parameters whose gradients the engine synchronizes.
         engine: its name in the message.
     """
+    # The number of parameters that were compared: comparing all of them in each step would be slow.
     checked = 0
 
     def run(*arguments: object, **options: object) -> object:

@@ -17,6 +17,7 @@ from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.state_names import plain_state
+from trainer_kit.core.types import Batch, Function, SavedState, StateDict
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.signatures import StepMethod
@@ -185,7 +186,9 @@ class Strategy(ABC):
         """The value of rank ``src``, on every rank (Lightning's ``trainer.strategy.broadcast(value)``)."""
         return self.world.broadcast(value, src)
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Tensor:
+    def reduce(
+        self, tensor: Tensor | float, group: object = None, reduce_op: str = "mean"
+    ) -> Tensor:
         """The mean, sum, min or max of a tensor over all ranks (Lightning's ``trainer.strategy.reduce(tensor)``).
 
         Args:
@@ -207,7 +210,7 @@ class Strategy(ABC):
                 fix="use mean, sum, min or max",
             )
         value = torch.as_tensor(tensor, device=self.device)
-        # all_reduce works in place, and the mean of integers is not one.
+        # all_reduce works in place, and the mean of integers is no integer.
         if op == "mean" and not value.is_floating_point():
             value = value.float()
         else:
@@ -250,7 +253,7 @@ class Strategy(ABC):
         )
 
     @optimizers.setter
-    def optimizers(self, optimizers: Any) -> NoReturn:
+    def optimizers(self, optimizers: object) -> NoReturn:
         raise StrategyError(
             "a strategy does not hold the optimizers",
             fix="assign trainer.optimizers = [...]",
@@ -340,7 +343,7 @@ class Strategy(ABC):
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    shard_batch: Callable[[Any], Any] | None = None
+    shard_batch: Callable[[Batch], Batch] | None = None
     """Takes this rank's part of its data rank's batch, once that is on the device; None: the whole batch."""
     end_batch: Callable[[], None] | None = None
     """Called after each batch of a custom training loop; None: nothing is."""
@@ -420,12 +423,12 @@ class Strategy(ABC):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
+    def module_state(self, module: nn.Module) -> StateDict:
         """The module's ``state_dict`` under the names that it has without any engine; every rank must call it."""
         return plain_state(module)
 
     def load_module_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+        self, module: nn.Module, state: SavedState, strict: bool
     ) -> None:
         """Restore the `module_state` of any strategy, as ``load_state_dict`` does, from whole tensors or parts."""
         load_module_parts(module, state, strict)
@@ -477,7 +480,7 @@ class EngineModule(nn.Module):
         run: takes what the module is called with.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, run: Function) -> None:
         super().__init__()
         self.module = module
         self.__dict__["forward"] = run

@@ -6,14 +6,16 @@ import copy
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
+from trainer_kit.core.types import JsonObject, SavedState
 from trainer_kit.strategies.deepspeed.engine import import_deepspeed, quiet
 
 __all__ = [
@@ -32,6 +34,7 @@ KEYS: Final = (
 )  # fmt: skip
 """Options of the launcher's ``deepspeed_config`` that `from_launcher` reads."""
 
+_T = TypeVar("_T")
 _HALF_PRECISIONS: Final = {
     "bf16": ("bf16-mixed", "bf16-true"),
     "fp16": ("16-mixed", "16-true"),
@@ -63,8 +66,8 @@ class RunFacts:
 
 
 def read_config(
-    config: str | os.PathLike[str] | Mapping[str, Any] | None,
-) -> dict[str, Any]:
+    config: str | os.PathLike[str] | SavedState | None,
+) -> JsonObject:
     """The JSON as a new dict.
 
     Args:
@@ -105,8 +108,8 @@ def read_config(
 
 
 def from_launcher(
-    options: Mapping[str, str], config: dict[str, Any] | None = None
-) -> dict[str, Any]:
+    options: Mapping[str, str], config: JsonObject | None = None
+) -> JsonObject:
     """Arguments of the strategy from the launcher's ``deepspeed_config``.
 
     Args:
@@ -127,6 +130,7 @@ def from_launcher(
             contradiction = ("gradient_clipping", written, "the launcher", clip)
             raise _contradiction([contradiction])
         config["gradient_clipping"] = clip
+    # Into the JSON, where `with_arguments` refuses it with its reason: no argument of the strategy means NVMe.
     for key in ("offload_optimizer", "offload_param"):
         if options.get(f"{key}_device") == "nvme":
             zero[key] = {"device": "nvme"}
@@ -146,7 +150,7 @@ def from_launcher(
     }
 
 
-def _parse(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+def _parse(name: str, text: str, kind: Callable[[str], _T]) -> _T:
     try:
         return kind(text)  # no sync point: a text
     except ValueError:
@@ -156,11 +160,11 @@ def _parse(name: str, text: str, kind: Callable[[str], Any]) -> Any:
 
 
 def with_arguments(
-    config: dict[str, Any],
+    config: JsonObject,
     stage: int | None,
     offload_optimizer: bool,
     offload_parameters: bool,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write the strategy's arguments into the JSON; an argument that contradicts the JSON is an error.
 
     Args:
@@ -187,6 +191,7 @@ def with_arguments(
     if written == "auto":
         written = 2 if stage is None else stage
     zero["stage"] = written
+    # By class: a bool is an int, too.
     if type(written) is not int or not 0 <= written <= 3:
         raise ConfigurationError(
             "the stage of ZeRO must be 0, 1, 2 or 3",
@@ -198,7 +203,7 @@ def with_arguments(
     return config
 
 
-def _fill_offload(zero: dict[str, Any], key: str, wanted: bool) -> None:
+def _fill_offload(zero: JsonObject, key: str, wanted: bool) -> None:
     """Write into a section whether something is offloaded; refuse an offload that the stage does not have."""
     section = zero.get(key)
     if isinstance(section, dict) and section.get("device") == "auto":
@@ -230,7 +235,7 @@ def _fill_offload(zero: dict[str, Any], key: str, wanted: bool) -> None:
         )
 
 
-def fill_config(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
+def fill_config(config: SavedState, facts: RunFacts) -> JsonObject:
     """The configuration for ``deepspeed.initialize``: every ``"auto"`` replaced, and checked against the run.
 
     The run owns accumulation windows: the engine's configuration has one micro-batch per step, and the strategy sets
@@ -281,7 +286,7 @@ def fill_config(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
     return _without_auto(engine_config)  # type: ignore[no-any-return]  # a dict for a dict
 
 
-def _check_consistency(config: Mapping[str, Any], facts: RunFacts) -> None:
+def _check_consistency(config: SavedState, facts: RunFacts) -> None:
     """Refuse a JSON that differs from the run."""
     contradictions: list[_Contradiction] = []
     for key, name, run_value in _values_of_run(facts):
@@ -320,7 +325,7 @@ def _values_of_run(facts: RunFacts) -> list[tuple[str, str, float | None]]:
     ]
 
 
-_Contradiction: TypeAlias = tuple[str, Any, str, Any]
+_Contradiction: TypeAlias = tuple[str, object, str, object]
 """A key of the JSON and its value; the name of the run's argument and its value."""
 
 
@@ -343,10 +348,11 @@ def _as_number(value: object) -> Any:
     return value if is_number else None
 
 
-def _fill_buckets(zero: dict[str, Any], hidden: int | None) -> None:
+def _fill_buckets(zero: JsonObject, hidden: int | None) -> None:
     """Derive the bucket sizes from the model, in elements, as Hugging Face's integration does."""
+    # "auto" then stays, and `_without_auto` leaves it to DeepSpeed's defaults.
     if hidden is None:
-        return  # DeepSpeed's own defaults
+        return
     for key, size in (
         ("reduce_bucket_size", hidden * hidden),
         ("stage3_prefetch_bucket_size", int(0.9 * hidden * hidden)),
@@ -413,11 +419,11 @@ class Sections:
         ('AdamW', 0.1, 0.0)
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: SavedState) -> None:
         self.optimizer = _read_section(config, "optimizer", _OPTIMIZERS)
         self.scheduler = _read_section(config, "scheduler", _SCHEDULERS)
 
-    def make_optimizer(self, parameters: Iterable[Any], **values: object) -> Optimizer:
+    def make_optimizer(self, parameters: ParamsT, **values: object) -> Optimizer:
         """Build the optimizer that the JSON names; ``values`` replace its ``"auto"``."""
         assert self.optimizer is not None
         kind = self.optimizer[0]
@@ -448,9 +454,7 @@ class Sections:
         """Build the scheduler that the JSON names: DeepSpeed's own, which advances once per optimizer step."""
         assert self.scheduler is not None
         groups = optimizer.param_groups
-        rates = [
-            float(group["lr"]) for group in groups
-        ]  # sync point: before the first step
+        rates = [float(group["lr"]) for group in groups]  # sync point: before training
         values = {"warmup_min_lr": 0.0, "warmup_max_lr": max(rates), **values}
         options = _replace_auto("scheduler", self.scheduler, values)
         import_deepspeed(device)
@@ -470,10 +474,10 @@ class Sections:
 
 
 def _read_section(
-    config: Mapping[str, Any],
+    config: SavedState,
     name: str,
     options_of_types: Mapping[str, tuple[str, ...]],
-) -> tuple[str, dict[str, Any]] | None:
+) -> tuple[str, JsonObject] | None:
     """The type and the options that a section names; None if the JSON has no such section."""
     section = config.get(name)
     if section is None:
@@ -502,8 +506,8 @@ def _read_section(
 
 
 def _replace_auto(
-    name: str, section: tuple[str, dict[str, Any]], values: Mapping[str, Any]
-) -> dict[str, Any]:
+    name: str, section: tuple[str, JsonObject], values: SavedState
+) -> JsonObject:
     kind, written = section
     options = dict(written)
     for key, value in written.items():

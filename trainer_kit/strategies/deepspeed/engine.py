@@ -6,9 +6,9 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.strategies.torch_private import norm_of_each
 
 __all__ = [
+    "Engine",
     "EngineScaler",
     "OpenWindow",
     "begin_window",
@@ -34,6 +36,8 @@ __all__ = [
     "take_step",
 ]
 
+Engine: TypeAlias = Any
+"""DeepSpeed's engine around the user's module: the library has no types, and need not be installed."""
 _DEEPSPEED_COUNTERS: Final = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -48,6 +52,8 @@ def import_deepspeed(device: torch.device) -> Any:
         r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
         FutureWarning,
     )
+    # DeepSpeed chooses its accelerator at its first import, by the libraries that it finds: on a machine with a GPU it
+    # would take that for ranks on the CPU, too.
     with _environment("DS_ACCELERATOR", device.type), quiet():
         import deepspeed
 
@@ -74,7 +80,7 @@ def check_float16(device: torch.device) -> None:
 
 @contextmanager
 def partitioning(
-    device: torch.device, config: Mapping[str, Any], full: bool = False
+    device: torch.device, config: SavedState, full: bool = False
 ) -> Iterator[None]:
     """Inside, stage 3 divides the parameters of every layer among the ranks as soon as the layer is built.
 
@@ -97,7 +103,7 @@ def partitioning(
         yield
 
 
-def round_partitions(module: nn.Module, config: Mapping[str, Any]) -> None:
+def round_partitions(module: nn.Module, config: SavedState) -> None:
     """Round divided parameters in full precision to the half precision that the JSON enables."""
     dtype: torch.dtype | None = None
     if (config.get("bf16") or {}).get("enabled"):
@@ -129,7 +135,7 @@ def release_module(module: nn.Module) -> None:
             optimizer.destroy()
 
 
-def destroy_engine(engine: Any) -> None:
+def destroy_engine(engine: Engine) -> None:
     """Remove the engine's hooks from the module, and free what the engine holds."""
     with quiet():
         engine.module_forward_pre_hook.remove()
@@ -160,6 +166,7 @@ def local_rank() -> Iterator[None]:
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
+    # A value of the user's or the launcher's stays.
     was_set = name in os.environ
     os.environ.setdefault(name, value)
     try:
@@ -172,7 +179,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 # -- gradients of an accumulation window -----------------------------------------------------------------------------
 
 
-def begin_window(engine: Any, unfinished: bool) -> None:
+def begin_window(engine: Engine, unfinished: bool) -> None:
     """Drop all gradients of an earlier window.
 
     The engine overwrites what it kept only where a parameter gets a gradient: a parameter that this window does not
@@ -185,7 +192,8 @@ def begin_window(engine: Any, unfinished: bool) -> None:
     optimizer = engine.optimizer
     if unfinished:
         _drop_unfinished(engine)
-    if getattr(optimizer, "grad_partitions_flat_buffer", None) is not None:  # stage 3
+    # Stage 3 keeps gradients in one buffer, the others keep them on the host if they are offloaded.
+    if getattr(optimizer, "grad_partitions_flat_buffer", None) is not None:
         optimizer.grad_partitions_flat_buffer.zero_()
         if optimizer.offload_optimizer:
             _zero_gradients(optimizer.fp32_partitioned_groups_flat)
@@ -195,10 +203,11 @@ def begin_window(engine: Any, unfinished: bool) -> None:
         _zero_gradients(optimizer.single_partition_of_fp32_groups)
 
 
-def _drop_unfinished(engine: Any) -> None:
+def _drop_unfinished(engine: Engine) -> None:
     """Drop what the engine keeps of a window that ended without a step."""
     optimizer = engine.optimizer
     optimizer.zero_grad(set_to_none=True)
+    # The engine adds to gradients from the second micro-batch on: the next one must be its first.
     if hasattr(optimizer, "micro_step_id"):
         first = 0 if engine.zero_optimization_stage() == 3 else -1
         optimizer.micro_step_id = first
@@ -213,7 +222,7 @@ def _zero_gradients(masters: Sequence[Tensor]) -> None:
         gradient.zero_()
 
 
-def finish_window(engine: Any) -> None:
+def finish_window(engine: Engine) -> None:
     """Reduce gradients as the engine does in the last backward of a window, where that backward did not."""
     if engine.zero_optimization_partition_gradients():
         engine.optimizer.finalize_gradient_accumulation_boundary()
@@ -221,7 +230,7 @@ def finish_window(engine: Any) -> None:
         engine.allreduce_gradients()
 
 
-def take_step(engine: Any, clip: float) -> bool:
+def take_step(engine: Engine, clip: float) -> bool:
     """Clip and step; returns False where gradients overflowed and the engine skipped the step.
 
     Args:
@@ -253,7 +262,7 @@ class OpenWindow:
         # Whether a window was dropped whose gradients the engine still has.
         self._has_stale_gradients = False
 
-    def backward(self, engine: Any, loss: Tensor, retain_graph: bool) -> None:
+    def backward(self, engine: Engine, loss: Tensor, retain_graph: bool) -> None:
         """Run one backward of the window; the loss is weighted already.
 
         Raises:
@@ -274,10 +283,11 @@ class OpenWindow:
         if hasattr(engine.optimizer, "clear_backward_seen_flag"):
             # The engine counts forwards, and would overwrite gradients between two of them.
             engine.optimizer.clear_backward_seen_flag()
+        # Never at a boundary: the engine would reduce now, and this may not be the last backward.
         engine.set_gradient_accumulation_boundary(False)
         engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
-    def complete(self, engine: Any) -> None:
+    def complete(self, engine: Engine) -> None:
         """Average over the ranks, and put each rank's part where the engine steps it; every rank calls it."""
         if self.begun and not self._is_complete:
             engine.set_gradient_accumulation_boundary(True)
@@ -294,7 +304,7 @@ class OpenWindow:
         self.begun = False
         self._is_complete = False
 
-    def gradients(self, engine: Any) -> list[Tensor]:
+    def gradients(self, engine: Engine) -> list[Tensor]:
         """This rank's part of all gradients, and the norms that the engine keeps of them to clip by."""
         self.complete(engine)
         if not self.begun:
@@ -303,7 +313,7 @@ class OpenWindow:
         norms = getattr(engine.optimizer, "norm_for_param_grads", None) or {}
         return [*_stepped_gradients(engine), *norms.values()]
 
-    def norm(self, engine: Any, world: Group) -> Tensor:
+    def norm(self, engine: Engine, world: Group) -> Tensor:
         """The 2-norm of all gradients of all ranks, without the scale of float16."""
         self.complete(engine)
         gradients = _stepped_gradients(engine) if self.begun else []
@@ -311,15 +321,15 @@ class OpenWindow:
         if gradients:
             norms = [norm.float() for norm in norm_of_each(gradients)]
             total = torch.stack(norms).square().sum().to(engine.device)
-        if engine.zero_optimization():  # each rank has a part
+        # Each rank has a part; without ZeRO each has all gradients, and the sum would count them several times.
+        if engine.zero_optimization():
             world.all_reduce(total)
-        scale = float(
-            getattr(engine.optimizer, "loss_scale", 1.0)
-        )  # no sync point: a host number
+        loss_scale = getattr(engine.optimizer, "loss_scale", 1.0)
+        scale = float(loss_scale)  # no sync point: a number on the host
         return total.sqrt() / scale
 
 
-def _stepped_gradients(engine: Any) -> list[Tensor]:
+def _stepped_gradients(engine: Engine) -> list[Tensor]:
     """This rank's gradients in the tensors from which the engine steps them; padding is zero."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
@@ -359,9 +369,10 @@ class EngineScaler:
     def __init__(self) -> None:
         self.skipped = False
         self._scaler: Any = None
-        self._scales = False  # whether the loss is scaled here
+        # Whether the loss is scaled here, because the engine does not.
+        self._scales = False
 
-    def follow(self, engine: Any) -> None:
+    def follow(self, engine: Engine) -> None:
         """Read the loss scale of this engine from now on."""
         self.skipped = False
         self._scaler = None
@@ -379,7 +390,7 @@ class EngineScaler:
         scaled: Tensor = loss.float() * self._scaler.cur_scale
         return scaled
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The scale and its counters under GradScaler's keys, for any other engine, and DeepSpeed's own counters."""
         scaler = self._scaler
         if scaler is None:
@@ -399,7 +410,7 @@ class EngineScaler:
             },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Restore `state_dict`, or the state of a GradScaler; a scale that the JSON fixes stays, as does its window.
 
         Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, cycle
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from trainer_kit.core.state_names import (
     report_differences,
     without_wrappers,
 )
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.strategies.state import (
     FlatShard,
     States,
@@ -44,6 +45,8 @@ __all__ = [
     "optimizer_states",
 ]
 
+EngineOptimizer: TypeAlias = Any
+"""The optimizer of DeepSpeed's engine, of one of four classes by stage and precision, with other attributes each."""
 _STEP: Final = "step"
 _STAGE_LAYOUTS: Final = (
     "nothing is divided",
@@ -60,7 +63,7 @@ def _full_shape(parameter: nn.Parameter) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def find_flat_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
+def find_flat_shards(optimizer: EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
     """Find this rank's piece of every parameter whose master is another tensor; `optimizer` is the engine's."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
         return _find_stage_3_shards(optimizer)
@@ -87,7 +90,7 @@ def find_flat_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
     return shards
 
 
-def _find_stage_2_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
+def _find_stage_2_shards(optimizer: EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
     """Stages 1 and 2: each rank has one master for a group, which holds fragments of some parameters."""
     shards: dict[nn.Parameter, FlatShard] = {}
     groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
@@ -96,7 +99,8 @@ def _find_stage_2_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
     for group, master in zip(groups, masters, strict=True):
         for parameter in group:
             fragment = parameter._hp_mapping
-            if fragment is None:  # all of it is on other ranks
+            # All of it is on other ranks: the parameter still takes part in each gathering.
+            if fragment is None:
                 shards[parameter] = FlatShard(master, 0, 0, 0)
                 continue
             in_master = fragment.hp_fragment_address
@@ -107,7 +111,7 @@ def _find_stage_2_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
     return shards
 
 
-def _find_stage_3_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
+def _find_stage_3_shards(optimizer: EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
     """Stage 3: each parameter is divided evenly, and each rank has its part in one of several masters."""
     shards: dict[nn.Parameter, FlatShard] = {}
     for parameter in chain.from_iterable(optimizer.fp16_groups):
@@ -125,9 +129,9 @@ def _find_stage_3_shards(optimizer: Any) -> dict[nn.Parameter, FlatShard]:
 def module_state(
     shards: Mapping[nn.Parameter, FlatShard],
     module: nn.Module,
-    local_state: Mapping[str, Any],
+    local_state: SavedState,
     keep: bool,
-) -> dict[str, Any]:
+) -> StateDict:
     """``module.state_dict()`` with full weights in full precision. Every rank must call it.
 
     Args:
@@ -141,7 +145,8 @@ def module_state(
     for name, parameter in named_state(module).items():
         if name not in state:
             continue
-        if parameter not in weights:  # shared parameters are gathered once
+        # Shared parameters are gathered once, on every rank in the same order.
+        if parameter not in weights:
             shard = shards.get(parameter)
             weights[parameter] = _gather_weight(parameter, shard, state[name], keep)
         state[name] = weights[parameter]
@@ -168,7 +173,7 @@ def _gather_weight(
 def load_module(
     shards: Mapping[nn.Parameter, FlatShard],
     module: nn.Module,
-    state: Mapping[str, Any],
+    state: SavedState,
     strict: bool,
     world: Group,
 ) -> None:
@@ -188,12 +193,13 @@ def load_module(
 
 
 def _load_partitioned(
-    module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group
+    module: nn.Module, state: SavedState, strict: bool, world: Group
 ) -> None:
     """Stage 3: gather one parameter at a time, and write rank 0's value into it on all ranks."""
     import deepspeed
 
     parameters = named_state(module)
+    # Before the first gathering, which all ranks have to enter.
     fail_together(world, lambda: _check_names(module, parameters, state, strict))
     loaded: set[nn.Parameter] = set()
     for name, parameter in parameters.items():
@@ -211,7 +217,7 @@ def _load_partitioned(
 def _check_names(
     module: nn.Module,
     parameters: Mapping[str, nn.Parameter],
-    state: Mapping[str, Any],
+    state: SavedState,
     strict: bool,
 ) -> None:
     """Raise torch's own error, as every other strategy does."""
@@ -240,9 +246,9 @@ def _check_names(
 
 def optimizer_states(
     shards: Mapping[nn.Parameter, FlatShard], optimizer: Optimizer, keep: bool
-) -> dict[nn.Parameter, dict[str, Any]]:
+) -> dict[nn.Parameter, StateDict]:
     """The full state of each parameter; every rank must call it. Without ``keep``: zeros that take no memory."""
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    states: dict[nn.Parameter, StateDict] = {}
     for parameter, shard in shards.items():
         shard_state = optimizer.state.get(shard.master)
         if not shard_state:

@@ -25,6 +25,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.state_names import plain_state
+from trainer_kit.core.types import JsonObject, SavedState, StateDict
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.deepspeed.config import (
     RunFacts,
@@ -34,6 +35,7 @@ from trainer_kit.strategies.deepspeed.config import (
     with_arguments,
 )
 from trainer_kit.strategies.deepspeed.engine import (
+    Engine,
     EngineScaler,
     OpenWindow,
     begin_window,
@@ -151,19 +153,21 @@ class DeepSpeedStrategy(Strategy):
         self.timeout = timeout
         self._facts = RunFacts()
         self._step = _Step(nn.Module())
-        self._engine: Any = None
+        self._engine: Engine = None
         self._scaler = EngineScaler()
         self._optimizer: Optimizer | None = None
         self._groups: list[list[nn.Parameter]] = []
-        self._was_trained: list[bool] = []  # for each parameter in the groups
+        # For each parameter in the groups whether it was trained when the engine was made.
+        self._was_trained: list[bool] = []
         self._flat_shards: dict[nn.Parameter, FlatShard] = {}
         self._clip = 0.0
         self._config_clip = 0.0
         # Whether there are gradients that have not been stepped.
         self._has_unfinished_window = False
-        self._window: OpenWindow | None = None  # of a custom training loop
+        # The window of a custom training loop; None under a Trainer, which knows its last micro-batch.
+        self._window: OpenWindow | None = None
 
-    def _set_config(self, config: dict[str, Any]) -> None:
+    def _set_config(self, config: JsonObject) -> None:
         self.config = config
         self.sections = Sections(config)
         self.stage: int = config["zero_optimization"]["stage"]
@@ -172,7 +176,7 @@ class DeepSpeedStrategy(Strategy):
             "offload_optimizer"
         )
 
-    def use(self, config: dict[str, Any]) -> None:
+    def use(self, config: JsonObject) -> None:
         """Replace the JSON by another one that is as complete as ``self.config``.
 
         Raises:
@@ -308,7 +312,8 @@ class DeepSpeedStrategy(Strategy):
     ) -> object:
         if self.world.size > 1:
             return target(*arguments, **options)
-        with local_rank():  # a single process has no launcher that sets it
+        # A single process has no launcher that sets it.
+        with local_rank():
             return target(*arguments, **options)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
@@ -333,7 +338,9 @@ class DeepSpeedStrategy(Strategy):
             self._undo_trial_step(optimizer)
         # On the user's object, which the user's code and schedulers call: the engine drops gradients in its step, and
         # needs those of offloaded masters until then; it divides the groups once.
-        drop = _ignore_zero_grad if self._window is None else self._window.drop
+        drop: Callable[..., None] = _ignore_zero_grad
+        if self._window is not None:
+            drop = self._window.drop
         optimizer.zero_grad = drop  # type: ignore[method-assign]  # see above
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]  # see above
 
@@ -489,6 +496,7 @@ class DeepSpeedStrategy(Strategy):
             window.complete(self._engine)
             window.end()
         self._scaler.skipped = not take_step(self._engine, self._clip)
+        # `clip_gradients` holds for one step.
         self._clip = self._config_clip
         self._has_unfinished_window = False
         return loss
@@ -513,7 +521,8 @@ class DeepSpeedStrategy(Strategy):
                 self._has_unfinished_window = True
                 micro.backward(index, loss)
             if index == last and self._has_unfinished_window:
-                if reduces_later or loss is None:  # the last backward has not reduced
+                # The last backward has not reduced: it was not at a boundary, or there was none.
+                if reduces_later or loss is None:
                     finish_window(engine)
             micro.end(index)
 
@@ -534,6 +543,7 @@ class DeepSpeedStrategy(Strategy):
         self._clip = value
         if self._window is None:
             return None
+        # The engine clips what it steps, so a norm of fewer parameters would be another one.
         missing = set(chain.from_iterable(self._groups)).difference(parameters)
         if missing:
             raise StrategyError(
@@ -549,7 +559,7 @@ class DeepSpeedStrategy(Strategy):
             return []
         return self._window.gradients(self._engine)
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
+    def module_state(self, module: nn.Module) -> StateDict:
         """Whole weights in full precision, on rank 0; the other ranks have their shapes."""
         # Errors are raised on all ranks before the ranks exchange anything.
         local_state = fail_together(self.world, lambda: plain_state(module))
@@ -558,7 +568,7 @@ class DeepSpeedStrategy(Strategy):
         )
 
     def load_module_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+        self, module: nn.Module, state: SavedState, strict: bool
     ) -> None:
         """Restore this rank's pieces."""
         load_module(self._flat_shards, module, state, strict, self.world)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.core.types import Keywords
 
 __all__ = [
     "KEYS",
@@ -59,7 +60,7 @@ _ON: Final = {"1", "true", "yes"}
 _OFF: Final = {"", "0", "1", "false", "no", "none", "unfused"}
 
 
-def from_launcher(options: Mapping[str, str]) -> dict[str, Any]:
+def from_launcher(options: Mapping[str, str]) -> Keywords:
     """Arguments of the strategy from the launcher's ``megatron_lm_config``.
 
     Args:
@@ -118,7 +119,7 @@ def _not_one_model(found: str) -> StrategyError:
     )
 
 
-def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
+def check_model(config: Any, sizes: Mapping[str, int], precision: str) -> None:
     """Check that a model was built for this strategy and precision.
 
     Args:
@@ -129,7 +130,7 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
     Raises:
         StrategyError: the model was built for another one, or has layers that are not supported.
     """
-    wanted = dict(sizes)
+    wanted: dict[str, int] = dict(sizes)
     wanted["bf16"] = precision.startswith("bf16")
     wanted["fp16"] = precision.startswith("16")
     for name, value in wanted.items():
@@ -141,10 +142,10 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
                 fix=f"use TransformerConfig(..., {name}={value!r}) in configure_model",
             )
     for name, reason in _UNSUPPORTED_LAYERS.items():
-        value = getattr(config, name, None)
-        if value:
+        refused = getattr(config, name, None)
+        if refused:
             raise StrategyError(
-                f"{name} is not supported yet", found=f"{name}={value!r}: {reason}"
+                f"{name} is not supported yet", found=f"{name}={refused!r}: {reason}"
             )
     is_gated = getattr(config, "gated_linear_unit", False)
     if is_gated and sizes["tensor_model_parallel_size"] > 1:
@@ -162,9 +163,7 @@ _UNSUPPORTED_LAYERS: Final = {
 """Fields of a ``TransformerConfig`` that are refused, each with the reason."""
 
 
-def optimizer_options(
-    optimizer: Optimizer, distributed: bool = False
-) -> dict[str, Any]:
+def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> Keywords:
     """Fields of Megatron's ``OptimizerConfig`` with which it steps as torch's optimizer does.
 
     Args:

@@ -7,7 +7,7 @@ rank steps a flat piece of each parameter: saving gathers the pieces, loading ta
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.display import plural
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import local
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.strategies.state import FlatShard, gather_flat, shard_like
 
 __all__ = [
+    "Stepper",
     "TensorLayout",
     "find_flat_shards",
     "load_state",
@@ -26,6 +28,8 @@ __all__ = [
     "optimizer_states",
 ]
 
+Stepper: TypeAlias = Any
+"""Megatron's optimizer around one of torch's: the library has no types, and need not be installed."""
 _STEP: Final = "step"
 
 
@@ -67,7 +71,7 @@ class TensorLayout:
 
 
 def find_flat_shards(
-    stepper: Any, parameters: Iterable[nn.Parameter], distributed: bool
+    stepper: Stepper, parameters: Iterable[nn.Parameter], distributed: bool
 ) -> dict[nn.Parameter, FlatShard]:
     """Find which elements of each parameter this rank steps.
 
@@ -105,12 +109,12 @@ def _empty_shard(parameter: nn.Parameter) -> FlatShard:
 
 
 def optimizer_states(
-    stepper: Any,
+    stepper: Stepper,
     shards: Mapping[nn.Parameter, FlatShard],
     layout: TensorLayout,
     data: Group,
     keep: bool,
-) -> dict[nn.Parameter, dict[str, Any]]:
+) -> dict[nn.Parameter, StateDict]:
     """The state of each parameter as torch's optimizer would have it. Every rank must call it.
 
     Args:
@@ -125,7 +129,7 @@ def optimizer_states(
         # A rank may hold only padding of the last bucket, and then has no state: take another rank's description.
         descriptions = data.all_gather_object((dtypes, steps))
         dtypes, steps = max(descriptions, key=lambda description: len(description[0]))
-    states: dict[nn.Parameter, dict[str, Any]] = {}
+    states: dict[nn.Parameter, StateDict] = {}
     if not dtypes:
         return states
     for parameter, shard in shards.items():
@@ -163,9 +167,9 @@ def _describe_state(optimizer: Any) -> tuple[dict[str, torch.dtype], float | Non
 
 
 def load_state(
-    stepper: Any,
+    stepper: Stepper,
     shards: Mapping[nn.Parameter, FlatShard],
-    state: Mapping[nn.Parameter, Mapping[str, Any]],
+    state: Mapping[nn.Parameter, SavedState],
     layout: TensorLayout,
 ) -> None:
     """Restore this rank's shards of `optimizer_states`, or of the state of torch's own optimizer.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from trainer_kit.core.state_names import (
     without_wrappers,
 )
 from trainer_kit.core.tensors import local
+from trainer_kit.core.types import Function, SavedState, StateDict
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.gradients import clip_parts
 from trainer_kit.strategies.megatron.config import (
@@ -34,6 +35,7 @@ from trainer_kit.strategies.megatron.config import (
     optimizer_options,
 )
 from trainer_kit.strategies.megatron.state import (
+    Stepper,
     TensorLayout,
     find_flat_shards,
     load_state,
@@ -61,6 +63,8 @@ from trainer_kit.strategies.torch_private import STEPPED_MARK
 __all__ = ["MegatronScaler", "MegatronStrategy"]
 
 
+_Wrapper: TypeAlias = Any
+"""Megatron's data parallel wrapper, or its model; the library has no types, and need not be installed."""
 _REFUSED_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
 
 
@@ -94,7 +98,8 @@ class MegatronStrategy(Strategy):
         **dict.fromkeys(EXCHANGING, _REFUSED_LAYERS),
     }
     data: ProcessGroup
-    lockstep = True  # Megatron's schedule needs a loss for each micro-batch
+    lockstep = True
+    """Megatron's schedule needs a loss for each micro-batch."""
     keeps_gradients = True
     completes_gradients = True
     own_buffers = True
@@ -130,9 +135,10 @@ class MegatronStrategy(Strategy):
         self.gradient_clipping = gradient_clipping
         self.timeout = timeout
         self.sharded = tensor_parallel > 1
-        self._wrapped: Any = None
+        self._wrapped: _Wrapper = None
         self._optimizer: Any = None
-        self._run_schedule: Any = None  # None: a custom training loop
+        # None in a custom training loop, whose code calls forward and backward.
+        self._run_schedule: Any = None
         self._scaler = MegatronScaler()
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._flat_shards: dict[nn.Parameter, FlatShard] = {}
@@ -229,10 +235,11 @@ class MegatronStrategy(Strategy):
         model.__dict__["forward"] = partial(self._call_wrapped, model.forward)
 
     def _call_wrapped(
-        self, model_forward: Callable[..., Any], *args: object, **kwargs: object
+        self, model_forward: Function, *args: object, **kwargs: object
     ) -> Any:
         """Takes the place of the model's ``forward``, so that the user's module calls Megatron's wrapper."""
-        if self._is_in_forward:  # the wrapper calls the model
+        # The wrapper calls the model, whose forward this is.
+        if self._is_in_forward:
             return model_forward(*args, **kwargs)
         self._is_in_forward = True
         try:
@@ -329,8 +336,9 @@ class MegatronStrategy(Strategy):
                 group["weight_decay"] = options["weight_decay"]
             updated, *_ = self._optimizer.step()
             self._scaler.skipped = not updated
+            # Clears `.grad` only, not the buffers of the wrapper.
             if self._run_schedule is None:
-                self._optimizer.zero_grad()  # clears `.grad` only, not the buffers of the wrapper
+                self._optimizer.zero_grad()
             setattr(optimizer, STEPPED_MARK, True)
 
         return step
@@ -413,12 +421,12 @@ class MegatronStrategy(Strategy):
         unscaled: Tensor = norm / scale
         return unscaled
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
+    def module_state(self, module: nn.Module) -> dict[str, object]:
         """The state by the module's names: master weights in place of rounded ones, parts as ``DTensor``."""
         parameters = named_state(module)
         # Errors are raised on all ranks before the ranks exchange anything.
         local_state = fail_together(self.world, lambda: plain_state(module))
-        state: dict[str, Any] = {}
+        state: StateDict = {}
         for name, value in local_state.items():
             if not isinstance(value, Tensor):
                 continue
@@ -441,12 +449,12 @@ class MegatronStrategy(Strategy):
         return self.sharded or self.world.rank == 0
 
     def load_module_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+        self, module: nn.Module, state: SavedState, strict: bool
     ) -> None:
         """Restore this rank's part."""
         parameters = named_state(module)
         # Entries that are no tensors, such as those of fp8, keep their values.
-        loaded: dict[str, Any] = {}
+        loaded: StateDict = {}
         present: dict[str, Tensor] = {}
         for name, value in plain_state(module).items():
             if isinstance(value, Tensor):
@@ -458,6 +466,7 @@ class MegatronStrategy(Strategy):
                 value = local(shard_like(value, present[name]))
             loaded[name] = value
         load_module_weights(module, loaded, strict)
+        # Masters of the weights as they are loaded, before those that a checkpoint has more exactly.
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
         for name, parameter in parameters.items():
@@ -533,6 +542,7 @@ def _create_groups(tensor_parallel: int, timeout: timedelta, seed: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core import tensor_parallel as layers
 
+    # Groups of an earlier run in this process may have had other sizes.
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -577,7 +587,7 @@ def _wrap_model(model: Any, half: str, summed: bool, distributed: bool) -> Any:
 
 
 def _create_optimizer(
-    wrapped: Any, optimizer: Optimizer, half: str, distributed: bool
+    wrapped: _Wrapper, optimizer: Optimizer, half: str, distributed: bool
 ) -> Any:
     """Make the optimizer of Megatron that steps as this one of torch does.
 
@@ -593,6 +603,7 @@ def _create_optimizer(
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     options = optimizer_options(optimizer, distributed)
+    # Megatron takes parameters from its wrapper, not from this optimizer: the two must be the same.
     trained = {id(p) for p in wrapped.parameters() if p.requires_grad}
     if {id(p) for p in optimizer.param_groups[0]["params"]} != trained:
         raise StrategyError(
@@ -620,12 +631,12 @@ def _finalize_gradients(
     finalize_model_grads(model, None, **options)
 
 
-def _pass_on_loss(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+def _pass_on_loss(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, object]]:
     """What Megatron's schedule asks of a loss: the loss, which is weighted already, and a number of tokens (unused)."""
     return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
 
 
-def _unwrap(wrapped: Any) -> Any:
+def _unwrap(wrapped: _Wrapper) -> Any:
     """The model inside of Megatron's wrappers."""
     while hasattr(wrapped, "module"):
         wrapped = wrapped.module
@@ -644,12 +655,12 @@ class MegatronScaler:
         self.skipped = False
         self._scaler: Any = None
 
-    def follow(self, stepper: Any) -> None:
+    def follow(self, stepper: Stepper) -> None:
         """Read the loss scale of this optimizer from now on."""
         self.skipped = False
         self._scaler = getattr(stepper, "grad_scaler", None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The scale and its counters under GradScaler's keys, for any other engine, and Megatron's own counter."""
         scaler = self._scaler
         if scaler is None:
@@ -663,7 +674,7 @@ class MegatronScaler:
             "megatron": {"hysteresis_tracker": scaler._hysteresis_tracker},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: SavedState) -> None:
         """Restore `state_dict`, or the state of a GradScaler.
 
         Args:

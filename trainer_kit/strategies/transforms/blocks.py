@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.signatures import takes
+from trainer_kit.core.types import Function
 from trainer_kit.strategies.torch_private import (
     call_block,
     has_compiled_call,
@@ -29,6 +30,8 @@ __all__ = ["ActivationCheckpointing", "Compile", "Policy", "outer_modules", "uni
 Policy = int | str | type | Collection[str | type] | Callable[..., bool] | None
 """A number of parameters, classes or their names, a callable, or None; see `units`."""
 
+_ModelConfig: TypeAlias = Any
+"""A configuration of transformers, which need not be installed, or an attribute ``config`` of another library."""
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward, on which forward hooks never run."""
 
@@ -92,6 +95,7 @@ def _named_inner_first(module: nn.Module, selected: set[int]) -> dict[str, nn.Mo
 def _find_repeated(module: nn.Module) -> set[int]:
     """The outermost repeated blocks; blocks inside another block are not included."""
     blocks: set[int] = set()
+    # A class that comes once in a list, such as a final norm, is no block.
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         candidates = [child for child in module.children() if _is_candidate(child)]
         class_counts = Counter(map(type, candidates))
@@ -106,7 +110,8 @@ def _find_repeated(module: nn.Module) -> set[int]:
 
 def _select_by_size(module: nn.Module, min_size: int) -> dict[str, nn.Module]:
     selected: dict[str, nn.Module] = {}
-    counted: set[int] = set()  # parameters of selected modules
+    # The parameters of selected modules: those around them count what is left.
+    counted: set[int] = set()
     for name, submodule in reversed(list(module.named_modules())):
         if submodule is module or not _is_candidate(submodule):
             continue
@@ -120,7 +125,8 @@ def _select_by_size(module: nn.Module, min_size: int) -> dict[str, nn.Module]:
 def _select_by_callable(
     module: nn.Module, policy: Callable[..., bool]
 ) -> dict[str, nn.Module]:
-    if not takes(policy, 1):  # a wrapping policy of torch
+    # A wrapping policy of torch has three parameters.
+    if not takes(policy, 1):
         policy = partial(_call_wrap_policy, policy)
     candidates = [
         submodule for submodule in module.modules() if _is_candidate(submodule)
@@ -239,14 +245,16 @@ class ActivationCheckpointing(Transform):
                 config.use_cache = True
 
 
-def _disable_caches(module: nn.Module) -> list[Any]:
+def _disable_caches(module: nn.Module) -> list[_ModelConfig]:
     """Switch the cache of keys and values off in all configurations of transformers models, with a warning.
 
     Returns:
         The configurations that have changed.
     """
     # One configuration per model and, for encoders and decoders, one for each of the two.
-    configs: list[Any] = [m.config for m in module.modules() if hasattr(m, "config")]
+    configs: list[_ModelConfig] = [
+        m.config for m in module.modules() if hasattr(m, "config")
+    ]
     with_cache = [
         config for config in configs if getattr(config, "use_cache", False) is True
     ]
@@ -268,10 +276,10 @@ class _RecomputedForward:
 
     def __init__(
         self,
-        forward: Callable[..., Any],
+        forward: Function,
         was_on_instance: bool,
         offload: bool,
-        configs: Sequence[Any],
+        configs: Sequence[_ModelConfig],
     ) -> None:
         self.forward = forward
         self.was_on_instance = was_on_instance
@@ -279,7 +287,7 @@ class _RecomputedForward:
         self.configs = configs
         """The configurations of transformers models whose cache is off meanwhile."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: Any) -> object:
         if not self.offload:
             return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
         # The checkpoint saves only its inputs.

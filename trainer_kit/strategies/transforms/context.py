@@ -12,7 +12,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.core.tensors import map_tensors, sequence_like
+from trainer_kit.core.types import Batch, Function, Keywords, SavedState
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.torch_private import (
     all_gather_with_gradients,
@@ -128,7 +129,7 @@ class ContextParallel(Transform):
             return nullcontext()
         return self.attending(checked=first)
 
-    def shard_batch(self, batch: Any) -> Any:
+    def shard_batch(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch; its tensors are views.
 
         Raises:
@@ -223,8 +224,9 @@ class ContextParallel(Transform):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Replaces torch's function; arguments are (batch, heads, tokens, width), with this rank's tokens."""
+        # `_BypassDetector` compares it with the calls of torch's function.
         self.intercepted_calls += 1
-        options: dict[str, Any] = {
+        options: Keywords = {
             "dropout_p": dropout_p,
             "scale": scale,
             "enable_gqa": enable_gqa,
@@ -252,6 +254,7 @@ class ContextParallel(Transform):
                 query, key, value, is_causal=is_causal, **options
             )
             return self._exchange_heads_for_tokens(attended)
+        # Keys and values of all ranks: neither a ring nor an exchange of heads fits.
         mask = attn_mask
         if is_causal:
             mask = self._causal_mask(query, key)
@@ -289,7 +292,7 @@ class ContextParallel(Transform):
         )
 
     def _all_to_all(self, by_rank: Tensor) -> Tensor:
-        # gloo sends wrong elements if strides differ
+        # gloo sends wrong elements if strides differ.
         received: Tensor = all_to_all_with_gradients(
             by_rank.contiguous(), None, None, self.group
         )
@@ -321,7 +324,7 @@ class ContextParallel(Transform):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """Replaces torch's function; its mean handles parts of padded sequences that have few targets, or none."""
-        options: dict[str, Any] = {
+        options: Keywords = {
             "weight": weight,
             "ignore_index": ignore_index,
             "label_smoothing": label_smoothing,
@@ -422,11 +425,11 @@ class _BypassDetector(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,
+        func: Function,
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is _TORCH_ATTENTION:
             self._calls += 1  # each intercepted call calls torch's function once
             if self._calls > self._context.intercepted_calls:
@@ -434,7 +437,7 @@ class _BypassDetector(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def with_positions(plan: ContextPlan, batch: object, part: int = 0) -> Any:
+def with_positions(plan: ContextPlan, batch: Batch, part: int = 0) -> Batch:
     """Add the positions that a plan requires to a dict batch that has none.
 
     Args:
@@ -457,7 +460,7 @@ def with_positions(plan: ContextPlan, batch: object, part: int = 0) -> Any:
     return _with_values(batch, {key: positions.unsqueeze(0)})
 
 
-def _with_values(batch: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+def _with_values(batch: SavedState, values: SavedState) -> Batch:
     """A copy of a batch with these values, of the same class: batches of tokenizers have further attributes."""
     if not isinstance(batch, MutableMapping):
         return {**batch, **values}

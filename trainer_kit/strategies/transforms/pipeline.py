@@ -23,6 +23,7 @@ from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import map_tensors, sequence_like, tensors_of
+from trainer_kit.core.types import Batch, Keywords, StepOutput
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.signatures import StepMethod
@@ -41,7 +42,9 @@ from trainer_kit.strategies.transforms.transform import Transform
 __all__ = ["SCHEDULES", "Pipeline", "PipelineParallel", "bubble", "check_schedule"]
 
 
-_ModelCall: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+_ModelArguments: TypeAlias = tuple[tuple[object, ...], Mapping[str, object]]
+"""The positional and the keyword arguments of a call of the model."""
+_ModelCall: TypeAlias = Callable[[tuple[object, ...], Mapping[str, object]], object]
 """Takes the positional and the keyword arguments of the model."""
 _BatchKey: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """The shape and dtype of each tensor of a batch."""
@@ -230,7 +233,9 @@ class Pipeline:
         """The forward of the split model."""
         return self._handle_model_call(args, kwargs)
 
-    def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    def _evaluate(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> object:
         """Run the stages and return the output of the last; every rank of the pipeline must call it."""
         # Seeded separately from the random stream of the step.
         with torch.no_grad(), _seeded(self._stage_seed, self.device):
@@ -278,9 +283,7 @@ class Pipeline:
 
     # -- inference alone -----------------------------------------------------------------------------------------
 
-    def infer(
-        self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
-    ) -> list[Any]:
+    def infer(self, inputs: Sequence[_ModelArguments]) -> list[Batch]:
         """Run several batches in sequence; the outputs are valid on the rank of the last stage."""
         seed = self._draw_seeds()[1 + self.group.rank]
         outputs = []
@@ -315,7 +318,7 @@ class Pipeline:
         map_tensors(value, send)
 
     def _infer_shapes(
-        self, key: _BatchKey, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, key: _BatchKey, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
         """Store under ``key`` the input and output shapes of this rank's stages, without other effects."""
         buffers: list[tuple[Tensor, Tensor]] = []
@@ -368,7 +371,7 @@ class Pipeline:
 
     def _receive(self, rank: int) -> tuple[Tensor, ...]:
         group = self.group.group
-        message: list[Any] = [None]
+        message: list[Batch] = [None]
         dist.recv_object_list(message, group=group, group_src=rank, device=self.device)
         tensors = []
         for shape, dtype in message[0]:
@@ -388,13 +391,12 @@ class Pipeline:
                 fix="use on_before_optimizer_step, which runs when all gradients are complete",
             )
         # All micro-batches begin before any is computed: a schedule interleaves them.
-        batches: list[Any] = []
+        batches: list[Batch] = []
         absent: set[int] = set()
         for index in range(micro.count):
             micro.begin(index)
-            if (
-                micro.batch is None
-            ):  # a padding batch: other data ranks have more batches
+            # A padding batch: other data ranks have more batches.
+            if micro.batch is None:
                 absent.add(index)
             batches.append(micro.earlier if micro.batch is None else micro.batch)
         if batches[0] is None:
@@ -409,9 +411,9 @@ class Pipeline:
         ]
         micro.start_gradients()
         micro.contributed = True
-        outputs: list[Any] = [None] * micro.count
+        outputs: list[Batch] = [None] * micro.count
 
-        def finish(index: int) -> Callable[[Any], Any]:
+        def finish(index: int) -> Callable[[StepOutput], object]:
             def run(output: object) -> object:
                 if index in absent:
                     return _zero_loss(output)
@@ -437,6 +439,7 @@ class Pipeline:
                 _seeded(self._stage_seed + start, self.device),
             ):
                 self._run_schedule(key, turns)
+        # After all schedules of the window: a copy's gradient is complete only then.
         self.ties.add_gradients()
         # Hooks of the ends run in order, although the schedule has computed the micro-batches in another.
         for index, batch in enumerate(batches):
@@ -456,7 +459,8 @@ class Pipeline:
             # The first run of a schedule in torch clears the gradients of parameters that FSDP shards.
             gradients = self._set_gradients_aside()
             schedule = self._create_schedule(len(turns), self._shapes[key])
-        self._schedules[key, len(turns)] = schedule  # the most recently used is last
+        # The most recently used is last: the first one makes room.
+        self._schedules[key, len(turns)] = schedule
         if len(self._schedules) > _MAX_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
         for stage in self.stages:
@@ -501,7 +505,7 @@ class Pipeline:
             )
             for stage in self.stages
         ]
-        options: dict[str, Any] = {
+        options: Keywords = {
             "n_microbatches": batches,
             "loss_fn": lambda loss, _: loss,
             "scale_grads": False,
@@ -514,10 +518,13 @@ class Pipeline:
             rank_stages = stages[0]
         try:
             return schedule_class(rank_stages, **options)
-        except ValueError:  # the schedule does not support this number of micro-batches
+        # The schedule does not support this number of micro-batches, as of a short last window.
+        except ValueError:
             return fallback(rank_stages, **options)
 
-    def _agree_on_schedules(self, batches: Sequence[Any]) -> tuple[list[int], set[int]]:
+    def _agree_on_schedules(
+        self, batches: Sequence[Batch]
+    ) -> tuple[list[int], set[int]]:
         """Agree on seeds, the micro-batches at which shapes change on any rank, and which of these are new on any.
 
         All data ranks take part in the collectives of a schedule, so they must run the same schedules.
@@ -545,9 +552,8 @@ class Pipeline:
     def _draw_seeds(self) -> list[int]:
         """Draw a seed that all ranks share, and one for each rank, from the global generator."""
         count = 1 + self.group.size
-        if (
-            dist.get_backend(self.group.group) == "fake"
-        ):  # a fake world has no values to draw
+        # A fake world has no values to draw.
+        if dist.get_backend(self.group.group) == "fake":
             return [0] * count
         numbers = torch.randint(2**31, (count,), device="cpu")
         seeds: list[int] = numbers.tolist()  # no sync point: on the CPU
@@ -555,11 +561,11 @@ class Pipeline:
 
     def _capture_arguments(
         self, micro: MicroSteps, batch: object, index: int
-    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    ) -> _ModelArguments:
         """Dry-run the step up to its call of the model, and return the arguments of that call."""
-        calls: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+        calls: list[_ModelArguments] = []
 
-        def capture(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        def capture(args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
             calls.append((args, kwargs))
             raise _ModelCalled
 
@@ -580,7 +586,9 @@ class Pipeline:
         """Continue the step with the output of the last stage; return its loss."""
         outputs = [output]
 
-        def return_output(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+        def return_output(
+            args: tuple[object, ...], kwargs: Mapping[str, object]
+        ) -> object:
             if not outputs:
                 raise StrategyError(
                     "training_step calls the pipelined model twice",
@@ -665,7 +673,7 @@ def _zero_loss(output: object) -> Tensor:
     return torch.stack([tensor.sum() * 0 for tensor in tensors]).sum()
 
 
-def _copy_containers(batch: object) -> Any:
+def _copy_containers(batch: Batch) -> Batch:
     """Copy the containers of a batch but not its tensors, so that a pop does not change the original.
 
     Args:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
+from trainer_kit.core.types import Function, StepOutput
 from trainer_kit.strategies.torch_private import (
     TreeSpec,
     direct_parameters,
@@ -193,6 +194,7 @@ def _assign_outer_modules(
     """
     stages: dict[str, int] = {}
     path = container.split(".") if container else []
+    # From the model down to the list of blocks: what comes before the path runs first, what comes after it last.
     for depth, next_key in enumerate(path):
         prefix = "".join(f"{name}." for name in path[:depth])
         parent = model.get_submodule(".".join(path[:depth]))
@@ -317,7 +319,7 @@ class StandIn(nn.Module):
         self.__dict__["twin"] = copy.deepcopy(original, memo)
         self.name = name
         self.device = device
-        self._output_cache: dict[tuple[object, ...], tuple[list[Any], TreeSpec]] = {}
+        self._output_cache: dict[tuple[object, ...], tuple[list[object], TreeSpec]] = {}
         self._received: Sequence[Tensor] | None = None
         self._is_entry = False
         self._is_exit = False
@@ -356,7 +358,9 @@ class StandIn(nn.Module):
                 leaves[index] = next(received)
         return tree_unflatten(leaves, spec)
 
-    def _compute_outputs(self, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+    def _compute_outputs(
+        self, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[list[object], TreeSpec]:
         """The outputs of the original module for inputs of these shapes, on the meta device."""
         inputs = (args, kwargs)
         key = tuple(map(_shape_key, tree_leaves(inputs)))
@@ -391,7 +395,8 @@ def _make_placeholder(leaf: object, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-    if type(zeros) is not Tensor:  # a fake tensor has a class already
+    # A fake tensor has a class already.
+    if type(zeros) is not Tensor:
         return zeros
     return zeros.as_subclass(_Placeholder)
 
@@ -421,9 +426,9 @@ def _shape_key(value: object) -> object:
 class Turn:
     """One micro-batch: the arguments of the model and, on the last stage, the function that takes its output."""
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    finish: Callable[[Any], Any] | None = None
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    finish: Callable[[StepOutput], object] | None = None
 
 
 @dataclass
@@ -480,7 +485,7 @@ class Stage(nn.Module):
         turns: the micro-batches, in the order in which they run.
     """
 
-    run: Callable[..., Any]
+    run: Function
     _other_slots: Sequence[_Slot]
     _entry: StandIn | None
     _exit: StandIn | None
@@ -492,7 +497,7 @@ class Stage(nn.Module):
         slots: Mapping[str, _Slot],
         blocks: Sequence[Sequence[str]],
         rank_stages: Sequence[int],
-        run: Callable[..., Any],
+        run: Function,
     ) -> None:
         super().__init__()
         self.index = index
@@ -500,10 +505,12 @@ class Stage(nn.Module):
         # In __dict__, without nn.Module.__setattr__: these modules are not children of the stage.
         attributes = self.__dict__
         attributes["run"] = run
-        attributes["_entry"] = slots[blocks[index - 1][-1]].stand_in if index else None
-        attributes["_exit"] = (
-            None if self.last else slots[blocks[index + 1][0]].stand_in
-        )
+        attributes["_entry"] = None
+        attributes["_exit"] = None
+        if index:
+            attributes["_entry"] = slots[blocks[index - 1][-1]].stand_in
+        if not self.last:
+            attributes["_exit"] = slots[blocks[index + 1][0]].stand_in
         attributes["_last_block"] = slots[blocks[index][-1]].real
         self._other_slots = []
         self._loose_slots: list[_Slot] = []
@@ -602,6 +609,7 @@ class Stage(nn.Module):
     @contextmanager
     def _running_alone(self, received: Sequence[Tensor]) -> Iterator[None]:
         """Replace the other stages' modules by stand-ins, and give the entry the received tensors."""
+        # Other stages of this rank too: a forward through their modules would compute what another turn computes.
         for slot in self._other_slots:
             slot.put_stand_in()
         self._set_borders(True, received)
@@ -622,7 +630,9 @@ class Stage(nn.Module):
 
 
 def _input_check(name: str) -> Callable[..., None]:
-    def check(module: nn.Module, args: object, kwargs: object) -> None:
+    def check(
+        module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
         _refuse_placeholders((args, kwargs), f"the input of {name}")
 
     return check

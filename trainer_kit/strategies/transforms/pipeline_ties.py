@@ -144,6 +144,7 @@ class Ties:
         addends: dict[int, Tensor] = {}
         transfers = []
         group = self._group.group
+        # All transfers are posted before any is awaited: two ranks that wait for each other would hang.
         for rank in ranks:
             addends[rank] = tensor
             if rank != self._group.rank:

@@ -27,6 +27,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.tensors import local, map_leaves, map_tensors
+from trainer_kit.core.types import Keywords
 from trainer_kit.strategies.signatures import StepMethod
 from trainer_kit.strategies.torch_private import (
     AsyncCollectiveTensor,
@@ -49,6 +50,10 @@ __all__ = [
 ]
 
 
+Style: TypeAlias = object
+"""The style of a layer: a word of `_STYLES` or a style of torch; anything else is refused."""
+Styles: TypeAlias = Mapping[str, Style]
+"""The style of each layer of a plan, by its name or a pattern."""
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
@@ -95,6 +100,7 @@ class TensorParallel(Transform):
             return_copies(module)
 
     def _split(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        # Found before the split, which gives each layer a parameter of its own.
         shared_parameters = _find_shared(module)
         styles = self.styles(module)
         for owners in shared_parameters:
@@ -138,9 +144,8 @@ class TensorParallel(Transform):
     def styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
         """The style of each split layer, by name."""
         plan = self._find_plan(module)
-        names = submodule_names(
-            module
-        )  # a plan may name layers of other pipeline stages
+        # A plan may name layers of other pipeline stages.
+        names = submodule_names(module)
         names_on_rank = {
             name
             for name, submodule in module.named_modules()
@@ -164,7 +169,7 @@ class TensorParallel(Transform):
                 )
         return styles
 
-    def _find_plan(self, module: nn.Module) -> Mapping[str, Any]:
+    def _find_plan(self, module: nn.Module) -> Styles:
         """The style of each layer: the user's, a preset's, or that of the Hugging Face models inside the module."""
         plan = self.plan.tensor
         if isinstance(plan, str):
@@ -295,7 +300,7 @@ def _check_divisible(subject: str, value: int, size: int, fix: str) -> None:
     )
 
 
-def _check_sequence(size: int, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+def _check_sequence(size: int, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """Refuse batches whose sequences the axis does not divide: torch would gather their parts incorrectly."""
     if not inputs:
         return
@@ -355,6 +360,7 @@ def check_replicated_gradients(
     mean = flat.clone()
     dist.all_reduce(mean, group=group)
     mean /= mesh.size()
+    # A difference of rounding is far below 5 %, a part of a gradient far above.
     lengths = [gradient.numel() for gradient in gradients.values()]
     pairs = zip(torch.split(flat, lengths), torch.split(mean, lengths), strict=True)
     distances = torch.stack([_relative_distance(*pair) for pair in pairs])
@@ -497,7 +503,7 @@ def find_plans(module: nn.Module) -> dict[str, str]:
     return styles
 
 
-def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
+def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
     """Create the plan of a preset: the style of each of the module's layers that it splits."""
     makers = {"llama": _llama, "gpt": _gpt, "mlp": _mlp}
     if plan.tensor not in makers:
@@ -512,7 +518,7 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
             found=f"sequence_parallel={plan.sequence_parallel}, loss_parallel={plan.loss_parallel}",
             fix="name the style of each layer in ParallelPlan(tensor={...})",
         )
-    styles: dict[str, Any] = makers[str(plan.tensor)](module, plan)
+    styles: dict[str, Style] = makers[str(plan.tensor)](module, plan)
     if not styles:
         linear_layers = [
             name
@@ -527,13 +533,13 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     return styles
 
 
-def _match_last_names(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]:
+def _match_last_names(module: nn.Module, styles: Styles) -> dict[str, Style]:
     """Match each pattern with the last components of layer names."""
     patterns = [
         (re.compile(rf"(?:.*\.)?(?:{pattern})"), style)
         for pattern, style in styles.items()
     ]
-    matched: dict[str, Any] = {}
+    matched: dict[str, Style] = {}
     for name, _ in module.named_modules():
         for pattern, style in patterns:
             if pattern.fullmatch(name):
@@ -542,11 +548,11 @@ def _match_last_names(module: nn.Module, styles: Mapping[str, Any]) -> dict[str,
     return matched
 
 
-def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
+def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
     """The plan for layers with Llama's names, of Hugging Face or Meta."""
     logits = Shard(-1) if plan.loss_parallel else _REPLICATED
     split = Shard(1) if plan.sequence_parallel else _REPLICATED
-    styles: dict[str, Any] = {
+    styles: dict[str, Style] = {
         "q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|w1|w3": "colwise",
         "o_proj|down_proj|wo|w2": RowwiseParallel(output_layouts=split),
         "embed_tokens|tok_embeddings": RowwiseParallel(
@@ -574,8 +580,8 @@ class _GatherSequence(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather_inputs(
-            layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            layer: nn.Module, args: tuple[Any, ...], kwargs: Keywords
+        ) -> tuple[tuple[Any, ...], Keywords]:
             if args:
                 return (gather(args[0]), *args[1:]), kwargs
             states = gather(kwargs["hidden_states"])
@@ -592,7 +598,7 @@ class _GatherSequence(ParallelStyle):
         return module
 
 
-def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
+def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
     """The plan for layers with GPT's names. A fused projection of queries, keys and values is split by rows of its
     weight and its output is gathered, so that every rank computes the whole attention."""
     names = [name for name, _ in module.named_modules()]
@@ -611,13 +617,14 @@ def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     )
 
 
-def _mlp(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
+def _mlp(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
     """The plan for pairs of linear layers in a sequence with only elementwise functions between them."""
-    styles: dict[str, Any] = {}
+    styles: dict[str, Style] = {}
     for name, sequence in module.named_modules():
         if not isinstance(sequence, nn.Sequential):
             continue
-        first: str | None = None  # the first layer of a pair
+        # The first layer of a pair, until its second is found.
+        first: str | None = None
         for key, layer in sequence.named_children():
             layer_name = f"{name}.{key}" if name else key
             if type(layer) is not nn.Linear:

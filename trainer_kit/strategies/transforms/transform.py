@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer_kit.core.types import Batch
 from trainer_kit.strategies.signatures import StepMethod
 
 __all__ = ["Transform"]
@@ -38,7 +39,7 @@ class Transform(ABC):
     def undo(self, module: nn.Module) -> None:
         """Called when a run ends. Default: the module stays as it is."""
 
-    def shard_batch(self, batch: Any) -> Any:
+    def shard_batch(self, batch: Batch) -> Batch:
         """Return this rank's part of a batch that is on the device. Default: the whole batch."""
         return batch
 

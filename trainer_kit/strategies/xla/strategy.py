@@ -19,6 +19,7 @@ from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.state_names import load_module_weights, plain_state
 from trainer_kit.core.tensors import map_tensors
+from trainer_kit.core.types import Batch, SavedState, StateDict
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.local_sgd import fill_absent
 from trainer_kit.strategies.signatures import StepMethod
@@ -119,6 +120,7 @@ class XLAStrategy(Strategy):
         if spmd and not launched:
             self._start_spmd(count)
         self.device = torch_xla.device()
+        # The device's generator, which the seed of the run could not reach before the device existed.
         if not was_initialized:
             torch_xla.manual_seed(torch.initial_seed() % 2**63)
         group: Group = XLAGroup() if launched and xr.world_size() > 1 else Alone()
@@ -137,7 +139,7 @@ class XLAStrategy(Strategy):
         xs.set_global_mesh(self._mesh)
         self.shard_batch = self._shard_batch
 
-    def _shard_batch(self, batch: object) -> Any:
+    def _shard_batch(self, batch: Batch) -> Batch:
         """Divide a batch: each device computes some of its rows."""
         return map_tensors(batch, self._shard_rows)
 
@@ -233,19 +235,19 @@ class XLAStrategy(Strategy):
     def bind_step(self, optimizer: Optimizer) -> StepMethod:
         """The optimizer's step, and then the compiled graph of the whole step."""
 
-        def step(*arguments: Any, **options: Any) -> Any:
+        def step(*arguments: Any, **options: Any) -> object:
             returned = optimizer.step(*arguments, **options)
             self._sync()
             return returned
 
         return step
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
+    def module_state(self, module: nn.Module) -> StateDict:
         """The module's ``state_dict`` on the host: other engines do not have these devices."""
         return {name: _on_host(tensor) for name, tensor in plain_state(module).items()}
 
     def load_module_state(
-        self, module: nn.Module, state: Mapping[str, Any], strict: bool
+        self, module: nn.Module, state: SavedState, strict: bool
     ) -> None:
         """Load as torch does; divided tensors stay divided."""
         load_module_weights(module, state, strict)
