@@ -20,6 +20,7 @@ from trainer_kit.core.types import Batch, Nested
 __all__ = [
     "BatchSizes",
     "EpochLength",
+    "SizeReader",
     "SizedBatch",
     "batch_size_of",
     "epoch_length",

@@ -45,7 +45,7 @@ __all__ = [
     "optimizer_states",
 ]
 
-EngineOptimizer: TypeAlias = Any
+_EngineOptimizer: TypeAlias = Any
 """The optimizer of DeepSpeed's engine, of one of four classes by stage and precision, with other attributes each."""
 _STEP: Final = "step"
 _STAGE_LAYOUTS: Final = (
@@ -63,7 +63,7 @@ def _full_shape(parameter: nn.Parameter) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def find_flat_shards(optimizer: EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
+def find_flat_shards(optimizer: _EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
     """Find this rank's piece of every parameter whose master is another tensor; `optimizer` is the engine's."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
         return _find_stage_3_shards(optimizer)
@@ -90,7 +90,7 @@ def find_flat_shards(optimizer: EngineOptimizer) -> dict[nn.Parameter, FlatShard
     return shards
 
 
-def _find_stage_2_shards(optimizer: EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
+def _find_stage_2_shards(optimizer: _EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
     """Stages 1 and 2: each rank has one master for a group, which holds fragments of some parameters."""
     shards: dict[nn.Parameter, FlatShard] = {}
     groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
@@ -111,7 +111,7 @@ def _find_stage_2_shards(optimizer: EngineOptimizer) -> dict[nn.Parameter, FlatS
     return shards
 
 
-def _find_stage_3_shards(optimizer: EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
+def _find_stage_3_shards(optimizer: _EngineOptimizer) -> dict[nn.Parameter, FlatShard]:
     """Stage 3: each parameter is divided evenly, and each rank has its part in one of several masters."""
     shards: dict[nn.Parameter, FlatShard] = {}
     for parameter in chain.from_iterable(optimizer.fp16_groups):

@@ -50,9 +50,9 @@ __all__ = [
 ]
 
 
-Style: TypeAlias = object
+_Style: TypeAlias = object
 """The style of a layer: a word of `_STYLES` or a style of torch; anything else is refused."""
-Styles: TypeAlias = Mapping[str, Style]
+_Styles: TypeAlias = Mapping[str, _Style]
 """The style of each layer of a plan, by its name or a pattern."""
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -169,7 +169,7 @@ class TensorParallel(Transform):
                 )
         return styles
 
-    def _find_plan(self, module: nn.Module) -> Styles:
+    def _find_plan(self, module: nn.Module) -> _Styles:
         """The style of each layer: the user's, a preset's, or that of the Hugging Face models inside the module."""
         plan = self.plan.tensor
         if isinstance(plan, str):
@@ -503,7 +503,7 @@ def find_plans(module: nn.Module) -> dict[str, str]:
     return styles
 
 
-def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
+def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, _Style]:
     """Create the plan of a preset: the style of each of the module's layers that it splits."""
     makers = {"llama": _llama, "gpt": _gpt, "mlp": _mlp}
     if plan.tensor not in makers:
@@ -518,7 +518,7 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
             found=f"sequence_parallel={plan.sequence_parallel}, loss_parallel={plan.loss_parallel}",
             fix="name the style of each layer in ParallelPlan(tensor={...})",
         )
-    styles: dict[str, Style] = makers[str(plan.tensor)](module, plan)
+    styles: dict[str, _Style] = makers[str(plan.tensor)](module, plan)
     if not styles:
         linear_layers = [
             name
@@ -533,13 +533,13 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
     return styles
 
 
-def _match_last_names(module: nn.Module, styles: Styles) -> dict[str, Style]:
+def _match_last_names(module: nn.Module, styles: _Styles) -> dict[str, _Style]:
     """Match each pattern with the last components of layer names."""
     patterns = [
         (re.compile(rf"(?:.*\.)?(?:{pattern})"), style)
         for pattern, style in styles.items()
     ]
-    matched: dict[str, Style] = {}
+    matched: dict[str, _Style] = {}
     for name, _ in module.named_modules():
         for pattern, style in patterns:
             if pattern.fullmatch(name):
@@ -548,11 +548,11 @@ def _match_last_names(module: nn.Module, styles: Styles) -> dict[str, Style]:
     return matched
 
 
-def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
+def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, _Style]:
     """The plan for layers with Llama's names, of Hugging Face or Meta."""
     logits = Shard(-1) if plan.loss_parallel else _REPLICATED
     split = Shard(1) if plan.sequence_parallel else _REPLICATED
-    styles: dict[str, Style] = {
+    styles: dict[str, _Style] = {
         "q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|w1|w3": "colwise",
         "o_proj|down_proj|wo|w2": RowwiseParallel(output_layouts=split),
         "embed_tokens|tok_embeddings": RowwiseParallel(
@@ -598,7 +598,7 @@ class _GatherSequence(ParallelStyle):
         return module
 
 
-def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
+def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, _Style]:
     """The plan for layers with GPT's names. A fused projection of queries, keys and values is split by rows of its
     weight and its output is gathered, so that every rank computes the whole attention."""
     names = [name for name, _ in module.named_modules()]
@@ -617,9 +617,9 @@ def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
     )
 
 
-def _mlp(module: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
+def _mlp(module: nn.Module, plan: ParallelPlan) -> dict[str, _Style]:
     """The plan for pairs of linear layers in a sequence with only elementwise functions between them."""
-    styles: dict[str, Style] = {}
+    styles: dict[str, _Style] = {}
     for name, sequence in module.named_modules():
         if not isinstance(sequence, nn.Sequential):
             continue
