@@ -169,7 +169,7 @@ class FunctionCallback(Callback):
         every = in_run(self.every, trainer)
         self._counter = every.counter
         self._length = every.value
-        # A resumed run keeps the clock of its checkpoint; from its counts, an interval would begin anew.
+        # A resumed run keeps the clock of its checkpoint; from its counts, an interval would begin again.
         if not self._restored:
             count = getattr(trainer.progress, self._counter)
             self._next = following(count, self._length) - self._uncounted

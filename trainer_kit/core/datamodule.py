@@ -22,7 +22,10 @@ from trainer_kit.core.registry import READERS
 from trainer_kit.core.signatures import check_names
 from trainer_kit.core.types import Keywords, Loaders, SavedState, StateDict
 
-__all__ = ["DataModule"]
+__all__ = [
+    "DataModule",
+    "Datasets",
+]
 
 __getattr__ = other_names(__name__)
 

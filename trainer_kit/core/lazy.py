@@ -14,7 +14,14 @@ from typing import Any, Protocol, TypeAlias, final
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["alias_package", "argument_rows", "find_names", "lazy_names", "other_names"]
+__all__ = [
+    "NameLookup",
+    "alias_package",
+    "argument_rows",
+    "find_names",
+    "lazy_names",
+    "other_names",
+]
 
 NameLookup: TypeAlias = Callable[[str], Any]
 """A module's ``__getattr__``: the object of a name, of any type."""

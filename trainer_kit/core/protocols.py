@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActsAtIntervals",
+    "CallbackLike",
     "CheckpointRequest",
     "DrawsProgress",
     "Group",
@@ -39,10 +40,12 @@ __all__ = [
     "Logger",
     "MicroSteps",
     "ModuleLike",
+    "PrecisionLike",
     "ReplaysSteps",
     "SetsAccumulation",
     "SplitsBatches",
     "StopsEarly",
+    "StrategyLike",
     "TrainerLike",
 ]
 

@@ -615,7 +615,7 @@ def thinned(values: _Float32s, most: int = MOST_POINTS) -> _Indices:
 
 
 def _intervals(values: _Float32s, length: int, neutral: float) -> _Float32s:
-    """The values in rows of ``length``; ``neutral``, which no search selects, pads the last and stands for NaN."""
+    """The values in rows of ``length``; ``neutral``, which no search selects, pads the last and means NaN."""
     rows = math.ceil(len(values) / length)
     padded = np.full(rows * length, neutral, np.float32)
     padded[: len(values)] = values

@@ -663,7 +663,7 @@ def _convert_position(
             f"a position in batches of {size_before} cannot be converted to batches of {size_now}",
             fix="resume with the same number of ranks and samples per batch, or from the end of an epoch",
         )
-    # All loaders changed by one ratio, so the first stands for all.
+    # All loaders changed by one ratio, so the first means all.
     position, remainder = divmod(batches * before[0][1], stride[0][1])
     # Rounding would repeat samples or leave some out.
     if remainder:

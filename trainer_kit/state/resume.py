@@ -344,7 +344,7 @@ class Search:
             rejected += damaged
             if path is not None:
                 sound.append(path)
-        # Starting anew because all checkpoints are damaged would hide a loss: the user must decide.
+        # Starting again because all checkpoints are damaged would hide a loss: the user must decide.
         if rejected and not sound:
             path, problem = rejected[0]
             raise CheckpointError(
