@@ -525,7 +525,9 @@ class Prepared:
                     loader.set_even(even)
 
     def clear(self) -> None:
-        """Release all prepared objects."""
+        """Release all prepared objects; the users' models have their own forward again."""
+        for model in self.models:
+            unwrap(model, keep_fp32_wrapper=False)
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

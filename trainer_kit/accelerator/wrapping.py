@@ -23,6 +23,7 @@ __all__ = [
     "apply_precision",
     "compile_options",
     "compiled",
+    "remove_precision",
     "spans_devices",
     "uncompiled",
     "under_precision",
@@ -103,9 +104,19 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         if inner is model:
             break
         model = inner
-    if not keep_fp32_wrapper and _has_precision(model):
-        del model.__dict__["forward"]
+    if not keep_fp32_wrapper:
+        remove_precision(model)
     return model
+
+
+def remove_precision(model: nn.Module) -> None:
+    """Give a model the forward back that it had before `apply_precision`: of its class, or of the instance."""
+    forward = model.__dict__.get("forward")
+    if not isinstance(forward, _Forward):
+        return
+    del model.__dict__["forward"]
+    if model.forward != forward.forward:
+        model.__dict__["forward"] = forward.forward
 
 
 @contextmanager

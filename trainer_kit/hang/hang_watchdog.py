@@ -160,6 +160,8 @@ class HangWatchdog:
         # Closing the pipe ends the thread.
         self._close = weakref.finalize(self, os.close, self._writes)
         self._wakeup = _wake_by_signals(self._writes) if signals else None
+        # The guard ends with the watchdog, not at its next check.
+        weakref.finalize(self, self._done.set)
         # Weak: a watchdog that its run has lost ends its threads, which do not keep it alive.
         watchdog = weakref.ref(self)
         self._thread = _start_thread("hang watchdog", _run, watchdog, reads)

@@ -448,7 +448,7 @@ class Metrics:
         result = Reduced()
         if group is None or group.size == 1:
             # Here a value of this rank alone is a value of all ranks.
-            shared = [e for e in entries if self.shares_all or not e.rank_zero]
+            shared = entries
             local: list[Entry] = []
         else:
             shared = self._entries_of_all_ranks(entries, ran, group)

@@ -37,7 +37,7 @@ class _Registrations:
         self._active = False
 
     def watch(self) -> None:
-        """Count from now on."""
+        """Count from now on; the hooks stay for the process, since they only count."""
         # torch has these hooks for all modules of a process only: one pair serves all wrappers.
         if not self._active:
             self._active = True
