@@ -26,6 +26,7 @@ from trainer_kit.core.types import (
     StateDict,
 )
 from trainer_kit.data.combined import CombinedLoader, CombinedSource, read_together
+from trainer_kit.data.list_source import ListSource
 from trainer_kit.data.order import EMPTY, MISSING, SampleIndex
 from trainer_kit.data.sizes import SizedBatch
 from trainer_kit.data.source import (
@@ -37,7 +38,7 @@ from trainer_kit.data.source import (
     restore_generators,
     warn_of_early_end,
 )
-from trainer_kit.data.sources import IndexedSource, ListSource, StreamSource
+from trainer_kit.data.sources import IndexedSource, StreamSource
 
 __all__ = ["Ahead", "Feed", "LoaderState"]
 
