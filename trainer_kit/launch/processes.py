@@ -78,6 +78,7 @@ def run_forked(
     nproc: int,
     start_method: _StartMethod = "auto",
     *,
+    directory: Path | None = None,
     failed: Callable[[BaseException, Sequence[RankFailure]], BaseException]
     | None = None,
 ) -> _Result:
@@ -90,6 +91,7 @@ def run_forked(
         fn: called on every rank; the result of rank 0 must be picklable.
         nproc: number of ranks.
         start_method: ``auto`` forks. ``spawn`` and ``forkserver`` start new interpreters and need a picklable ``fn``.
+        directory: where the ranks report, in a directory that is removed at the end; by default that of temporary files.
         failed: returns what to raise instead of a failed rank's exception, from it and the ends of all failed ranks.
 
     Returns:
@@ -131,7 +133,11 @@ def run_forked(
         )
         target = _Target(fn, method == "fork")
         ranks = Ranks(
-            multiprocessing.get_context(method), nproc, target, local_environment(nproc)
+            multiprocessing.get_context(method),
+            nproc,
+            target,
+            local_environment(nproc),
+            directory=directory,
         )
     try:
         ranks.wait()
@@ -284,6 +290,7 @@ class Ranks:
         target: called as ``target(rank)``; must be picklable unless the context forks.
         environ: variables for all ranks; ``RANK`` and ``LOCAL_RANK`` are added.
         peer_grace: seconds that the others have after a rank has failed.
+        directory: where the directory of the ranks' reports is made; None: where temporary files are.
     """
 
     def __init__(
@@ -293,6 +300,7 @@ class Ranks:
         target: Callable[[int], Any],
         environ: Mapping[str, str],
         peer_grace: float = 3.0,
+        directory: Path | None = None,
     ) -> None:
         self.nproc, self.peer_grace = nproc, peer_grace
         self._results: dict[int, Any] = {}
@@ -303,7 +311,7 @@ class Ranks:
         self._readers: list[Connection[Any, Any]] = []
         self._processes: list[Any] = []
         # Ranks read there why their connection broke: their pages and journals name the first failure.
-        self._reports = Path(tempfile.mkdtemp(prefix=AGENT_DIRECTORY))
+        self._reports = Path(tempfile.mkdtemp(prefix=AGENT_DIRECTORY, dir=directory))
         try:
             with no_garbage_in_forks():
                 for rank in range(nproc):

@@ -508,7 +508,8 @@ class Runs:
             if self.local:
                 run_local(lambda rank: function(self._copy(), rank), ranks)
             else:
-                run_forked(run_forked_rank, ranks)
+                # In the directory of these runs: the next verify removes it where this process was killed.
+                run_forked(run_forked_rank, ranks, directory=self.directory)
 
     def _copy(self) -> Runs:
         """These runs, over copies of everything that a run changes."""
