@@ -332,9 +332,8 @@ _find_names(
     ["compat.lightning_names", "compat.accelerate_names", "compat.transformers"],
     former="compat.former_paths",
 )
-_alias_package(
-    f"{__name__}.pytorch", __name__
-)  # `lightning.pytorch` is a module of `lightning`
+# `lightning.pytorch` is a module of `lightning`.
+_alias_package(f"{__name__}.pytorch", __name__)
 _other = _other_names(__name__)
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies", "tuner")
 

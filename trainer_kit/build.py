@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 
@@ -28,9 +29,11 @@ from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import is_url
+from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import Logger, SetsAccumulation
 from trainer_kit.core.registry import LOGGERS, PRECISIONS, STRATEGIES
 from trainer_kit.core.signatures import check_overrides
+from trainer_kit.core.types import Function, Keywords, LoggerLike
 from trainer_kit.core.wings import has_wing, need_wing
 from trainer_kit.precision.aliases import WORDS, make_precision
 from trainer_kit.precision.precision import Precision
@@ -57,13 +60,13 @@ __all__ = [
     "writes_checkpoints",
 ]
 
-_DDP, _FSDP = (
-    "trainer_kit.strategies.ddp:DDPStrategy",
-    "trainer_kit.strategies.fsdp:FSDPStrategy",
-)
+_Devices: TypeAlias = int | str | Sequence[int]
+"""The number of devices on each node, their indices, or a word for them."""
+_DDP = "trainer_kit.strategies.ddp:DDPStrategy"
+_FSDP = "trainer_kit.strategies.fsdp:FSDPStrategy"
 _DEEPSPEED = "trainer_kit.strategies.deepspeed.strategy:DeepSpeedStrategy"
 _MESH = "trainer_kit.strategies.mesh:MeshStrategy"
-_OPTIONS: dict[str, dict[str, Any]] = {
+_OPTIONS: dict[str, Keywords] = {
     **{f"deepspeed_stage_{stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
     "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
     "deepspeed_stage_3_offload": {
@@ -130,13 +133,9 @@ def with_launchers(
         user_callbacks: one that sets the accumulation counts as an argument.
     """
     argument = accumulation
-    if argument is None:
-        counting = (
-            callback
-            for callback in user_callbacks
-            if isinstance(callback, SetsAccumulation)
-        )
-        argument = next(counting, None)
+    for callback in user_callbacks:
+        if argument is None and isinstance(callback, SetsAccumulation):
+            argument = callback
     origins = {
         "accelerator": _choose_accelerator(accelerator),
         "precision": choose("mixed_precision", precision, None),
@@ -145,7 +144,8 @@ def with_launchers(
     steps = origins["accumulate_grad_batches"]
     if steps.origin != "argument":
         accumulation = steps_of(steps)
-    elif accumulation is None:  # a callback sets it
+    elif accumulation is None:
+        # A callback sets it.
         accumulation = 1
     accelerator_word = str(origins["accelerator"].value)
     return accelerator_word, origins["precision"].value, accumulation, origins
@@ -161,9 +161,9 @@ def _choose_accelerator(accelerator: str) -> Chosen:
 
 
 def choose_strategy(
-    strategy: Any,
+    strategy: object,
     accelerator: str,
-    devices: Any,
+    devices: _Devices,
     num_nodes: int,
     environment: Environment,
 ) -> tuple[Strategy, int, str | None]:
@@ -189,14 +189,12 @@ def choose_strategy(
     # Ranks of a launcher are other processes even where each of them has a world of one.
     may_be_alone = processes.train_alone or not environment.launched
     if strategy != "auto" and training_strategy.needs_processes and may_be_alone:
-        if processes.world_size == 1:  # a single process needs no communication
+        # A single process needs no communication.
+        if processes.world_size == 1:
             training_strategy = make_strategy("single_device", device)
     training_strategy.device = device
-    return (
-        training_strategy,
-        processes.on_node,
-        _choose_launch(strategy, processes.on_node, environment),
-    )
+    launch = _choose_launch(strategy, processes.on_node, environment)
+    return training_strategy, processes.on_node, launch
 
 
 @final
@@ -216,7 +214,7 @@ class _Processes:
 
 
 def _count_processes(
-    devices: Any, accelerator: str, num_nodes: int, environment: Environment
+    devices: _Devices, accelerator: str, num_nodes: int, environment: Environment
 ) -> _Processes:
     """Count the processes; raises for a number that the launcher has not started."""
     on_node = count_devices(devices, accelerator)
@@ -241,13 +239,12 @@ def _count_processes(
     return _Processes(on_node, environment.world_size, train_alone=False)
 
 
-def _check_single_device(strategy: Any, world_size: int) -> None:
+def _check_single_device(strategy: object, world_size: int) -> None:
     """Raise for sizes that do not fit, before any process is started."""
     if isinstance(strategy, Strategy):
         strategy.places(world_size)
-    is_single = isinstance(strategy, SingleDeviceStrategy) or (
-        isinstance(strategy, str) and strategy == "single_device"
-    )
+    is_single = isinstance(strategy, SingleDeviceStrategy)
+    is_single = is_single or strategy == "single_device"
     if is_single and world_size > 1:
         raise StrategyError(
             "one device cannot hold several processes",
@@ -256,15 +253,15 @@ def _check_single_device(strategy: Any, world_size: int) -> None:
         )
 
 
-def _resolve_strategy(strategy: Any, world_size: int, device: torch.device) -> Strategy:
+def _resolve_strategy(
+    strategy: object, world_size: int, device: torch.device
+) -> Strategy:
     """The strategy of a word or an object."""
     resolved: object = strategy
-    if isinstance(strategy, str):
-        resolved = (
-            _make_auto(world_size, device)
-            if strategy == "auto"
-            else make_strategy(strategy, device)
-        )
+    if strategy == "auto":
+        resolved = _make_auto(world_size, device)
+    elif isinstance(strategy, str):
+        resolved = make_strategy(strategy, device)
     if not isinstance(resolved, Strategy):
         raise StrategyError(
             "this is not a strategy",
@@ -278,35 +275,42 @@ def _resolve_strategy(strategy: Any, world_size: int, device: torch.device) -> S
 def _make_auto(world_size: int, device: torch.device) -> Strategy:
     """The launcher's engine, else data parallel if there are several processes."""
     engine = variable("distributed_type")
-    name = "" if engine is None else str(engine.value)
+    name = ""
+    if engine is not None:
+        name = str(engine.value)
     launched = _strategy_of_launcher(name, world_size, device)
     if launched is not None:
         return launched
-    return make_strategy("ddp" if world_size > 1 else "single_device", device)
+    if world_size > 1:
+        return make_strategy("ddp", device)
+    return make_strategy("single_device", device)
 
 
 def _choose_launch(
-    strategy: Any, processes: int, environment: Environment
+    strategy: object, processes: int, environment: Environment
 ) -> str | None:
     """How this process starts the ranks; None: it is one."""
     if environment.launched:
         return None
     if isinstance(strategy, str) and strategy in _FORKED:
         return "fork"
-    return "agent" if processes > 1 else None
+    if processes > 1:
+        return "agent"
+    return None
 
 
-def sharded_alternative(word: Any, strategy: Strategy) -> Strategy | None:
+def sharded_alternative(word: object, strategy: Strategy) -> Strategy | None:
     """What replaces ``strategy`` for ``"auto"`` if the model does not fit; None: it is final."""
     if word != "auto" or strategy.engine != "ddp":
         return None
     return make_strategy("fsdp", strategy.device)
 
 
-def _strategy_of_xla(strategy: Any, accelerator: str) -> Strategy | None:
+def _strategy_of_xla(strategy: object, accelerator: str) -> Strategy | None:
     """The strategy, if it finds its own devices, which torch does not list as an accelerator; else None."""
     if strategy == "auto" and accelerator == "auto" and launched_on_xla():
         accelerator = "tpu"
+    # A torch that lists the TPU drives it as any other accelerator.
     if strategy == "auto" and accelerator == "tpu" and _torch_lists_tpu():
         return None
     xla_strategy: Strategy | None = None
@@ -371,7 +375,9 @@ def _strategy_of_launcher(
     return None
 
 
-def _registered(word: str, device: Any, options: Mapping[str, Any]) -> Strategy:
+def _registered(
+    word: str, device: torch.device | str, options: Mapping[str, object]
+) -> Strategy:
     strategy: Strategy = STRATEGIES.get(word)(device, **options)
     return strategy
 
@@ -419,11 +425,11 @@ class StrategyRegistry:
     def register(
         self,
         name: str,
-        strategy: Callable[..., Any] | None = None,
+        strategy: Function | None = None,
         description: str = "",
         override: bool = False,
-        **init_params: Any,
-    ) -> Any:
+        **init_params: object,
+    ) -> Function:
         """Register a subclass of `Strategy` under a word; without a class, return a decorator that does.
 
         Args:
@@ -437,8 +443,10 @@ class StrategyRegistry:
             RegistryError: the word is taken.
         """
 
-        def decorate(cls: Callable[..., Any]) -> Callable[..., Any]:
-            factory = partial(cls, **init_params) if init_params else cls
+        def decorate(cls: Function) -> Function:
+            factory = cls
+            if init_params:
+                factory = partial(cls, **init_params)
             STRATEGIES.register(name, factory, overwrite=override)
             return cls
 
@@ -450,12 +458,14 @@ class StrategyRegistry:
 STRATEGY_REGISTRY: Final = StrategyRegistry()
 
 
-def make_strategy(word: str, device: Any) -> Strategy:
+def make_strategy(word: str, device: torch.device | str) -> Strategy:
     """The strategy of a registered word, with the options of that word."""
     return _registered(word, device, _OPTIONS.get(word, {}))
 
 
-def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precision:
+def choose_precision(
+    precision: object, plugins: object, strategy: Strategy
+) -> Precision:
     """Create the precision for a word of Lightning or Accelerate, a registered name, or an object.
 
     Args:
@@ -495,13 +505,14 @@ def _make_precision(precision: object, device_type: str) -> Precision:
             found=f"precision={precision!r}",
             fix='pass a word such as "bf16-mixed", or an object such as TruePrecision(torch.bfloat16)',
         )
+    # The library's words first: a package cannot give them another meaning.
     if str(precision).lower() not in WORDS and precision in PRECISIONS.names():
         registered: Precision = PRECISIONS.get(str(precision))()
         return registered
     return make_precision(precision, device_type)
 
 
-def choose_loggers(logger: Any, root: str) -> list[Any]:
+def choose_loggers(logger: object, root: str) -> list[LoggerLike]:
     """Create the loggers for True, False, None, words and objects.
 
     Args:
@@ -518,10 +529,11 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
         )
     if logger in (None, True):
         return [LOGGERS.get("tensorboard")(root)]
-    loggers = [
-        _make_logger(item, root) if isinstance(item, str) else item
-        for item in as_list(logger, Logger)
-    ]
+    loggers = []
+    for item in as_list(logger, Logger):
+        if isinstance(item, str):
+            item = _make_logger(item, root)
+        loggers.append(item)
     for item in loggers:
         _check_logger(item)
     return loggers
@@ -545,7 +557,7 @@ def _check_logger(logger: object) -> None:
     check_overrides(type(logger), DirectoryLogger)
 
 
-def _make_logger(word: str, root: str) -> Any:
+def _make_logger(word: str, root: str) -> LoggerLike:
     from trainer_kit.loggers.run_logger import RunLogger
     from trainer_kit.loggers.wandb import WandbLogger
 
@@ -553,18 +565,20 @@ def _make_logger(word: str, root: str) -> Any:
     # The first argument of these classes is a name, not a directory, as in Lightning.
     is_class = isinstance(factory, type)
     has_name_first = is_class and issubclass(factory, (RunLogger, WandbLogger))
-    return factory(save_dir=root) if has_name_first else factory(root)
+    if has_name_first:
+        return factory(save_dir=root)
+    return factory(root)
 
 
 def added_callbacks(
     user_callbacks: Sequence[object],
     accumulation: Any,
-    time: Any,
+    time: str | timedelta | Mapping[str, float] | Duration | None,
     bar: bool,
     summary: bool,
     checkpoints: bool,
     profiler: Any,
-) -> list[Any]:
+) -> list[Callback]:
     """Create the callbacks for the Trainer's arguments, unless the user has passed one of the same kind.
 
     Args:
@@ -580,7 +594,7 @@ def added_callbacks(
     def has(kind: type) -> bool:
         return any(isinstance(callback, kind) for callback in user_callbacks)
 
-    added: list[Any] = []
+    added: list[Callback] = []
     if accumulation != 1:
         if has(callbacks.GradientAccumulation):
             raise ConfigurationError(
@@ -590,7 +604,9 @@ def added_callbacks(
         added.append(callbacks.GradientAccumulation(accumulation))
     if time is not None:
         # Both timers apply, so their states need different keys.
-        state_key = "Timer(max_time)" if has(callbacks.Timer) else "Timer"
+        state_key = "Timer"
+        if has(callbacks.Timer):
+            state_key = "Timer(max_time)"
         added.append(callbacks.Timer(time, state_key=state_key))
     if bar and not has(callbacks.ProgressBar):
         added.append(callbacks.TQDMProgressBar())

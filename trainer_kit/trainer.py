@@ -30,8 +30,10 @@ from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_m
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.location import locate
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
+from trainer_kit.core.types import DataModuleLike, Function, Keywords, Loaders
 from trainer_kit.core.wings import LazyTable, has_wing, need_wing
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import hang_watchdog
@@ -288,12 +290,17 @@ class Trainer(Session):
         hang_timeout: DurationLike | bool | None = None,
         activation_checkpointing: bool | Policy = False,
     ) -> None:
+        # 1. What the user has passed, before any argument gets another value.
         accelerator = accelerator_word(accelerator)
         self.arguments = plain_arguments(locals())
-        plugins = as_list(plugins)  # an iterator can be read once
+        # An iterator can be read once.
+        plugins = as_list(plugins)
         refuse_checkpoint_io(plugins)
         callbacks = as_list(callbacks, Callback)
+        # 2. Everything that is wrong in itself, before a process or a device is touched.
         _refuse(resume, reload_dataloaders_every_n_epochs)
+        if barebones:
+            num_sanity_val_steps = 0
         settings = make_settings(
             fast_dev_run=fast_dev_run,
             max_epochs=max_epochs,
@@ -310,7 +317,7 @@ class Trainer(Session):
             },
             val_check_interval=val_check_interval,
             check_val_every_n_epoch=check_val_every_n_epoch,
-            num_sanity_val_steps=0 if barebones else num_sanity_val_steps,
+            num_sanity_val_steps=num_sanity_val_steps,
             log_every_n_steps=log_every_n_steps,
             clip_val=gradient_clip_val,
             clip_algorithm=gradient_clip_algorithm,
@@ -322,17 +329,18 @@ class Trainer(Session):
             reproducible=reproducible_workers,
         )
         check_switches(deterministic, compile, seed, num_nodes, on_unsaveable)
+        # 3. The launcher's values take the place of arguments that were left out.
         environment = Environment.detect()
         accelerator, precision, accumulation, self.origins = with_launchers(
             accelerator, precision, accumulate_grad_batches, callbacks
         )
-        chosen_strategy, processes, start = choose_strategy(
+        training_strategy, processes, start = choose_strategy(
             strategy, accelerator, devices, num_nodes, environment
         )
-        if not chosen_strategy.spans_world:
+        if not training_strategy.spans_world:
             raise StrategyError(
                 "a Trainer trains on all processes",
-                found=f"{type(chosen_strategy).__name__}(process_group=...)",
+                found=f"{type(training_strategy).__name__}(process_group=...)",
                 fix="leave process_group out, or use Fabric(strategy=...) and a loop of your own",
             )
         writes_nothing = bool(barebones or settings.fast)
@@ -340,21 +348,25 @@ class Trainer(Session):
             default_root_dir = os.getcwd()
         root = str(locate(default_root_dir))
         precision_plugin = choose_precision(
-            launched_precision(precision), plugins, chosen_strategy
+            launched_precision(precision), plugins, training_strategy
         )
+        # After the precision: a refused Trainer leaves no directory of a logger.
+        loggers = []
+        if not writes_nothing:
+            loggers = choose_loggers(logger, root)
         super().__init__(
             settings=settings,
             environment=environment,
-            strategy=chosen_strategy,
+            strategy=training_strategy,
             precision=precision_plugin,
-            loggers=[] if writes_nothing else choose_loggers(logger, root),
+            loggers=loggers,
             root=root,
             seed=seed,
             start=start,
             processes=processes,
             resume=resume,
         )
-        self.sharded_alternative = sharded_alternative(strategy, chosen_strategy)
+        self.sharded_alternative = sharded_alternative(strategy, training_strategy)
         self.switches = {
             "deterministic": deterministic,
             "benchmark": benchmark,
@@ -363,11 +375,17 @@ class Trainer(Session):
         }
         self.compile_options, self.compile_regional = _compile_options(compile)
         self.hang_timeout = chosen_timeout(hang_timeout)
-        self.async_save, self.recomputes = async_save, activation_checkpointing
+        self.async_save = async_save
+        self.recomputes = activation_checkpointing
         self.on_unsaveable = on_unsaveable
         self.unsaveable = Unsaveable(on_unsaveable == "drop", self.say)
         self.barebones = barebones
         self.fast_dev_run = fast_dev_run
+        # 4. The callbacks that the arguments stand for. A callback of another library that writes checkpoints itself
+        # takes the place of the default one.
+        writes_by_default = _is_enabled(
+            "enable_checkpointing", enable_checkpointing, writes_nothing
+        )
         default_callbacks = added_callbacks(
             callbacks,
             accumulation=accumulation,
@@ -376,10 +394,7 @@ class Trainer(Session):
             summary=_is_enabled(
                 "enable_model_summary", enable_model_summary, writes_nothing
             ),
-            checkpoints=_is_enabled(
-                "enable_checkpointing", enable_checkpointing, writes_nothing
-            )
-            and not writes_checkpoints(callbacks),
+            checkpoints=writes_by_default and not writes_checkpoints(callbacks),
             profiler=profiler,
         )
         self.set_callbacks([*callbacks, *default_callbacks])
@@ -395,10 +410,10 @@ class Trainer(Session):
     @_entry_point
     def fit(
         self,
-        model: Any,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        datamodule: Any = None,
+        model: TrainModule,
+        train_dataloaders: Loaders = None,
+        val_dataloaders: Loaders = None,
+        datamodule: DataModuleLike = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
         load_weights_only: bool = False,
@@ -440,11 +455,11 @@ class Trainer(Session):
     @_entry_point
     def validate(
         self,
-        model: Any = None,
-        dataloaders: Any = None,
+        model: TrainModule | None = None,
+        dataloaders: Loaders = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
-        datamodule: Any = None,
+        datamodule: DataModuleLike = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Validate; returns the logged values, one dict for each loader.
@@ -464,11 +479,11 @@ class Trainer(Session):
     @_entry_point
     def test(
         self,
-        model: Any = None,
-        dataloaders: Any = None,
+        model: TrainModule | None = None,
+        dataloaders: Loaders = None,
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
-        datamodule: Any = None,
+        datamodule: DataModuleLike = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Test; arguments and result as in `validate`."""
@@ -479,9 +494,9 @@ class Trainer(Session):
     @_entry_point
     def predict(
         self,
-        model: Any = None,
-        dataloaders: Any = None,
-        datamodule: Any = None,
+        model: TrainModule | None = None,
+        dataloaders: Loaders = None,
+        datamodule: DataModuleLike = None,
         return_predictions: bool = True,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
@@ -512,16 +527,18 @@ class Trainer(Session):
                 outputs = predict(run, return_predictions)
         if not return_predictions:
             return None
-        return outputs[0] if len(outputs) == 1 else outputs
+        if len(outputs) == 1:
+            return outputs[0]
+        return outputs
 
     def _evaluate(
         self,
         stage: str,
-        model: Any,
-        dataloaders: Any,
-        ckpt_path: Any,
+        model: TrainModule | None,
+        dataloaders: Loaders,
+        ckpt_path: str | os.PathLike[str] | None,
         verbose: bool,
-        datamodule: Any,
+        datamodule: DataModuleLike,
     ) -> list[dict[str, float]]:
         results: list[dict[str, float]]
         if self.start is not None:
@@ -538,11 +555,11 @@ class Trainer(Session):
             with _watched_evaluation(self, run, self.hang_timeout):
                 reduced = evaluate(run)
             self.log_metrics(reduced.logger, self.progress.step)
+            # Values that belong to no loader, such as those of an epoch's end, are in the result of each.
             shared = reduced.by_loader.get(None, {})
-            results = [
-                {**reduced.by_loader.get(index, {}), **shared}
-                for index in range(len(run.feeds))
-            ]
+            results = []
+            for index in range(len(run.feeds)):
+                results.append({**reduced.by_loader.get(index, {}), **shared})
         if verbose:
             show_results(self, stage, results)
         return results
@@ -550,9 +567,9 @@ class Trainer(Session):
     @overload
     def explain(
         self,
-        model: Any = None,
-        train_dataloaders: Any = None,
-        datamodule: Any = None,
+        model: TrainModule | None = None,
+        train_dataloaders: Loaders = None,
+        datamodule: DataModuleLike = None,
         *,
         format: Literal["text"] = ...,
     ) -> Text: ...
@@ -560,9 +577,9 @@ class Trainer(Session):
     @overload
     def explain(
         self,
-        model: Any = None,
-        train_dataloaders: Any = None,
-        datamodule: Any = None,
+        model: TrainModule | None = None,
+        train_dataloaders: Loaders = None,
+        datamodule: DataModuleLike = None,
         *,
         format: Literal["svg"],
     ) -> Svg: ...
@@ -570,9 +587,9 @@ class Trainer(Session):
     @_entry_point
     def explain(
         self,
-        model: Any = None,
-        train_dataloaders: Any = None,
-        datamodule: Any = None,
+        model: TrainModule | None = None,
+        train_dataloaders: Loaders = None,
+        datamodule: DataModuleLike = None,
         *,
         format: str = "text",
     ) -> Text | Svg:
@@ -607,9 +624,9 @@ class Trainer(Session):
     @_entry_point
     def plan(
         self,
-        model: Any,
-        train_dataloaders: Any = None,
-        datamodule: Any = None,
+        model: TrainModule,
+        train_dataloaders: Loaders = None,
+        datamodule: DataModuleLike = None,
         *,
         world: int | Sequence[int],
         device: str | None = None,
@@ -655,6 +672,9 @@ class Trainer(Session):
 
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
+        memory = None
+        if max_memory is not None:
+            memory = in_bytes(max_memory, "max_memory")
         return plan_fit(
             self,
             model,
@@ -662,9 +682,7 @@ class Trainer(Session):
             datamodule,
             world=world,
             device=device,
-            max_memory=None
-            if max_memory is None
-            else in_bytes(max_memory, "max_memory"),
+            max_memory=memory,
             strategies=strategies,
             precisions=precisions,
             global_batch=global_batch_size,
@@ -675,10 +693,10 @@ class Trainer(Session):
     @_entry_point
     def verify(
         self,
-        model: Any,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
-        datamodule: Any = None,
+        model: TrainModule,
+        train_dataloaders: Loaders = None,
+        val_dataloaders: Loaders = None,
+        datamodule: DataModuleLike = None,
         *,
         steps: int = 4,
         local: bool = False,
@@ -726,7 +744,7 @@ class Trainer(Session):
 
     def on(
         self, event: str, every: DurationLike | None = None
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    ) -> Callable[[Function], Function]:
         """Register a function as a callback's hook.
 
         Args:
@@ -742,7 +760,7 @@ class Trainer(Session):
 
         from trainer_kit.callbacks.lambda_callback import FunctionCallback
 
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        def register(function: Function) -> Function:
             self.set_callbacks(
                 [*self._own_callbacks, FunctionCallback(event, function, every)]
             )
@@ -751,18 +769,15 @@ class Trainer(Session):
         return register
 
 
-def _refuse(resume: Any, reload_every: Any) -> None:
+def _refuse(resume: object, reload_every: object) -> None:
     if resume not in (None, "auto"):
         raise ConfigurationError(
             'resume must be "auto" or None',
             found=f"resume={resume!r}",
             fix=f"{did_you_mean(str(resume), ['auto'])}; pass a checkpoint to fit(ckpt_path=...)",
         )
-    if (
-        isinstance(reload_every, bool)
-        or not isinstance(reload_every, int)
-        or reload_every < 0
-    ):
+    # True is an int, and would mean each epoch.
+    if type(reload_every) is not int or reload_every < 0:
         raise ConfigurationError(
             "loaders can be reloaded only after a whole number of epochs",
             found=f"reload_dataloaders_every_n_epochs={reload_every!r}",
@@ -772,12 +787,14 @@ def _refuse(resume: Any, reload_every: Any) -> None:
 
 def _compile_options(
     argument: bool | Mapping[str, Any],
-) -> tuple[dict[str, Any] | None, bool]:
+) -> tuple[Keywords | None, bool]:
     """The arguments of ``torch.compile``, or None; and whether repeated blocks are compiled, not the whole step."""
     if isinstance(argument, Mapping):
         options = dict(argument)
         return options, bool(options.pop("regional", False))
-    return ({} if argument else None), False
+    if argument:
+        return {}, False
+    return None, False
 
 
 def _is_enabled(name: str, value: bool | None, off: bool) -> bool:
@@ -801,9 +818,10 @@ def _watched_fit(
         run: the fit whose progress is watched.
         timeout: see `trainer_kit.hang.hang_timeout.chosen_timeout`.
     """
-    progress, world = run.progress, run.strategy.world
+    progress = run.progress
+    world = run.strategy.world
 
-    def position() -> tuple[int, Any]:
+    def position() -> tuple[int, object]:
         return progress.step, (progress.batch, progress.epoch)
 
     return hang_watchdog(
@@ -822,17 +840,22 @@ def _watched_evaluation(
     """`_watched_fit` for ``validate``, ``test`` and ``predict``."""
     world = run.strategy.world
 
-    def position() -> tuple[int, Any]:
+    def position() -> tuple[int, object]:
         return run.batches, None
 
     return hang_watchdog(
-        *(world.rank, world.size, timeout, position, lambda: _directory(trainer)),
+        world.rank,
+        world.size,
+        timeout,
+        position,
+        lambda: _directory(trainer),
         unit="batch",
         note=partial(trainer.note, "hang"),
     )
 
 
 def _directory(trainer: Session) -> Path | None:
-    if trainer.settings.fast:  # it writes nothing
+    # It writes nothing.
+    if trainer.settings.fast:
         return None
     return trainer.run_dir

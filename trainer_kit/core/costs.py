@@ -96,6 +96,7 @@ def shard_costs(
         part: returns this rank's shard of a parameter, see `local_shard`; default: the local tensor.
         during: what a rank holds for a part of a step, in words.
     """
+    # By the parameter, since `stepped` is asked for the parameters of an optimizer.
     shards = {parameter: part(parameter) for parameter in module.parameters()}
     trained = [shard for shard in shards.values() if shard.requires_grad]
 

@@ -109,6 +109,7 @@ _PLAIN: Final = re.compile(r"[_\-=@]|eyJ|AKIA|ASIA|Bearer", re.IGNORECASE)
 
 @lru_cache(maxsize=4096)
 def _is_secret(key: str) -> bool:
+    # Of "db.api_key" the last part counts: the path before it is not what the value is.
     last = re.split(r"[./]", key)[-1] or key
     name = "_".join(_WORDS.findall(last)).lower()
     return re.search(_KEY, name) is not None
@@ -130,6 +131,7 @@ def mask_text(text: str) -> str:
         >>> mask_text("Server=db;Password=hunter2;")
         'Server=db;Password=***;'
     """
+    # Nearly every text: logged lines and messages pass here.
     if not _PLAIN.search(text):
         return text
     return re.sub(_TEXT, _masked_match, text, flags=re.IGNORECASE)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 
@@ -36,10 +36,12 @@ _SLURM_SHELL: Final = "4294967290"
 """The step id of the shell that ``salloc`` runs on a node."""
 try:
     START_DIRECTORY: Final = os.getcwd()
-except OSError:  # the directory was deleted
+except OSError:
+    # The directory was deleted. Only one of the two assignments runs, which mypy does not see.
     START_DIRECTORY = os.path.sep  # type: ignore[misc]
 """The working directory when the library was imported: relative paths on the command line refer to it."""
 
+# Variables for rank, size, local rank and local size: of Open MPI, then of MPICH and Intel MPI.
 _MPI: Final = (
     (
         "OMPI_COMM_WORLD_RANK",
@@ -108,6 +110,8 @@ class Environment:
             LaunchError: variables are missing, unreadable or contradict each other; the message names them.
         """
         variables = _Variables(environ)
+        # torchrun's first: inside a SLURM step or under mpirun it starts several ranks, which inherit the variables of
+        # their one launcher process.
         environment = _torchrun(variables) or _slurm(variables) or _mpi(variables)
         if environment is None:
             return cls()
@@ -163,7 +167,10 @@ class _Variables:
     def number(self, *names: str, default: int | None = None) -> int:
         """The first of ``names`` that is set."""
         name = next(filter(self.__contains__, names), names[0])
-        value = self.text(name, None if default is None else str(default))
+        default_text = None
+        if default is not None:
+            default_text = str(default)
+        value = self.text(name, default_text)
         try:
             return int(value)
         except ValueError:
@@ -186,6 +193,12 @@ def _torchrun(variables: _Variables) -> Environment | None:
     elif master in ("127.0.0.1", "localhost", "::1"):
         guess = world
     local_world = variables.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=guess)
+    # On one machine the defaults suffice; across machines only the launcher knows where rank 0 is.
+    default_host = None
+    default_port = None
+    if local_world >= world:
+        default_host = "127.0.0.1"
+        default_port = _DEFAULT_PORT
     return Environment(
         rank=rank,
         world_size=world,
@@ -194,12 +207,8 @@ def _torchrun(variables: _Variables) -> Environment | None:
         node_rank=variables.number(
             "GROUP_RANK", "NODE_RANK", default=rank // max(local_world, 1)
         ),
-        master_addr=variables.text(
-            "MASTER_ADDR", "127.0.0.1" if local_world >= world else None
-        ),
-        master_port=variables.number(
-            "MASTER_PORT", default=_DEFAULT_PORT if local_world >= world else None
-        ),
+        master_addr=variables.text("MASTER_ADDR", default_host),
+        master_port=variables.number("MASTER_PORT", default=default_port),
         source="torchrun",
         restart_count=variables.number(
             "TRAINER_KIT_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", default=0
@@ -209,15 +218,12 @@ def _torchrun(variables: _Variables) -> Environment | None:
 
 def _slurm(variables: _Variables) -> Environment | None:
     # The batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but only a step starts the other tasks.
-    step = variables.environ.get("SLURM_STEP_ID") or variables.environ.get(
-        "SLURM_STEPID"
-    )
+    environ = variables.environ
+    step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
     # Steps that `srun` starts from the shell of `salloc` inherit its job name, so the name alone is not enough.
-    shell = step == _SLURM_SHELL or (
-        variables.environ.get("SLURM_JOB_NAME") == "bash"
-        and "SLURM_PTY_PORT" in variables
-    )
-    if "SLURM_PROCID" not in variables or not step or shell:
+    is_bash = environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in variables
+    is_shell = step == _SLURM_SHELL or is_bash
+    if "SLURM_PROCID" not in variables or not step or is_shell:
         return None
     rank = variables.number("SLURM_PROCID")
     world = variables.number("SLURM_NTASKS", "SLURM_NPROCS")
@@ -231,7 +237,8 @@ def _slurm(variables: _Variables) -> Environment | None:
     hosts = "SLURM_STEP_NODELIST"
     if hosts not in variables:
         hosts = "SLURM_JOB_NODELIST"
-    master = variables.environ.get("MASTER_ADDR")
+    master = environ.get("MASTER_ADDR")
+    # By convention rank 0 is on the first node of the step.
     if not master:
         master = first_host(variables.text(hosts, "127.0.0.1"))
     job = variables.number("SLURM_JOB_ID", default=0)
@@ -273,11 +280,15 @@ def _mpi(variables: _Variables) -> Environment | None:
             continue
         rank = variables.number(rank_name)
         world = variables.number(size_name)
+        # A single process needs no launcher.
         if world == 1:
-            return None  # a single process needs no launcher
+            return None
         local_rank = variables.number(local_rank_name, default=rank)
         local_world = variables.number(local_size_name, default=world)
-        one_node = local_world >= world
+        # MPI sets no host: across machines the user has to name that of rank 0.
+        default_host = None
+        if local_world >= world:
+            default_host = "127.0.0.1"
         return Environment(
             rank=rank,
             world_size=world,
@@ -286,9 +297,7 @@ def _mpi(variables: _Variables) -> Environment | None:
             node_rank=variables.number(
                 "NODE_RANK", default=rank // max(local_world, 1)
             ),
-            master_addr=variables.text(
-                "MASTER_ADDR", "127.0.0.1" if one_node else None
-            ),
+            master_addr=variables.text("MASTER_ADDR", default_host),
             master_port=variables.number("MASTER_PORT", default=_DEFAULT_PORT),
             source="mpi",
         )
@@ -308,8 +317,12 @@ def first_host(hosts: str) -> str:
         >>> first_host("node[03-05,7],login1"), first_host("r[1-2]n[08,11]-ib"), first_host("single,other")
         ('node03', 'r1n08-ib', 'single')
     """
+    # Up to the first comma outside of brackets.
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])+(?=,|$)", hosts.strip())
-    name = re.sub(r"\[\s*([^-,\]]*)[^\]]*\]", r"\1", first[0]) if first else ""
+    name = ""
+    if first:
+        # Of each bracket the first number, with its leading zeros.
+        name = re.sub(r"\[\s*([^-,\]]*)[^\]]*\]", r"\1", first[0])
     if not name:
         raise LaunchError("no host can be read from SLURM's list", found=repr(hosts))
     return name
@@ -322,6 +335,7 @@ def preserved_variables() -> Iterator[None]:
     try:
         yield
     finally:
+        # In place: other modules hold this very object.
         os.environ.clear()
         os.environ.update(before)
 
@@ -349,6 +363,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 def usable_cores() -> int:
     """The number of CPU cores that this process may use."""
+    # In a container or under taskset these are fewer than the machine has; macOS and Windows do not tell.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -369,7 +384,9 @@ def backends(*names: str) -> list[str]:
 def _accelerator() -> str | None:
     """The type of the accelerator that torch can use here, or None."""
     device = present_accelerator()
-    return None if device is None else device.type
+    if device is None:
+        return None
+    return device.type
 
 
 def _resolve(accelerator: str) -> str:
@@ -404,7 +421,9 @@ def available_devices(accelerator: str = "auto") -> int:
         >>> available_devices("cpu")
         1
     """
-    return 1 if _resolve(accelerator) == "cpu" else count_accelerators()
+    if _resolve(accelerator) == "cpu":
+        return 1
+    return count_accelerators()
 
 
 def list_devices(
@@ -437,24 +456,26 @@ def list_devices(
             )
         return list(range(wanted))
     count = count_accelerators()
-    indices = (
-        list(range(count if wanted == "all" else wanted))
-        if not isinstance(wanted, list)
-        else wanted
-    )
+    fix = f"use at most {count}"
+    if isinstance(wanted, list):
+        indices = wanted
+        fix = f"use indices below {count}"
+    elif wanted == "all":
+        indices = list(range(count))
+    else:
+        indices = list(range(wanted))
     if max(indices) >= count:
         raise StrategyError(
             "more devices are requested than exist on this machine",
             found=f"devices={devices!r}, and {count} of type {kind!r}",
-            fix=f"use at most {count}"
-            if not isinstance(wanted, list)
-            else f"use indices below {count}",
+            fix=fix,
         )
     return indices
 
 
-def _read(devices: Any) -> int | list[int] | Literal["all"]:
+def _read(devices: object) -> int | list[int] | Literal["all"]:
     """Parse ``devices`` into a positive number, indices, or all."""
+    # The user may pass anything here, also what the annotations exclude: True, a float, a mapping.
     parsed = devices
     if isinstance(devices, str):
         parsed = _read_text(devices.strip().lower())
@@ -465,13 +486,12 @@ def _read(devices: Any) -> int | list[int] | Literal["all"]:
             return parsed
     elif isinstance(parsed, Iterable) and not isinstance(parsed, (str, Mapping)):
         members = list(parsed)
-        indices = [
-            int(index)
-            for index in members
-            if isinstance(index, int) and not isinstance(index, bool)
-        ]
-        different = len(set(indices)) == len(members)
-        if indices and different and len(indices) == len(members):
+        indices = []
+        for index in members:
+            if isinstance(index, int) and not isinstance(index, bool):
+                indices.append(int(index))
+        # Each member is an index, and none occurs twice.
+        if indices and len(set(indices)) == len(members):
             if min(indices) >= 0:
                 return indices
     raise StrategyError(
@@ -491,7 +511,9 @@ def _read_text(text: str) -> int | list[int] | None:
         return None
     if "," in text:
         return numbers
-    return numbers[0] if numbers else None
+    if not numbers:
+        return None
+    return numbers[0]
 
 
 def count_devices(
@@ -529,10 +551,13 @@ def pick_device(
     if kind == "cpu":
         return torch.device("cpu")
     count = count_accelerators()
+    # SLURM may show each task only its own device.
     if count == 1 and Environment.detect().source == "slurm":
-        return torch.device(kind, 0)  # SLURM shows each task only its own device
+        return torch.device(kind, 0)
     wanted = _read(devices)
-    indices = wanted if isinstance(wanted, list) else range(count)
+    indices: Sequence[int] = range(count)
+    if isinstance(wanted, list):
+        indices = wanted
     if local_rank >= len(indices) or indices[local_rank] >= count:
         raise StrategyError(
             "there are more processes than devices on this machine",

@@ -86,6 +86,7 @@ class TrainerKitError(Exception):
 
 
 def _rebuild(cls: type[TrainerKitError], args: tuple[object, ...]) -> TrainerKitError:
+    # Without the constructor; pickle restores the attributes.
     error = cls.__new__(cls)
     error.args = args
     return error
@@ -145,6 +146,7 @@ class CheckpointError(TrainerKitError):
     ) -> None:
         # Text from a file may contain control characters for the terminal, and may be of any length.
         self.file = printable(str(file), keep="\n")
+        # The name as it is in the file; the message has only the start of a long one.
         self.key = key
         self.reason = printable(reason, keep="\n")
         if key is not None:
@@ -215,6 +217,7 @@ def printable(text: str, most: int = 1000, keep: str = "") -> str:
         text = f"{text[: most - 1]}…"
     characters = []
     for character in text:
+        # Escape sequences could move the cursor, or change what the terminal has shown before.
         if not character.isprintable() and character not in keep:
             character = character.encode("unicode_escape").decode()
         characters.append(character)
@@ -230,6 +233,7 @@ def did_you_mean(
         >>> did_you_mean("ddq", ["ddp", "single"])
         "did you mean 'ddp'?"
     """
+    # Sorted, so that the message is the same for every order of a set.
     options = sorted(known)
     name = str(name)
     near = difflib.get_close_matches(name, options, n=3)

@@ -38,6 +38,7 @@ class HParams(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
+            # AttributeError, which ``hasattr`` and ``copy`` expect.
             names = ", ".join(self)
             if not names:
                 names = "none (self.save_hyperparameters() in __init__ collects its arguments)"
@@ -273,6 +274,7 @@ class HParamsMixin:
         for name in ignored:
             hparams.pop(name, None)
             initial.pop(name, None)
+        # Copies in the second one: later changes of a list in ``hparams`` do not reach it.
         hparams.update(values)
         initial.update({name: _snapshot(value) for name, value in values.items()})
         self.__dict__["_log_hparams"] = logger

@@ -194,6 +194,7 @@ class RemotePath(os.PathLike[str]):
                 with suppress(TypeError, NotImplementedError):
                     storage.pipe_file(path, data, mode="create")
                     return
+            # The check above is all that such a storage offers.
             storage.pipe_file(path, data)
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -207,6 +208,7 @@ class RemotePath(os.PathLike[str]):
 
     def rmdir(self) -> None:
         """Delete the empty directory, if the storage has directories."""
+        # Object stores have none, and say so in different ways.
         with suppress(Exception):
             storage, path = _reach(self.url)
             storage.rmdir(path)
@@ -214,6 +216,7 @@ class RemotePath(os.PathLike[str]):
     def copy_to(self, target: RemotePath) -> None:
         """Copy the file within its storage."""
         with _storage(self.url) as (storage, path):
+            # By the storage itself: no byte passes through this machine.
             storage.cp_file(path, _reach(target.url)[1])
 
     def _kind(self) -> str | None:
@@ -282,6 +285,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
     protocol = match[1].lower()
     if protocol in _LOCAL:
         return _local(text)
+    # A location is shown in messages and saved in checkpoints as it is.
     shown = mask_secrets(text)
     if shown != text:
         raise ConfigurationError(

@@ -148,6 +148,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
         Return the number of tokens (or of unmasked targets) if the loss is a mean over them.
         """
+        # A default would hide whether the module defines it: only then are batches not weighed by their samples.
         raise ConfigurationError(
             "loss_weight has no default implementation to call through super()",
             fix="return a number, such as len(batch), or do not define loss_weight: a batch then counts its samples",
@@ -386,6 +387,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             optimizers = trainer.manual_optimizers
         else:
             optimizers = trainer.optimizers
+        # As in Lightning: a single one is not in a list.
         if len(optimizers) == 1:
             return optimizers[0]
         return list(optimizers)
@@ -420,6 +422,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
+        # A second record would take the frozen state of the first toggle for the user's.
         if "_toggled" in self.__dict__:
             raise ConfigurationError(
                 "an optimizer is already toggled", fix="call untoggle_optimizer first"
@@ -569,6 +572,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
 def build_once(module: Any) -> None:
     """Call ``configure_model``, unless this module was built before: new layers would replace the trained ones."""
+    # In __dict__, as "_trainer": it is never a parameter.
     if "_built" not in vars(module):
         module.configure_model()
         vars(module)["_built"] = True

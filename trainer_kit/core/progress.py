@@ -91,6 +91,7 @@ _ABBREVIATIONS: Final = {
 }
 """By word that people write for a unit, the unit."""
 _CLOCK: Final = re.compile(r"\s*(\d+):(\d\d):(\d\d):(\d\d)\s*")
+# No sign: a negative length gets the error of a text that cannot be read.
 _PATTERN: Final = re.compile(
     r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]+)\s*"
 )

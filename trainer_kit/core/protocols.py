@@ -57,6 +57,8 @@ PrecisionLike: TypeAlias = Any
 CallbackLike: TypeAlias = Any
 
 
+# Protocols that are found by ``isinstance`` among the user's objects are runtime_checkable. At run time only the names
+# of the members count, so each has one that no other kind of object has.
 @runtime_checkable
 class Logger(Protocol):
     """A destination of metrics. Only ``log_metrics`` is required.
@@ -256,12 +258,15 @@ class ModuleLike(Protocol):
         """``log(name, value, **options)``, as in a `TrainModule`."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+
+    # A module has whatever attributes its author gave it.
     def __getattr__(self, name: str) -> Any: ...
 
 
 class TrainerLike(Protocol):
     """A ``Trainer`` as modules and callbacks see it: its state, and the calls that change a run."""
 
+    # An attribute, since users assign it.
     should_stop: bool
     datamodule: DataModuleLike
     train_dataloader: Loaders

@@ -98,6 +98,8 @@ class Registry:
             RegistryError: the name is not registered, two packages register it, or its import failed.
         """
         if name not in self._targets:
+            # A registered name takes precedence, then the library's, then a package's: an installed package cannot
+            # replace a word of the library.
             if name in self._defaults:
                 self._targets[name] = self._defaults[name]
             else:
@@ -105,6 +107,7 @@ class Registry:
         target = self._targets[name]
         if isinstance(target, str):
             target = self._import(name, target)
+            # Once per process: the class itself replaces its address.
             self._targets[name] = target
         return target
 

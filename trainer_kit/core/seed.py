@@ -52,6 +52,7 @@ def seed_everything(
         7
     """
     global _last_seed
+    # From the system, not from a generator that may have been seeded before.
     if seed is None:
         seed = int.from_bytes(os.urandom(4), "little")
     seed = int(seed)

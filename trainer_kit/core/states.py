@@ -16,6 +16,7 @@ __all__ = [
     "names_validation",
 ]
 
+# A whole word, so that "value_loss" and "interval" do not match.
 _VALIDATION: Final = re.compile(r"(?i)(?<![a-z])val(id|idation)?(?![a-z])")
 
 
@@ -73,11 +74,9 @@ class RunningStage(StrEnum):
     @property
     def dataloader_prefix(self) -> str:
         """The prefix in names such as ``val_dataloader`` or ``num_val_batches``."""
-        return (
-            "val"
-            if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING)
-            else str(self.value)
-        )
+        if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING):
+            return "val"
+        return str(self.value)
 
 
 @dataclass(frozen=True)

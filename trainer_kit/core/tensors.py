@@ -123,10 +123,12 @@ def map_leaves(
         is_leaf = not isinstance(node, type) and callable(getattr(node, "to", None))
     if is_leaf:
         return change(node)
+    # The leaf test comes first: a batch of a tokenizer is a mapping and has a method ``to``.
     if isinstance(node, Mapping):
         items = {
             key: map_leaves(child, change, kinds, other) for key, child in node.items()
         }
+        # The same object, so that callers see by ``is`` that nothing has changed.
         if all(items[key] is child for key, child in node.items()):
             return node
         return _mapping_like(node, items)
@@ -183,6 +185,7 @@ def _sequence_with(node: Sequence[object], values: list[Nested]) -> Nested:
 
 def _dataclass_with(node: object, changed: Mapping[str, object]) -> Nested:
     """Make a copy of a dataclass object with other values in some fields."""
+    # Not dataclasses.replace, which calls ``__init__`` and refuses fields that it does not take.
     clone = copy.copy(node)
     for name, value in changed.items():
         # Works for frozen dataclasses too; nothing else refers to the copy yet.
@@ -278,8 +281,10 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     """
     for tensor in tensors:
         shard = local(tensor.detach())
+        # aminmax takes no sparse tensors; values that are not stored are 0.
         if shard.is_sparse:
             shard = shard._values()
+        # aminmax refuses an empty tensor, which the last ranks may have.
         if not shard.numel() or shard.dtype not in _FLOATS:
             continue
         # Minimum and maximum suffice, since they propagate NaN; no temporary of the tensor's size is allocated.

@@ -322,7 +322,15 @@ def continues(
             devices = 1
         if not alone or torch.distributed.get_rank() == 0:
             path = f"{directory}/{name}"
-            fit(strategy(), _Adaptive, 72, 12, devices, save=path, **options)
+            fit(
+                strategy(),
+                _Adaptive,
+                count=72,
+                size=12,
+                devices=devices,
+                save=path,
+                **options,
+            )
         torch.distributed.barrier()
     options["max_steps"] = 6
     _, expected = fit("auto", _Adaptive, 72, 12, 1, **options)
@@ -338,7 +346,13 @@ def continues(
                 devices = 1
             try:
                 _, weights = fit(
-                    strategy(), _Adaptive, 72, 12, devices, ckpt_path=path, **options
+                    strategy(),
+                    _Adaptive,
+                    count=72,
+                    size=12,
+                    devices=devices,
+                    ckpt_path=path,
+                    **options,
                 )
                 assert_same(weights, expected, _TOLERANCES[precision])
             except BaseException as error:

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -16,13 +17,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import LaunchError, RankError
+from trainer_kit.core.types import Function
 from trainer_kit.launch.processes import Ranks, local_environment
 
 __all__ = ["run_distributed"]
+
+_Result = TypeVar("_Result")
+_WarningFilter: TypeAlias = tuple[Any, ...]
+"""The arguments of ``warnings.filterwarnings``."""
 
 _PRELOAD: Final = [
     "torch",
@@ -30,7 +36,8 @@ _PRELOAD: Final = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "torch._dynamo",  # DistributedDataParallel imports it
+    # DistributedDataParallel imports it.
+    "torch._dynamo",
     "torch.utils.data",
     "trainer_kit.strategies.ddp",
     "trainer_kit.testing.distributed",
@@ -58,13 +65,13 @@ _RANK_VARIABLES: Final = (
 
 
 def run_distributed(
-    fn: Callable[..., Any],
+    fn: Callable[..., _Result],
     world_size: int,
-    *args: Any,
+    *args: object,
     timeout: float = 60.0,
     process_group: bool = True,
     **kwargs: Any,
-) -> list[Any]:
+) -> list[_Result]:
     """Call ``fn(*args, **kwargs)`` on ``world_size`` gloo ranks of this machine, and wait for all of them.
 
     Every rank is a new process with one compute thread, the environment variables of torchrun, and the environment,
@@ -98,9 +105,15 @@ def run_distributed(
         )
     # forkserver: the ranks fork from a clean server process without threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [*_PRELOAD, *(name for name in _PRELOAD_WHERE_USED if name in sys.modules)]
-    )
+    preloaded = list(_PRELOAD)
+    for name in _PRELOAD_WHERE_USED:
+        if name in sys.modules:
+            preloaded.append(name)
+    context.set_forkserver_preload(preloaded)
+    # This process may be a rank itself; those that it starts are ranks of another world.
+    environ = dict(os.environ)
+    for name in _RANK_VARIABLES:
+        environ.pop(name, None)
     with tempfile.TemporaryDirectory(
         prefix="trainer_kit-", ignore_cleanup_errors=True
     ) as directory:
@@ -110,11 +123,7 @@ def run_distributed(
             call=_pickled(fn, args, kwargs),
             process_group=process_group,
             timeout=timeout,
-            environ={
-                name: value
-                for name, value in os.environ.items()
-                if name not in _RANK_VARIABLES
-            },
+            environ=environ,
             working_directory=os.getcwd(),
             filters=[_filter(entry) for entry in warnings.filters],
         )
@@ -142,7 +151,7 @@ def _wait_for_calls(ranks: Ranks, directory: Path) -> None:
 
 
 def _pickled(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    fn: Function, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> bytes:
     try:
         return pickle.dumps((fn, args, dict(kwargs)))
@@ -154,14 +163,19 @@ def _pickled(
         ) from None
 
 
-def _filter(entry: Any) -> tuple[Any, ...]:
+def _filter(entry: tuple[Any, ...]) -> _WarningFilter:
     """An entry of ``warnings.filters`` as arguments of ``warnings.filterwarnings``."""
     action, message, category, module, line = entry
-    pattern = [
-        text if isinstance(text, str) else "" if text is None else text.pattern
-        for text in (message, module)
-    ]
-    return action, pattern[0], category, pattern[1], line
+    return action, _pattern(message), category, _pattern(module), line
+
+
+def _pattern(text: str | re.Pattern[str] | None) -> str:
+    """The pattern of a filter: Python holds it compiled, as text, or as None for any."""
+    if text is None:
+        return ""
+    if isinstance(text, str):
+        return text
+    return text.pattern
 
 
 @final
@@ -175,20 +189,21 @@ class _Call:
     timeout: float
     environ: dict[str, str]
     working_directory: str
-    filters: list[tuple[Any, ...]]
+    filters: list[_WarningFilter]
 
-    def __call__(self, rank: int) -> Any:
-        variables = {
-            name: os.environ[name]
-            for name in (*_RANK_VARIABLES, "GLOO_SOCKET_IFNAME")
-            if name in os.environ
-        }
+    def __call__(self, rank: int) -> object:
+        # The server's environment is that of its start; only what the launcher has set for this rank is kept of it.
+        variables = {}
+        for name in (*_RANK_VARIABLES, "GLOO_SOCKET_IFNAME"):
+            if name in os.environ:
+                variables[name] = os.environ[name]
         os.environ.clear()
         os.environ.update({**self.environ, **variables})
         os.chdir(self.working_directory)
         import torch
 
-        gc.freeze()  # keep the garbage collector from touching, and so copying, the pages of the server
+        # Keep the garbage collector from touching, and so copying, the pages of the server.
+        gc.freeze()
         torch.set_num_threads(1)
         # Loader workers start as in a normal process, not from the forkserver, which would import everything again.
         multiprocessing.set_start_method(None, force=True)
@@ -198,9 +213,8 @@ class _Call:
         ):
             faulthandler.register(_DUMP, stack, all_threads=True)
             warnings.resetwarnings()
-            for entry in reversed(
-                self.filters
-            ):  # each filter is inserted before the previous one
+            # Each filter is inserted before the previous one.
+            for entry in reversed(self.filters):
                 warnings.filterwarnings(*entry)
             try:
                 if self.process_group:
@@ -216,6 +230,7 @@ class _Call:
         import torch.distributed as dist
 
         path = str(Path(self.directory, "store"))
+        # A file needs no free port. torch exports the class only where it is built with distributed.
         store = dist.FileStore(path, int(os.environ["WORLD_SIZE"]))  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo",
@@ -243,19 +258,20 @@ def _stacks(running: Mapping[int, int], directory: Path) -> str:
     files = {rank: directory / f"stack-{rank}" for rank in running}
 
     def complete(path: Path) -> bool:
-        return path.exists() and "most recent call first" in path.read_text(
-            encoding="utf-8"
-        )
+        if not path.exists():
+            return False
+        return "most recent call first" in path.read_text(encoding="utf-8")
 
-    while time.monotonic() < deadline and not all(
-        complete(path) for path in files.values()
-    ):
+    while time.monotonic() < deadline and not all(map(complete, files.values())):
         time.sleep(0.05)
-    time.sleep(0.05)  # let the last lines of a stack arrive
-    stacks = [
-        f"rank {rank} (pid {running[rank]}):\n{path.read_text(encoding='utf-8').rstrip()}"
-        if complete(path)
-        else f"rank {rank} (pid {running[rank]}) does not answer"
-        for rank, path in files.items()
-    ]
+    # Let the last lines of a stack arrive.
+    time.sleep(0.05)
+    stacks = []
+    for rank, path in files.items():
+        name = f"rank {rank} (pid {running[rank]})"
+        if complete(path):
+            text = path.read_text(encoding="utf-8").rstrip()
+            stacks.append(f"{name}:\n{text}")
+        else:
+            stacks.append(f"{name} does not answer")
     return "\n".join(stacks)
