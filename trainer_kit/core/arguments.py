@@ -7,7 +7,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import Field, fields
 from datetime import timedelta
 from enum import Enum
 from functools import cache, wraps
@@ -15,11 +15,12 @@ from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import (
-    TYPE_CHECKING,
     Any,
+    ClassVar,
     Literal,
     NamedTuple,
     ParamSpec,
+    Protocol,
     TypeAlias,
     TypeVar,
     Union,
@@ -31,9 +32,6 @@ from typing import (
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.lazy import argument_rows
 from trainer_kit.core.types import Function
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 __all__ = [
     "Replaced",
@@ -60,6 +58,12 @@ _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
 
 
+class _DataclassObject(Protocol):
+    """An object of any dataclass, as ``dataclasses.fields`` takes it."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
 class Replaced(NamedTuple):
     """An argument of another library that has no counterpart here.
 
@@ -72,7 +76,7 @@ class Replaced(NamedTuple):
     same: tuple[object, ...] = ()
 
 
-def check_fields(record: DataclassInstance) -> None:
+def check_fields(record: _DataclassObject) -> None:
     """Compare each field of a dataclass instance with its annotation.
 
     int accepts the whole numbers of any library, float real numbers, bool also 0 and 1 and numpy's, Path any path

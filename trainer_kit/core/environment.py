@@ -341,7 +341,7 @@ def preserved_variables() -> Iterator[None]:
 
 
 @contextmanager
-def patch_environment(**kwargs: Any) -> Iterator[None]:
+def patch_environment(**kwargs: object) -> Iterator[None]:
     """Context in which these environment variables, in upper case, have these values.
 
     Example:
