@@ -91,7 +91,7 @@ def run_forked(
         fn: called on every rank; the result of rank 0 must be picklable.
         nproc: number of ranks.
         start_method: ``auto`` forks. ``spawn`` and ``forkserver`` start new interpreters and need a picklable ``fn``.
-        directory: where the ranks report, in a directory that is removed at the end; by default that of temporary files.
+        directory: where the ranks report, in a directory that is removed at the end; default: that of temporary files.
         failed: returns what to raise instead of a failed rank's exception, from it and the ends of all failed ranks.
 
     Returns:
