@@ -48,6 +48,7 @@ class HostBuffers:
         # The buffers of the save before are free: it is written when the next one begins.
         buffer = self._previous.get(name)
         if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
+            # Only into pinned memory does a copy from an accelerator run beside the host.
             buffer = torch.empty(shape, dtype=dtype, pin_memory=on_accelerator)
         self._current[name] = buffer
         return buffer.copy_(tensor, non_blocking=on_accelerator)
@@ -57,6 +58,7 @@ class HostBuffers:
         for device in self._devices:
             # Copies from the accelerator run until here.
             torch.accelerator.synchronize(device)  # sync point: a checkpoint
+        # What this save did not use is freed here, for example after a model has shrunk.
         self._previous = self._current
         self._current = {}
         self._devices = set()
@@ -99,14 +101,15 @@ class Background(Generic[_T]):
     ) -> None:
         try:
             self._future.set_result(act())
-        except (
-            BaseException
-        ) as error:  # raised by `result`, in the thread that calls it
+        except BaseException as error:
+            # Raised by `result`, in the thread that calls it.
             self._future.set_exception(error)
-        done()  # after the future is set: `wait` returns True in a thread that `done` wakes
+        # After the future is set: `wait` returns True in a thread that `done` wakes.
+        done()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until ``act`` has ended, at most ``seconds``; return whether it has."""
+        # A question without a wait (0) must not run the call.
         if seconds != 0:
             self._run_here()
         return bool(futures.wait([self._future], seconds).done)
@@ -114,11 +117,13 @@ class Background(Generic[_T]):
     def result(self) -> _T:
         """Wait for the thread; return or raise what ``act`` returned or raised."""
         self._run_here()
+        # The thread, not only the future: `done` must have been called when this returns.
         if self._thread.ident is not None:
             self._thread.join()
         return self._future.result()
 
     def _run_here(self) -> None:
         if self._waits:
+            # First: the call may fail, and must not run again.
             self._waits = False
             self._thread.run()

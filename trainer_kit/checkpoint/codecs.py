@@ -152,7 +152,9 @@ def codec(
 def type_name(kind: Any) -> str:
     """The import path of a class or a function; of a built-in class its name alone."""
     name: str = kind.__qualname__
-    return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"
+    if kind.__module__ == "builtins":
+        return name
+    return f"{kind.__module__}.{name}"
 
 
 def attributes_of(value: object) -> dict[str, Any]:
@@ -160,7 +162,10 @@ def attributes_of(value: object) -> dict[str, Any]:
     slots: list[str] = []
     for base in type(value).__mro__:
         names = vars(base).get("__slots__", ())
-        slots += [names] if isinstance(names, str) else names
+        # Python takes a text for the name of one slot.
+        if isinstance(names, str):
+            names = [names]
+        slots += names
     attributes = {
         name: getattr(value, name)
         for name in slots
@@ -177,11 +182,13 @@ def _is_special(name: str) -> bool:
 def object_from_attributes(kind: type, attributes: Mapping[str, Any]) -> Any:
     """An object of ``kind`` with these attributes; its constructor is not called."""
     special = [name for name in attributes if _is_special(name)]
+    # `__class__`, for example, would make the object one of another class.
     if special:
         raise ValueError(f"{special[0]} is not an attribute that is stored")
     # A constructor could do anything with what a file holds.
     value: Any = object.__new__(kind)
     for name, attribute in attributes.items():
+        # Also of frozen dataclasses; a class's own __setattr__ would be code that the file calls.
         object.__setattr__(value, name, attribute)
     return value
 
@@ -279,6 +286,7 @@ _BY_NAME[_CONFIG.name] = _CONFIG
 def codec_of(value: object) -> Codec | None:
     """The codec for objects of exactly this class; None without one."""
     kind = type(value)
+    # Not imported for this: without it, no value can be one of its objects.
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and kind in (omegaconf.DictConfig, omegaconf.ListConfig):
         return _CONFIG
@@ -291,6 +299,7 @@ def cannot_be_stored(kind: type) -> bool:
         return False
     if dataclasses.is_dataclass(kind) or is_named_tuple(kind):
         return False
+    # The caller makes an object of the class with `object.__new__`, which does not fit other constructors.
     constructor = inspect.getattr_static(kind, "__new__")
     if constructor is not vars(object)["__new__"]:
         return False
@@ -357,8 +366,10 @@ def find_name(name: str) -> object:
         return _REGISTERED[name]
     value = _find_imported(name)
     if is_library_kind(value):
-        is_own_name = name in (_tensor_operation(value), _defined_name(value))
-        return value if is_own_name else None
+        # Another path to it, such as an alias in a module, need not lead to the same object tomorrow.
+        if name in (_tensor_operation(value), _defined_name(value)):
+            return value
+        return None
     if _defined_name(value) != name or not _is_of_program(value.__module__):
         return None
     return value
@@ -367,7 +378,9 @@ def find_name(name: str) -> object:
 def find_class(name: str) -> type | None:
     """The class that `find_name` finds; None if it is none."""
     value = find_name(name)
-    return value if isinstance(value, type) else None
+    if isinstance(value, type):
+        return value
+    return None
 
 
 def is_library_kind(value: object) -> bool:
@@ -383,15 +396,19 @@ def is_library_kind(value: object) -> bool:
 
 def _defined_name(value: object) -> str | None:
     """The import path at which a class or a function was defined; None for every other object."""
-    return type_name(value) if isinstance(value, (type, FunctionType)) else None
+    if isinstance(value, (type, FunctionType)):
+        return type_name(value)
+    return None
 
 
 def _tensor_operation(value: object) -> str | None:
     """The name of a built-in function that computes tensors or arrays; None for every other object."""
     if isinstance(value, np.ufunc):
         ufunc: Any = value
-        is_numpys = vars(np).get(ufunc.__name__) is value
-        return f"numpy.{ufunc.__name__}" if is_numpys else None
+        # A function of another package, such as SciPy's, may have the name of one of NumPy's.
+        if vars(np).get(ufunc.__name__) is value:
+            return f"numpy.{ufunc.__name__}"
+        return None
     if not isinstance(value, BuiltinFunctionType):
         return None
     name = value.__name__
@@ -472,12 +489,15 @@ def module_to_plain(module: nn.Module) -> dict[str, Any]:
     for name, value in state.items():
         if name in _OUTSIDE_STATE:
             continue
+        # torch's own empty attributes (hooks, for example) are left out: a later version may have others.
         if name == "training" or name not in defaults or value:
             attributes[name] = value
     parameters: dict[str, list[Any] | None] = {}
     for name, parameter in module._parameters.items():
-        entry = None if parameter is None else [parameter, parameter.requires_grad]
-        parameters[name] = entry
+        # None: registered without a value, as a layer without bias has it.
+        parameters[name] = None
+        if parameter is not None:
+            parameters[name] = [parameter, parameter.requires_grad]
     return {
         "attributes": attributes,
         "parameters": parameters,
@@ -498,6 +518,7 @@ def module_from_plain(
         plain: from `module_to_plain`.
         parameters: filled with the parameters by the identity of their tensors, so that tied weights stay tied.
     """
+    # Checked here, because the dicts are set without the methods of torch that would refuse other values.
     _check_kinds(plain["buffers"], Tensor)
     _check_kinds(plain["modules"], nn.Module)
     module: nn.Module = object.__new__(kind)

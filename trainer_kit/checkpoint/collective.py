@@ -100,11 +100,14 @@ class Collective:
         rank = error["rank"]
         is_named = rank is not None and self.size > 1
         if local_error is not None:
+            # A storage error must have the same type and text everywhere: callers decide by it whether to go on.
             is_storage_error = isinstance(local_error, (CheckpointError, OSError))
             # An error that is no storage's keeps its type and its traceback on the rank where it arose.
             if not is_named or not is_storage_error:
                 raise local_error
-        prefix = "" if rank is None else f"rank {rank}: "
+        prefix = ""
+        if rank is not None:
+            prefix = f"rank {rank}: "
         # Callers check the cause for an OSError; the original cause exists only on its rank.
         cause = None
         if error["errno"] is not None:
@@ -122,6 +125,7 @@ class Collective:
         if self.size == 1:
             return [value]
         message = _to_tensor(value)
+        # Receivers must allocate memory before a message arrives, so the lengths are sent first.
         length = torch.tensor([message.numel()])
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self._group)
@@ -151,7 +155,10 @@ class Collective:
         return _from_tensor(message)
 
     def _first(self) -> int:
-        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
+        # torch's collectives name ranks by their number among all processes, also within a group.
+        if self._group is None:
+            return 0
+        return dist.get_global_rank(self._group, 0)
 
 
 def _to_tensor(value: _Json) -> Tensor:
@@ -165,11 +172,15 @@ def _from_tensor(tensor: Tensor) -> Any:
 
 def _describe(error: BaseException) -> _Message:
     """An error as JSON, from which `Collective._raise` makes one on every rank."""
-    cause = error if isinstance(error, OSError) else error.__cause__
+    # Some errors of checkpoints are both: their own number counts before that of a cause.
+    cause: BaseException | None = error
+    if not isinstance(error, OSError):
+        cause = error.__cause__
     text = f"{type(error).__name__}: {error}"
     number = None
     if isinstance(cause, OSError):
         text = str(cause)
+        # Without a number it would not be recognized as a storage's on the other ranks.
         number = cause.errno or errno.EIO
     description: _Message = {"text": text, "errno": number}
     if isinstance(error, CheckpointError):

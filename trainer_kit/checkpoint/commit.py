@@ -1,5 +1,16 @@
 """Write, replace and remove checkpoints: at every instant a checkpoint is complete or absent.
 
+The order of effects on a local disk, which `work_directory` and its callers keep:
+
+1. A hidden directory is made beside the target. No reader looks into it; its name shows the process that writes it.
+2. Each file is written and fsynced, the manifest last: it lists the sizes and checksums of all others.
+3. The hidden directory is fsynced, so that the names of the files are durable.
+4. It is renamed to the target: from here on readers see the checkpoint.
+5. The parent directory is fsynced: from here on the checkpoint is durable, and older ones may be deleted.
+
+A kill before step 4 leaves a hidden directory, which `clean_incomplete` deletes at the next start. URLs have neither
+rename nor fsync: `trainer_kit.checkpoint.remote` says what takes their place.
+
 Hooks may write files into the work directory of a checkpoint before its commit. The manifest lists them under
 ``extra``, by path, with size and checksum. A checkpoint with this entry may also get files from other programs later:
 files that the manifest does not list are ignored, and kept when the checkpoint is replaced.
@@ -13,7 +24,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -125,7 +136,11 @@ def take_snapshot(
     """
     trees: dict[str, object] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
-    copier = copy.copy if isinstance(copy, HostBuffers) else copy
+    copier: bool | Callable[[str, Tensor], Tensor]
+    if isinstance(copy, HostBuffers):
+        copier = copy.copy
+    else:
+        copier = copy
     for part_name, value in state.items():
         if not isinstance(part_name, str):
             raise CheckpointError(
@@ -137,7 +152,7 @@ def take_snapshot(
             value, tensors.setdefault(part_name, {}), at=part_name, copy=copier
         )
     if isinstance(copy, HostBuffers):
-        # Copies from an accelerator run until here.
+        # Copies from an accelerator run until here; once it returns, training may change the tensors.
         copy.end()
     return Snapshot(dump_document(trees), tensors, encode_info(info))
 
@@ -206,7 +221,9 @@ def write_checkpoint(
         ...     sorted(file.name for file in path.iterdir()), read_checkpoint(path)
         (['manifest.json', 'state.json'], {'progress': {'step': 3}})
     """
+    # First: a state of many gigabytes is not encoded for a target that is refused.
     target = check_target(path, overwrite)
+    # No copy: the caller waits, so nothing changes the state until it is written.
     snapshot = take_snapshot(state, info=info, copy=False)
     return write_snapshot(target, snapshot, overwrite=overwrite, staged=staged)
 
@@ -220,9 +237,11 @@ def write_snapshot(
 ) -> Location:
     """Write a snapshot as `write_checkpoint` does; this touches no training state, so any thread may call it."""
     target = check_target(path, overwrite)
-    parts = name_parts(
-        snapshot.tensors, taken=() if staged is None else os.listdir(staged)
-    )
+    files_of_hooks: list[str] = []
+    if staged is not None:
+        files_of_hooks = os.listdir(staged)
+    parts = name_parts(snapshot.tensors, taken=files_of_hooks)
+    # All sizes are known before the first byte is written, so that a full disk is noticed first.
     needed = len(snapshot.document)
     buffers_by_name = {}
     for part_name, name in parts.items():
@@ -236,11 +255,15 @@ def write_snapshot(
             for name, buffers in buffers_by_name.items()
         }
         files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
-        extra = None if staged is None else staged_files(staged, files)
+        extra = None
+        if staged is not None:
+            extra = staged_files(staged, files)
+        # As late as possible: the number must be above those that other saves have committed meanwhile.
         committed = next_commit(target.parent)
         manifest = new_manifest(
             files, parts, snapshot.info, versions(), committed, extra=extra
         )
+        # Last: a manifest never lists a file that is not whole. Leaving the context commits.
         write_file(work / MANIFEST, [dump_manifest(manifest)])
     return target
 
@@ -258,6 +281,7 @@ def stage(target: Path) -> Path:
     with io_failures(target):
         make_directories(missing_directories(target.parent))
         work.mkdir()
+        # Hooks write files of any name: without this one `clean_incomplete` would spare the directory as foreign.
         write_file(work / _STAGED, [])
     return work
 
@@ -303,14 +327,17 @@ def work_directory(
         (work / _STAGED).unlink(missing_ok=True)
         # The names of its files must be durable before the name of the directory is.
         sync_directory(work)
+        # The commit, in one of two ways: when it returns, the checkpoint is durable under its name.
         if overwrite and target.exists():
             _replace(work, target)
         else:
             _rename(work, target)
     except BaseException as error:
+        # Also after a failed commit, which has given the directory its hidden name back.
         shutil.rmtree(work, ignore_errors=True)
         for parent in new_parents:
-            with suppress(OSError):  # another process uses it now
+            # It fails where another process has written into the directory since.
+            with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError):
             raise io_failure(target, error, needed) from error
@@ -324,6 +351,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         CheckpointError: ``path`` is not a checkpoint of this library, or cannot be deleted.
     """
     target = absolute(path)
+    # A wrong path must not delete the user's files.
     if not has_library_manifest(target):
         raise CheckpointError(
             target, None, "not a checkpoint of this library, so it is not deleted"
@@ -335,6 +363,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         hidden = hidden_path(target, "tmp")
         # In one step the checkpoint is gone for every reader; deleting the files takes longer.
         os.rename(target, hidden)
+        # Durable before the first file goes: otherwise a crash could bring back the name with half the files.
         sync_directory(target.parent)
         _delete_directory(hidden)
 
@@ -358,9 +387,11 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
     entries.sort(key=lambda entry: entry.name.endswith(".tmp"))
     for entry in entries:
         hidden = Hidden.parse(entry.name)
+        # Of a live process, or one of another host that cannot be seen, it may be a save under way.
         if hidden is None or not hidden.stale or entry.is_symlink():
             continue
-        with suppress(FileNotFoundError):  # another rank may clean at the same time
+        # Another process may clean at the same time.
+        with suppress(FileNotFoundError):
             if _clean_entry(entry, hidden):
                 cleaned.append(hidden.target)
     if cleaned:
@@ -379,6 +410,7 @@ def _clean_entry(entry: Path, hidden: Hidden) -> bool:
     if not entry.is_dir():
         return False
     target = entry.parent / hidden.target
+    # Killed in `_replace` between its two renames: the new checkpoint never got the name, so the old one counts.
     if hidden.suffix == "old" and not os.path.lexists(target):
         if not has_library_manifest(entry) and not _holds_only_a_save(entry):
             return False
@@ -436,15 +468,19 @@ def name_parts(
         taken: names of other files.
     """
     names: dict[str, str | None] = {}
-    used = {name.casefold() for name in taken}  # some file systems ignore case
+    # Some file systems ignore case.
+    used = {name.casefold() for name in taken}
     for part_name, members in tensors.items():
+        if not members:
+            names[part_name] = None
+            continue
         name = part_name + suffix
         if not FILE_NAME.fullmatch(name) or name.casefold() in used:
+            # One more name than are used, so one of them is free.
             numbered = [f"part{number}{suffix}" for number in range(len(used) + 1)]
             name = next(name for name in numbered if name.casefold() not in used)
-        names[part_name] = name if members else None
-        if members:
-            used.add(name.casefold())
+        names[part_name] = name
+        used.add(name.casefold())
     return names
 
 
@@ -470,14 +506,15 @@ def io_failure(
         free = in_units(shutil.disk_usage(parent).free)
     except OSError:
         free = "unknown"
-    is_full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+    fix = None
+    # Not every system has an error for quotas.
+    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        fix = "free some space, or keep fewer checkpoints (save_top_k)"
     return CheckpointError(
         target,
         None,
         f"{error.strerror or error} (need {in_units(needed)}, free {free})",
-        fix="free some space, or keep fewer checkpoints (save_top_k)"
-        if is_full
-        else None,
+        fix=fix,
     )
 
 
@@ -486,21 +523,26 @@ def io_failures(target: Location, needed: int = 0) -> Iterator[None]:
     """Turn an ``OSError`` inside into its `io_failure`."""
     try:
         yield
-    except CheckpointError:  # one of them is an OSError too
+    # One of them is an OSError too, and says already what is wrong.
+    except CheckpointError:
         raise
     except OSError as error:
         raise io_failure(target, error, needed) from error
 
 
 def _replace(work: Path, target: Path) -> None:
+    """Give ``work`` the name of the checkpoint ``target``, and delete that one once the new one is durable."""
+    # A directory that is not empty cannot be replaced by a rename, so the two names are swapped.
     if _exchange(work, target):
         replaced = work
         try:
             sync_directory(target.parent)
         except BaseException:
+            # Whether the swap is durable is unknown: the save fails, and the old checkpoint stays.
             _exchange(work, target)
             raise
     else:
+        # In two steps, between which the target is absent.
         replaced = hidden_path(target, "old")
         # After a kill from here on, `clean_incomplete` restores it.
         os.rename(target, replaced)
@@ -509,7 +551,7 @@ def _replace(work: Path, target: Path) -> None:
         except BaseException:
             os.rename(replaced, target)
             raise
-    # The new checkpoint is durable; `clean_incomplete` deletes leftovers.
+    # The new checkpoint is durable, so no error may fail the save any more; `clean_incomplete` deletes leftovers.
     with suppress(OSError):
         _carry_over(replaced, target)
         _delete_directory(replaced)
@@ -531,6 +573,7 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     import ctypes
 
+    # Python has no function for this call, and older C libraries neither.
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False
@@ -574,11 +617,9 @@ def staged_files(work: Path, checkpoint_files: Collection[str]) -> FileEntries:
             path = Path(directory, name)
             relative = path.relative_to(work).as_posix()
             mode = path.lstat().st_mode
-            if (
-                relative in checkpoint_files
-                or relative == _STAGED
-                or stat.S_ISDIR(mode)
-            ):
+            if relative in checkpoint_files or relative == _STAGED:
+                continue
+            if stat.S_ISDIR(mode):
                 continue
             if not stat.S_ISREG(mode):
                 raise CheckpointError(
@@ -590,6 +631,7 @@ def staged_files(work: Path, checkpoint_files: Collection[str]) -> FileEntries:
             sync_directory(path)
             size = path.stat().st_size
             entries[relative] = {"size": size, "xxh3_64": checksum(path)}
+        # The names in each directory too, not only the contents.
         sync_directory(Path(directory))
     return dict(sorted(entries.items()))
 
@@ -602,6 +644,7 @@ def _carry_over(replaced: Path, target: Path) -> None:
         return
     if "extra" not in manifest:
         return
+    # What the old manifest lists belongs to the old checkpoint; the rest was added later, and only moved.
     known_names = {MANIFEST, *manifest["files"], *_first_names(manifest["extra"])}
     for entry in replaced.iterdir():
         if entry.name not in known_names and not os.path.lexists(target / entry.name):
@@ -613,6 +656,7 @@ def _holds_only_a_save(directory: Path) -> bool:
     foreign = {file.name for file in directory.iterdir() if not is_library_file(file)}
     if not foreign or _STAGED in foreign:
         return True
+    # Killed between the deletion of the `_STAGED` file and the commit, or in a deletion: the manifest knows the files.
     try:
         return foreign <= _first_names(read_manifest(directory).get("extra", {}))
     except CheckpointError:

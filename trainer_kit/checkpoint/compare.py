@@ -46,9 +46,14 @@ class Difference:
     max_abs: float | None = None
 
     def __str__(self) -> str:
-        name = f"{self.part}: {self.key}" if self.key else self.part
+        name = self.part
+        if self.key:
+            name = f"{self.part}: {self.key}"
         if self.kind == "missing":
-            return f"{name}: only in the {'first' if self.a else 'second'}"
+            # The text of a value is never empty, so an empty one says in which of the two it is missing.
+            if self.a:
+                return f"{name}: only in the first"
+            return f"{name}: only in the second"
         if self.max_abs is not None:
             return f"{name}: values differ by up to {self.max_abs:.6g} ({self.a})"
         return f"{name}: {self.kind} {self.a} != {self.b}"
@@ -124,7 +129,8 @@ def _walk(
         tensor_a = torch.from_numpy(a)
         tensor_b = torch.from_numpy(b)
         yield from _compare_tensors(report, tensor_a, tensor_b)
-    elif _text(a) != _text(b):  # the text of a float is exact, and NaN is NaN
+    # The text of a float is exact, and NaN is NaN.
+    elif _text(a) != _text(b):
         yield report("value", _show(a), _show(b))
 
 
@@ -149,19 +155,24 @@ def _compare_tensors(
 
 def _largest_difference(a: Tensor, b: Tensor) -> float:
     # Differences of integers and of half precision overflow in their own dtype.
-    wide = torch.complex128 if a.is_complex() else torch.float64
+    wide = torch.float64
+    if a.is_complex():
+        wide = torch.complex128
     a = a.to(wide)
     b = b.to(wide)
     difference = (a - b).abs()
     both_nan = a.isnan() & b.isnan()
-    difference[(a == b) | both_nan] = 0.0  # the difference of equal infinities is NaN
+    # The difference of equal infinities is NaN.
+    difference[(a == b) | both_nan] = 0.0
     return float(difference.max())
 
 
 def _show(value: object) -> str:
     """The text of a value, shortened."""
     text = _text(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    if len(text) <= _SHOWN:
+        return text
+    return f"{text[: _SHOWN - 1]}…"
 
 
 def _text(value: object) -> str:

@@ -32,7 +32,8 @@ __all__ = [
 
 _POINTERS: Final = ("latest_universal", "latest")
 _STATES: Final = "*_model_states.pt"
-_MAX_NAME_BYTES: Final = 4096  # bytes of a name
+_MAX_NAME_BYTES: Final = 4096
+"""Bytes of the name of a step's directory: more than any file system takes."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def find_deepspeed(path: Path) -> DeepSpeedFiles | None:
     if parameter_files:
         parameters = {file.parent.name: file for file in parameter_files}
         return DeepSpeedFiles(parameters, sorted(states, key=_rank))
+    # With ZeRO the master weights lie in such files, in parts.
     if len(states) == 1 and not any(directory.glob("*_optim_states.pt")):
         return DeepSpeedFiles({}, states)
     universal = f"{directory.parent}-universal"
@@ -83,7 +85,9 @@ def find_deepspeed(path: Path) -> DeepSpeedFiles | None:
 def _rank(file: Path) -> int:
     """Return the rank in a file name; sorted as text, names of ten or more ranks are in another order."""
     match = re.match(r"zero_pp_rank_(\d+)_", file.name)
-    return 0 if match is None else int(match[1])
+    if match is None:
+        return 0
+    return int(match[1])
 
 
 def _find_step(path: Path) -> Path | None:
@@ -96,6 +100,7 @@ def _find_step(path: Path) -> Path | None:
                 name = file.read(_MAX_NAME_BYTES).strip()
         except (OSError, ValueError):
             continue
+        # The file may name any path; only a directory beside it is one of its steps.
         leads_out = name != os.path.basename(name) or name in ("", ".", "..")
         if not leads_out and any((path / name).glob(_STATES)):
             return path / name
@@ -157,6 +162,7 @@ def deepspeed_content(files: DeepSpeedFiles) -> DeepSpeedContent:
         schedule = None
     rates = _scheduled_rates(schedule)
     if files.parameters:
+        # Adam counts updates, and a step with an overflow is none.
         updates = step - state.get("skipped_steps", 0)
         moments = _read_moments(files, weights, _shared_names(state), updates)
         return DeepSpeedContent(
@@ -175,7 +181,9 @@ def deepspeed_content(files: DeepSpeedFiles) -> DeepSpeedContent:
 
 
 def _scheduled_rates(schedule: Mapping[str, Any] | None) -> list[float]:
-    rates = None if schedule is None else schedule.get("_last_lr")
+    rates = None
+    if schedule is not None:
+        rates = schedule.get("_last_lr")
     if not isinstance(rates, list):
         return []
     # The file may be of any version: other values are no rates.
@@ -202,11 +210,14 @@ def _weights(
     # Trained weights are in their own files in full precision. Take buffers from the module: its dtypes are unchanged.
     buffers = state.get("buffer_names") or ()
     frozen = state.get("frozen_param_shapes") or {}
+    # Stage 3 divides frozen parameters too: then the module has only this rank's part of each.
     is_divided = any(
         isinstance(module.get(name), Tensor) and module[name].shape != shape
         for name, shape in frozen.items()
     )
-    whole_frozen = () if is_divided else frozen
+    whole_frozen = frozen
+    if is_divided:
+        whole_frozen = {}
     values = {
         name: value
         for name, value in module.items()
@@ -241,7 +252,9 @@ def _trained_shapes(state: _State) -> dict[str, torch.Size]:
 def _shared_names(state: _State) -> dict[str, str]:
     """Each further name of a shared parameter, with its first name."""
     shared = state.get("shared_params")
-    return dict(shared) if isinstance(shared, dict) else {}
+    if isinstance(shared, dict):
+        return dict(shared)
+    return {}
 
 
 def _assemble_frozen(
@@ -273,9 +286,14 @@ def _read_tensor(
     shape: torch.Size | None,
 ) -> Tensor:
     content = torch_load(file, device)
-    value = content.get("param") if isinstance(content, dict) else content
+    value = content
+    if isinstance(content, dict):
+        value = content.get("param")
     tensor = tensors_of(file, {name: value}, file.stat().st_size)[name]
-    return tensor if shape is None else _unflatten(tensor, shape, file, name)
+    # Without a shape (stages 1 and 2) the file has the parameter's own.
+    if shape is None:
+        return tensor
+    return _unflatten(tensor, shape, file, name)
 
 
 def _unflatten(
@@ -314,15 +332,18 @@ def _read_moments(
     moments: dict[str, _State] = {}
     for name, file in files.parameters.items():
         moment_files = {key: file.with_name(f"{key}.pt") for key in _MOMENTS}
+        # It never had a gradient, is frozen, or is a buffer.
         if not all(moment_file.exists() for moment_file in moment_files.values()):
-            continue  # it never had a gradient, is frozen, or is a buffer
+            continue
         shape = weights[name].shape
         state: _State = {}
         for key, moment_file in moment_files.items():
             state[key] = _read_tensor(moment_file, name, "cpu", shape)
         # Stage 3 and fused optimizers have one count for all parameters, which are all updated in each step.
         step_file = file.with_name("step.pt")
-        step = torch_load(step_file, "cpu") if step_file.exists() else updates
+        step = updates
+        if step_file.exists():
+            step = torch_load(step_file, "cpu")
         state["step"] = torch.as_tensor(step, dtype=torch.float32)
         moments[name] = state
         # The module may use the other name of a shared parameter.

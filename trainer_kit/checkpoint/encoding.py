@@ -67,8 +67,10 @@ _FIX: Final = (
     "register how to store it: tk.checkpoint.codec(Class, to_plain, from_plain); or save plain data, tensors and"
     ' arrays, and rebuild the rest when the state is loaded; Trainer(on_unsaveable="drop") leaves it out'
 )
-_SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
-_DISTRIBUTED: Final = "__create_write_items__"  # torch's protocol for tensors that are divided among ranks
+_SCALARS: Final = "biufcmMUS"
+"""NumPy kinds whose bytes are their value."""
+_DISTRIBUTED: Final = "__create_write_items__"
+"""A method of torch's protocol for tensors that are divided among ranks."""
 
 Tree = Any
 """An encoded value, as JSON holds it."""
@@ -206,14 +208,17 @@ def _key_name(key: object) -> str:
         return key
     try:
         return repr(key)
-    except ValueError:  # an int of more digits than Python prints
+    except ValueError:
+        # An int of more digits than Python prints.
         return type(key).__name__
 
 
 def _describe(value: object) -> str:
     kind = type(value)
     name = getattr(value, "__qualname__", kind.__qualname__)
-    detail = ", which is defined inside a function," if "<locals>" in name else ""
+    detail = ""
+    if "<locals>" in name:
+        detail = ", which is defined inside a function,"
     return f"a value of type {type_name(kind)}{detail}"
 
 
@@ -262,14 +267,20 @@ class _Encoder:
         self._records: dict[tuple[object, ...], tuple[Tensor, _Record]] = {}
 
     def encode(self, value: Any, path: _KeyPath) -> Tree:
+        # Exact types everywhere: a subclass would be decoded as its base, without what it adds.
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
+            if -(2**63) <= value < 2**63:
+                return value
             # Beyond 64 bits JSON readers disagree, and Python limits the digits it parses.
-            return value if -(2**63) <= value < 2**63 else _record("int", hex(value))
+            return _record("int", hex(value))
         if kind is float:
-            return value if math.isfinite(value) else _record("float", repr(value))
+            if math.isfinite(value):
+                return value
+            # JSON has no notation for infinity and NaN.
+            return _record("float", repr(value))
         if kind in _LEAVES:
             tag, to_json = _LEAVES[kind]
             return _record(tag, to_json(value))
@@ -299,9 +310,12 @@ class _Encoder:
 
     def _object(self, value: Any, path: _KeyPath) -> _Record:
         """The record of an object of a class, or of a class or a function itself."""
-        name = import_path(value) if callable(value) else None
+        name = None
+        if callable(value):
+            name = import_path(value)
         if name is not None:
             return _record("name", name)
+        # A class that no name leads to must not be taken for an object of its metaclass.
         if isinstance(value, type):
             reason = f"the class {type_name(value)} cannot be named in a checkpoint"
             raise self._refusal(value, path, reason)
@@ -314,6 +328,7 @@ class _Encoder:
             self._open.discard(id(value))
 
     def _instance(self, value: Any, path: _KeyPath) -> _Record:
+        # First: what the program has registered counts more than a form that the library knows.
         codec = codec_of(value)
         if codec is not None:
             return self._with_codec(codec, value, path)
@@ -391,7 +406,8 @@ class _Encoder:
                 self.encode(item, (*path, str(index)))
                 for index, item in enumerate(value)
             ]
-            if kind in (set, frozenset):  # equal sets give equal files
+            # The order of a set differs between processes: equal sets give equal files.
+            if kind in (set, frozenset):
                 tree.sort(key=lambda item: json.dumps(item, sort_keys=True))
             if kind is not list:
                 tree = _record(kind.__name__, tree)
@@ -405,6 +421,7 @@ class _Encoder:
             for name, item in zip(names, value.values(), strict=True)
         ]
         tree: Tree
+        # JSON has text keys only, and a dict with the key of a tag would be read as a record.
         if TAG not in value and all(type(key) is str for key in value):
             tree = dict(zip(value, items, strict=True))
         else:
@@ -454,6 +471,7 @@ class _Encoder:
 
     def _new_tensor(self, tensor: Tensor, path: _KeyPath) -> _Record:
         if self._sharded:
+            # Each rank views and copies only its chunks, once the plan says which ones it writes.
             name = self._add_tensor(tensor, path)
             return _record("tensor", name)
         tensor = tensor.resolve_conj().resolve_neg()
@@ -537,7 +555,10 @@ class _Decoder:
         if TAG not in tree:
             return {key: self.decode(item, (*path, key)) for key, item in tree.items()}
         tag = tree[TAG]
-        read = _READERS.get(tag) if isinstance(tag, str) else None
+        read = None
+        # Other values of a damaged file may not be hashable.
+        if isinstance(tag, str):
+            read = _READERS.get(tag)
         if read is None:
             fix = "read it with the version that wrote it"
             raise self._damage(path, f"unknown tag {tag!r}", fix=fix)
@@ -546,9 +567,8 @@ class _Decoder:
         # Both are named already: by an inner record, and by `decode`.
         except (CheckpointError, RecursionError):
             raise
-        except (
-            Exception
-        ) as error:  # each type raises its own error for a damaged record
+        except Exception as error:
+            # Each type raises its own error for a damaged record.
             reason = f"damaged record of a {tag}: {error}"
             raise self._damage(path, reason) from error
 
@@ -582,6 +602,7 @@ class _Decoder:
 
     def ordered(self, record: _Record, path: _KeyPath) -> OrderedDict[Any, Any]:
         value = OrderedDict(self.decode(record["v"], path))
+        # torch sets this attribute on each state_dict, and its type stubs do not know it.
         if "metadata" in record:
             value._metadata = self.decode(record["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
         return value
@@ -612,13 +633,16 @@ class _Decoder:
         if not isinstance(record["v"], str):
             raise TypeError("it is not a string")
         value = find_name(record["v"])
-        return ObjectRecord(record["v"]) if value is None else value
+        if value is None:
+            return ObjectRecord(record["v"])
+        return value
 
     def object(self, record: _Record, path: _KeyPath) -> Any:
         name, content = self.named(record, path)
         codec = codec_named(name)
         if codec is None:
             return ObjectRecord(name, content)
+        # Code that the program has registered itself; only its argument comes from the file.
         return codec.from_plain(content)
 
     def dataclass(self, record: _Record, path: _KeyPath) -> Any:
@@ -650,6 +674,7 @@ class _Decoder:
 
     def partial(self, record: _Record, path: _KeyPath) -> Any:
         function, arguments, keywords = self.decode(record["v"], path)
+        # Of a function of the program a file would choose the arguments.
         if isinstance(function, ObjectRecord) or not is_library_kind(function):
             return ObjectRecord("functools.partial", [function, arguments, keywords])
         return partial(function, *arguments, **keywords)

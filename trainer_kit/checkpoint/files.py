@@ -146,7 +146,8 @@ def named_failure(
     """Turn an ``OSError`` inside into a `CheckpointError` that names ``file``; ``problem`` begins the reason."""
     try:
         yield
-    except CheckpointError:  # one of them is an OSError too
+    # One of them is an OSError too, and says already what is wrong.
+    except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(
@@ -218,7 +219,7 @@ def safetensors_bytes(
     """
     tied = tied_names(tensors)
     stored = [item for item in tensors.items() if item[0] not in tied]
-    # Large elements first: that keeps the data of every tensor aligned.
+    # Large elements first: that keeps the data of every tensor aligned. Then by name: equal states give equal files.
     stored.sort(key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, object] = {"__metadata__": {**tied, _FORMAT_KEY: "pt"}}
     offset = 0
@@ -234,6 +235,7 @@ def safetensors_bytes(
     # The format aligns the data to 8 bytes.
     text += b" " * (-len(text) % 8)
 
+    # A generator: at most one tensor at a time is copied to the host.
     def buffers() -> Iterable[bytes | memoryview]:
         yield struct.pack("<Q", len(text))
         yield text
@@ -252,6 +254,7 @@ def identity(tensor: Tensor) -> tuple[object, ...]:
     address of the data: a rank that holds no elements must find the same tied names as the other ranks.
     """
     shard = local(tensor)
+    # Shape and strides too: a view of the same memory is another tensor, and stored separately.
     return (
         shard.untyped_storage()._cdata,
         shard.storage_offset(),
@@ -275,6 +278,7 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     tied: dict[str, str] = {}
     for name, tensor in tensors.items():
         first_name = first_names.setdefault(identity(tensor), name)
+        # The metadata of the file cannot hold a tie under its own key: such a tensor is stored twice.
         if first_name != name and name != _FORMAT_KEY:
             tied[name] = first_name
     return tied
@@ -290,6 +294,7 @@ def write_file(path: Location, buffers: Iterable[bytes | memoryview]) -> FileEnt
     Raises:
         OSError: the file exists or cannot be written.
     """
+    # Of the bytes in memory: a checksum of the file could not detect that its writing failed.
     digest = xxhash.xxh3_64()
     size = 0
 
@@ -306,6 +311,7 @@ def write_file(path: Location, buffers: Iterable[bytes | memoryview]) -> FileEnt
     if isinstance(path, RemotePath):
         path.write_chunks(chunks(_READ_BYTES))
     else:
+        # Exclusively: a file that is there already belongs to something else.
         with open(path, "xb") as file:
             for chunk in chunks(_WRITE_BYTES):
                 file.write(chunk)
@@ -326,6 +332,7 @@ def missing_directories(path: Path) -> list[Path]:
 
 def make_directories(missing: list[Path]) -> None:
     """Make the directories that `missing_directories` returned, durably."""
+    # The outermost first; another process may make the same ones.
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
         # A checkpoint is only as durable as the name of its directory.
@@ -364,6 +371,7 @@ def read_file(path: Location, max_bytes: int) -> bytes:
         _check_file(path.lstat(), max_bytes)
         return b"".join(path.read_chunks())
     with open(path, "rb", opener=_open_no_follow) as file:
+        # Of the opened file: between a check of the path and the open another file could take its place.
         _check_file(os.fstat(file.fileno()), max_bytes)
         return file.read(max_bytes)
 
@@ -400,7 +408,8 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
             for name, first_name in _stored_ties(file).items():
                 tensors[name] = tensors[first_name]
             return tensors
-    except Exception as error:  # a damaged header can cause any error in torch
+    except Exception as error:
+        # A damaged header can cause any error in torch.
         raise CheckpointError(
             path, None, f"not a readable safetensors file: {error}"
         ) from error
@@ -414,6 +423,7 @@ def stated_size(path: Location) -> int:
         ValueError: the file does not begin with the header of a safetensors file.
     """
     length = struct.unpack("<Q", _header_start(path, 8))[0]
+    # Before so many bytes are read: the number comes from the file.
     if length > _MAX_HEADER_BYTES:
         raise ValueError(f"a header of {in_units(length)}")
     header = json.loads(_header_start(path, 8 + length)[8:])
@@ -461,7 +471,8 @@ def read_header(file: Path) -> dict[str, Tensor]:
                 dtypes[name] = entry.get_dtype()
                 shapes[name] = entry.get_shape()
             ties = _stored_ties(content)
-    except Exception as error:  # a damaged header can cause any error
+    except Exception as error:
+        # A damaged header can cause any error.
         raise CheckpointError(
             file, None, f"not a readable safetensors file: {error}"
         ) from error
@@ -517,9 +528,10 @@ def torch_load(
             file.seek(0)
         # torch refuses everything that could run code, and names it in the error.
         return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
-    except Exception as error:  # a hostile file can cause any error
+    except Exception as error:
+        # A hostile file can cause any error. torch's text goes on with advice to load the file without protection.
         lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason = next(iter(lines), type(error).__name__)
         refused = _REFUSED.search(str(error))
         if refused is not None:
             reason = f"it holds {refused[1]}, and a class could run code"

@@ -92,6 +92,7 @@ class TensorLayout:
 
     def viewed_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
         """Return the layout of a tensor of this dtype and shape that is stored flat in another dtype (`CARRIERS`)."""
+        # Only a checkpoint of one process stores a tensor flat, as one chunk.
         start = (0,) * len(shape)
         chunks = tuple(
             Chunk(start, shape, chunk.file, chunk.key) for chunk in self.chunks
@@ -168,6 +169,7 @@ def read_layout(path: Path, manifest: Manifest) -> Layout:
                 bytes_by_file[chunk.file] += (
                     math.prod(chunk.sizes) * tensor.dtype.itemsize
                 )
+    # A small file must not ask for the memory of a large tensor: each byte of a tensor needs one in a file.
     for name, size in bytes_by_file.items():
         if size > manifest["files"][name]["size"]:
             raise CheckpointError(
@@ -202,6 +204,7 @@ def _parse_sizes(value: object) -> tuple[int, ...]:
 
 
 def _is_size(number: object) -> bool:
+    # Beyond 64 bits torch raises an error of its own.
     return type(number) is int and 0 <= number < 2**63
 
 
@@ -216,6 +219,7 @@ def check_cover(file: object, key: str, tensor: TensorLayout) -> None:
         if not _is_inside(chunk, shape):
             reason = f"chunk at {list(chunk.offsets)} of {list(chunk.sizes)} is not inside {list(shape)}"
             raise CheckpointError(file, key, reason)
+    # Chunks inside the bounds that have as many elements, and do not overlap, cover every element once.
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)
     if covered != math.prod(shape):
         raise CheckpointError(
@@ -244,13 +248,15 @@ def _refuse_overlap(
 
     Sweep along the dim with the most different offsets; compare each chunk with those that are still open there.
     """
+    # Comparing all pairs would take time quadratic in the number of chunks, which a file chooses.
     chunks = tensor.chunks
     start_counts = [
         len({chunk.offsets[dim] for chunk in chunks})
         for dim in range(len(tensor.shape))
     ]
     dim = start_counts.index(max(start_counts))
-    still_open: list[tuple[int, int]] = []  # end on the dim, index of the chunk
+    # End on the dim, and index of the chunk; sorted by the end, so that chunks that have ended stand at the front.
+    still_open: list[tuple[int, int]] = []
     for index in sorted(
         range(len(chunks)), key=lambda index: chunks[index].offsets[dim]
     ):
@@ -306,7 +312,8 @@ class ShardFiles:
         path = self._root / chunk.file
         carrier = CARRIERS.get(tensor.dtype)
         stored_shape = list(chunk.sizes)
-        if carrier is not None:  # stored flat
+        # Such a dtype is stored flat, in another one.
+        if carrier is not None:
             stored_bytes = math.prod(chunk.sizes) * tensor.dtype.itemsize
             stored_shape = [stored_bytes // carrier.itemsize]
         box = tuple(
@@ -328,7 +335,8 @@ class ShardFiles:
             return values.reshape(chunk.sizes)[box]
         except CheckpointError:
             raise
-        except Exception as error:  # a damaged header can cause any error
+        except Exception as error:
+            # A damaged header can cause any error.
             raise CheckpointError(
                 path, chunk.key, f"it cannot be read: {error}"
             ) from error
@@ -363,6 +371,7 @@ class Assembled(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         layout = self._tensors[name]
+        # Not zeroed: `read_layout` has checked that the chunks cover every element.
         tensor = torch.empty(layout.shape, dtype=layout.dtype, device=self._device)
         for chunk in layout.chunks:
             target = tensor
@@ -391,6 +400,7 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
         # A tied weight is stored only under its first name.
         key = keys.setdefault(id(tensor), name)
         shape = tuple(tensor.shape)
+        # A tensor without elements has no chunks, as in a layout that is written.
         chunks: tuple[Chunk, ...] = ()
         if tensor.numel():
             start = (0,) * tensor.ndim

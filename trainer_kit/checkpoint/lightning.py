@@ -147,12 +147,17 @@ def _as_arguments(content: Mapping[str, Any], values: str, argument: str) -> Any
     if name in (None, "kwargs"):
         return hparams
     # The constructor may read attributes or keys: it got a namespace or a mapping.
-    return {name: HParams(hparams) if isinstance(hparams, Mapping) else hparams}
+    if isinstance(hparams, Mapping):
+        hparams = HParams(hparams)
+    return {name: hparams}
 
 
 def _names_of_hparams(content: Mapping[str, Any], argument: str) -> dict[str, str]:
     name = content.get(argument)
-    return {} if name in (None, "kwargs") else {argument: str(name)}
+    # Lightning's word for hyperparameters that are separate arguments, which is the default here.
+    if name in (None, "kwargs"):
+        return {}
+    return {argument: str(name)}
 
 
 def _run_parts(file: Path, content: Mapping[str, Any]) -> _Content:
@@ -166,12 +171,13 @@ def _run_parts(file: Path, content: Mapping[str, Any]) -> _Content:
             f"it does not contain the progress of a Lightning 2 run ({content[_VERSION]} wrote it)",
             fix="run python -m lightning.pytorch.utilities.upgrade_checkpoint FILE, with Lightning 2, and import that",
         ) from error
+    # Lightning 1 and 2 keep the loss scale under different names.
     scales = [content[name] for name in _SCALE_ENTRIES if name in content]
     optimizers = [_name_by_group(saved) for saved in content["optimizer_states"]]
     return {
         "optimizer_states": optimizers,
         "lr_schedulers": content.get("lr_schedulers", []),
-        "precision": scales[0] if scales else {},
+        "precision": next(iter(scales), {}),
         "progress": progress,
         "datamodule_hyper_parameters": content.get("datamodule_hyper_parameters", {}),
         **_names_of_hparams(content, "datamodule_hparams_name"),
@@ -250,10 +256,10 @@ def to_lightning(state: Mapping[str, Any]) -> _Content:
     if "optimizer_states" in state:
         content |= _run_entries(state)
     # The weights are tensors already; everything else may hold objects.
-    return {
-        name: value if name == "state_dict" else as_plain(value)
-        for name, value in content.items()
-    }
+    for name, value in content.items():
+        if name != "state_dict":
+            content[name] = as_plain(value)
+    return content
 
 
 def _run_entries(state: Mapping[str, Any]) -> _Content:
@@ -286,7 +292,8 @@ def _fit_loop(progress: Mapping[str, int]) -> _Content:
     """The state of Lightning's training loop between two batches; it takes no loop's state that is missing."""
     epoch_batch = progress["epoch_batch"]
     epochs = _counts(progress["epoch"])
-    if epoch_batch:  # inside an epoch
+    # Inside an epoch, which has begun and is not processed.
+    if epoch_batch:
         epochs["ready"] += 1
         epochs["started"] += 1
     step = {"total": _counts(progress["step"]), "current": _counts(0)}

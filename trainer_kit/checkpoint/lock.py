@@ -1,4 +1,10 @@
-"""Allow one writer per directory: a lock file names the process that writes there."""
+"""Allow one writer per directory: a lock file names the process that writes there.
+
+The lock protects what only one run may do in a directory of checkpoints: choose names, write the index, prune, and
+discard incomplete saves. Readers take no lock, since a checkpoint is complete or absent at every instant. The file
+is no lock of the system (those are inherited by forked workers, and missing on some network file systems): it counts
+as long as the process that it names lives.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +30,10 @@ from trainer_kit.core.location import Location, RemotePath, absolute, locate
 __all__ = ["LOCK", "DirectoryLock", "Owner", "is_free", "owner_of"]
 
 LOCK: Final = ".lock"
-_MAX_BYTES: Final = 1 << 16  # bytes of a lock
+_MAX_BYTES: Final = 1 << 16
+"""Bytes of a lock file: one that anybody may have put there cannot exhaust the memory."""
 _ATTEMPTS: Final = 20
+"""How often taking the lock is tried while other processes take over, or release, the same file."""
 _SETTLE_SECONDS: Final = 0.05
 """Seconds after which a takeover is verified."""
 _DENIED_FIX: Final = (
@@ -82,6 +90,7 @@ class DirectoryLock:
         self.owner = Owner(Process.this(), since)
         self._file = self.directory / LOCK
         self._new_directories: list[Path] = []
+        # Directories that were made for a lock that is refused do not stay.
         try:
             self._make_directory()
             if isinstance(self._file, RemotePath):
@@ -99,6 +108,7 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Release the lock; no effect if it is released already, or in a forked process, or after a takeover."""
+        # A forked worker inherits this object: its exit must not release the lock of the run.
         if self.owner.process.pid != os.getpid():
             return
         with suppress(OSError):
@@ -116,7 +126,8 @@ class DirectoryLock:
 
     def _remove_directory(self) -> None:
         for directory in self._new_directories:
-            with suppress(OSError):  # it is in use now, or was never made
+            # It fails where the directory is in use now, or was never made.
+            with suppress(OSError):
                 directory.rmdir()
         self._new_directories = []
 
@@ -143,14 +154,17 @@ class DirectoryLock:
             raise self._refusal(str(owner))
         try:
             with _open(file) as stale:
+                # One process at a time gets past this line with the file of this dead owner.
                 _wait_for(stale)
                 opened = os.fstat(stale.fileno())
                 is_same = os.path.samestat(opened, os.stat(file))
+                # The process that was here before has put its own lock in place: look at that one.
                 if not is_same or _read(file) != owner:
                     return False
                 status = os.stat(work)
                 os.replace(work, file)
         except FileNotFoundError:
+            # Another process has taken it over and released it again.
             return False
         # Without file locks, another process may have done the same at the same time.
         time.sleep(_SETTLE_SECONDS)
@@ -160,12 +174,14 @@ class DirectoryLock:
 
     def _acquire_remote(self, file: RemotePath) -> None:
         """If the storage can create a file exclusively, the first process wins; else the last one to write wins."""
-        probe = hidden_path(file, "tmp")  # tests that files can be written and deleted
+        # Storage without permission to write or delete is an error now, and not at the first save.
+        probe = hidden_path(file, "tmp")
         probe.write_bytes(self._content())
         probe.unlink()
         if file.exists():
             owner = _read(file)
-            if owner is None:  # another process may be writing it
+            # Another process may be writing it.
+            if owner is None:
                 time.sleep(_SETTLE_SECONDS)
                 owner = _read(file)
             if owner is not None and not owner.process.dead:
@@ -173,6 +189,7 @@ class DirectoryLock:
             file.unlink(missing_ok=True)
         with suppress(FileExistsError):
             file.write_bytes(self._content(), new=True)
+        # Where two writers could both succeed, the file shows after a while who was the last one.
         time.sleep(_SETTLE_SECONDS)
         if _read(file) != self.owner:
             owner = _read(file)
@@ -226,11 +243,13 @@ def _read(file: Location) -> Owner | None:
 
 def _put(work: Path, file: Path) -> bool:
     """Give ``work`` the name ``file`` in one step; False if that name exists."""
+    # A link fails where the name exists, and gives it to a whole file; a rename would replace a lock that holds.
     try:
         os.link(work, file)
     except FileExistsError:
         return False
-    except OSError:  # the file system has no hard links
+    except OSError:
+        # The file system has no hard links: then another process may read half a lock, which counts as none.
         try:
             with open(file, "xb") as stream:
                 stream.write(work.read_bytes())

@@ -73,7 +73,8 @@ REPLACEMENT: Final = re.compile(r"again-[0-9a-f]{8}")
 DAMAGED: Final = re.compile(r".+\.damaged(-\d+)?", re.DOTALL)
 """Names of damaged checkpoints that were set aside."""
 
-_MAX_BYTES: Final = 64 << 20  # bytes of a manifest
+_MAX_BYTES: Final = 64 << 20
+"""Bytes of a manifest."""
 # Joined: the architecture test reads a literal with a dot as an import.
 _FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))
 _PLAIN: Final = 1
@@ -112,9 +113,13 @@ def new_manifest(
         shards: the number of ranks that write a sharded checkpoint; None for one process.
         extra: entries of files that hooks wrote, by path; None if no hooks may write.
     """
+    version = _SHARDED
+    if shards is None:
+        version = _PLAIN
+    # Format and number first: `has_library_manifest` and `commit_number` read only the first `_HEAD_BYTES` of the file.
     manifest: Manifest = {
         "format": _FORMAT,
-        "version": _PLAIN if shards is None else _SHARDED,
+        "version": version,
         "committed": committed,
         "info": info,
         "versions": versions,
@@ -135,6 +140,7 @@ def next_commit(directory: Location) -> int:
     than the highest number in the directory if a clock was set back. At a URL it is the time.
     """
     now = time.time_ns() // 1000
+    # At a URL each manifest would cost a request.
     if isinstance(directory, RemotePath) or not directory.is_dir():
         return now
     # Clocks are set back, and differ between machines that write to one directory.
@@ -155,7 +161,9 @@ def commit_number(path: Location) -> int | None:
     if match is None:
         return None
     number = int(match[1])
-    return number if number <= _LATEST_COMMIT else None
+    if number > _LATEST_COMMIT:
+        return None
+    return number
 
 
 def dump_manifest(content: Manifest) -> bytes:
@@ -194,6 +202,7 @@ def read_manifest(path: Location) -> Manifest:
             "not a trainer_kit checkpoint, or its manifest is damaged",
             fix=_FIX,
         )
+    # The checksum is over the content without itself.
     recorded = manifest.pop("sha256", None)
     try:
         # Compare the bytes too: some changes of the text do not change the parsed content.
@@ -205,6 +214,7 @@ def read_manifest(path: Location) -> Manifest:
             file, "sha256", "the manifest was changed after it was written", fix=_FIX
         )
     version = manifest.get("version")
+    # After the checksum: only an undamaged manifest of another version asks for an upgrade.
     if type(version) is not int or version not in (_PLAIN, _SHARDED):
         reason = f"format {version!r}, this library reads {_PLAIN} and {_SHARDED}"
         raise CheckpointError(file, "version", reason, fix="upgrade trainer_kit")
@@ -226,7 +236,11 @@ def _missing_manifest(path: Location) -> CheckpointError:
 
 def files_directory(path: Location, manifest: Manifest) -> Location:
     """Return the directory of the files that the manifest at ``path`` lists."""
-    return path / manifest["within"] if "within" in manifest else path
+    # Only of a checkpoint at a URL that was overwritten, see `trainer_kit.checkpoint.remote`.
+    within: str | None = manifest.get("within")
+    if within is None:
+        return path
+    return path / within
 
 
 def listed_files(manifest: Manifest) -> FileEntries:
@@ -283,7 +297,8 @@ def _statuses(directory: Location) -> dict[str, os.stat_result]:
     """The status of each entry of a checkpoint's directory, by name."""
     with named_failure(directory, "the directory cannot be read"):
         statuses = {entry.name: entry.lstat() for entry in directory.iterdir()}
-    if isinstance(directory, RemotePath):  # it may be in the process of being replaced
+    # A checkpoint at a URL may be in the process of being replaced: the new files lie in a directory within it.
+    if isinstance(directory, RemotePath):
         for name in [name for name in statuses if REPLACEMENT.fullmatch(name)]:
             del statuses[name]
     return statuses
@@ -293,6 +308,7 @@ def _check_extra(path: Location, name: str, size: int) -> None:
     *directories, _ = PurePosixPath(name).parts
     parent = path
     with named_failure(path / name, "the file is missing", _FIX):
+        # Each directory on the way: a link anywhere could lead to a file outside of the checkpoint.
         for directory in directories:
             parent = parent / directory
             if stat.S_ISLNK(parent.lstat().st_mode):
@@ -333,9 +349,11 @@ def check_sizes(
         CheckpointError: naming a file that is larger than the tensors in its header, or than a description may be.
     """
     for name in names:
-        if name not in manifest["files"]:  # files of hooks may have any content
+        # Files of hooks may have any content.
+        if name not in manifest["files"]:
             continue
         size = manifest["files"][name]["size"]
+        # Parsed JSON takes many times as much memory as its text.
         if name in (DOCUMENT, LAYOUT) and size > MAX_DOCUMENT_BYTES:
             reason = f"{in_units(size)}, where at most {in_units(MAX_DOCUMENT_BYTES)} are written"
             raise CheckpointError(path / name, None, reason, fix=_FIX)
@@ -394,7 +412,9 @@ def files_of_part(manifest: Manifest, part_name: str) -> list[str]:
     files = manifest["parts"][part_name]
     if files is None:
         return []
-    return list(files) if isinstance(files, list) else [files]
+    if isinstance(files, list):
+        return list(files)
+    return [files]
 
 
 def has_library_manifest(path: Location) -> bool:
@@ -420,8 +440,9 @@ def _is_library_name(name: str) -> bool:
 
 def was_checkpoint(path: Location) -> bool:
     """Like `has_library_manifest`, but also for a directory with a damaged or missing manifest and no foreign names."""
+    # At a URL a directory without a manifest is an unfinished upload.
     if isinstance(path, RemotePath) and not (path / MANIFEST).exists():
-        return False  # an unfinished upload
+        return False
     if has_library_manifest(path):
         return True
     try:
@@ -430,6 +451,7 @@ def was_checkpoint(path: Location) -> bool:
         names = [entry.name for entry in path.iterdir()]
     except OSError:
         return False
+    # Tensors alone may be a model of another library, which this one must not set aside or delete.
     has_description = MANIFEST in names or DOCUMENT in names
     return has_description and all(map(_is_library_name, names))
 
@@ -467,11 +489,12 @@ def _refuse_constant(name: str) -> float:
 
 
 def _integer(text: str) -> int:
-    # int() takes time quadratic in the digits.
-    value = int(text) if len(text) <= 20 else 2**63
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"an integer of {len(text)} digits is beyond 64 bits")
-    return value
+    # int() takes time quadratic in the digits, and no number of 64 bits has more than 20 characters.
+    if len(text) <= 20:
+        value = int(text)
+        if -(2**63) <= value < 2**63:
+            return value
+    raise ValueError(f"an integer of {len(text)} digits is beyond 64 bits")
 
 
 def _finite(text: str) -> float:
@@ -546,11 +569,17 @@ def _check_files_of_part(
     value = manifest["parts"][part_name]
     sharded = is_sharded(manifest)
     names = files_of_part(manifest, part_name)
-    types = (list,) if sharded else (str, type(None))
+    types: tuple[type, ...] = (str, type(None))
+    if sharded:
+        types = (list,)
     if not isinstance(value, types):
-        names = [value]  # no valid name, so that the error shows it
+        # No valid name, so that the error shows it.
+        names = [value]
     for name in names:
-        entry = files.get(name) if isinstance(name, str) else None
+        # Other types may not be hashable.
+        entry = None
+        if isinstance(name, str):
+            entry = files.get(name)
         if entry is None:
             raise CheckpointError(
                 file, f"parts.{part_name}", f"its file {name!r} is not listed", fix=_FIX

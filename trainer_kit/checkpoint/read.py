@@ -1,4 +1,9 @@
-"""Read checkpoints: first the manifest, then checksums, then the state."""
+"""Read checkpoints: first the manifest, then checksums, then the state.
+
+The order protects the reader, since anybody may have written the files: the manifest's own checksum and shape; exactly
+the listed files in their sizes; sizes against the headers of the files; only then are contents fetched, compared with
+their checksums, and decoded. A step relies on what the steps before it have checked.
+"""
 
 from __future__ import annotations
 
@@ -198,15 +203,20 @@ def _fetch_parts(
     """A local directory with the files of these parts, and their names."""
     root, manifest = checkpoint.root, checkpoint.manifest
     existing = checkpoint.parts
-    wanted = list(existing if parts is None else parts)
+    wanted = existing
+    if parts is not None:
+        wanted = list(parts)
     for part_name in wanted:
         if part_name not in existing:
-            fix = did_you_mean(part_name, existing) if existing else None
+            fix = None
+            if existing:
+                fix = did_you_mean(part_name, existing)
             raise CheckpointError(
                 root, part_name, "this checkpoint has no such part", fix=fix
             )
     names = files_for(manifest, wanted)
-    check_sizes(root, manifest, names)  # before any file is fetched
+    # Before any file is fetched: a manifest could name files larger than this disk.
+    check_sizes(root, manifest, names)
     with fetch_files(root, names) as directory:
         yield directory, wanted
 
@@ -233,7 +243,9 @@ def missing_checkpoint(
         directories: of checkpoints, besides ``path`` and its parent.
         fix: what to do about it.
     """
-    directory = path if path.is_dir() else path.parent
+    directory = path
+    if not path.is_dir():
+        directory = path.parent
     existing = describe_existing([absolute(directory), *directories])
     return MissingCheckpointError(path, reason, found=existing, fix=fix)
 
@@ -251,7 +263,8 @@ def describe_existing(directories: Iterable[Location]) -> str:
         'logs/run has step-3 and, the newest, step-6'
     """
     distinct = list({str(directory): directory for directory in directories}.values())
-    lines: dict[str, None] = {}  # without repetition, in their order
+    # A dict without values: two directories may lead to the same checkpoints, whose line is wanted once, in order.
+    lines: dict[str, None] = {}
     for directory in distinct:
         for parent, paths in directories_with_checkpoints(directory):
             lines[_describe_names(parent, [path.name for path in paths])] = None
@@ -268,7 +281,9 @@ def _describe_names(directory: Location, names: list[str]) -> str:
     *earlier, newest = names
     if not earlier:
         return f"{directory} has {newest}"
-    dots = "…, " if len(earlier) > _MAX_NAMES else ""
+    dots = ""
+    if len(earlier) > _MAX_NAMES:
+        dots = "…, "
     return f"{directory} has {dots}{', '.join(earlier[-_MAX_NAMES:])} and, the newest, {newest}"
 
 
@@ -294,6 +309,7 @@ def directories_with_checkpoints(
             next_level += subdirectories
             paths = [path for path in subdirectories if is_complete(path)]
             if paths:
+                # Those of earlier versions have no number, and count as older than all that have one.
                 paths.sort(key=lambda path: commit_number(path) or 0)
                 with_checkpoints.append((parent, paths))
         if with_checkpoints:
@@ -304,9 +320,10 @@ def directories_with_checkpoints(
 
 
 def _visible_directories(directory: Location) -> list[Location]:
+    # Absent, not a directory, or not readable for this user: the message is then about other directories.
     try:
         subdirectories = _subdirectories(directory)
-    except OSError:  # absent, not a directory, or not readable for this user
+    except OSError:
         return []
     visible = [entry for entry in subdirectories if not entry.name.startswith(".")]
     return sorted(visible, key=lambda entry: entry.name)
@@ -360,7 +377,9 @@ def _decode(
 
 def description_files(manifest: Manifest) -> list[str]:
     """Return the names of the files that describe the tensors in the other files."""
-    return [DOCUMENT, LAYOUT] if is_sharded(manifest) else [DOCUMENT]
+    if is_sharded(manifest):
+        return [DOCUMENT, LAYOUT]
+    return [DOCUMENT]
 
 
 def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Tree]:
@@ -406,6 +425,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> Manifest:
     checkpoint = _resolve_or_describe(path)
     root, manifest = checkpoint.root, checkpoint.manifest
     check_content(root, manifest, list(listed_files(manifest)))
+    # Whole files do not show that their chunks cover each tensor.
     if is_sharded(manifest):
         with fetch_files(root, [LAYOUT]) as directory:
             read_layout(directory, manifest)
@@ -436,6 +456,7 @@ def size_of(path: str | os.PathLike[str]) -> int:
 def step_of(info: Mapping[str, object]) -> int | None:
     """Return the number of optimizer steps in an ``info``; None if it has no valid number."""
     step = info.get("step")
+    # A file may hold any value; a bool is an int for isinstance.
     if type(step) is not int or not -(2**63) <= step < 2**63:
         return None
     return step

@@ -1,8 +1,12 @@
 """Checkpoints at a URL. The storage has no rename and no fsync; a directory with a manifest is a checkpoint.
 
-The manifest is uploaded last and deleted first. While a checkpoint is uploaded or deleted, a small file with a hidden
-name (see `trainer_kit.core.atomic_files`) stands beside it, which tells the work of a dead process from that of a live
-one.
+The manifest is the commit: it is uploaded last and deleted first. While a checkpoint is uploaded or deleted, a small
+file with a hidden name (see `trainer_kit.core.atomic_files`), the sign, stands beside it, which tells the work of a
+dead process from that of a live one.
+
+The order of a new upload: sign, files, manifest (from here on readers see the checkpoint), removal of the sign. Of a
+replacement: sign, files and their manifest in a directory within the old checkpoint, then one new manifest at the top
+that points to it (from here on readers see the new one), removal of the old files and of the sign.
 """
 
 from __future__ import annotations
@@ -47,17 +51,22 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
         OSError: the storage failed, also in the code inside.
     """
     replaces = (target / MANIFEST).exists()
-    work = target / f"again-{secrets.token_hex(4)}" if replaces else target
+    work = target
+    if replaces:
+        work = target / f"again-{secrets.token_hex(4)}"
     target.parent.mkdir()
+    # Before the first file, and removed after the last change: without it `clean_uploads` leaves the files alone.
     sign = _write_sign(target)
     try:
+        # Leftovers of an unfinished upload could have the names of files that this one does not write.
         if not replaces:
-            _discard_unlisted(target)  # leftovers of an unfinished upload
+            _discard_unlisted(target)
         work.mkdir()
         yield work
     except BaseException:
         # `clean_uploads` deletes what stays, because the sign stays too.
         with suppress(OSError):
+            # First, as in every deletion: without it nothing below is a checkpoint.
             (work / MANIFEST).unlink(missing_ok=True)
             _remove_tree(work)
             sign.unlink()
@@ -65,6 +74,7 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
     if replaces:
         # A failed request may have arrived: keep the files of both manifests; `clean_uploads` deletes the others.
         _point_to(target, work)
+    # The checkpoint is there, so an error of the cleaning must not fail the save.
     with suppress(OSError):
         if replaces:
             _discard_unlisted(target)
@@ -103,6 +113,7 @@ def clean_uploads(root: RemotePath) -> list[str]:
     has_lock = owner is not None and owner.process == Process.this()
     cleaned: list[str] = []
     for entry in list(root.iterdir()):
+        # Only signs lead to a deletion: files without a manifest alone may be a user's copy in progress.
         hidden = Hidden.parse(entry.name)
         if hidden is None:
             continue
@@ -111,6 +122,7 @@ def clean_uploads(root: RemotePath) -> list[str]:
             continue
         if hidden.target != LOCK:
             _discard_unlisted(root / hidden.target)
+        # Last: after a kill in between, the next start finds the sign and goes on.
         entry.unlink(missing_ok=True)
         cleaned.append(hidden.target)
     return cleaned
@@ -139,6 +151,7 @@ def fetch_files(root: Location, names: Iterable[str]) -> Iterator[Path]:
         directory = Path(temporary)
         for name in names:
             _fetch_file(root / name, directory / name)
+        # A name of the temporary directory would tell the user nothing.
         try:
             yield directory
         except CheckpointError as error:
@@ -162,12 +175,14 @@ def _fetch_file(source: RemotePath, target: Path) -> None:
 def _write_sign(target: RemotePath) -> RemotePath:
     """Write the small file that shows that this process uploads or deletes ``target``."""
     sign = hidden_path(target, "tmp")
-    sign.write_bytes(b"1\n")  # some storages treat an empty file as a directory
+    # Not empty: some storages treat an empty file as a directory.
+    sign.write_bytes(b"1\n")
     return sign
 
 
 def _point_to(target: RemotePath, work: RemotePath) -> None:
     """Write a manifest that makes ``target`` the checkpoint whose files are in ``work``, within it."""
+    # Read back before the old checkpoint is given up for it.
     try:
         manifest = read_manifest(work)
     except CheckpointError as error:
@@ -198,6 +213,7 @@ def _listed_names(target: RemotePath) -> set[str]:
     try:
         manifest = read_manifest(target)
     except CheckpointError as error:
+        # The storage failed: what the manifest lists is unknown, so nothing may be deleted.
         if isinstance(error.__cause__, OSError):
             raise error.__cause__ from error
         # If the storage does not write a file in one step, the new manifest may be torn while its files are whole.
@@ -239,6 +255,7 @@ def _is_removable(entry: RemotePath) -> bool:
 def _remove_tree(directory: RemotePath) -> None:
     for file in _files(directory):
         file.unlink(missing_ok=True)
+    # Object stores have no directories: with its last file a directory is gone.
     with suppress(FileNotFoundError):
         for entry in list(directory.iterdir()):
             entry.rmdir()

@@ -88,7 +88,9 @@ class LocalState:
         first: bool,
     ) -> None:
         self.trees: dict[str, Tree] = {}
-        self.info = encode_info(info) if first else None
+        self.info = None
+        if first:
+            self.info = encode_info(info)
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[str, _TensorName] = {}
         for part_name, value in state.items():
@@ -144,6 +146,7 @@ class LocalState:
             file_names: by part.
             buffers: for copies; None: do not copy.
         """
+        # In the order of `indices`, in which the first rank has numbered the keys for the layout.
         items = [self._items[index] for index in indices]
         names = [self._names[item.index.fqn] for item in items]
         files = [file_names[part_name] for part_name, _ in names]
@@ -158,6 +161,7 @@ class LocalState:
             if buffers is not None:
                 chunk = buffers.copy(f"{file}/{key}", chunk)
             shards.setdefault(file, {})[key] = chunk
+        # Copies from an accelerator run until here.
         if buffers is not None:
             buffers.end()
         return shards
@@ -176,7 +180,8 @@ def _save_planner(tensors: _Tensors, first: bool) -> DefaultSavePlanner:
 
 def _box(item: WriteItem) -> tuple[list[int], list[int]]:
     """Offsets and sizes of a chunk."""
-    assert item.tensor_data is not None  # all other values are in the trees
+    # All other values are in the trees, so the planner got tensors only.
+    assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     return list(chunk.offsets), list(chunk.sizes)
 
@@ -193,7 +198,8 @@ def _refuse_partial(key: str, tensor: Tensor) -> None:
 
 def _plain_tensor(key: str, chunk: Any) -> Tensor:
     """Return a chunk as a plain tensor that safetensors can hold, without a copy if possible."""
-    wait = getattr(chunk, "wait", None)  # the result of a collective that may still run
+    # The result of a collective that may still run; other tensors have no such method.
+    wait = getattr(chunk, "wait", None)
     if wait is not None:
         chunk = wait()
     tensor = chunk.detach()
@@ -237,6 +243,7 @@ class WritePlan:
             trees.append(rank_trees)
             tensors_by_rank.append(rank_tensors)
             boxes_by_rank.append(_parse_boxes(rank_boxes))
+        # The first rank's value wins; keys that only later ranks have (stages of a pipeline) are added.
         merged = reduce(merge, trees)
         tensors = _agreed_tensors(tensors_by_rank)
         self.document = dump_document(merged)
@@ -247,6 +254,7 @@ class WritePlan:
         for (part_name, name), (shape, dtype) in tensors.items():
             tensor_chunks = tuple(chunks[part_name, name])
             tensor = TensorLayout(dtype, shape, tensor_chunks)
+            # Before anything is written: a layout that torch describes wrongly would lose elements.
             check_cover(_SOURCE, f"{part_name}.{name}", tensor)
             self.layout[part_name][name] = tensor
 
@@ -301,9 +309,8 @@ def _assign_boxes(
     tensors: Mapping[_TensorName, tuple[tuple[int, ...], torch.dtype]],
 ) -> list[list[int]]:
     """Return for each rank the indices of the boxes that it writes; of shared boxes the rank with the least load."""
-    holders: dict[
-        _Box, list[tuple[int, int]]
-    ] = {}  # rank, and index of the box on this rank
+    # By box the ranks that hold it, each with the index of the box on this rank.
+    holders: dict[_Box, list[tuple[int, int]]] = {}
     for rank, rank_boxes in enumerate(boxes):
         for index, box in enumerate(rank_boxes):
             holders.setdefault(box, []).append((rank, index))
@@ -321,4 +328,5 @@ def _assign_boxes(
         rank, index = min(holders[box], key=lambda holder: (loads[holder[0]], holder))
         loads[rank] += box_bytes[box]
         assigned[rank].add(index)
+    # In the order of the rank's items: both sides number the chunks of a tensor in it.
     return [sorted(indices) for indices in assigned]

@@ -2,6 +2,11 @@
 
 torch's planner for distributed checkpoints finds the part of each tensor that a rank holds. The files are ours: each
 rank writes safetensors files into one hidden directory, and the first rank commits it like any other checkpoint.
+
+The order of a save, in which every step fails on all ranks or on none: all ranks describe what they hold, and the first
+one plans who writes what; each rank copies its chunks (training may go on); the first rank makes the hidden directory;
+each rank writes and fsyncs its files there; when all have, the first rank writes the descriptions and the manifest, and
+renames the directory. So no manifest ever lists a file that another rank has not written.
 """
 
 from __future__ import annotations
@@ -165,7 +170,8 @@ def take_sharded_snapshot(
     """
     ranks = Collective(group)
     local = ranks.each(lambda: LocalState(state, info, first=ranks.rank == 0))
-    plans: list[WritePlan] = []  # on the first rank
+    # Filled on the first rank alone: the other ranks need what they write, not the whole layout.
+    plans: list[WritePlan] = []
 
     def plan(descriptions: list[Any]) -> object:
         plans.append(WritePlan(descriptions))
@@ -204,6 +210,7 @@ def write_sharded_snapshot(
     """
     ranks = Collective(group)
     target = absolute(path)
+    # The bytes of all ranks; on the first rank alone, which checks the free space.
     needed = len(snapshot.document)
     for tensors in snapshot.layout.values():
         needed += sum(map(_tensor_bytes, tensors.values()))
@@ -220,10 +227,13 @@ def write_sharded_snapshot(
             with io_failures(target, needed):
                 committed = next_commit(target.parent)
                 _write_descriptions(work, snapshot, entries_by_rank, staged, committed)
-            stack.close()  # commits the work directory, or deletes it
+            # Commits the work directory. Here and not at the end of the stack: if it fails, `reduce` raises on every
+            # rank, and after it no rank may report a checkpoint that does not exist.
+            stack.close()
 
         # The first rank makes the directory, and the others get its name.
         work = locate(ranks.reduce(lambda: None, begin))
+        # `commit` runs only when every rank has written its files; an error leaves the stack, which deletes them.
         ranks.reduce(lambda: _write_shards(work, target, snapshot.shards), commit)
     return target
 
@@ -260,13 +270,16 @@ def _write_descriptions(
             files[name] = {**entry, "shard": rank + 1}
     files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
     files[LAYOUT] = write_file(work / LAYOUT, [dump_layout(snapshot.layout)])
+    # Of the chunks: a rank that holds no element of a part has written no file for it.
     parts = {}
     for part_name, tensors in snapshot.layout.items():
         names: set[str] = set()
         for tensor in tensors.values():
             names.update(chunk.file for chunk in tensor.chunks)
         parts[part_name] = sorted(names)
-    extra = None if staged is None else staged_files(staged, files)
+    extra = None
+    if staged is not None:
+        extra = staged_files(staged, files)
     manifest = new_manifest(
         files, parts, snapshot.info, versions(), committed, snapshot.number, extra
     )
@@ -396,9 +409,12 @@ def _fill_together(
         files: list[str] = []
         for part_name in source.parts:
             files += files_of_part(source.manifest, part_name)
+        # In one order on all ranks, so that each file is in exactly one share.
         files.sort()
-        # Each rank verifies its share of the files; from a URL each rank has fetched its own copies.
-        share = files if is_url(path) else files[ranks.rank :: ranks.size]
+        share = files[ranks.rank :: ranks.size]
+        # Each rank has fetched its own copies, which no other rank can verify.
+        if is_url(path):
+            share = files
         ranks.each(lambda: check_content(source.root, source.manifest, share))
     with ShardFiles(source.root) as shard_files:
         target = ranks.each(lambda: _Target(source, shard_files, state))
@@ -431,6 +447,7 @@ class _Source:
         self.parts = parts
         self.number = manifest.get("shards", 1)
         self.document = root / DOCUMENT
+        # On every rank: they are small, and decide what is read at all.
         check_content(root, manifest, description_files(manifest))
         self.trees = read_trees(root, parts)
         self.layout = layouts_of(root, manifest, parts)
@@ -463,6 +480,7 @@ class _Source:
         elsewhere: Collection[str],
     ) -> Any:
         """Return the state of a part that is to be filled: memory for divided tensors, None for all other values."""
+        # A tensor that this rank holds counts more: a shared parameter has names on several ranks.
         models = {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}
         return self._template(self.trees[part_name], models, (part_name,), None)
 
@@ -495,18 +513,25 @@ class _Source:
         items = children(tree, at=key, file=self.document)
         if items is None:
             return None
-        pairs = enumerate(items) if isinstance(items, list) else items.items()
+        named_items: Mapping[Any, Tree]
+        if isinstance(items, list):
+            named_items = dict(enumerate(items))
+        else:
+            named_items = items
         templates: dict[Any, Any] = {}
-        for name, item in pairs:
+        for name, item in named_items.items():
             item_model = model
             # A number, such as an index in a list, names no tensor.
             if type(name) is str:
                 item_model = models.get(name, model)
             item_path = (*path, str(name))
             templates[name] = self._template(item, models, item_path, item_model)
+        # None stands for a whole value, so that everything without divided tensors is decoded in one piece.
         if all(template is None for template in templates.values()):
             return None
-        return list(templates.values()) if isinstance(items, list) else templates
+        if isinstance(items, list):
+            return list(templates.values())
+        return templates
 
 
 @final
@@ -577,7 +602,9 @@ class _Target:
         for name in list(value):
             if name not in items:
                 key = ".".join((part_name, *path, str(name)))
-                fix = did_you_mean(str(name), map(str, items)) if items else None
+                fix = None
+                if items:
+                    fix = did_you_mean(str(name), map(str, items))
                 raise CheckpointError(
                     self._source.root, key, "it is not in the checkpoint", fix=fix
                 )
@@ -608,6 +635,7 @@ class _Target:
         ]
         if isinstance(value, tuple):
             return tuple(filled)
+        # In place, as documented: the caller may hold this list.
         value[:] = filled
         return value
 
@@ -622,6 +650,7 @@ class _Target:
             TensorStorageMetadata,
         )
 
+        # The layout in torch's records, from which its planner finds the overlaps.
         stored: dict[str, Any] = {}
         chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
         for name, layout in self._layouts.items():
@@ -644,7 +673,8 @@ class _Target:
         for item in planner.create_local_plan().items:
             name = item.dest_index.fqn
             offset = item.storage_index.offset
-            assert offset is not None  # every item is a tensor
+            # The planner got tensors only, and each of their items has an offset.
+            assert offset is not None
             content = self._files.read(
                 self._layouts[name],
                 chunks[name, tuple(offset)],
@@ -679,6 +709,7 @@ class _Target:
                 "the state's tensor has no memory",
                 fix="call module.to_empty() first",
             )
+        # Numbered: key paths such as ("a.b",) and ("a", "b") have the same text.
         name = f"{len(self._tensors)}/{key}"
         self._tensors[name] = value
         self._layouts[name] = layout

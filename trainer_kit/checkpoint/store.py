@@ -1,4 +1,9 @@
-"""A directory of checkpoints: list them, name them ``last`` and ``best``, and set damaged ones aside."""
+"""A directory of checkpoints: list them, name them ``last`` and ``best``, and set damaged ones aside.
+
+Which checkpoint is the newest is decided by `commit_order`, from the number that each manifest got at its commit. The
+index (``index.json``) only gives names: a resume tries its ``last`` first, where it is sound (`candidates`). The index
+can be lost at any time: without it the newest commit is ``last``.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +60,10 @@ __all__ = [
 
 _INDEX: Final = "index.json"
 _FORMAT: Final = "trainer_kit.index"
-_MAX_BYTES: Final = 16 << 20  # of an index
-_LATEST: Final = 253402300799  # the last second that a datetime can represent
+_MAX_BYTES: Final = 16 << 20
+"""Bytes of an index: a file that anybody may have put there cannot exhaust the memory."""
+_LATEST: Final = 253402300799
+"""The last second since 1970 that a datetime can represent."""
 
 
 @final
@@ -103,13 +110,17 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
     for entry in entries(locate(directory)):
         if not _is_visible(entry) or entry.is_symlink() or not is_complete(entry):
             continue
+        # A run that writes here may delete a checkpoint while it is looked at: then it counts as absent.
         try:
             info = read_info(entry)
             number = commit_number(entry)
             written_ns = (entry / MANIFEST).stat().st_mtime_ns
-        except (CheckpointError, OSError):  # deleted in the meantime
+        except (CheckpointError, OSError):
             continue
-        seconds = written_ns / 1e9 if number is None else number / 1e6
+        seconds = written_ns / 1e9
+        if number is not None:
+            seconds = number / 1e6
+        # A file's time may be any number, for which a datetime raises.
         created = datetime.fromtimestamp(min(max(seconds, 0), _LATEST), timezone.utc)
         records.append(CheckpointRecord(entry, step_of(info), created, info))
     records.sort(key=lambda record: commit_order(record.path))
@@ -129,6 +140,7 @@ def commit_order(path: Location) -> tuple[int, int, int, str]:
     damaged checkpoint that may be the newest is noticed.
     """
     number = commit_number(path)
+    # The name last, so that the order never depends on that of the directory's entries.
     if number is not None:
         return number, 0, 0, path.name
     modified_ns = _modified_ns(path)
@@ -177,8 +189,8 @@ def mark(
     try:
         _mark(root, names)
     except CheckpointError:
+        # An old index would name an earlier checkpoint; without an index the newest one is found by its commit.
         if names.get("last") is not None:
-            # An old index would name an earlier checkpoint; without an index the newest one is found by its commit.
             with suppress(OSError):
                 (root / _INDEX).unlink()
         raise
@@ -188,6 +200,7 @@ def _mark(
     root: Location,
     names: Mapping[str, str | os.PathLike[str] | None],
 ) -> None:
+    # Read, changed and replaced whole; the directory's lock keeps other runs from doing so at the same time.
     index = read_index(root) or {}
     for name, path in names.items():
         if path is None:
@@ -213,7 +226,8 @@ def _mark(
 def _relative_path(root: Location, target: Location) -> str | None:
     """The path of ``target`` from ``root``, with slashes; None where it does not lie inside."""
     if isinstance(root, RemotePath) or isinstance(target, RemotePath):
-        prefix = f"{root / 'x'}"[:-1]  # with the separator that this kind of URL has
+        # With the separator that this kind of URL has.
+        prefix = f"{root / 'x'}"[:-1]
         text = str(target)
         if not text.startswith(prefix):
             return None
@@ -232,10 +246,13 @@ def lookup(directory: str | os.PathLike[str], name: str) -> Location | None:
     index = read_index(root) or {}
     if name in index and is_complete(root / index[name]):
         return root / index[name]
+    # Only `last` can be found without an index: no manifest says which checkpoint was the best.
     if name != "last":
         return None
     records = checkpoints(root)
-    return records[-1].path if records else None
+    if not records:
+        return None
+    return records[-1].path
 
 
 def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
@@ -257,9 +274,10 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         return None
     names = content.get("names")
-    if not isinstance(names, dict) or content.get("sha256", digest(names)) != digest(
-        names
-    ):
+    if not isinstance(names, dict):
+        return None
+    # Indices of earlier versions have no checksum.
+    if "sha256" in content and content["sha256"] != digest(names):
         return None
     return {name: path for name, path in names.items() if _is_inside(path)}
 
@@ -271,7 +289,8 @@ def _is_inside(path: object) -> bool:
     relative = PurePosixPath(path)
     try:
         os.fsencode(relative)
-    except ValueError:  # not a valid file name
+    except ValueError:
+        # A lone surrogate, for which each call of the system would raise.
         return False
     return (
         bool(relative.parts)
@@ -326,6 +345,7 @@ def candidates(
             if _is_visible(entry) and _is_candidate(entry, index)
         ]
         weights_only: set[Location] = set()
+        # Else the manifests need not be read.
         if resumable_first or run_id is not None:
             contents = {path: _run_and_kind(path) for path in paths}
             weights_only = {path for path in paths if not contents[path][1]}
@@ -334,7 +354,7 @@ def candidates(
                     path for path in paths if contents[path][0] in (run_id, _ANY_RUN)
                 ]
         paths.sort(key=commit_order, reverse=True)
-    # Sorting is stable: the others stay in their order.
+    # The index's `last` first: the run that wrote it chose it. Sorting is stable, so the others stay in their order.
     paths.sort(key=lambda path: path.name != index.get("last"))
     resumable = [path for path in paths if path not in weights_only]
     if run_id is not None:
@@ -376,7 +396,9 @@ def similar(
     if not paths:
         return None
     choices = f"one of: {', '.join(list(paths.values())[:5])}"
-    return f"pass {newest}, or {choices}" if newest else f"pass {choices}"
+    if newest:
+        return f"pass {newest}, or {choices}"
+    return f"pass {choices}"
 
 
 def newest_verified(
@@ -396,6 +418,7 @@ def newest_verified(
     """
     damaged: list[tuple[Location, CheckpointError]] = []
     for path in candidates(directory, run_id, resumable_first):
+        # Every byte is read: a size alone does not show a flipped bit. Older ones are not read once one is sound.
         problem = _damage(path)
         if problem is None:
             return path, damaged
@@ -420,6 +443,7 @@ def set_aside(path: str | os.PathLike[str]) -> Location:
             move(source, source.with_name(target.name))
         else:
             os.rename(source, target)
+            # Else a crash would bring the damaged one back as the newest.
             sync_directory(source.parent)
     return target
 
@@ -475,6 +499,7 @@ def _rebuild_index(root: Location, sound: list[Location]) -> None:
     names: dict[str, Location | None] = {}
     index = read_index(root) or {}
     for name, path in index.items():
+        # Paths further below lie outside of what `repair` looks at.
         if "/" not in path:
             names[name] = by_name.get(path)
     # A name that points to a sound checkpoint stays: the run chose it.
@@ -489,9 +514,12 @@ def _run_and_kind(path: Location) -> tuple[object, bool]:
     try:
         manifest = read_manifest(path)
     except CheckpointError:
-        return _ANY_RUN, True  # unknown; the caller must see the damage
+        # Unknown: it may be the newest of any run, so the caller must see the damage.
+        return _ANY_RUN, True
     info = manifest.get("info")
-    run_id = info.get("run") if isinstance(info, dict) else None
+    run_id = None
+    if isinstance(info, dict):
+        run_id = info.get("run")
     return run_id, "progress" in manifest["parts"]
 
 
@@ -500,9 +528,11 @@ def _damage(path: Location) -> CheckpointError | None:
         verify_checkpoint(path)
     except CheckpointError as error:
         cause = error.__cause__
-        if error.key == "version" or (
-            isinstance(cause, OSError) and cause.errno != errno.EIO
-        ):
+        # A newer format is not damage, nor is a storage that is away or refuses access: falling back to an older
+        # checkpoint would then lose steps. Only an I/O error of the medium counts as damage.
+        if error.key == "version":
+            raise
+        if isinstance(cause, OSError) and cause.errno != errno.EIO:
             raise
         return error
     return None

@@ -88,10 +88,13 @@ class _Reader(pickle.Unpickler):
 class _Record(SimpleNamespace):
     """One of torch's records: its attributes, or the tuple that it is pickled as."""
 
-    __hash__ = object.__hash__  # type: ignore[assignment]  # keys of a dict are filled before they have attributes
+    # A pickle puts keys into a dict before it sets their attributes, so they are hashed by identity.
+    __hash__ = object.__hash__  # type: ignore[assignment]  # the base class has none, since its attributes change
 
     def __setstate__(self, state: object) -> None:
-        vars(self).update(state if isinstance(state, dict) else {"values": state})
+        if not isinstance(state, dict):
+            state = {"values": state}
+        vars(self).update(state)
 
 
 def find_torch_distributed(directory: Path) -> Path | None:
@@ -102,6 +105,7 @@ def find_torch_distributed(directory: Path) -> Path | None:
     """
     files = [directory / _METADATA, *sorted(directory.glob(f"*/{_METADATA}"))]
     parents = [file.parent for file in files if file.is_file()]
+    # Accelerate writes the optimizer's state beside the model's.
     models = [path for path in parents if not path.name.startswith("optimizer")]
     if not models:
         models = parents
@@ -113,7 +117,7 @@ def find_torch_distributed(directory: Path) -> Path | None:
             f"several torch distributed checkpoints: {names}",
             fix="name one of them",
         )
-    return models[0] if models else None
+    return next(iter(models), None)
 
 
 def read_torch_distributed(
@@ -142,7 +146,8 @@ def read_torch_distributed(
         tensors = _read_tensors(directory, _Reader(content, file).load(), device)
     except CheckpointError:
         raise
-    except Exception as error:  # a hostile file can cause any error
+    except Exception as error:
+        # A hostile file can cause any error.
         raise CheckpointError(
             file,
             None,
@@ -168,7 +173,8 @@ def _read_tensors(
     }
     tensors = {}
     for name, record in metadata.state_dict_metadata.items():
-        if hasattr(record, "chunks"):  # else it is a pickled value
+        # Other records are of pickled values, which are not read.
+        if hasattr(record, "chunks"):
             tensors[name] = _read_tensor(directory, name, record, storage).to(device)
     return tensors
 
@@ -185,6 +191,7 @@ def _read_tensor(
     for chunk in layout.chunks:
         file = directory / chunk.file
         chunk_bytes = math.prod(chunk.sizes) * layout.dtype.itemsize
+        # The name comes from the file too: a path could lead to any file of this machine.
         leads_out = chunk.file != os.path.basename(chunk.file)
         if leads_out or not file.is_file() or chunk_bytes > file.stat().st_size:
             raise CheckpointError(file, name, "it does not hold this tensor")

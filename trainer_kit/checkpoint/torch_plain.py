@@ -54,7 +54,10 @@ def as_plain(value: Any) -> Any:
         return as_plain(value.value)
     if isinstance(value, Mapping):
         plain = {as_plain(key): as_plain(item) for key, item in value.items()}
-        return OrderedDict(plain) if type(value) is OrderedDict else plain
+        # torch allows this class too; every other mapping becomes a dict.
+        if type(value) is OrderedDict:
+            return OrderedDict(plain)
+        return plain
     if isinstance(value, list):
         return [as_plain(item) for item in value]
     if isinstance(value, tuple):
@@ -62,8 +65,10 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return {as_plain(item) for item in value}
     if isinstance(value, np.ndarray):
-        is_numeric = value.dtype.kind in "biufc"
-        return torch.from_numpy(value) if is_numeric else value.tolist()
+        # torch has no dtypes for text and dates.
+        if value.dtype.kind in "biufc":
+            return torch.from_numpy(value)
+        return value.tolist()
     return _object_as_plain(value)
 
 
@@ -89,5 +94,8 @@ def _object_as_plain(value: Any) -> Any:
     codec = codec_of(value)
     if codec is not None:
         return as_plain(codec.to_plain(value))
-    name = import_path(value) if callable(value) else None
+    # Last, since objects of many classes can be called.
+    name = None
+    if callable(value):
+        name = import_path(value)
     return name or repr(value)

@@ -36,6 +36,7 @@ def children(
     if TAG not in tree:
         return tree
     tag, value = tree[TAG], tree.get("v")
+    # Their content is the tree of a dict.
     if tag in ("OrderedDict", "Counter"):
         return children(value, at=at, file=file)
     if not isinstance(value, list):
@@ -77,7 +78,9 @@ def holds_record(value: object) -> bool:
 
 def tensor_record(tree: object) -> Mapping[str, Any] | None:
     """Return ``tree`` if it is the record of a tensor, which has the tensor's name under ``"v"``; else None."""
-    return tree if isinstance(tree, dict) and tree.get(TAG) == "tensor" else None
+    if isinstance(tree, dict) and tree.get(TAG) == "tensor":
+        return tree
+    return None
 
 
 def merge(first: Tree, second: Tree) -> Tree:
@@ -89,6 +92,7 @@ def merge(first: Tree, second: Tree) -> Tree:
         >>> merge({"model": {"a": 1}, "step": 3}, {"model": {"b": 2}, "step": 4})
         {'model': {'a': 1, 'b': 2}, 'step': 3}
     """
+    # Almost always: ranks differ in few parts, and comparing is faster than merging.
     if first == second:
         return first
     if isinstance(first, dict) and isinstance(second, dict):
@@ -109,5 +113,7 @@ def _merge_dicts(
 ) -> dict[str, Tree]:
     merged = dict(first)
     for key, value in second.items():
-        merged[key] = merge(first[key], value) if key in first else value
+        if key in first:
+            value = merge(first[key], value)
+        merged[key] = value
     return merged

@@ -119,6 +119,8 @@ def _read(
     parts: Collection[str] | None,
 ) -> dict[str, Any]:
     """Return a ``state_dict``, and these ``parts`` of the other content of a checkpoint, if it has them; None: all."""
+    # Directories of other libraries first: each has files by which it is recognized. What remains is one of ours,
+    # whole or damaged, and its error says what is wrong with it.
     if isinstance(file, Path) and holds_weight_files(file):
         return {"state_dict": _read_weight_files(file, device)}
     if isinstance(file, Path):
@@ -135,6 +137,7 @@ def _read(
     content = torch_load(file, device)
     weights = _nested_state_dict(content)
     state: dict[str, Any] = {}
+    # Otherwise the content is the state_dict itself, and has no other entries.
     if weights is not content:
         state = {name: content[name] for name in _select(content, parts)}
     state["state_dict"] = tensors_of(file, weights, file.stat().st_size)
@@ -164,6 +167,7 @@ def _read_checkpoint(
 ) -> dict[str, Any]:
     """Like `_read`, of a checkpoint of ours; its weights include the extra state of modules."""
     names = ["model"]
+    # With no parts to select, the manifest is read only once.
     if parts is None or parts:
         names += _select(read_manifest(path)["parts"], parts)
     content = read_checkpoint(path, dict.fromkeys(names), device=device)
@@ -212,12 +216,13 @@ def weight_format(file: Path) -> Literal["safetensors", "torch"]:
     """
     check_exists(file)
     with named_failure(file, "it cannot be read"):
-        if not stat.S_ISREG(file.stat().st_mode):  # the read of a pipe would block
+        # The read of a pipe would block.
+        if not stat.S_ISREG(file.stat().st_mode):
             raise CheckpointError(file, None, "this is not a regular file")
         with open(file, "rb") as stream:
-            # The length of a safetensors header takes 8 bytes.
+            # The length of a safetensors header takes 8 bytes, and the JSON header follows it.
             start = stream.read(9)
-    if start[8:] == b"{":  # the JSON header follows its length
+    if start[8:] == b"{":
         return "safetensors"
     # A zip file, or a pickle of torch before 1.6.
     if start.startswith((b"PK", b"\x80")):
@@ -323,8 +328,13 @@ def map_weights(file: Path) -> dict[str, Tensor]:
 
 def _nested_state_dict(content: Any) -> Any:
     """The ``state_dict`` inside a Lightning file; any other content as it is."""
-    nested = content.get("state_dict") if isinstance(content, dict) else None
-    return nested if isinstance(nested, dict) else content
+    nested = None
+    if isinstance(content, dict):
+        nested = content.get("state_dict")
+    # A module may have a parameter of this name: then the content is its state_dict.
+    if isinstance(nested, dict):
+        return nested
+    return content
 
 
 def read_module(
@@ -341,7 +351,9 @@ def read_module(
         CheckpointError: as for `read_weights`.
     """
     file = locate(path)
-    parts = None if whole else {"hyper_parameters", "hparams_name"}
+    parts: set[str] | None = {"hyper_parameters", "hparams_name"}
+    if whole:
+        parts = None
     content = _read(file, "cpu", parts)
     hparams = lightning_hparams(content)
     if not isinstance(hparams, Mapping):
@@ -362,7 +374,9 @@ def read_module(
 
 def _object_or_repr(value: object) -> object:
     """A hyperparameter; its repr if its class is not imported, for the caller to pass it."""
-    return {"repr": repr(value)} if holds_record(value) else value
+    if holds_record(value):
+        return {"repr": repr(value)}
+    return value
 
 
 _INDEX: Final = ".safetensors.index.json"
@@ -532,7 +546,9 @@ def export(
         )
     content = _content_to_export(checkpoint, export_format)
     if export_format in ("huggingface", "safetensors"):
-        source = "the weights" if isinstance(checkpoint, Mapping) else checkpoint
+        source: object = checkpoint
+        if isinstance(checkpoint, Mapping):
+            source = "the weights"
         _check_dtypes(source, content)
     # The target gets its name only when it is whole.
     work = hidden_path(path, "tmp")
@@ -570,7 +586,9 @@ def _content_to_export(
 
 
 def _choose_format(path: Path, format: str | None) -> str:
-    export_format = _SUFFIXES.get(path.suffix.lower()) if format is None else format
+    export_format = format
+    if format is None:
+        export_format = _SUFFIXES.get(path.suffix.lower())
     if export_format is None or export_format not in get_args(ExportFormat):
         raise ConfigurationError(
             "the export format is ambiguous",
@@ -604,6 +622,7 @@ def _write(
         with open(work, "xb") as file:
             torch.save(content, file)
             file.flush()
+            # Before the rename gives it its name.
             os.fsync(file.fileno())
         if export_format == "lightning":
             # A hyperparameter may be of a class that torch refuses to read.
@@ -626,7 +645,8 @@ def _write_shards(
     shard_bytes = 0
     total_bytes = 0
     for name, tensor in weights.items():
-        if name in tied:  # the metadata of its file lists the name; the index does not
+        # It goes where its first name is, whose file lists both in its metadata; the index does not list it.
+        if name in tied:
             shards_by_name[tied[name]][name] = tensor
             continue
         if shards[-1] and shard_bytes + tensor.nbytes > max_bytes:
