@@ -529,7 +529,7 @@ def torch_load(
         # torch refuses everything that could run code, and names it in the error.
         return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except Exception as error:
-        # A hostile file can cause any error. torch's text goes on with advice to load the file without protection.
+        # A hostile file can cause any error. Later lines of the text advise to load the file without protection.
         lines = str(error).strip().splitlines()
         reason = next(iter(lines), type(error).__name__)
         refused = _REFUSED.search(str(error))

@@ -526,7 +526,7 @@ class _Source:
                 item_model = models.get(name, model)
             item_path = (*path, str(name))
             templates[name] = self._template(item, models, item_path, item_model)
-        # None stands for a whole value, so that everything without divided tensors is decoded in one piece.
+        # None means a whole value: what has no divided tensors is decoded in one piece.
         if all(template is None for template in templates.values()):
             return None
         if isinstance(items, list):
