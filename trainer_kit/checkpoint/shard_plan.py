@@ -309,11 +309,7 @@ def _assign_boxes(
     tensors: Mapping[_TensorName, tuple[tuple[int, ...], torch.dtype]],
 ) -> list[list[int]]:
     """Return for each rank the indices of the boxes that it writes; of shared boxes the rank with the least load."""
-    # By box the ranks that hold it, each with the index of the box on this rank.
-    holders: dict[_Box, list[tuple[int, int]]] = {}
-    for rank, rank_boxes in enumerate(boxes):
-        for index, box in enumerate(rank_boxes):
-            holders.setdefault(box, []).append((rank, index))
+    holders = _find_holders(boxes)
     box_bytes = {}
     for box in holders:
         _, dtype = tensors[box.part_name, box.name]
@@ -321,12 +317,21 @@ def _assign_boxes(
     loads = [0] * len(boxes)
     assigned = [set[int]() for _ in boxes]
     # Boxes of one rank come first: shared ones then even out the load, the largest first.
-    for box in sorted(
-        holders, key=lambda box: (len(holders[box]) > 1, -box_bytes[box])
-    ):
+    ordered = sorted(holders, key=lambda box: box_bytes[box], reverse=True)
+    ordered.sort(key=lambda box: len(holders[box]) > 1)
+    for box in ordered:
         # With equal loads the first rank writes, so that equal states give equal files.
         rank, index = min(holders[box], key=lambda holder: (loads[holder[0]], holder))
         loads[rank] += box_bytes[box]
         assigned[rank].add(index)
     # In the order of the rank's items: both sides number the chunks of a tensor in it.
     return [sorted(indices) for indices in assigned]
+
+
+def _find_holders(boxes: list[list[_Box]]) -> dict[_Box, list[tuple[int, int]]]:
+    """By box the ranks that hold it, each with the index of the box on this rank."""
+    holders: dict[_Box, list[tuple[int, int]]] = {}
+    for rank, rank_boxes in enumerate(boxes):
+        for index, box in enumerate(rank_boxes):
+            holders.setdefault(box, []).append((rank, index))
+    return holders
