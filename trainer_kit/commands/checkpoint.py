@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from trainer_kit.commands.terminal import FilePath, table
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, is_url, locate
 
@@ -23,13 +23,14 @@ class _Place(FilePath):
 
     def convert(
         self,
-        value: Any,
+        value: str | os.PathLike[str],
         parameter: click.Parameter | None,
         context: click.Context | None,
     ) -> Any:
         if not is_url(value):
             return super().convert(value, parameter, context)
         location = locate(value)
+        # file:// is a local path, of which click checks that it exists; a remote one would cost a request here.
         if isinstance(location, RemotePath):
             return location
         return super().convert(location, parameter, context)
@@ -110,13 +111,16 @@ def _verify(paths: tuple[Location, ...]) -> None:
             except CheckpointError as error:
                 damaged += 1
                 file = os.path.relpath(error.file, checkpoint_path)
-                problem = error.reason if file == "." else f"{file}: {error.reason}"
+                problem = error.reason
+                if file != ".":
+                    problem = f"{file}: {problem}"
                 click.echo(f"{checkpoint_path}: damaged: {problem}")
             else:
                 click.echo(f"{checkpoint_path}: ok")
     if not verified:
         click.echo("no checkpoint was verified")
-    sys.exit(1 if damaged or not verified else 0)
+    # A pattern that matched nothing must not pass for sound checkpoints in a script.
+    sys.exit(int(bool(damaged) or not verified))
 
 
 def _to_verify(path: Location) -> list[Location]:
@@ -133,8 +137,9 @@ def _to_verify(path: Location) -> list[Location]:
     if not inside:
         for child, _ in directories_with_checkpoints(path):
             inside += candidates(child)
+    # Files of the library without a manifest are the remains of a checkpoint, to be reported as damaged.
     if not inside and any(map(is_library_file, path.iterdir())):
-        return [path]  # what is left of a checkpoint
+        return [path]
     return sorted(inside)
 
 
@@ -149,7 +154,7 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
     differences = diff(a, b)
     for difference in differences:
         click.echo(str(difference))
-    sys.exit(1 if differences and exit_code else 0)
+    sys.exit(int(bool(differences) and exit_code))
 
 
 @checkpoint.command("export")
@@ -178,6 +183,7 @@ def _export(
     """Write the weights of SOURCE to TARGET: one file, or Hugging Face's layout."""
     from trainer_kit.checkpoint.weights import export
 
+    # click.Choice has checked the word, which `export` types as a Literal.
     click.echo(export(source, target, format, max_shard_size=max_shard_size))  # type: ignore[arg-type]
 
 
@@ -191,13 +197,12 @@ def _import(file: Path, target: str | None) -> None:
     from trainer_kit.checkpoint.read import read_info
 
     path = import_lightning(file, target)
-    info, resumes = read_info(path), "progress" in read_manifest(path)["parts"]
-    way = (
-        f'fit(ckpt_path="{path}")'
-        if resumes
-        else f'weights alone: fit(ckpt_path="{path}", load_weights_only=True)'
-    )
-    click.echo(f"{path}: step {info['step']}, epoch {info['epoch']}; {way}")
+    info = read_info(path)
+    # A Lightning file that was saved with save_weights_only=True has no loops, from which a fit could resume.
+    usage = f'weights alone: fit(ckpt_path="{path}", load_weights_only=True)'
+    if "progress" in read_manifest(path)["parts"]:
+        usage = f'fit(ckpt_path="{path}")'
+    click.echo(f"{path}: step {info['step']}, epoch {info['epoch']}; {usage}")
     if info["left_out"]:
         click.echo(f"not taken over: the state of {', '.join(info['left_out'])}")
 
@@ -208,19 +213,19 @@ def _repair(directory: Location) -> None:
     """Rename damaged checkpoints in DIRECTORY to NAME.damaged, clean up after dead runs, rewrite the index."""
     from trainer_kit.checkpoint.store import repair
 
-    done = repair(directory)
-    for path, problem in done.damaged:
+    result = repair(directory)
+    for path, problem in result.damaged:
         click.echo(
             f"set aside as {path.name}: {Path(problem.file).name}: {problem.reason}"
         )
-    for path, problem in done.left:
+    for path, problem in result.left:
         click.echo(f"left as it is: {path.name}: {problem.reason}")
-    if done.discarded:
-        click.echo(
-            f"discarded {done.discarded} incomplete save{'s' * (done.discarded > 1)}"
-        )
-    newest = f", the newest is {done.sound[0].name}" if done.sound else ""
-    click.echo(f"{len(done.sound)} sound{newest}")
+    if result.discarded:
+        click.echo(f"discarded {plural(result.discarded, 'incomplete save')}")
+    newest = ""
+    if result.sound:
+        newest = f", the newest is {result.sound[0].name}"
+    click.echo(f"{len(result.sound)} sound{newest}")
 
 
 @click.command("merge-weights")
@@ -245,25 +250,27 @@ def merge_weights(directory: Path, output: Path, max_shard_size: str) -> None:
     click.echo(export(directory, output, max_shard_size=max_shard_size))
 
 
-def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def merge_command_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser] | None = None,
+) -> argparse.ArgumentParser:
     """The parser of Accelerate's ``merge-weights``, for programs that call `merge_command`.
 
     Example:
         >>> merge_command_parser().parse_args(["state/pytorch_model_fsdp_0", "out"]).unsafe_serialization
         False
     """
-    make = (
-        argparse.ArgumentParser
-        if subparsers is None
-        else partial(subparsers.add_parser, "merge-weights")
-    )
-    parser: argparse.ArgumentParser = make(description=merge_command.__doc__)
+    if subparsers is None:
+        parser = argparse.ArgumentParser(description=merge_command.__doc__)
+    else:
+        parser = subparsers.add_parser(
+            "merge-weights", description=merge_command.__doc__
+        )
+        # Programs of Accelerate call `args.func(args)` for the command that was chosen.
+        parser.set_defaults(func=merge_command)
     parser.add_argument("checkpoint_directory")
     parser.add_argument("output_path")
     parser.add_argument("--unsafe_serialization", action="store_true")
     parser.add_argument("--remove_checkpoint_dir", action="store_true")
-    if subparsers is not None:
-        parser.set_defaults(func=merge_command)
     return parser
 
 

@@ -20,6 +20,7 @@ from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import locate
+from trainer_kit.core.types import HyperParameters, JsonObject, Nested
 
 __all__ = ["CheckpointWords", "read_hyper_parameters", "words_from_checkpoint"]
 
@@ -34,7 +35,7 @@ class CheckpointWords:
 
     Attributes:
         options: to be appended to the words of the user.
-        line: which values come from where; "" if there is nothing to say.
+        line: which values come from the checkpoint; "" if none do.
     """
 
     options: tuple[str, ...] = ()
@@ -43,9 +44,9 @@ class CheckpointWords:
 
 def words_from_checkpoint(
     words: Sequence[str],
-    files: Iterable[Mapping[str, Any]],
+    files: Iterable[JsonObject],
     known: Collection[str],
-    kinds: Sequence[type[Any]] | None,
+    kinds: Sequence[type[object]] | None,
 ) -> CheckpointWords:
     """The options that a command line takes from the hyperparameters in its ``--ckpt_path``.
 
@@ -55,15 +56,17 @@ def words_from_checkpoint(
         known: all options of the command, such as ``--model.width``.
         kinds: the classes among which ``--model`` chooses; None: the class is fixed.
     """
+    # In the order of their priority, as the parser reads them: a word overrides a file.
     settings = [
         *files,
         *({option.removeprefix("--"): value} for option, value in _options(words)),
     ]
-    path = next(
-        (entry["ckpt_path"] for entry in reversed(settings) if entry.get("ckpt_path")),
-        None,
-    )
-    hparams: dict[str, Any] = {}
+    paths = [entry["ckpt_path"] for entry in settings if entry.get("ckpt_path")]
+    path = None
+    if paths:
+        path = paths[-1]
+    hparams: HyperParameters = {}
+    # Only a Trainer knows which checkpoint is the last or the best; the entry point prints what differs.
     if isinstance(path, str) and path not in ("last", "best"):
         hparams = read_hyper_parameters(path)
     explicit = {name for entry in settings for name in _model_arguments(entry)}
@@ -71,6 +74,7 @@ def words_from_checkpoint(
     texts: dict[str, str] = {}
     refused: list[str] = []
     for name, value in hparams.items():
+        # save_hyperparameters may hold more than the constructor takes, and the user's word has priority.
         if name in explicit or name not in accepted:
             continue
         text = _as_text(value)
@@ -90,6 +94,7 @@ def words_from_checkpoint(
         )
     if refused:
         line += f"; to be passed, since no option can hold them: {', '.join(refused)}"
+    # Options and not defaults of the parser: so their types are checked, and the saved configuration holds them.
     return CheckpointWords(
         tuple(f"--{_MODEL}.{name}={text}" for name, text in texts.items()), line
     )
@@ -100,31 +105,35 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     location = locate(path)
     try:
         if is_complete(location):
-            has_hparams = "hyper_parameters" in read_manifest(location)["parts"]
-            names = ["hyper_parameters"] if has_hparams else []
-            hparams = read_checkpoint(location, parts=names).get("hyper_parameters", {})
+            # A module without save_hyperparameters has no such part, and asking for it would be an error.
+            if "hyper_parameters" not in read_manifest(location)["parts"]:
+                return {}
+            contents = read_checkpoint(location, parts=["hyper_parameters"])
+            hparams = contents["hyper_parameters"]
         else:
             hparams = read_module(location)["hyper_parameters"]
-    except CheckpointError:  # the entry point raises it
+    # The entry point reads the same path, and raises this with all that it knows.
+    except CheckpointError:
         return {}
     return {str(name): value for name, value in hparams.items()}
 
 
-def _options(words: Sequence[str]) -> list[tuple[str, Any]]:
+def _options(words: Sequence[str]) -> list[tuple[str, Nested]]:
     joined = [
-        word.partition("=")[::2]
-        for word in words
-        if word.startswith("--") and "=" in word
+        argument.partition("=")[::2]
+        for argument in words
+        if argument.startswith("--") and "=" in argument
     ]
     separate = [
-        (word, value)
-        for word, value in pairwise(words)
-        if word.startswith("--") and "=" not in word
+        (argument, value)
+        for argument, value in pairwise(words)
+        if argument.startswith("--") and "=" not in argument
     ]
     return [(option, _parsed(option, text)) for option, text in [*joined, *separate]]
 
 
-def _parsed(option: str, text: str) -> Any:
+def _parsed(option: str, text: str) -> Nested:
+    # --model may be a whole mapping of class_path and init_args; other values are compared as texts or not at all.
     if option != f"--{_MODEL}":
         return text
     try:
@@ -133,7 +142,7 @@ def _parsed(option: str, text: str) -> Any:
         return text
 
 
-def _model_arguments(entry: Mapping[str, Any]) -> set[str]:
+def _model_arguments(entry: JsonObject) -> set[str]:
     """The arguments of the module that one setting gives."""
     names: set[str] = set()
     for key, value in entry.items():
@@ -149,9 +158,9 @@ def _model_arguments(entry: Mapping[str, Any]) -> set[str]:
 
 
 def _accepted(
-    settings: Sequence[Mapping[str, Any]],
+    settings: Sequence[JsonObject],
     known: Collection[str],
-    kinds: Sequence[type[Any]] | None,
+    kinds: Sequence[type[object]] | None,
 ) -> set[str]:
     """The arguments that the chosen class takes."""
     if kinds is None:
@@ -161,27 +170,32 @@ def _accepted(
             for option in known
             if option.startswith(prefix)
         }
-    class_name = ""
+    class_name: str | None = ""
     for entry in settings:
         value = entry.get(f"{_MODEL}.class_path", entry.get(_MODEL, class_name))
-        class_name = (
-            value.get("class_path", class_name) if isinstance(value, Mapping) else value
-        )
+        # `model: MyModule` is short for a mapping with only a class_path.
+        if isinstance(value, Mapping):
+            value = value.get("class_path", class_name)
+        class_name = value
     for kind in kinds:
         if class_name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
             return set(inspect.signature(kind).parameters)
     return set()
 
 
-def _as_text(value: Any) -> str | None:
+def _as_text(value: object) -> str | None:
     """A hyperparameter as the text of an option; None if no option can hold it."""
     plain = _plain(value)
     if plain is _UNWRITABLE:
         return None
-    return plain if isinstance(plain, str) else json.dumps(plain)
+    # JSON is YAML, so that lists and mappings are read back; a plain text must have no quotes around it.
+    if isinstance(plain, str):
+        return plain
+    return json.dumps(plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Nested:
+    # jsonargparse reads an enum by its name. Before the types below: an IntEnum is an int too.
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -190,13 +204,15 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         items = {str(key): _plain(item) for key, item in value.items()}
+        # A checkpoint holds {"repr": text} for an object that it cannot hold.
         if set(items) == {"repr"} or _UNWRITABLE in items.values():
             return _UNWRITABLE
         return items
     if isinstance(value, (list, tuple)):
         elements = [_plain(element) for element in value]
-        return _UNWRITABLE if _UNWRITABLE in elements else elements
+        if _UNWRITABLE in elements:
+            return _UNWRITABLE
+        return elements
     if callable(value):
-        name = import_path(value)
-        return _UNWRITABLE if name is None else name
+        return import_path(value) or _UNWRITABLE
     return _UNWRITABLE

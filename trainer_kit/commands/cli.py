@@ -13,6 +13,7 @@ from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.seed import seed_everything
+from trainer_kit.core.types import DataModuleLike
 
 if TYPE_CHECKING:
     from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -37,17 +38,17 @@ class CliRun:
     command: str
     trainer: Trainer
     module: Any
-    datamodule: Any
+    datamodule: DataModuleLike
     result: Any
 
 
 def cli(
-    module: type[Any] | None = None,
-    data: type[Any] | None = None,
+    module: type[object] | None = None,
+    data: type[object] | None = None,
     *,
     subclass_mode_model: bool = False,
     subclass_mode_data: bool = False,
-    trainer_defaults: Mapping[str, Any] | None = None,
+    trainer_defaults: Mapping[str, object] | None = None,
     args: Sequence[str] | None = None,
 ) -> CliRun:
     """Make this script a command line with ``fit``, ``validate``, ``test`` and ``predict``, and run the given command.
@@ -86,14 +87,16 @@ def cli(
     from trainer_kit.commands.arguments import Arguments, use_optimizer
     from trainer_kit.core.module import TrainModule
 
-    command_line = sys.argv[1:] if args is None else list(args)
+    if args is None:
+        args = sys.argv[1:]
     parsed = Arguments(
         module or TrainModule,
         data,
         choose_model=subclass_mode_model or module is None,
         choose_data=subclass_mode_data,
         trainer_defaults=trainer_defaults or {},
-    ).parse(command_line)
+    ).parse(args)
+    # Before the objects exist, so that weights and a random split of the data are the same on every rank.
     if parsed.seed is not None:
         seed_everything(parsed.seed)
     try:
@@ -104,6 +107,7 @@ def cli(
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
     trainer, datamodule = objects["trainer"], objects.get("data")
+    # After the construction: as an argument it would not be added to the user's callbacks but replace them.
     trainer.set_callbacks(
         [*trainer.callbacks, SaveConfigCallback(parsed.parser, parsed.values)]
     )
@@ -154,14 +158,15 @@ class SaveConfigCallback(Callback):
                 "the configuration is always saved as one file",
                 fix="leave multifile out",
             )
-        self.parser, self.config, self.config_filename = parser, config, config_filename
-        self.overwrite, self.save_to_log_dir, self.already_saved = (
-            overwrite,
-            save_to_log_dir,
-            False,
-        )
+        self.parser = parser
+        self.config = config
+        self.config_filename = config_filename
+        self.overwrite = overwrite
+        self.save_to_log_dir = save_to_log_dir
+        self.already_saved = False
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+        # A program may call several commands on one Trainer: the configuration is that of all of them.
         if self.already_saved or not trainer.is_global_zero:
             return
         writes = trainer.loggers or (
@@ -170,17 +175,17 @@ class SaveConfigCallback(Callback):
         if self.save_to_log_dir and writes and not trainer.fast_dev_run:
             import yaml
 
-            text = self.parser.dump(
-                self.config, skip_unset=False
-            )  # in the form that --config reads, for any command
+            # Dumped and read again: only the parser can write its values in the form that --config reads.
+            text = self.parser.dump(self.config, skip_unset=False)
             plain = yaml.safe_load(text)
+            # Only fit has this option: with its default in the file, no other command could read it.
             if not plain.get("load_weights_only"):
-                plain.pop("load_weights_only", None)  # only fit has it
+                plain.pop("load_weights_only", None)
             trainer.run_dir.mkdir(parents=True, exist_ok=True)
             text = yaml.safe_dump(
                 mask_secrets(plain), sort_keys=False, allow_unicode=True
             )
-            _keep(trainer.run_dir / self.config_filename, text, self.overwrite)
+            _write_new(trainer.run_dir / self.config_filename, text, self.overwrite)
         self.save_config(trainer, pl_module, stage)
         self.already_saved = True
 
@@ -190,20 +195,22 @@ class SaveConfigCallback(Callback):
         """Called once on rank 0, after the file is written; does nothing by default."""
 
 
-def _keep(first: Path, text: str, overwrite: bool) -> None:
-    number, path = 1, first
+def _write_new(first: Path, text: str, overwrite: bool) -> None:
+    """Write a file; if another text has its name, under the first free one of ``NAME-2``, ``NAME-3``, ..."""
+    number = 1
+    path = first
     if overwrite:
         path.unlink(missing_ok=True)
     while True:
         try:
-            with open(
-                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600),
-                "w",
-                encoding="utf-8",
-            ) as file:
+            # O_EXCL decides in one step between two runs that start in one directory; the mode is never wider than
+            # the owner's, which a chmod after open() would allow for a moment.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
             return
         except FileExistsError:
+            # A resumed run with an unchanged configuration needs no second file.
             if path.is_file() and path.read_text(encoding="utf-8") == text:
                 return
         number += 1

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import click
 
@@ -15,13 +15,13 @@ from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.lazy import other_names
+from trainer_kit.core.types import JsonObject
 from trainer_kit.launch.options import SECTIONS, TOP, Option, positive, several_on
 
 __all__ = ["config", "write_basic_config"]
 
-__path__: list[
-    str
-] = []  # Accelerate has modules below this one: `commands.config.default`
+# Makes this module a package: Accelerate has modules below it, such as `commands.config.default`.
+__path__: list[str] = []
 __getattr__ = other_names(__name__)
 
 _LATER: Final = "(written; cannot be launched yet)"
@@ -75,10 +75,12 @@ def _accelerator() -> tuple[str | None, int]:
     from trainer_kit.core.devices import count_accelerators, present_accelerator
 
     device = present_accelerator()
-    return (None, 0) if device is None else (device.type, count_accelerators())
+    if device is None:
+        return None, 0
+    return device.type, count_accelerators()
 
 
-def _ask(option: Option, default: str) -> Any:
+def _ask(option: Option, default: str) -> object:
     if option.words:
         return choose(
             f"{option.name}?", [(name, name) for name in option.words], default
@@ -86,7 +88,7 @@ def _ask(option: Option, default: str) -> Any:
     return ask(f"{option.name}?", default, option.value)
 
 
-def _ask_processes(answers: dict[str, Any], kind: str) -> None:
+def _ask_processes(answers: JsonObject, kind: str) -> None:
     """Ask for machines, processes, and how the model is distributed."""
     device, count = _accelerator()
     machines = ask("How many machines?", "1", positive)
@@ -99,6 +101,7 @@ def _ask_processes(answers: dict[str, Any], kind: str) -> None:
         answers["main_process_port"] = ask(
             "Port there?", "29500", TOP["main_process_port"].value
         )
+    # At least 1: the file may be written on a login node that has no accelerator.
     per_machine = max(count, 1)
     if kind == "MULTI_CPU":
         per_machine = max(2, os.cpu_count() or 1)
@@ -122,60 +125,75 @@ def _ask_processes(answers: dict[str, Any], kind: str) -> None:
         answers["gpu_ids"] = "all"
 
 
-def _ask_everything() -> dict[str, Any]:
+def _ask_yes(question: str, default: str) -> bool:
+    return choose(question, [("no", "no"), ("yes", "yes")], default) == "yes"
+
+
+def _ask_everything() -> JsonObject:
     """The wizard: its questions depend on the answers, its defaults on this machine."""
     device, count = _accelerator()
-    answers: dict[str, Any] = {
+    answers: JsonObject = {
         "compute_environment": choose("Where will it run?", _PLACES, "LOCAL_MACHINE")
     }
     if answers["compute_environment"] == "AMAZON_SAGEMAKER":
+        # The instance type decides about devices there, so nothing of this machine is asked for.
         answers.update(
             {name: ask(f"{name}?", default, str) for name, default in _SAGEMAKER}
         )
         answers["distributed_type"] = "NO"
     else:
-        several = several_on(device or "cuda")
-        kinds = (
-            ("NO", "one process"),
-            ("MULTI_CPU", "several processes on the CPU"),
-            (
-                several,
-                f"several accelerators{f', {count} here' if count else ' (none here)'}",
-            ),
-            ("XLA", "TPUs of this machine, through torch_xla"),
-        )
-        kind = choose("On what?", kinds, several if count > 1 else "NO")
+        kind = _ask_kind(device, count)
         answers["distributed_type"] = kind
+        # One process on a machine without an accelerator means its CPU; `launch` would look for a device otherwise.
         answers["use_cpu"] = kind == "MULTI_CPU" or (kind == "NO" and device is None)
         if kind == "NO":
             answers.update(num_machines=1, num_processes=1)
         else:
             _ask_processes(answers, kind)
     precisions = [(name, name) for name in ("no", "bf16", "fp16", "fp8")]
+    default_precision = "bf16"
+    if device is None:
+        default_precision = "no"
     answers["mixed_precision"] = choose(
-        "Mixed precision?", precisions, "no" if device is None else "bf16"
+        "Mixed precision?", precisions, default_precision
     )
     compiled = choose(
         "Compile models with torch.compile?",
         [("NO", "no"), ("INDUCTOR", "yes, with inductor")],
         "NO",
     )
-    answers["dynamo_config"] = {"dynamo_backend": compiled} if compiled != "NO" else {}
-    answers["debug"] = (
-        choose(
-            "Check what is exchanged between processes first?",
-            [("no", "no"), ("yes", "yes")],
-            "no",
-        )
-        == "yes"
+    if compiled != "NO":
+        answers["dynamo_config"] = {"dynamo_backend": compiled}
+    answers["debug"] = _ask_yes(
+        "Check what is exchanged between processes first?", "no"
     )
     return answers
 
 
-def _write(path: Path, answers: Mapping[str, Any]) -> None:
+def _ask_kind(device: str | None, count: int) -> str:
+    """Ask for the ``distributed_type``, apart from engines."""
+    # Without an accelerator here the file may be meant for a machine with CUDA.
+    several = several_on(device or "cuda")
+    hint = " (none here)"
+    if count:
+        hint = f", {count} here"
+    kinds = (
+        ("NO", "one process"),
+        ("MULTI_CPU", "several processes on the CPU"),
+        (several, f"several accelerators{hint}"),
+        ("XLA", "TPUs of this machine, through torch_xla"),
+    )
+    default = "NO"
+    if count > 1:
+        default = several
+    return choose("On what?", kinds, default)
+
+
+def _write(path: Path, answers: Mapping[str, object]) -> None:
     """Write the file atomically."""
     import yaml
 
+    # An unanswered question is left out, so that the default of `launch` holds.
     filled = {name: value for name, value in answers.items() if value not in (None, {})}
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
@@ -202,15 +220,16 @@ def config(context: click.Context, config_file: Path | None) -> None:
 
     path = config_file or our_default()
     answers = _ask_everything()
-    if (
-        path.exists()
-        and choose(f"Replace {path}?", [("yes", "yes"), ("no", "no")], "yes") == "no"
-    ):
+    replace = [("yes", "yes"), ("no", "no")]
+    if path.exists() and choose(f"Replace {path}?", replace, "yes") == "no":
         click.echo("nothing was written")
         return
     _write(path, answers)
     click.echo(f"written: {path}")
-    option = "" if config_file is None else f"--config_file {path} "
+    # `launch` finds the file at the default path by itself.
+    option = ""
+    if config_file is not None:
+        option = f"--config_file {path} "
     click.echo(f"use it:  trainer-kit launch {option}train.py")
 
 
@@ -239,13 +258,15 @@ def _default(
     click.echo(f"written: {path}")
 
 
-def _basic_configuration(mixed_precision: str) -> dict[str, Any]:
+def _basic_configuration(mixed_precision: str) -> JsonObject:
     device, count = _accelerator()
-    several = count > 1
+    distributed_type = "NO"
+    if count > 1:
+        distributed_type = several_on(device or "cuda")
     return {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": several_on(device or "cuda") if several else "NO",
-        "num_processes": count if several else 1,
+        "distributed_type": distributed_type,
+        "num_processes": max(count, 1),
         "num_machines": 1,
         "use_cpu": device is None,
         "mixed_precision": mixed_precision,
@@ -277,7 +298,10 @@ def write_basic_config(
             found=repr(mixed_precision),
             fix=did_you_mean(precision, _PRECISIONS),
         )
-    path = our_default() if save_location is None else Path(save_location)
+    if save_location is None:
+        save_location = our_default()
+    path = Path(save_location)
+    # As in Accelerate, whose callers check for False; the command raises instead.
     if path.exists():
         click.echo(f"{path} is there and stays as it is")
         return False

@@ -9,13 +9,14 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import TrainerKitError
+from trainer_kit.core.types import JsonObject
 from trainer_kit.health.machine import Finding, check_machine
 from trainer_kit.report.environment import describe_environment
 
@@ -53,7 +54,8 @@ def doctor(directory: Path, devices: int | None, as_json: bool) -> None:
 
     try:
         environment = Environment.detect()
-    except TrainerKitError:  # check_machine says what is wrong with it
+    # An inconsistent environment is one of the things to check: check_machine reports it as a finding.
+    except TrainerKitError:
         findings = check_machine(directory)
         survey: Survey | None = None
     else:
@@ -61,6 +63,7 @@ def doctor(directory: Path, devices: int | None, as_json: bool) -> None:
             findings, survey = _on_ranks(directory)
         else:
             findings, survey = _check_this_machine(directory, devices)
+        # Every rank exits with the code, since a launcher reports the worst one; only rank 0 prints.
         if environment.rank > 0:
             sys.exit(_exit_code(findings))
     if as_json:
@@ -86,6 +89,7 @@ def _check_this_machine(
         else:
             result = _measure_alone(directory)
         findings = list(result.findings)
+    # Whatever fails in the measurement is itself a finding; the checks of the machine may say why.
     except Exception as error:
         findings = [
             Finding(
@@ -120,6 +124,7 @@ def _measure(directory: Path, rank: int, machine: bool = False) -> Survey:
     from trainer_kit.strategies.process_group import join_world
 
     environment = Environment.detect()
+    # Ranks that shared an accelerator would measure each other, and NCCL refuses them: then all measure the CPU.
     if _has_devices(environment.local_world_size):
         device = pick_device(local_rank=environment.local_rank)
     else:
@@ -128,7 +133,8 @@ def _measure(directory: Path, rank: int, machine: bool = False) -> Survey:
     machine_findings: list[Finding] = []
     if machine and environment.local_rank == 0:
         machine_findings = check_machine(directory)
-    if environment.rank > 0:  # what is OK on every machine is printed once
+    # What is OK on every machine is printed once, by the first.
+    if environment.rank > 0:
         machine_findings = [
             finding for finding in machine_findings if finding.level != "OK"
         ]
@@ -141,6 +147,7 @@ def _has_devices(ranks: int) -> bool:
 
     if pick_device("auto").type == "cpu":
         return False
+    # SLURM may show each rank only its own device.
     return available_devices() >= ranks or Environment.detect().source == "slurm"
 
 
@@ -153,7 +160,7 @@ def _measure_alone(directory: Path) -> Survey:
 
 
 def _first_line(error: Exception) -> str:
-    line = str(error).splitlines()[0] if str(error) else ""
+    line = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {line}"
 
 
@@ -162,10 +169,13 @@ def _exit_code(findings: list[Finding]) -> int:
 
 
 def _print(findings: list[Finding], survey: Survey | None) -> None:
-    hosts = set() if survey is None else {rank.host for rank in survey.ranks}
+    hosts: set[str] = set()
+    if survey is not None:
+        hosts = {rank.host for rank in survey.ranks}
     width = max(len(finding.about) for finding in findings)
     for finding in findings:
         host = ""
+        # On one machine, and beside a text that names the host, the name would only be noise.
         if len(hosts) > 1 and finding.host and finding.host not in finding.text:
             host = f" [{finding.host}]"
         click.echo(f"{finding.level:8}{finding.about:{width}}  {finding.text}{host}")
@@ -179,12 +189,17 @@ def _print(findings: list[Finding], survey: Survey | None) -> None:
     )
 
 
-def _as_json(findings: list[Finding], survey: Survey | None) -> dict[str, Any]:
-    return {
+def _as_json(findings: list[Finding], survey: Survey | None) -> JsonObject:
+    # All keys exist also without a survey, so that a reader needs no check for them.
+    contents: JsonObject = {
         "findings": [asdict(finding) for finding in findings],
-        "ranks": [] if survey is None else [asdict(rank) for rank in survey.ranks],
-        "seconds": None if survey is None else round(survey.seconds, 3),
+        "ranks": [],
+        "seconds": None,
     }
+    if survey is not None:
+        contents["ranks"] = [asdict(rank) for rank in survey.ranks]
+        contents["seconds"] = round(survey.seconds, 3)
+    return contents
 
 
 @click.command("env")
@@ -194,7 +209,7 @@ def env() -> None:
         click.echo(f"{name}: {value}")
 
 
-def _configuration() -> Iterator[tuple[str, Any]]:
+def _configuration() -> Iterator[tuple[str, object]]:
     from trainer_kit.launch.configuration import default_file, read_configuration
 
     path = default_file()

@@ -9,14 +9,19 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, final
 
 import click
 
 from trainer_kit.commands.terminal import table
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.types import Keywords, Nested
 from trainer_kit.core.wings import need_wing
 from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["estimate_memory"]
 
@@ -29,6 +34,7 @@ class _SeveralDtypes(click.Command):
         need_wing("planning", "trainer-kit estimate-memory")
         from trainer_kit.planning.memory import DTYPES
 
+        # click options take one word each, so `--dtypes int8 int4` becomes `--dtypes int8 --dtypes int4`.
         arguments: list[str] = []
         for argument in args:
             follows_dtype = arguments[-2:-1] == ["--dtypes"] and arguments[-1] in DTYPES
@@ -76,22 +82,31 @@ def estimate_memory(
     from trainer_kit.core.display import in_units
     from trainer_kit.planning import memory
 
+    # A dtype that is not used for training has no size of gradients and optimizer.
+    def show(size: float | None) -> str:
+        if size is None:
+            return "-"
+        return in_units(size)
+
     shapes = memory.describe_module(
         _shapes(model, args, library_name, trust_remote_code)
     )
     rows = [("DTYPE", "WEIGHTS", "GRADIENTS", "ADAM", "TRAINING", "LARGEST LAYER")]
-    for each in memory.estimate_memory(shapes, dtypes or None):
-        sizes = (
-            each.weights,
-            each.gradients,
-            each.optimizer,
-            each.training,
-            each.largest_layer,
+    for estimate in memory.estimate_memory(shapes, dtypes or None):
+        rows.append(
+            (
+                estimate.dtype,
+                show(estimate.weights),
+                show(estimate.gradients),
+                show(estimate.optimizer),
+                show(estimate.training),
+                show(estimate.largest_layer),
+            )
         )
-        cells = ["-" if size is None else in_units(size) for size in sizes]
-        rows.append((each.dtype, *cells))  # type: ignore[arg-type]
     largest = max(shapes.layers, key=lambda name: shapes.layers[name], default="")
-    layer = repr(largest) if largest else "the model itself"
+    layer = "the model itself"
+    if largest:
+        layer = repr(largest)
     click.echo(
         f"{model}: {shapes.parameters:,} numbers, {shapes.trainable:,} trained; the largest layer is {layer}"
     )
@@ -106,6 +121,7 @@ def _shapes(model: str, args: str, library: str | None, trust_remote_code: bool)
 
     path = Path(model)
     configured = path.is_dir() and (path / "config.json").is_file()
+    # Weights in the directory are exact, and need neither transformers nor Python files of the model.
     if configured and (
         library == "transformers" or not any(path.glob("*.safetensors"))
     ):
@@ -115,17 +131,19 @@ def _shapes(model: str, args: str, library: str | None, trust_remote_code: bool)
     if ":" not in model:
         if library is not None and "/" not in model:
             return _from_library(library, model, _mapping(args))
+        # With a slash it is a path, or a name on the Hugging Face Hub.
+        problem = "this is not a model"
+        if "/" in model:
+            problem = "this path does not exist, and models are not downloaded"
         raise ConfigurationError(
-            "this is not a model"
-            if "/" not in model
-            else "this path does not exist, and models are not downloaded",
+            problem,
             found=model,
             fix="give package.module:Class, or the path of weights or of a config.json (hf download NAME config.json)",
         )
     return _from_class(model, _mapping(args))
 
 
-def _mapping(text: str) -> dict[str, Any]:
+def _mapping(text: str) -> Keywords:
     import yaml
 
     try:
@@ -142,8 +160,9 @@ def _mapping(text: str) -> dict[str, Any]:
     return mapping
 
 
-def _from_class(model: str, arguments: dict[str, Any]) -> Any:
+def _from_class(model: str, arguments: Keywords) -> nn.Module:
     module, _, name = model.partition(":")
+    # An installed script has no current directory in its path, unlike `python -m`.
     sys.path.insert(0, os.getcwd())
     try:
         module_object = importlib.import_module(module)
@@ -159,8 +178,9 @@ def _from_class(model: str, arguments: dict[str, Any]) -> Any:
         )
     make = getattr(module_object, name)
 
-    def build() -> Any:
+    def build() -> object:
         model_object = make(**arguments)
+        # A TrainModule may create its layers only here, which a Trainer would call.
         if hasattr(model_object, "configure_model"):
             model_object.configure_model()
         return model_object
@@ -168,14 +188,16 @@ def _from_class(model: str, arguments: dict[str, Any]) -> Any:
     return _build_module(name, build)
 
 
-def _build_module(name: str, build: Callable[[], Any]) -> Any:
+def _build_module(name: str, build: Callable[[], object]) -> nn.Module:
     import torch
     from torch import nn
 
     try:
+        # Parameters on the meta device have shapes and no storage, so a model of any size fits here.
         with torch.device("meta"):
             module = build()
-    except Exception as error:  # a constructor of the user may raise anything
+    # A constructor of the user may raise anything.
+    except Exception as error:
         raise ConfigurationError(
             f"{name} cannot be constructed without its weights",
             found=f"{type(error).__name__}: {error}",
@@ -186,18 +208,18 @@ def _build_module(name: str, build: Callable[[], Any]) -> Any:
     return module
 
 
-def _library(name: str, found: str) -> Any:
+def _library(name: str, model: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigurationError(
             f"this model needs {name}, which is not installed",
-            found=found,
+            found=model,
             fix=f"pip install {name}, or give a class or a safetensors file",
         ) from error
 
 
-def _from_library(library: str, name: str, arguments: dict[str, Any]) -> Any:
+def _from_library(library: str, name: str, arguments: Keywords) -> nn.Module:
     package = _library(library, name)
     if library == "timm":
         return _build_module(
@@ -213,25 +235,29 @@ def _from_library(library: str, name: str, arguments: dict[str, Any]) -> Any:
     return _build_module(name, lambda: model_class(configuration(**arguments)))
 
 
-def _find_remote_code(config: Any) -> str | None:
+def _find_remote_code(config: Nested) -> str | None:
     """The first class in an ``auto_map`` of the configuration, or of one inside it, that is in another repository."""
+    # "owner/repository--file.Class"; without the dashes the file is in the directory of the configuration.
     if isinstance(config, list):
         return next(filter(None, map(_find_remote_code, config)), None)
     if not isinstance(config, dict):
         return None
     classes = config.get("auto_map")
     if isinstance(classes, dict):
-        for value in classes.values():
-            names = value if isinstance(value, list) else [value]
+        for names in classes.values():
+            # Of tokenizers it is a list: the slow one and the fast one.
+            if not isinstance(names, list):
+                names = [names]
             for name in names:
                 if isinstance(name, str) and "--" in name:
                     return name
     return _find_remote_code(list(config.values()))
 
 
-def _from_config(path: Path, trust_remote_code: bool) -> Any:
+def _from_config(path: Path, trust_remote_code: bool) -> nn.Module:
     elsewhere = None
-    with suppress(ValueError, OSError):  # transformers says what is wrong with the file
+    # A damaged file is reported below, by transformers.
+    with suppress(ValueError, OSError):
         elsewhere = _find_remote_code(
             json.loads((path / "config.json").read_text("utf-8"))
         )
@@ -252,12 +278,13 @@ def _from_config(path: Path, trust_remote_code: bool) -> Any:
             found=str(error).splitlines()[0],
             fix="add --trust_remote_code if the directory has Python files and you have read them",
         ) from error
+    # A model of its own Python files may be mapped only for one task, without a bare AutoModel.
     heads = [
         name
         for name in getattr(config, "auto_map", None) or {}
         if name.startswith("AutoModelFor")
     ]
-    maker = getattr(transformers, heads[0] if heads else "AutoModel")
+    maker = getattr(transformers, [*heads, "AutoModel"][0])
     return _build_module(
         path.name,
         lambda: maker.from_config(config, trust_remote_code=trust_remote_code),

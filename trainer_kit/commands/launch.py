@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Final, NoReturn, final
 
 import click
 
@@ -16,6 +16,7 @@ from trainer_kit.core.configuration_sources import Chosen, describe_origins
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.lazy import other_names
+from trainer_kit.core.types import Function
 from trainer_kit.launch.options import Option, all_options
 
 if TYPE_CHECKING:
@@ -24,57 +25,66 @@ if TYPE_CHECKING:
 
 __all__ = ["explain", "launch"]
 
-__path__: list[
-    str
-] = []  # makes this a package, so that importing a missing submodule of Accelerate shows our error
+# Makes this module a package, so that the import of a module that Accelerate has below it raises our error.
+__path__: list[str] = []
 __getattr__ = other_names(__name__)
 
 _CONTEXT: Final = {
+    # Options after SCRIPT are the script's own.
     "allow_interspersed_args": False,
     # --num-processes is --num_processes.
     "token_normalize_func": lambda token: token.replace("-", "_"),
 }
 
 
+# The class is generic from click 8.4 on only, and older versions are supported.
 if TYPE_CHECKING:
-    _AnyType = click.ParamType[Any]
+    _ValueType = click.ParamType[object]
 else:
-    _AnyType = click.ParamType  # generic from click 8.4 on
+    _ValueType = click.ParamType
 
 
 @final
-class _Value(_AnyType):
+class _Value(_ValueType):
     """A click type that reads an option's value as in a configuration file."""
 
     def __init__(self, option: Option) -> None:
         self.option = option
-        self.name = "integer" if option.whole else "text"
+        self.name = "text"
+        if option.whole:
+            self.name = "integer"
 
     def convert(
         self,
-        value: Any,
+        value: object,
         parameter: click.Parameter | None,
         context: click.Context | None,
-    ) -> Any:
+    ) -> object:
         try:
             return self.option.value(str(value))
         except ValueError as error:
             self.fail(f"{error}, not {value!r}", parameter, context)
 
 
-def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _launch_options(command: Function) -> Function:
     """Add a flag for every option in `trainer_kit.launch.options` to a command."""
+    # Flags of None are the option's own name; an empty tuple marks a key that only files have.
     options = [option for option in all_options().values() if option.flags != ()]
     options.sort(key=lambda option: not option.switch)
-    for option in reversed(options):  # click lists the last decorator first
+    # click lists the last decorator first.
+    for option in reversed(options):
         flags = option.flags or (f"--{option.name}",)
+        value_type = None
+        if not option.switch:
+            value_type = _Value(option)
         command = click.option(
             *flags,
             flags[0].removeprefix("--"),
             is_flag=option.switch,
             multiple=option.many,
+            # None tells a flag that was not written from one with a value, which overrides the file.
             default=None,
-            type=None if option.switch else _Value(option),
+            type=value_type,
             help=option.help,
             hidden=not option.help,
         )(command)
@@ -100,19 +110,23 @@ def _warn_ignored(run_plan: Plan, options: Resolved) -> Iterator[str]:
         yield f"has no effect yet: {options.describe(name)}: {reason}"
 
 
-def _flags(values: Mapping[str, Any]) -> dict[str, Chosen]:
+def _flags(values: Mapping[str, object]) -> dict[str, Chosen]:
     """The flags by option, each with its name as the origin."""
-    return {
-        name: Chosen(
-            list(value) if isinstance(value, tuple) else value, f"flag --{name}"
-        )
-        for name, value in values.items()
-        if value not in (None, ())
-    }
+    flags = {}
+    for name, value in values.items():
+        # Flags that were not written.
+        if value in (None, ()):
+            continue
+        # click has tuples where files have lists, which `resolve` compares and prints.
+        if isinstance(value, tuple):
+            value = list(value)
+        flags[name] = Chosen(value, f"flag --{name}")
+    return flags
 
 
 def _masked(name: str, chosen: Chosen) -> Chosen:
     value = mask_secrets(chosen.value, name)
+    # A list of NAME=value texts, each of which may be a secret by its own name.
     if name == "tpu_env" and isinstance(value, list):
         pairs = [pair.partition("=") for pair in value]
         value = [f"{key}={mask_secrets(text, key)}" for key, _, text in pairs]
@@ -124,10 +138,13 @@ def _script_words(
 ) -> list[str]:
     if no_python:
         program = shutil.which(script)
-        if module or program is None:
+        if module:
             raise ConfigurationError(
-                "--no_python runs a program",
-                found=f"--module {script}" if module else f"no program {script}",
+                "--no_python runs a program", found=f"--module {script}"
+            )
+        if program is None:
+            raise ConfigurationError(
+                "--no_python runs a program", found=f"no program {script}"
             )
         return ["--exec", program, *arguments]
     if module:
@@ -155,7 +172,7 @@ def launch(
     module: bool,
     no_python: bool,
     quiet: bool,
-    **given: Any,
+    **flags: object,
 ) -> NoReturn:
     """Run SCRIPT with its ARGUMENTS on processes and machines.
 
@@ -167,7 +184,8 @@ def launch(
     from trainer_kit.launch.machines import RUN_TOKEN, run_token
     from trainer_kit.launch.plan import plan
 
-    options = resolve(_flags(given), config_file)
+    options = resolve(_flags(flags), config_file)
+    # Before `plan`, which refuses such a job: SageMaker starts it from the printed estimator.
     _print_sagemaker(options, script, arguments)
     run_plan = plan(options, Environment.detect())
     command = _script_words(script, arguments, module, no_python)
@@ -184,11 +202,9 @@ def launch(
             click.echo(f"trainer-kit: {options.describe(name)}", err=True)
         for line in _warn_ignored(run_plan, options):
             click.echo(f"trainer-kit: {line}", err=True)
-        if (
-            run_plan.machines.count > 1
-            and run_plan.machines.rank == 0
-            and not run_token()
-        ):
+        # Only the first machine listens.
+        is_first = run_plan.machines.count > 1 and run_plan.machines.rank == 0
+        if is_first and not run_token():
             warning = f"any host that reaches {run_plan.machines.address} can send commands to this run"
             click.echo(
                 f"trainer-kit: {warning}; set {RUN_TOKEN} to one value on all machines",
@@ -212,7 +228,9 @@ def _run(program: list[str], run_plan: Plan, options: Resolved) -> NoReturn:
     from trainer_kit.launch.program import split_command
 
     interpreter, _ = split_command(sys.orig_argv)
-    if not run_plan.supervised:  # this process becomes the script
+    # A rank of another launcher becomes the script: a process between them would hide its signals and exit code.
+    if not run_plan.supervised:
+        # execve drops what Python has buffered.
         sys.stdout.flush()
         command = [sys.executable, *interpreter, *program]
         if program[0] == "--exec":
@@ -221,9 +239,11 @@ def _run(program: list[str], run_plan: Plan, options: Resolved) -> NoReturn:
     from trainer_kit.launch.agent import Output, run_ranks
 
     log_dir = options["log_dir"]
+    if log_dir is not None:
+        log_dir = Path(log_dir)
     output = Output(
         tee=options["tee"],
-        log_dir=None if log_dir is None else Path(log_dir),
+        log_dir=log_dir,
         role=options["role"] or Output.role,
     )
     run_ranks(
@@ -248,7 +268,7 @@ def explain(
     config_file: Path | None,
     module: bool,
     no_python: bool,
-    **given: Any,
+    **flags: object,
 ) -> None:
     """Show what `launch` would do with the same arguments.
 
@@ -259,10 +279,11 @@ def explain(
     from trainer_kit.launch.machines import RUN_TOKEN, run_token
     from trainer_kit.launch.plan import plan
 
-    options = resolve(_flags(given), config_file)
-    click.echo(
-        f"configuration file: {'none' if options.file is None else options.file.path}"
-    )
+    options = resolve(_flags(flags), config_file)
+    file: Path | str = "none"
+    if options.file is not None:
+        file = options.file.path
+    click.echo(f"configuration file: {file}")
     for line in describe_origins(
         (name, _masked(name, setting)) for name, setting in options.chosen.items()
     ):
@@ -270,23 +291,29 @@ def explain(
     _print_sagemaker(options, script, arguments)
     environment = Environment.detect()
     run_plan = plan(options, environment)
-    starter = "by an agent"
+    starter = ", by an agent"
     if run_plan.in_place:
-        starter = f"as rank {environment.rank} of {environment.world_size} ({environment.source})"
-    single_process = run_plan.processes == run_plan.machines.count == 1
-    click.echo(
-        f"\nprocesses here: {run_plan.processes}{'' if single_process else f', {starter}'}"
-    )
+        starter = f", as rank {environment.rank} of {environment.world_size} ({environment.source})"
+    # For a single process there is nothing to tell about its launcher.
+    if run_plan.processes == run_plan.machines.count == 1:
+        starter = ""
+    click.echo(f"\nprocesses here: {run_plan.processes}{starter}")
     click.echo(f"machines: {run_plan.machines.count}, this is {run_plan.machines.rank}")
     if run_plan.machines.count > 1:
-        click.echo(f"run token: {'given' if run_token() else f'none ({RUN_TOKEN})'}")
+        token = f"none ({RUN_TOKEN})"
+        # The token itself is a secret.
+        if run_token():
+            token = "given"
+        click.echo(f"run token: {token}")
     for name, value in run_plan.environ.items():
+        # It repeats, encoded, the origins that are printed above.
         if name != "TRAINER_KIT_ORIGINS":
             click.echo(f"the script receives {name}={mask_secrets(value, name)}")
     for line in _warn_ignored(run_plan, options):
         click.echo(line)
     if script is not None:
         command = _script_words(script, arguments, module, no_python)
-        click.echo(
-            f"runs: {' '.join([*run_plan.through, *(command[1:] if no_python else command)])}"
-        )
+        # Without the marker that tells the agent to start a program as it is.
+        if no_python:
+            command = command[1:]
+        click.echo(f"runs: {' '.join([*run_plan.through, *command])}")

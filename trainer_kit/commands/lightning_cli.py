@@ -27,13 +27,17 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import seed_everything
 from trainer_kit.core.signatures import check_overrides
+from trainer_kit.core.types import Function, Keywords
 from trainer_kit.trainer import Trainer
 
 __all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "instantiate_class"]
 
-_Namespace: Any = jsonargparse.Namespace
+# jsonargparse does not annotate the constructor of the class, which strict checks of callers refuse.
+_Namespace: Function = jsonargparse.Namespace
 ArgsType: TypeAlias = list[str] | dict[str, Any] | jsonargparse.Namespace | None
 """The type of a `LightningCLI`'s ``args``."""
+_Kind: TypeAlias = type[object] | tuple[type[object], ...]
+"""A class, or base classes among whose subclasses ``class_path`` chooses."""
 
 
 class LightningArgumentParser(jsonargparse.ArgumentParser):
@@ -44,7 +48,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
     ) -> None:
         super().__init__(*args, env_prefix=env_prefix, **kwargs)
         self.callback_keys: list[str] = []
-        self.chosen: dict[type[Any], dict[str, tuple[Any, str]]] = {
+        self.chosen: dict[type[object], dict[str, tuple[_Kind, str]]] = {
             Optimizer: {},
             LRScheduler: {},
         }
@@ -53,12 +57,13 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         self, cfg: Any, *args: Any, skip_none: bool | None = None, **kwargs: Any
     ) -> str:
         """Return a configuration as text; ``skip_none`` is the former name of ``skip_unset``."""
-        options = kwargs if skip_none is None else {**kwargs, "skip_unset": skip_none}
-        return cast(str, super().dump(cfg, *args, **options))
+        if skip_none is not None:
+            kwargs["skip_unset"] = skip_none
+        return cast(str, super().dump(cfg, *args, **kwargs))
 
     def add_lightning_class_args(
         self,
-        lightning_class: Any,
+        lightning_class: Function,
         nested_key: str,
         subclass_mode: bool = False,
         required: bool = True,
@@ -71,22 +76,23 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
             subclass_mode: whether ``class_path`` chooses a subclass.
             required: whether one must be chosen.
         """
-        lightning_class = class_of(lightning_class)
-        if issubclass(lightning_class, Callback):
+        component = class_of(lightning_class)
+        # Callbacks are made apart from the Trainer's own option, and `instantiate_trainer` collects them by these keys.
+        if issubclass(component, Callback):
             self.callback_keys.append(nested_key)
         if subclass_mode:
             added = self.add_subclass_arguments(
-                lightning_class, nested_key, fail_untyped=False, required=required
+                component, nested_key, fail_untyped=False, required=required
             )
             return cast(list[str], added)
         return cast(
             list[str],
-            self.add_class_arguments(lightning_class, nested_key, fail_untyped=False),
+            self.add_class_arguments(component, nested_key, fail_untyped=False),
         )
 
     def add_optimizer_args(
         self,
-        optimizer_class: Any = (Optimizer,),
+        optimizer_class: _Kind = (Optimizer,),
         nested_key: str = "optimizer",
         link_to: str = "AUTOMATIC",
     ) -> None:
@@ -102,7 +108,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
 
     def add_lr_scheduler_args(
         self,
-        lr_scheduler_class: Any = (LRScheduler,),
+        lr_scheduler_class: _Kind = (LRScheduler,),
         nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:
@@ -112,9 +118,10 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         )
 
     def _add_chosen(
-        self, role: type[Any], kind: Any, key: str, link_to: str, skipped: str
+        self, role: type[object], kind: _Kind, key: str, link_to: str, skipped: str
     ) -> None:
-        options: dict[str, Any] = {
+        # They are made after the module, from its parameters, which no option can hold.
+        options: Keywords = {
             "instantiate": False,
             "fail_untyped": False,
             "skip": {skipped},
@@ -134,7 +141,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
                         key, link_to, compute_fn=partial(_plain_choice, kind)
                     )
 
-    def automatic(self, role: type[Any], values: Any) -> Any:
+    def automatic(self, role: type[object], values: jsonargparse.Namespace) -> Any:
         """The choice that replaces ``configure_optimizers``, or None.
 
         Raises:
@@ -156,8 +163,9 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         return None
 
 
-def _with_class_path(kind: Any, value: Any) -> Any:
+def _with_class_path(kind: _Kind, value: Any) -> Any:
     """The choice of a class: its options, with the class's path if the option does not choose one."""
+    # With a single class the options are its arguments, without class_path and init_args around them.
     if isinstance(kind, tuple) or value is None:
         return value
     return _Namespace(
@@ -165,12 +173,15 @@ def _with_class_path(kind: Any, value: Any) -> Any:
     )
 
 
-def _plain_choice(kind: Any, value: Any) -> Any:
+def _plain_choice(kind: _Kind, value: object) -> object:
     choice = _with_class_path(kind, value)
-    return None if choice is None else choice.as_dict()
+    # The argument that it is linked to is typed as a dict, and saved with the module's hyperparameters.
+    if choice is None:
+        return None
+    return choice.as_dict()
 
 
-def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
+def instantiate_class(args: object, init: Mapping[str, Any]) -> Any:
     """Make an object from ``class_path`` and ``init_args``, with one or several positional arguments.
 
     Args:
@@ -183,11 +194,9 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
         >>> instantiate_class(nn.Linear(2, 1).parameters(), init).defaults["lr"]
         0.5
     """
-    kind = class_of(init["class_path"])
-    return kind(
-        *(args if isinstance(args, tuple) else (args,)),
-        **dict(init.get("init_args") or {}),
-    )
+    if not isinstance(args, tuple):
+        args = (args,)
+    return class_of(init["class_path"])(*args, **dict(init.get("init_args") or {}))
 
 
 class LightningCLI:
@@ -250,14 +259,14 @@ class LightningCLI:
 
     def __init__(
         self,
-        model_class: Any = None,
-        datamodule_class: Any = None,
+        model_class: Function | None = None,
+        datamodule_class: Function | None = None,
         save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
         save_config_kwargs: Mapping[str, Any] | None = None,
-        trainer_class: Any = Trainer,
-        trainer_defaults: Mapping[str, Any] | None = None,
+        trainer_class: Function = Trainer,
+        trainer_defaults: Mapping[str, object] | None = None,
         seed_everything_default: bool | int = True,
-        parser_kwargs: Mapping[str, Any] | None = None,
+        parser_kwargs: Mapping[str, object] | None = None,
         parser_class: type[LightningArgumentParser] = LightningArgumentParser,
         subclass_mode_model: bool = False,
         subclass_mode_data: bool = False,
@@ -267,19 +276,17 @@ class LightningCLI:
         load_from_checkpoint_support: bool = True,
     ) -> None:
         check_overrides(type(self), object)
-        self.save_config_callback, self.save_config_kwargs = (
-            save_config_callback,
-            dict(save_config_kwargs or {}),
-        )
-        self.trainer_class, self.trainer_defaults = (
-            trainer_class,
-            dict(trainer_defaults or {}),
-        )
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = dict(save_config_kwargs or {})
+        self.trainer_class = trainer_class
+        self.trainer_defaults = dict(trainer_defaults or {})
         self.auto_configure_optimizers = auto_configure_optimizers
-        plain = {
+        # Default callbacks are added to those of the command line, so they are no default of an option; objects that
+        # no option can hold are added when the Trainer is made.
+        plain_defaults = {
             name: value
             for name, value in self.trainer_defaults.items()
-            if _is_plain(value)
+            if _is_plain(value) and name != "callbacks"
         }
         arguments = Arguments(
             class_of(model_class or TrainModule),
@@ -287,9 +294,7 @@ class LightningCLI:
             choose_model=subclass_mode_model or model_class is None,
             choose_data=subclass_mode_data or datamodule_class is None,
             needs_data=datamodule_class is not None,
-            trainer_defaults={
-                name: value for name, value in plain.items() if name != "callbacks"
-            },
+            trainer_defaults=plain_defaults,
             extension=Extension(
                 trainer=trainer_class,
                 commands=run,
@@ -305,6 +310,7 @@ class LightningCLI:
         self.subcommand = self._parsed.command or None
         self.parser = arguments.parser
         self.config = self._with_command(self._parsed.values)
+        # Before any object exists: weights and random splits of the data depend on it.
         if self._parsed.seed is not None:
             seed_everything(self._parsed.seed)
         try:
@@ -342,15 +348,11 @@ class LightningCLI:
             lr_scheduler_interval=values.lr_scheduler_interval,
             lr_scheduler_monitor=values.lr_scheduler_monitor,
         )
-        overridden = (
-            type(self).configure_optimizers is not LightningCLI.configure_optimizers
-        )
-        use_optimizer(
-            self.model,
-            choices,
-            self.trainer.print,
-            self.configure_optimizers if overridden else None,
-        )
+        # The default of this class has no interval of the scheduler, which `use_optimizer` puts in by itself.
+        compose = None
+        if type(self).configure_optimizers is not LightningCLI.configure_optimizers:
+            compose = self.configure_optimizers
+        use_optimizer(self.model, choices, self.trainer.print, compose)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer.
@@ -370,6 +372,7 @@ class LightningCLI:
             *(objects[key] for key in parser.callback_keys),
         ]
         callbacks += _several(self.trainer_defaults.get("callbacks"))
+
         if self.save_config_callback is not None:
             callbacks.append(
                 self.save_config_callback(
@@ -382,7 +385,9 @@ class LightningCLI:
 
     @staticmethod
     def configure_optimizers(
-        lightning_module: Any, optimizer: Any, lr_scheduler: Any = None
+        lightning_module: TrainModule,
+        optimizer: Optimizer,
+        lr_scheduler: Any = None,
     ) -> Any:
         """What the module's ``configure_optimizers`` returns for the chosen options; override it to change that."""
         if lr_scheduler is None:
@@ -392,19 +397,19 @@ class LightningCLI:
             return {"optimizer": optimizer, "lr_scheduler": config}
         return [optimizer], [lr_scheduler]
 
-    def _object_defaults(self, values: Any) -> dict[str, Any]:
+    def _object_defaults(self, values: jsonargparse.Namespace) -> Keywords:
         """The Trainer defaults that are objects, which no option can hold, except those that the options override."""
-        objects = {
-            k: v
-            for k, v in self.trainer_defaults.items()
-            if not _is_plain(v) and k != "callbacks"
-        }
         default = self._parsed.parser.get_default
         return {
-            k: v for k, v in objects.items() if values.get(k) == default(f"trainer.{k}")
+            name: value
+            for name, value in self.trainer_defaults.items()
+            if not _is_plain(value)
+            and name != "callbacks"
+            and values.get(name) == default(f"trainer.{name}")
         }
 
     def _extend(self, parser: LightningArgumentParser) -> None:
+        # The program's own options come first: an optimizer that it adds replaces the automatic option.
         self.add_arguments_to_parser(parser)
         if self.auto_configure_optimizers:
             if not parser.chosen[Optimizer]:
@@ -412,6 +417,7 @@ class LightningCLI:
             if not parser.chosen[LRScheduler]:
                 parser.add_lr_scheduler_args()
             add_schedule_arguments(parser)
+        # Links need both of their options.
         parser.link_chosen()
 
     @staticmethod
@@ -422,20 +428,25 @@ class LightningCLI:
             return arguments.parse(args)
         return arguments.parse_values(args)
 
-    def _with_command(self, values: Any) -> Any:
+    def _with_command(self, values: jsonargparse.Namespace) -> Any:
+        # As in Lightning, whose programs read `made.config.fit.model` with commands and `made.config.model` without.
         name = self.subcommand
         if name is None:
             return values
         return _Namespace(subcommand=name, **{name: values})
 
-    def _get(self, config: Any, key: str | None = None, default: Any = None) -> Any:
-        values = config if self.subcommand is None else config[self.subcommand]
-        return values if key is None else values.get(key, default)
+    def _get(self, config: Any, key: str | None = None, default: object = None) -> Any:
+        if self.subcommand is not None:
+            config = config[self.subcommand]
+        if key is None:
+            return config
+        return config.get(key, default)
 
     def _run(self, command: str) -> None:
         if self._parsed.checkpoint_line:
             self.trainer.say(self._parsed.checkpoint_line)
         getattr(self, f"before_{command}", _nothing)()
+        # A subclass may define `fit` and the others in place of the Trainer's methods.
         call = getattr(self, command, getattr(self.trainer, command))
         call(
             self.model,
@@ -448,13 +459,15 @@ class LightningCLI:
 def _nothing() -> None: ...
 
 
-def _several(value: Any) -> list[Any]:
+def _several(value: object) -> list[object]:
     if value is None:
         return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [value]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (str, int, float, Mapping))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, final
+from typing import final
 
 import click
 
@@ -28,7 +28,8 @@ __all__ = ["main"]
 class _Commands(click.Group):
     """Exits with 2 for a wrong call and with 1 for other errors of this library, without a traceback."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
+        # click prints its own exceptions without a traceback, and has an exit code for each class of them.
         try:
             return super().invoke(ctx)
         except ConfigurationError as error:
@@ -45,6 +46,7 @@ def main() -> None:
     """Start runs of trainer_kit, and manage their files."""
 
 
+# None of these modules imports torch before its command runs, so that --help takes no seconds.
 for _command in (
     checkpoint,
     config,

@@ -13,6 +13,7 @@ import click
 
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.atomic_files import replace_file
+from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.wings import need_wing
 
@@ -55,16 +56,18 @@ def migrate(path: Path, check: bool, write: bool) -> None:
     }
     findings += files.findings()
     for file, new in changed.items():
+        # A link keeps pointing to its file, and a script stays executable.
         if write:
             replace_file(file.resolve(), new, file.stat().st_mode & 0o7777)
         elif not check:
             _print_diff(file, files.contents[file], new)
+    # A set: two names of one import statement may have the same finding on the same line.
     findings = sorted(
         set(findings), key=lambda finding: (finding.path, finding.line, finding.problem)
     )
     _print_findings(findings)
     _print_summary(len(files.contents), len(changed), write, files.project, findings)
-    sys.exit(1 if check and (changed or findings) else 0)
+    sys.exit(int(check and bool(changed or findings)))
 
 
 def _print_diff(file: Path, old: bytes, new: bytes) -> None:
@@ -76,6 +79,7 @@ def _print_diff(file: Path, old: bytes, new: bytes) -> None:
 
 
 def _print_findings(findings: list[Finding]) -> None:
+    # Findings of one file are next to each other, and a fix that several share is printed under the first of them.
     last = None
     for finding in findings:
         click.echo(f"{finding.path}:{finding.line}: {finding.problem}")
@@ -88,12 +92,16 @@ def _print_summary(
     read: int, changed: int, write: bool, project: Project, findings: list[Finding]
 ) -> None:
     kinds = Counter(finding.kind for finding in findings)
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+    total = plural(len(findings), "finding")
+    if findings:
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+        total = f"{total}: {counts}"
+    state = "to rewrite"
+    if write:
+        state = "rewritten"
     click.echo(
-        f"{read} {'file' if read == 1 else 'files'} read, {changed} {'rewritten' if write else 'to rewrite'}; "
-        f"{project.resolved} of {project.names} imported names exist here; "
-        f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'}"
-        + (f": {counts}" if counts else "")
+        f"{plural(read, 'file')} read, {changed} {state}; "
+        f"{project.resolved} of {project.names} imported names exist here; {total}"
     )
     if changed and not write:
         click.echo("write the files: --write")

@@ -101,9 +101,12 @@ def plan(
     from trainer_kit.planning.planner import plan_fit
     from trainer_kit.trainer import Trainer
 
+    # Wrong words are errors before the script runs, which may take minutes.
     if device not in (None, "cpu"):
-        find_device(device)  # a wrong word is an error before the script runs
-    limit = None if max_memory is None else in_bytes(max_memory, "--max-memory")
+        find_device(device)
+    limit = None
+    if max_memory is not None:
+        limit = in_bytes(max_memory, "--max-memory")
     # The script's output is not part of the result.
     with contextlib.redirect_stdout(sys.stderr):
         fit = captured_fit(script, arguments, trainer_class=Trainer, empty_weights=True)
@@ -126,13 +129,17 @@ def plan(
             )
         except TrainerKitError:
             raise
-        except Exception as error:  # of the script: its data, or its hooks
+        # An error of the script's data or hooks; the last note says which configuration was tried.
+        except Exception as error:
             raise failed_script(
                 script, error, *getattr(error, "__notes__", ["in the plan"])[-1:]
             ) from error
     if html is not None:
         fit_plan.to_html(html)
         click.echo(f"wrote {html}", err=True)
-    click.echo(fit_plan.to_json() if as_json else str(fit_plan))
+    text = str(fit_plan)
+    if as_json:
+        text = fit_plan.to_json()
+    click.echo(text)
     if fit_plan.best() is None:
         sys.exit(1)

@@ -54,17 +54,22 @@ def report(
     directories = [RunDirectory(directory) for directory in find_runs(runs or [Path()])]
     target = output
     if target is None:
-        home = directories[0].directory if len(directories) == 1 else Path()
+        home = Path()
+        # The page of a single run replaces the one that its own end writes.
+        if len(directories) == 1:
+            home = directories[0].directory
         target = home / REPORT
     is_first = True
     while True:
         for run in directories:
             run.read()
         finished = not watch or all(run.finished for run in directories)
+        # The last page must not reload itself: nothing writes it again.
+        refresh = 0
+        if not finished:
+            refresh = max(1, round(every))
         try:
-            write_report(
-                target, directories, refresh=0 if finished else max(1, round(every))
-            )
+            write_report(target, directories, refresh=refresh)
         except OSError as error:
             fix = "name another file: --output"
             raise ConfigurationError(

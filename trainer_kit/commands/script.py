@@ -10,11 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, final
 
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.types import Keywords, Loaders
 from trainer_kit.inference.loading import init_empty_weights
 from trainer_kit.launch.bootstrap import run_words
 from trainer_kit.training.session import Session
@@ -49,8 +51,8 @@ class CapturedFit:
     trainer: Session
     arguments: Mapping[str, Any]
     module: TrainModule
-    train_dataloaders: Any
-    val_dataloaders: Any
+    train_dataloaders: Loaders
+    val_dataloaders: Loaders
     datamodule: DataModule | None
 
 
@@ -104,7 +106,7 @@ def captured_fit(
             fix="give the path of a Python file",
         )
     captured: list[CapturedFit] = []
-    mains: list[Any] = []
+    mains: list[ModuleType] = []
     ended = "it ran to its end"
     with ExitStack() as stack:
         stack.enter_context(_capturing(trainer_class, captured, mains))
@@ -117,7 +119,8 @@ def captured_fit(
         except SystemExit as error:
             ended = f"it exited with {error.code!r}"
         except Exception as error:
-            if not captured:  # else the script caught the end of its fit, and failed without the results
+            # With a fit the script has caught _Reached, by a bare except, and failed for want of the results.
+            if not captured:
                 fix = "it reads weights before the fit: call trainer.plan(...) there instead of fit(...)"
                 raise failed_script(
                     script, error, "before its Trainer.fit", fix * empty_weights
@@ -128,32 +131,37 @@ def captured_fit(
             found=f"{ended}, with the arguments {' '.join(arguments) or '(none)'}",
             fix="pass the script's arguments after --; a raw loop with an Accelerator cannot be captured",
         )
+    # runpy has restored it, but classes of the script are pickled by the name __main__ for workers of loaders.
     sys.modules["__main__"] = mains[0]
+    # The first: a script that catches the end of its fit may call another one.
     return captured[0]
 
 
 @contextmanager
 def _capturing(
-    trainer_class: Any, found: list[CapturedFit], mains: list[Any]
+    trainer_class: Any, captured: list[CapturedFit], mains: list[ModuleType]
 ) -> Iterator[None]:
     """Replace the constructor and ``fit`` of a Trainer: the first adapts its arguments, the second ends the script."""
     construct, fit = trainer_class.__init__, trainer_class.fit
-    arguments_by_call: dict[int, dict[str, Any]] = {}
+    # By id, so that the script's Trainer gets no attribute from here. A Trainer with the id of one that is gone
+    # overwrites its entry.
+    arguments_by_call: dict[int, Keywords] = {}
 
     @wraps(construct)
-    def record_arguments(self: Session, **arguments: Any) -> None:
+    def record_arguments(self: Session, **arguments: object) -> None:
         construct(self, **{**arguments, **_HERE})
         arguments_by_call[id(self)] = arguments
 
     @wraps(fit)
-    def capture(self: Session, *values: Any, **named: Any) -> None:
+    def capture(self: Session, *values: object, **named: object) -> None:
         bound = inspect.signature(fit).bind(self, *values, **named)
         bound.apply_defaults()
         passed = bound.arguments
         loaders, datamodule = passed["train_dataloaders"], passed["datamodule"]
+        # fit(module, datamodule) is allowed, as in Lightning.
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
-        found.append(
+        captured.append(
             CapturedFit(
                 trainer=self,
                 arguments=arguments_by_call.get(id(self), {}),
@@ -189,17 +197,22 @@ def failed_script(
         for frame in traceback.extract_tb(error.__traceback__)
         if Path(frame.filename) == Path(script).resolve()
     ]
-    line = f" (line {frames[-1].lineno})" if frames else ""
+    line = ""
+    # An error of syntax has no frame of the script.
+    if frames:
+        line = f" (line {frames[-1].lineno})"
     if isinstance(error, TrainerKitError):
         return ConfigurationError(
             f"{script} failed {when}{line}: {error.problem}",
             found=error.found,
             fix=error.fix,
         )
-    lacking = isinstance(error, (ImportError, OSError, SyntaxError))
     run = f"run it first: {Path(sys.executable).name} {script}"
+    # A missing package or file, or wrong syntax, has nothing to do with how the script is run here.
+    if fix and not isinstance(error, (ImportError, OSError, SyntaxError)):
+        run = f"{run}; if it works, {fix}"
     return ConfigurationError(
         f"{script} failed {when}{line}",
         found=f"{type(error).__name__}: {error}",
-        fix=run if lacking or not fix else f"{run}; if it works, {fix}",
+        fix=run,
     )

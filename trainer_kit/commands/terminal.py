@@ -14,6 +14,7 @@ import click
 
 __all__ = ["FilePath", "OutputPath", "ask", "choose", "table"]
 
+# Arrow keys are sequences that begin with ESC [ or, in a terminal's application mode, with ESC O.
 _KEY: Final = re.compile(r"\x1b[\[O][A-D]|.", re.DOTALL)
 _UP: Final = ("\x1b[A", "\x1bOA", "k")
 _DOWN: Final = ("\x1b[B", "\x1bOB", "j")
@@ -24,7 +25,7 @@ class FilePath(click.Path):
 
     def convert(
         self,
-        value: Any,
+        value: str | os.PathLike[str],
         parameter: click.Parameter | None,
         context: click.Context | None,
     ) -> Any:
@@ -39,21 +40,19 @@ class OutputPath(FilePath):
 
     def convert(
         self,
-        value: Any,
+        value: str | os.PathLike[str],
         parameter: click.Parameter | None,
         context: click.Context | None,
     ) -> Any:
         path = super().convert(value, parameter, context)
-        if not os.access(Path(path).absolute().parent, os.W_OK):
-            self.fail(
-                f"{Path(path).absolute().parent} is not a writable directory",
-                parameter,
-                context,
-            )
+        # click checks a file that exists; whether a new one can be created depends on its directory.
+        directory = Path(path).absolute().parent
+        if not os.access(directory, os.W_OK):
+            self.fail(f"{directory} is not a writable directory", parameter, context)
         return path
 
 
-def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
+def ask(question: str, default: str | None, read: Callable[[str], Any]) -> Any:
     """Ask until the answer can be read.
 
     Args:
@@ -62,7 +61,8 @@ def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
         read: turns the answer into a value, or raises a ValueError with the reason.
     """
 
-    def convert(text: Any) -> Any:
+    # click prints a UsageError and asks again; any other exception ends the command.
+    def convert(text: object) -> object:
         try:
             return read(str(text).strip())
         except ValueError as error:
@@ -94,20 +94,27 @@ def choose(question: str, choices: Sequence[tuple[str, str]], default: str) -> s
         for key in keys:
             if key in ("\r", "\n"):
                 break
-            if key in _UP + _DOWN:
-                step = 1 if key in _DOWN else -1
-                selected = (selected + step) % len(choices)
+            if key in _UP:
+                selected = (selected - 1) % len(choices)
+            elif key in _DOWN:
+                selected = (selected + 1) % len(choices)
             elif key.isdigit() and 0 < int(key) <= len(choices):
                 selected = int(key) - 1
+            # Move the cursor up to the first choice, and draw over the old list.
             click.echo(f"\x1b[{len(choices)}A", nl=False)
             _draw(choices, selected)
+        # Leave one line of question and answer; \x1b[J clears the list below it.
         click.echo(f"\x1b[{len(choices) + 1}A\x1b[J{question}: {choices[selected][1]}")
     return choices[selected][0]
 
 
 def _draw(choices: Sequence[tuple[str, str]], selected: int) -> None:
     for number, (_, text) in enumerate(choices):
-        click.echo(f"\x1b[2K{' ➔ ' if number == selected else '   '}{text}")
+        marker = "   "
+        if number == selected:
+            marker = " ➔ "
+        # The new line may be shorter than the one below it.
+        click.echo(f"\x1b[2K{marker}{text}")
 
 
 def _ask_number(
@@ -116,14 +123,8 @@ def _ask_number(
     click.echo(question)
     for number, (_, text) in enumerate(choices, start=1):
         click.echo(f"  {number}  {text}")
-    return (
-        int(
-            click.prompt(
-                "number", type=click.IntRange(1, len(choices)), default=selected + 1
-            )
-        )
-        - 1
-    )
+    numbers = click.IntRange(1, len(choices))
+    return int(click.prompt("number", type=numbers, default=selected + 1)) - 1
 
 
 def _on_terminal() -> bool:
@@ -131,6 +132,7 @@ def _on_terminal() -> bool:
         return False
     if not sys.stdin.isatty() or not sys.stdout.isatty():
         return False
+    # Windows has no termios.
     try:
         import termios  # noqa: F401
     except ImportError:
@@ -146,19 +148,23 @@ def _keys() -> Iterator[Iterator[str]]:
 
     terminal = sys.stdin.fileno()
     settings = termios.tcgetattr(terminal)
+    # TCSANOW, since setcbreak's default discards what was typed ahead.
     tty.setcbreak(terminal, termios.TCSANOW)
     try:
         yield _pressed(terminal)
     finally:
+        # Also after Ctrl-C, or the shell would show no typed characters.
         termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
 
 
 def _pressed(terminal: int) -> Iterator[str]:
     while True:
+        # One read may return several keys, and always returns whole escape sequences.
         typed = os.read(terminal, 64)
         if not typed:
             raise click.Abort
         for match in _KEY.finditer(typed.decode(errors="replace")):
+            # Ctrl-D, which is an ordinary character without the terminal's line mode.
             if match[0] == "\x04":
                 raise click.Abort
             yield match[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
 import click
 
@@ -50,7 +50,7 @@ _LEFT_OUT: Final = {
 @dataclass(frozen=True)
 class _Edit:
     start: int
-    end: int
+    stop: int
     text: str
 
 
@@ -73,20 +73,27 @@ def to_fsdp2(config_file: Path, overwrite: bool, output_file: Path | None) -> No
     """Convert the fsdp_config of a configuration file from FSDP1 to FSDP2; all other lines and comments are kept."""
     from trainer_kit.launch.configuration import read_configuration
 
-    read_configuration(config_file)  # errors name file and line
+    # Only for its errors, which name file and line.
+    read_configuration(config_file)
     target = output_file or config_file
     if not overwrite and (output_file is None or output_file.exists()):
+        fix = "pass --output_file, or add --overwrite"
+        if output_file is not None:
+            fix = "pass another name as --output_file"
         raise ConfigurationError(
             "an existing file is overwritten only with --overwrite",
             found=str(target),
-            fix="pass another name as --output_file"
-            if output_file is not None
-            else "pass --output_file, or add --overwrite",
+            fix=fix,
         )
+    # newline="": the positions of the edits count each character of the file, and line ends stay as they are.
     with config_file.open(encoding="utf-8", newline="") as file:
         text = file.read()
     converted, notes = rewrite(text, str(config_file))
-    mode = (target if target.exists() else config_file).stat().st_mode & 0o7777
+    # A file that held secrets stays readable by its owner only.
+    mode_source = config_file
+    if target.exists():
+        mode_source = target
+    mode = mode_source.stat().st_mode & 0o7777
     try:
         replace_file(target.resolve(), converted.encode(), mode)
     except OSError as error:
@@ -116,16 +123,20 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
 
     from trainer_kit.core.yaml_guard import guarded_events, guarded_root
 
+    # Edits are made in the text, where the node behind an alias may stand outside the section.
     if any(isinstance(event, yaml.AliasEvent) for event in guarded_events(text)):
         raise ConfigurationError(
             "values behind aliases are not rewritten",
             found=name,
             fix="replace each alias with its values",
         )
-    root: Any = guarded_root(text)
-    pairs = [] if root is None else root.value
+    root = guarded_root(text)
+    pairs: list[tuple[yaml.Node, yaml.Node]] = []
+    # None: an empty file.
+    if root is not None:
+        pairs = root.value
     section = next((value for key, value in pairs if key.value == _SECTION), None)
-    if section is None or section.id != "mapping" or not section.value:
+    if not isinstance(section, yaml.MappingNode) or not section.value:
         return text, [f"{name}: no {_SECTION}, nothing to convert"]
     entries = {
         key.value.removeprefix("fsdp_"): (key, value) for key, value in section.value
@@ -157,20 +168,23 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
         else:
             edits += _convert_entry(name, option, key, value)
     if "version" not in entries:
-        start = first.start_mark.index - first.start_mark.column
-        ending = "\r\n" if "\r\n" in text else "\n"
-        prefix = "fsdp_" if first.value.startswith("fsdp_") else ""
-        edits.append(
-            _Edit(
-                start,
-                start,
-                f"{' ' * first.start_mark.column}{prefix}version: 2{ending}",
-            )
-        )
+        edits.append(_insert_version(text, first))
     # From the end, so that positions stay valid; where a line is removed, the insertion follows.
-    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
-        text = text[: edit.start] + edit.text + text[edit.end :]
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.stop), reverse=True):
+        text = text[: edit.start] + edit.text + text[edit.stop :]
     return text, notes
+
+
+def _insert_version(text: str, first: yaml.Node) -> _Edit:
+    """The line of the version before the section's first key, in the style of the file."""
+    start = first.start_mark.index - first.start_mark.column
+    line = "version: 2\n"
+    # Both spellings of the keys are valid, with the prefix and without.
+    if first.value.startswith("fsdp_"):
+        line = f"fsdp_{line}"
+    if "\r\n" in text:
+        line = line.replace("\n", "\r\n")
+    return _Edit(start, start, " " * first.start_mark.column + line)
 
 
 def _convert_entry(
@@ -179,6 +193,7 @@ def _convert_entry(
     """The edits of a key that FSDP2 has, perhaps under another name."""
     if option == "version":
         return [_replace_value(value, "2")]
+    # FSDP1 reads its enums in any case.
     strategy = str(value.value).upper()
     if option == "state_dict_type" and strategy == "LOCAL_STATE_DICT":
         raise _refusal(
@@ -188,11 +203,12 @@ def _convert_entry(
         return []
     if strategy.isdecimal() and 0 < int(strategy) <= len(_NUMBERS):
         strategy = _NUMBERS[int(strategy) - 1]
+    # true or false: reshard_after_forward has its new meaning already.
     if strategy not in _STRATEGIES:
         return []
     reshards = _STRATEGIES[strategy]
     if reshards is None:
-        instead = _INSTEAD["NO_SHARD" if strategy == "NO_SHARD" else "HYBRID_SHARD"]
+        instead = _INSTEAD[strategy.removesuffix("_ZERO2")]
         raise _refusal(_NO_COUNTERPART, name, key, key.value, strategy, instead)
     return [
         _replace_value(
@@ -211,14 +227,17 @@ def _refusal(
 
 
 def _replace_value(node: yaml.Node, text: str) -> _Edit:
-    start, end = node.start_mark.index, node.end_mark.index
-    if start == end:
-        text = f" {text}"  # an empty value begins at the colon
-    return _Edit(start, end, text)
+    start = node.start_mark.index
+    stop = node.end_mark.index
+    # An empty value begins at the colon, after which YAML needs a space.
+    if start == stop:
+        text = f" {text}"
+    return _Edit(start, stop, text)
 
 
 def _remove_lines(text: str, key: yaml.Node, value: yaml.Node) -> _Edit:
     """Remove the lines of a key and its value, with a comment after it."""
     start = key.start_mark.index - key.start_mark.column
-    newline = text.find("\n", max(key.end_mark.index, value.end_mark.index))
-    return _Edit(start, len(text) if newline < 0 else newline + 1, "")
+    stop = text.find("\n", max(key.end_mark.index, value.end_mark.index)) + 1
+    # The last line of a file may have no line end.
+    return _Edit(start, stop or len(text), "")

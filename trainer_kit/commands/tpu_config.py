@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 from packaging.version import InvalidVersion, Version
@@ -58,12 +60,18 @@ def tpu_config(
     from trainer_kit.launch.configuration import default_file, read_configuration
 
     path = config_file or default_file()
-    values = {} if path is None else read_configuration(path).values
+    values: Mapping[str, Any] = {}
+    if path is not None:
+        values = read_configuration(path).values
     commands = list(command or values.get("commands") or ())
-    file = command_file or (None if command else values.get("command_file"))
+    file = command_file
+    # Commands of the command line replace those of the configuration, in both of its forms.
+    if file is None and not command:
+        file = values.get("command_file")
     if file:
         commands = _lines(Path(file))
-    name, zone = tpu_name or values.get("tpu_name"), tpu_zone or values.get("tpu_zone")
+    name = tpu_name or values.get("tpu_name")
+    zone = tpu_zone or values.get("tpu_zone")
     for value, flags in (
         (commands, "--command or --command_file"),
         (name, "--tpu_name"),
@@ -83,23 +91,13 @@ def tpu_config(
             found=accelerate_version,
             fix="add --install_accelerate",
         )
-    ssh_command = [
-        "gcloud",
-        *(["alpha"] if use_alpha else []),
-        "compute",
-        "tpus",
-        "tpu-vm",
-        "ssh",
-        str(name),
-    ]
-    ssh_command += [
-        "--zone",
-        str(zone),
-        "--command",
-        "; ".join(["cd /usr/share", *commands]),
-        "--worker",
-        "all",
-    ]
+    ssh_command = ["gcloud"]
+    if use_alpha:
+        ssh_command.append("alpha")
+    ssh_command += ["compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)]
+    # The directory is the one of Accelerate's command, whose command files may rely on it.
+    ssh_command += ["--command", "; ".join(["cd /usr/share", *commands])]
+    ssh_command += ["--worker", "all"]
     click.echo(shlex.join(ssh_command))
     if not debug:
         raise LaunchError(

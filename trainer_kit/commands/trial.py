@@ -11,13 +11,14 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.types import JsonObject
 from trainer_kit.launch.configuration import default_file
 
 __all__ = ["trial"]
@@ -57,45 +58,42 @@ def trial(
     options = [
         f"--{name}={value}" for name, value in values.items() if value is not None
     ]
-    file = config_file or (None if options else default_file())
     if config_file is not None and options:
         raise ConfigurationError(
             "a configuration file and options cannot be combined",
             fix="leave out --config_file or the other options",
         )
-    launch = [] if file is None else ["launch", "--quiet", f"--config_file={file}"]
+    file: str | Path | None = config_file
+    # Options describe a run by themselves, to which the saved configuration would add its own.
+    if not options:
+        file = file or default_file()
+    # Processes of `python -m`: a training that hangs or crashes must not take this command with it.
+    starter = [sys.executable, "-m"]
     if file is not None:
         click.echo(f"    as {file} says")
+        starter += ["trainer_kit", "launch", "--quiet", f"--config_file={file}", "-m"]
+    starter.append("trainer_kit.commands.trial_run")
+    # One deadline for both runs: the option promises an end after this time.
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="trainer_kit-test-") as root:
         first, second = Path(root, "first"), Path(root, "second")
-        for directory, resume_options in ((first, []), (second, [f"--resume={first}"])):
-            directory.mkdir()
-            starter = ["trainer_kit", *launch, "-m"] if launch else []
-            command = [
-                sys.executable,
-                "-m",
-                *starter,
-                "trainer_kit.commands.trial_run",
-                str(directory),
-                *options,
-                *resume_options,
-            ]
-            began = time.monotonic()
-            _run(command, deadline, "resumed" if resume_options else "started", timeout)
-            if not resume_options:
-                metadata = json.loads((first / "about.json").read_text())
-                setup = "{world_size} x {device}, {strategy}, {precision}".format(
-                    **metadata
-                )
-                click.echo(
-                    f"OK  trained on {setup} in {time.monotonic() - began:.1f} s"
-                )
-                _check_weights(first, metadata)
+        first.mkdir()
+        began = time.monotonic()
+        _run([*starter, str(first), *options], deadline, "started", timeout)
+        seconds = time.monotonic() - began
+        # The run writes what it trained on, since only its ranks know what "auto" means.
+        metadata = json.loads((first / "about.json").read_text())
+        setup = "{world_size} x {device}, {strategy}, {precision}".format(**metadata)
+        click.echo(f"OK  trained on {setup} in {seconds:.1f} s")
+        _check_weights(first, metadata)
+        second.mkdir()
+        resume = f"--resume={first}"
+        _run([*starter, str(second), *options, resume], deadline, "resumed", timeout)
         _check_resume(first, second, metadata)
 
 
 def _run(command: list[str], deadline: float, verb: str, timeout: float) -> None:
+    # A session of its own, so that `_stop` reaches the ranks that the process starts.
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -115,6 +113,7 @@ def _run(command: list[str], deadline: float, verb: str, timeout: float) -> None
         )
         _show(_stop(process))
         sys.exit(124)
+    # Ctrl-C does not reach another session.
     except BaseException:
         _stop(process)
         raise
@@ -132,7 +131,7 @@ def _stop(process: subprocess.Popen[str]) -> str:
     return ""
 
 
-def _check_weights(directory: Path, about: dict[str, Any]) -> None:
+def _check_weights(directory: Path, metadata: JsonObject) -> None:
     from trainer_kit.checkpoint import checkpoints, read_weights, verify_checkpoint
     from trainer_kit.commands.trial_run import STEPS, plain_weights
     from trainer_kit.core.errors import CheckpointError
@@ -149,21 +148,26 @@ def _check_weights(directory: Path, about: dict[str, Any]) -> None:
     except CheckpointError as error:
         _fail("a checkpoint is damaged", str(error))
     click.echo(f"OK  saved and verified {plural(len(records), 'checkpoint')}")
-    before, after = plain_weights(about["world_size"])
+    before, after = plain_weights(metadata["world_size"])
     weights = read_weights(records[-1].path)
     moved = max(float((after[name] - before[name]).abs().max()) for name in after)
     difference = max(
         float((after[name] - weights[name].to(after[name].dtype)).abs().max())
         for name in after
     )
-    allowed = 1e-4 if about["precision"].startswith(("32", "64")) else 0.1
+    # Relative to how far the weights moved, so that a run that trains nothing is not close to the plain loop. A tenth
+    # allows for six steps in 16 bits.
+    allowed = 0.1
+    if metadata["precision"].startswith(("32", "64")):
+        allowed = 1e-4
     line = f"weights moved by {moved:.2g}, and are {difference:.1g} from those of a plain loop in 32-true"
+    # `not <=`: a difference of NaN fails too.
     if not difference <= allowed * moved:
         _fail("training comes out differently from a plain loop", line)
     click.echo(f"OK  {line}")
 
 
-def _check_resume(first: Path, second: Path, about: dict[str, Any]) -> None:
+def _check_resume(first: Path, second: Path, metadata: JsonObject) -> None:
     import torch
 
     from trainer_kit.checkpoint import checkpoints, read_weights
@@ -175,14 +179,16 @@ def _check_resume(first: Path, second: Path, about: dict[str, Any]) -> None:
         torch.allclose(weights[name].float(), resumed_weights[name].float(), atol=1e-4)
         for name in weights
     )
-    if not (exact or (close and about["device"] != "cpu")):
+    # Kernels of accelerators may sum in another order each time; on a CPU a resumed run is bit-identical.
+    if not (exact or (close and metadata["device"] != "cpu")):
         _fail(
             "a resumed run ends with other weights",
-            f"resumed from step 3 on {about['device']}",
+            f"resumed from step 3 on {metadata['device']}",
         )
-    click.echo(
-        f"OK  resumed in new processes, with {'the same bits' if exact else 'the same weights to 1e-4'}"
-    )
+    agreement = "the same weights to 1e-4"
+    if exact:
+        agreement = "the same bits"
+    click.echo(f"OK  resumed in new processes, with {agreement}")
 
 
 def _fail(problem: str, details: str) -> NoReturn:
@@ -198,6 +204,7 @@ def _show(output: str) -> None:
 
 def _load() -> str:
     """The load of the machine, if it is known."""
-    with suppress(AttributeError, OSError):  # Windows, and containers that hide it
+    # Windows has no load, and some containers hide it.
+    with suppress(AttributeError, OSError):
         return f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)"
     return ""

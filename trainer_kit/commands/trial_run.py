@@ -20,7 +20,9 @@ from trainer_kit.trainer import Trainer
 __all__ = ["STEPS", "TrialModule", "main", "plain_weights", "trial_data"]
 
 STEPS = 6
-_BATCH, _LR = 8, 20.0
+_BATCH = 8
+# Large, because the loss is a hundredth: the weights must move by far more than the tolerance of `trial`.
+_LR = 20.0
 
 
 class TrialModule(TrainModule):
@@ -28,6 +30,7 @@ class TrialModule(TrainModule):
 
     def __init__(self) -> None:
         super().__init__()
+        # Every rank and the plain loop of `plain_weights` begin with the same weights.
         torch.manual_seed(7)
         self.layers = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
 

@@ -10,12 +10,13 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
 from trainer_kit.commands.terminal import FilePath, OutputPath
 from trainer_kit.core.errors import TrainerKitError
+from trainer_kit.core.types import Keywords
 from trainer_kit.core.wings import need_wing
 
 __all__ = ["verify"]
@@ -76,7 +77,7 @@ def verify(
     from trainer_kit.trainer import Trainer
     from trainer_kit.verify.page import write_page
 
-    options: dict[str, Any] = {
+    options: Keywords = {
         "strategy": strategy,
         "precision": precision,
         "devices": devices,
@@ -87,6 +88,7 @@ def verify(
         # The script's output is not part of the result.
         with contextlib.redirect_stdout(sys.stderr):
             fit = captured_fit(script, arguments, trainer_class=Trainer)
+            # Steps of a comparison must not appear in the logs of the script's runs, nor continue one of them.
             disabled = {"logger": False, "num_nodes": 1, "resume": None}
             trainer = Trainer(**{**fit.arguments, **overrides, **disabled})
             comparison = trainer.verify(
@@ -101,13 +103,13 @@ def verify(
             write_page(html, comparison)
     except TrainerKitError as error:
         _exit_unchecked(str(error))
-    except Exception as error:  # of the script's own code, in any of the runs
+    # An error of the script's own code, in any of the runs.
+    except Exception as error:
         _exit_unchecked(f"{type(error).__name__}: {error}{_describe_place(error)}")
-    click.echo(
-        json.dumps(comparison.to_dict(), indent=2, allow_nan=False)
-        if as_json
-        else str(comparison)
-    )
+    text = str(comparison)
+    if as_json:
+        text = json.dumps(comparison.to_dict(), indent=2, allow_nan=False)
+    click.echo(text)
     if html is not None and not as_json:
         click.echo(html)
     sys.exit(comparison.exit_code)
@@ -119,6 +121,7 @@ def _describe_place(error: BaseException) -> str:
         *traceback.format_tb(error.__traceback__),
         *getattr(error, "__notes__", []),
     ]
+    # Frames are read from text, because the notes of other ranks have no traceback objects.
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', "".join(lines))
     library_paths = (
         str(Path(__file__).parents[1]),
@@ -131,11 +134,11 @@ def _describe_place(error: BaseException) -> str:
         for frame in frames
         if not any(library_path in frame[0] for library_path in library_paths)
     ]
-    return (
-        "\n  found: {}, line {}, in {}".format(*user_frames[-1]) if user_frames else ""
-    )
+    if not user_frames:
+        return ""
+    return "\n  found: {}, line {}, in {}".format(*user_frames[-1])
 
 
-def _exit_unchecked(why: str) -> NoReturn:
-    click.echo(f"could not check: {why}", err=True)
+def _exit_unchecked(reason: str) -> NoReturn:
+    click.echo(f"could not check: {reason}", err=True)
     sys.exit(2)
