@@ -73,7 +73,6 @@ LONG_FILES = {
     "accelerator/loader.py": 660,
     "migrate/report.py": 690,
     "data/sources.py": 700,
-    "training/session.py": 815,
 }
 WIDE_CONSTRUCTORS = {
     "Trainer": "the Trainer's constructor",
@@ -814,6 +813,84 @@ def test_the_parts_of_a_run_have_types() -> None:
             and ast.unparse(argument.annotation) == "Any"
         ]
     )
+
+
+# Objects that change in their own methods alone: by the name of a variable, and by the annotation of one.
+OWNED_NAMES = re.compile(
+    r"_?(run|window|windows|session|trainer|trial|bus|stepper|callback|strategy|alternative|requests|schedule|saver)"
+)
+OWNED_TYPES = re.compile(
+    r"(Fit|Window|WindowLoader|MicroSteps|Session|Trainer|TrainerLike|Bus|Stepper|ManualStepper|Callback|Strategy"
+    r"|Settler|Requests|Schedule|Saver)"
+)
+STORED_FROM_OUTSIDE = {
+    "accelerator/loader.py: window.batches": "its own kind of window; a method is a call in each batch",
+    "accelerator/optimizer.py: window.optimizer_steps": "its own kind of window; a method is a call in each step",
+    "core/signatures.py: callback.hook": "a helper that callbacks call in their constructors",
+    "loggers/aim.py: run.name": "the run of Aim, whose name is set so",
+    "loggers/dvclive.py: run.step": "the run of DVCLive, whose step is set so",
+    "verify/recorder.py: trainer.log_metrics": "records what a trial would log, on that trial only",
+    "step/bus.py: bus.name": "the copy that `Bus.silent` makes",
+    "testing/conformance.py: trainer.print": "a script may replace `print`, which silences the Trainer",
+}
+
+
+def owned_variables(function: ast.AST) -> set[str]:
+    """Parameters and variables of a function whose annotation names a class that changes in its own methods alone."""
+    names = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            name, annotation = node.arg, node.annotation
+        elif isinstance(node, ast.AnnAssign):
+            name, annotation = ast.unparse(node.target), node.annotation
+        else:
+            continue
+        kind = ast.unparse(annotation).strip("'").removesuffix(" | None")
+        if OWNED_TYPES.fullmatch(kind):
+            names.add(name)
+    return names
+
+
+def stored_attributes(function: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Every object on which a function stores an attribute, and its name: also by `setattr` and `vars`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(
+            node.ctx, ast.Store | ast.Del
+        ):
+            yield node.value, node.attr
+        elif isinstance(node, ast.Call):
+            if ast.unparse(node.func) in {"setattr", "object.__setattr__"}:
+                yield node.args[0], ast.unparse(node.args[1]).strip("'")
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            holder = node.value
+            if isinstance(holder, ast.Call) and ast.unparse(holder.func) == "vars":
+                yield holder.args[0], ast.unparse(node.slice).strip("'")
+
+
+def test_what_a_run_consists_of_changes_in_its_own_methods() -> None:
+    """A reader of a run, a window or a session finds everything that changes it in its class."""
+    stores: dict[str, str] = {}
+    for path in sources():
+        file = path.relative_to(ROOT / PACKAGE).as_posix()
+        for _, function in functions(path):
+            annotated = owned_variables(function)
+            for owner, attribute in stored_attributes(function):
+                name = ast.unparse(owner)
+                last = name.rpartition(".")[2]
+                is_owned = OWNED_NAMES.fullmatch(last) or name in annotated
+                if is_owned and name not in {"self", "cls"}:
+                    stores[f"{file}: {last}.{attribute}"] = where(path, owner)
+    violations = [
+        f"{line}: {store.partition(': ')[2]} is stored from outside"
+        for store, line in stores.items()
+        if store not in STORED_FROM_OUTSIDE
+    ]
+    violations += [
+        f"STORED_FROM_OUTSIDE: {store} is not stored any more"
+        for store in STORED_FROM_OUTSIDE
+        if store not in stores
+    ]
+    report(violations)
 
 
 def test_inheritance_is_shallow() -> None:

@@ -192,7 +192,7 @@ def choose_strategy(
         # A single process needs no communication.
         if processes.world_size == 1:
             training_strategy = make_strategy("single_device", device)
-    training_strategy.device = device
+    training_strategy.use_device(device)
     launch = _choose_launch(strategy, processes.on_node, environment)
     return training_strategy, processes.on_node, launch
 

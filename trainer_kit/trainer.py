@@ -40,12 +40,12 @@ from trainer_kit.hang.hang_watchdog import hang_watchdog
 from trainer_kit.options.fp8 import launched_precision
 from trainer_kit.precision.precision import Precision
 from trainer_kit.report.trainer_report import TrainerReport
-from trainer_kit.state.unsaveable import Unsaveable
 from trainer_kit.step.evaluate import Evaluation, evaluate, predict
 from trainer_kit.step.requests import listening
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Policy
+from trainer_kit.training.composition_options import CompositionOptions
 from trainer_kit.training.entry_points import EntryPoint
 from trainer_kit.training.explain import draw, explain, show_results
 from trainer_kit.training.fit import fit
@@ -292,7 +292,7 @@ class Trainer(Session):
     ) -> None:
         # 1. What the user has passed, before any argument gets another value.
         accelerator = accelerator_word(accelerator)
-        self.arguments = plain_arguments(locals())
+        arguments = plain_arguments(locals())
         # An iterator can be read once.
         plugins = as_list(plugins)
         refuse_checkpoint_io(plugins)
@@ -331,7 +331,7 @@ class Trainer(Session):
         check_switches(deterministic, compile, seed, num_nodes, on_unsaveable)
         # 3. The launcher's values take the place of arguments that were left out.
         environment = Environment.detect()
-        accelerator, precision, accumulation, self.origins = with_launchers(
+        accelerator, precision, accumulation, origins = with_launchers(
             accelerator, precision, accumulate_grad_batches, callbacks
         )
         training_strategy, processes, start = choose_strategy(
@@ -354,10 +354,29 @@ class Trainer(Session):
         loggers = []
         if not writes_nothing:
             loggers = choose_loggers(logger, root)
+        compile_options, compile_regional = _compile_options(compile)
         super().__init__(
             settings=settings,
+            options=CompositionOptions(
+                arguments=arguments,
+                origins=origins,
+                switches={
+                    "deterministic": deterministic,
+                    "benchmark": benchmark,
+                    "detect_anomaly": detect_anomaly,
+                    "sync_batchnorm": sync_batchnorm,
+                },
+                compile_options=compile_options,
+                compile_regional=compile_regional,
+                recomputes=activation_checkpointing,
+                async_save=async_save,
+                drops_unsaveable=on_unsaveable == "drop",
+                barebones=barebones,
+                fast_dev_run=fast_dev_run,
+            ),
             environment=environment,
             strategy=training_strategy,
+            sharded_alternative=sharded_alternative(strategy, training_strategy),
             precision=precision_plugin,
             loggers=loggers,
             root=root,
@@ -366,21 +385,8 @@ class Trainer(Session):
             processes=processes,
             resume=resume,
         )
-        self.sharded_alternative = sharded_alternative(strategy, training_strategy)
-        self.switches = {
-            "deterministic": deterministic,
-            "benchmark": benchmark,
-            "detect_anomaly": detect_anomaly,
-            "sync_batchnorm": sync_batchnorm,
-        }
-        self.compile_options, self.compile_regional = _compile_options(compile)
         self.hang_timeout = chosen_timeout(hang_timeout)
-        self.async_save = async_save
-        self.recomputes = activation_checkpointing
         self.on_unsaveable = on_unsaveable
-        self.unsaveable = Unsaveable(on_unsaveable == "drop", self.say)
-        self.barebones = barebones
-        self.fast_dev_run = fast_dev_run
         # 4. The callbacks that the arguments stand for. A callback of another library that writes checkpoints itself
         # takes the place of the default one.
         writes_by_default = _is_enabled(
@@ -762,7 +768,10 @@ class Trainer(Session):
 
         def register(function: Function) -> Function:
             self.set_callbacks(
-                [*self._own_callbacks, FunctionCallback(event, function, every)]
+                [
+                    *self.callback_list.configured,
+                    FunctionCallback(event, function, every),
+                ]
             )
             return function
 

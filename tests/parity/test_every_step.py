@@ -429,7 +429,7 @@ def fit(
     )
     val = DataLoader(Augmented(7), batch_size=4) if variant.validates else None
     trainer.fit(module, variant.data(), val, ckpt_path=ckpt)
-    watcher.state = trainer.collect_state(False)
+    watcher.state = trainer.run.collect(False)
     return trainer, module, watcher
 
 

@@ -350,7 +350,7 @@ def test_two_fits_of_one_trainer(script, capsys):
             max_epochs=2, resume="auto", logger="csv", callbacks=[keeper], **QUIET
         )
         trainer.fit(TinyModule(), BATCHES)
-        trainer.set_callbacks([*trainer._own_callbacks, Breaks(broken)])
+        trainer.set_callbacks([*trainer.callback_list.configured, Breaks(broken)])
         trainer.fit(TinyModule(), BATCHES)
 
     script()

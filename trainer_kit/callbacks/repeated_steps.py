@@ -88,6 +88,10 @@ class AutoMicroBatch(Callback):
         """What the loop asks."""
         return True
 
+    def double_parts(self) -> None:
+        """See `SplitsBatches`."""
+        self.parts *= 2
+
     def state_dict(self) -> StateDict:
         return {"parts": self.parts}
 

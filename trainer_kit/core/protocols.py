@@ -101,6 +101,9 @@ class MicroSteps(Protocol):
     def end(self, index: int) -> None:
         """Count the batch; call ``on_train_batch_end``, except for the last: its hook follows the optimizer step."""
 
+    def note_contribution(self) -> None:
+        """Note that the window adds a gradient, for strategies that run the step or backward themselves."""
+
     def turn_to(self, index: int, batch: Batch, outputs: StepOutput = None) -> None:
         """Make a micro-batch that has begun the current one, for strategies that interleave several."""
 
@@ -214,10 +217,12 @@ class SplitsBatches(Protocol):
     """A callback that makes the loop repeat a step with split batches if memory ran out, such as `AutoMicroBatch`."""
 
     parts: int
-    """The number of parts of each batch; the loop sets it."""
+    """The number of parts of each batch."""
 
     @property
     def splits_batches(self) -> bool: ...
+    def double_parts(self) -> None:
+        """Split each batch into twice as many parts from here on."""
 
 
 @runtime_checkable

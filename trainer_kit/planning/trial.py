@@ -37,9 +37,11 @@ from trainer_kit.strategies.fake_world import fake_world
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.auto_strategy import build_module
 from trainer_kit.training.compose import compose_fit
+from trainer_kit.training.composition_options import CompositionOptions
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import Settings, make_settings
 from trainer_kit.training.settle import Settler
+from trainer_kit.training.trial_session import trial_session
 
 __all__ = ["FakeTensors", "OptimizerFailed", "Role", "StepTensors", "Trial"]
 
@@ -281,9 +283,8 @@ class Trial:
             build_module(session, module, "fit")
             module.trainer = session  # again, for submodules that configure_model built
             module.train()
-            session.train_dataloader = loader = [batch] * (
-                self.candidate.accumulate * (1 + _WARM_UP)
-            )
+            loader = [batch] * (self.candidate.accumulate * (1 + _WARM_UP))
+            session.training_loaders.use(loader)
             bus = Bus(session, module, [], None, session.metrics)
             run = compose_fit(session, module, None, loader, None, bus)
             session.begin_fit(run, Settler(run))
@@ -292,15 +293,31 @@ class Trial:
 
     def _session(self, strategy: Strategy, precision: Precision) -> Session:
         candidate, trainer = self.candidate, self.trainer
+        recomputes = candidate.activation_checkpointing
         if trainer is not None:
-            session = trainer.for_trial(
-                _without_data(trainer.settings), strategy=strategy, precision=precision
+            session = trial_session(
+                trainer,
+                _without_data(trainer.settings),
+                strategy=strategy,
+                precision=precision,
+                options=replace(
+                    trainer.options,
+                    compile_options=None,
+                    compile_regional=False,
+                    recomputes=recomputes,
+                ),
             )
         else:
             session = Session(
                 settings=_without_data(_defaults()),
+                options=CompositionOptions(
+                    arguments={"reload_dataloaders_every_n_epochs": 0},
+                    recomputes=recomputes,
+                    is_silent=True,
+                ),
                 environment=Environment(),
                 strategy=strategy,
+                sharded_alternative=None,
                 precision=precision,
                 loggers=[],
                 root=".",
@@ -309,26 +326,7 @@ class Trial:
                 processes=candidate.world,
                 resume=None,
             )
-            session.arguments, session.origins = (
-                {"reload_dataloaders_every_n_epochs": 0},
-                {},
-            )
-            session.switches = {}
-            session.async_save = session.barebones = session.fast_dev_run = False
-        (
-            session.sharded_alternative,
-            session.compile_options,
-            session.compile_regional,
-        ) = (
-            None,
-            None,
-            False,
-        )
-        session.recomputes, session.accumulation = (
-            candidate.activation_checkpointing,
-            candidate.accumulate,
-        )
-        session.is_silent = True
+        session.set_accumulation(candidate.accumulate)
         return session
 
 

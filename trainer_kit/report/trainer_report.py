@@ -35,7 +35,7 @@ class TrainerReport:
         self._outer_note: Function = trainer.note
 
     def __enter__(self) -> TrainerReport:
-        self._trainer.note = self._note
+        self._trainer.report_events(self._note)
         return self
 
     def __exit__(
@@ -45,7 +45,7 @@ class TrainerReport:
         traceback: TracebackType | None,
     ) -> None:
         trainer = self._trainer
-        trainer.note = self._outer_note
+        trainer.report_events(self._outer_note)
         if self._report is None or not trainer.is_global_zero:
             return
         exits = isinstance(error, (KeyboardInterrupt, SystemExit))

@@ -407,7 +407,7 @@ def restore(
     # After the position was converted: intervals that are complete there do not come due again.
     run.schedule.mark_checked(run.progress)
     # A signal may have arrived while the state was read: it counts more than the saved request.
-    run.requests.stop = run.requests.stop or state.get("stop")
+    run.requests.restore_stop(run.requests.stop or state.get("stop"))
     run.stepper.wait(
         configured.schedulers[index] for index in state.get("waiting_schedulers", ())
     )

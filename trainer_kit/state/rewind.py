@@ -113,6 +113,7 @@ class Guard:
         self._first = 0
         self._found_step = False
         self._published = 0
+        self._remove_listeners: Sequence[Callable[[], None]] = ()
         # Checkpoint requests and written checkpoints, by the step after which they were taken.
         self._requests: list[tuple[int, _Requests]] = []
         self._written: list[tuple[int, Mapping[str, bool]]] = []
@@ -195,17 +196,14 @@ class Guard:
         self._first = step
         self._found_step = False
         self._published = published
-        bus = run.bus
-        # First: a callback that changes gradients would hide the parameter that was not finite. `_end_search` removes
-        # the first entry here and the last one below.
-        bus.on_before_optimizer_step = (
-            lambda _: self._check_step(run),
-            *bus.on_before_optimizer_step,
+        # First: a callback that changes gradients would hide the parameter that was not finite.
+        remove_check = run.bus.add_listener(
+            "on_before_optimizer_step", lambda _: self._check_step(run), first=True
         )
-        bus.on_train_step_end = (
-            *bus.on_train_step_end,
-            lambda: self._repeat_requests(run),
+        remove_repetition = run.bus.add_listener(
+            "on_train_step_end", lambda: self._repeat_requests(run)
         )
+        self._remove_listeners = (remove_check, remove_repetition)
         raise Rewind
 
     def publishes(self, step: int) -> bool:
@@ -226,9 +224,7 @@ class Guard:
         if requests.checkpoints:
             self._requests.append((progress.step, list(requests.checkpoints)))
         # They were made in steps that run again, and are made again there.
-        requests.stop = None
-        requests.validation = None
-        requests.checkpoints.clear()
+        requests.forget_step()
         metrics_feed = metrics.feed
         metrics.forget()
         metrics.use_sizes_of(metrics_feed)
@@ -376,8 +372,8 @@ class Guard:
         assert error is not None
         # Before anything may raise: `searching` reads it.
         self._error = None
-        run.bus.on_before_optimizer_step = run.bus.on_before_optimizer_step[1:]
-        run.bus.on_train_step_end = run.bus.on_train_step_end[:-1]
+        for remove in self._remove_listeners:
+            remove()
         if self._found_step:
             return
         details = (

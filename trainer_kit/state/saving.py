@@ -28,7 +28,7 @@ from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
 from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.collective_errors import fail_together, shared_error
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.state_names import state_name
@@ -98,12 +98,18 @@ def save_requested(
     return settle_save(run)
 
 
-def save_to(run: Fit, path: Location, weights_only: bool) -> None:
+def save_to(run: Fit | None, path: Location, weights_only: bool) -> None:
     """Write one checkpoint of the current state; it is durable on every rank when this returns.
 
     Raises:
+        ConfigurationError: there is no fit yet.
         CheckpointError: it could not be written.
     """
+    if run is None:
+        raise ConfigurationError(
+            "the Trainer has nothing to save yet",
+            fix="call save_checkpoint during or after fit()",
+        )
     settle_save(run)
     name = str(path)
     # As if it were the last: the caller may read the file as soon as this returns.
@@ -226,7 +232,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, State]) -> None:
         write = partial(
             _write, saver, save, snapshots, writer, all_began, wait_for_logs
         )
-        save.writing = _start_thread(run, save, write)
+        save.begin_writing(_start_thread(run, save, write))
 
     try:
         # One rank may lack memory or threads: then no rank writes.
@@ -414,7 +420,7 @@ def _wait_for_outcome(run: Fit, save: Save) -> Outcome:
     problem: BaseException | None = None
     if save.writing is not None:
         if not save.writing.wait(_PATIENCE):
-            save.awaited = True
+            save.note_wait()
             run.say(f"waiting for the save of step {save.step}")
         # Raised only after the broadcast below, in which the other ranks wait.
         try:

@@ -191,6 +191,28 @@ class Bus:
             methods.append(datamodule.on_exception)
         return methods
 
+    def add_listener(
+        self, name: str, listener: _Listener, first: bool = False
+    ) -> Callable[[], None]:
+        """Call one more listener in a hook; return a function that removes it again.
+
+        Args:
+            name: the hook.
+            listener: gets the arguments of the module's hook.
+            first: call it before all others; otherwise after them.
+        """
+        listeners: Listeners = getattr(self, name)
+        if first:
+            setattr(self, name, (listener, *listeners))
+        else:
+            setattr(self, name, (*listeners, listener))
+
+        def remove() -> None:
+            remaining = [each for each in getattr(self, name) if each is not listener]
+            setattr(self, name, tuple(remaining))
+
+        return remove
+
     def silent(self, *audible: str) -> Bus:
         """Make a bus without listeners, except for the hooks named in ``audible``."""
         bus = Bus.__new__(Bus)

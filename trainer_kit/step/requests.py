@@ -71,6 +71,33 @@ class Requests:
         if self.stop == reason:
             self.stop = None
 
+    def drop_stop(self) -> None:
+        """Forget the stop request, whatever its reason."""
+        self.stop = None
+
+    def restore_stop(self, reason: str | None) -> None:
+        """Set the stop request of a run that this one continues."""
+        self.stop = reason
+
+    def drop_validation(self) -> None:
+        """Forget the request for a validation: it runs now, or there is nothing to validate on."""
+        self.validation = None
+
+    def forget_step(self) -> None:
+        """Forget the requests of a step that runs again, and makes them again."""
+        self.stop = None
+        self.validation = None
+        self.checkpoints.clear()
+
+    def take_of_all_ranks(self, stop: str | None, validation: str | None) -> None:
+        """Set the requests that the ranks have agreed on."""
+        self.stop = stop
+        self.validation = validation
+
+    def leave_on(self, number: int) -> None:
+        """Set the number of the signal that the ranks have agreed on; 0: none."""
+        self.leaving = number
+
     def ask_checkpoint(self, reason: str, request: CheckpointRequest | None) -> None:
         """Take a checkpoint once everything of this step is done."""
         self.checkpoints.append((reason, request))

@@ -84,6 +84,14 @@ class Save:
             if request is None or str(request.path) == path
         ]
 
+    def begin_writing(self, writing: Background[Outcome] | None) -> None:
+        """Set what writes it."""
+        self.writing = writing
+
+    def note_wait(self) -> None:
+        """Note that training waits for it."""
+        self.awaited = True
+
     def abandon(self) -> None:
         """Report its result no more, and delete no other checkpoint for it."""
         self.abandoned = True
@@ -120,6 +128,10 @@ class Saver:
             and self.save.writing.wait(0)
         )
 
+    def write_in_training_thread(self) -> None:
+        """Write in the thread that waits for the save."""
+        self.in_thread = False
+
     def begin(self, save: Save) -> None:
         """Note that this save is under way."""
         self.save = save
@@ -149,6 +161,7 @@ class Fit:
         say: prints.
         saver: the save under way.
         forward_backward: the strategy's, or what takes its place.
+        step: the stepper's, or what takes its place.
         frozen: names of the parameters that were not trained when the run was composed.
         id: in the info of its checkpoints; "" where the run has no record.
     """
@@ -175,5 +188,6 @@ class Fit:
     say: Callable[[str], None]
     saver: Saver
     forward_backward: Callable[[Window], None]
+    step: Callable[[Window], None]
     frozen: frozenset[str] = frozenset()
     id: str = ""

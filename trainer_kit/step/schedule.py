@@ -155,6 +155,23 @@ class Schedule:
         """Set ``max_epochs`` or ``max_steps`` while the fit runs, on every rank at the same step."""
         setattr(self, name, value)
 
+    def limit_to_steps(self, steps: int) -> None:
+        """End the run after this many steps, whatever its other limits are."""
+        self.max_epochs = None
+        self.max_duration = None
+        self.max_steps = steps
+        self.min_epochs = 0
+        self.min_steps = 0
+
+    def use_length(self, length: EpochLength, validate_every: Duration | None) -> None:
+        """Set the length of an epoch, and the interval of validation that follows from it."""
+        self.length = length
+        self.validate_every = validate_every
+
+    def set_validates(self, validates: bool) -> None:
+        """Set whether there is anything to validate on."""
+        self.validates = validates
+
     def start_epoch(self, progress: Progress) -> None:
         """Restart the interval of validation, unless it counts across epochs."""
         if not self.across_epochs:

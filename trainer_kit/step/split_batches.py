@@ -135,7 +135,7 @@ class SplitBatches:
                     f"rank {failed_ranks[0]} is out of memory with a single sample in a batch",
                     fix="use more ranks, or a smaller model",
                 )
-            self._state.parts *= 2
+            self._state.double_parts()
             self._say(
                 f"out of memory at step {window.started + 1}: the step is repeated, and each batch is split into"
                 f" {self._state.parts} parts from here on"

@@ -524,6 +524,10 @@ class Window(_Record):
             last_values, _ = outputs[-1]
             self.outputs = {**last_values, "loss": torch.stack(losses).sum()}
 
+    def note_contribution(self) -> None:
+        """Note that a micro-batch has added a gradient."""
+        self.contributed = True
+
     def turn_to(self, index: int, batch: _Batch, outputs: _Outputs = None) -> None:
         """Go back to a micro-batch that has begun, for strategies that have several under way."""
         self.batch = batch

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer_kit.core.collective_errors import same_everywhere
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Group
+from trainer_kit.core.tensors import map_leaves, map_tensors
 
-__all__ = ["TensorGroup", "gather_with_gradients"]
+__all__ = ["TensorGroup", "gather_tree", "gather_with_gradients"]
 
 
 class _Gathers(Protocol):
@@ -73,6 +77,31 @@ def gather_with_gradients(tensor: Tensor, group: _Gathers) -> Tensor:
         group: the ranks.
     """
     return _Gather.apply(tensor, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_tree(
+    tree: Any, group: Group, device: torch.device, with_gradients: bool
+) -> Any:
+    """Stack every tensor of a pytree over the ranks of a group; unchanged for one rank. Every rank must call it.
+
+    Args:
+        tree: a tensor, a number, or a pytree of them.
+        group: the ranks.
+        device: where numbers become tensors.
+        with_gradients: let gradients flow back to the tensors of all ranks.
+
+    Raises:
+        RankError: on every rank, where shapes, dtypes or structure differ.
+    """
+    tree = map_leaves(
+        tree, lambda number: torch.tensor(number, device=device), (int, float)
+    )
+    same_everywhere(group, "all_gather", tree)
+    if group.size == 1:
+        return tree
+    if with_gradients:
+        return map_tensors(tree, partial(gather_with_gradients, group=group))
+    return map_tensors(tree, group.all_gather)
 
 
 class _Gather(torch.autograd.Function):

@@ -138,6 +138,10 @@ class Strategy(ABC):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
 
+    def use_device(self, device: torch.device) -> None:
+        """Compute on this device; called before `start`."""
+        self.device = device
+
     world: Group
     """All processes; set by `start`, as the three that follow."""
     data: Group

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn, final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NoReturn, Protocol, final, overload
 
-from torch.optim import Optimizer
-
+from trainer_kit.core.arguments import as_list
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.protocols import Logger
+from trainer_kit.training.settings import Settings
 
 __all__ = [
     "Argument",
     "Elsewhere",
-    "OptimizersOfFit",
+    "Limit",
+    "check_loggers",
     "missing_attribute",
 ]
+
+
+_INSTEAD: Final = {
+    "profiler": "it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code",
+    "scaler": "trainer.precision_plugin.scaler",
+    "lr_schedulers": "trainer.lr_scheduler_configs; config.scheduler is what config['scheduler'] was",
+    "plugins": "trainer.precision_plugin is the precision",
+    "enable_validation": "trainer.num_val_batches is empty without validation",
+    "add_argparse_args": "trainer_kit.cli(Module, DataModule) has an option for every argument",
+    "from_argparse_args": "trainer_kit.cli(Module, DataModule) makes it; or Trainer(max_epochs=args.max_epochs)",
+    "distributed_sampler_kwargs": "loaders are divided without samplers; trainer.world_size and global_rank say how",
+}
+"""What to read instead of attributes of Lightning's Trainer, by name."""
 
 
 @final
 class Elsewhere:
     """An attribute of Lightning's Trainer that this Trainer lacks; reading it names the replacement."""
 
-    def __init__(self, instead: str) -> None:
-        self._instead = instead
-
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
-        raise AttributeError(f"the Trainer has no {self._name}: {self._instead}")
+        raise AttributeError(f"the Trainer has no {self._name}: {_INSTEAD[self._name]}")
 
     def __set__(self, instance: object, value: object) -> NoReturn:
         self.__get__(instance)
@@ -50,16 +62,48 @@ class Argument:
         raise AttributeError(f"{self._name} cannot be set: pass it to a new Trainer")
 
 
-@final
-class OptimizersOfFit(list[Optimizer]):
-    """The optimizers of a fit; to replace one of them, all are set together."""
+class _HasSettings(Protocol):
+    settings: Settings
 
-    def __setitem__(self, *item: object) -> NoReturn:
-        raise ConfigurationError(
-            "the optimizers of a run must be set together",
-            found="trainer.optimizers[...] = ...",
-            fix="assign all of them: trainer.optimizers = [...]",
-        )
+
+@final
+class Limit:
+    """Read-only access to a limit of an entry point: a number of batches, or a fraction of them."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self._key = name.removeprefix("limit_").removesuffix("_batches")
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Limit: ...
+    @overload
+    def __get__(self, instance: _HasSettings, owner: type) -> int | float: ...
+    def __get__(
+        self, instance: _HasSettings | None, owner: type
+    ) -> Limit | int | float:
+        if instance is None:
+            return self
+        return instance.settings.limits[self._key]
+
+    def __set__(self, instance: object, value: object) -> NoReturn:
+        raise AttributeError(f"{self._name} cannot be set: pass it to a new Trainer")
+
+
+def check_loggers(loggers: Iterable[Logger] | Logger | None) -> list[Logger]:
+    """The loggers as a list.
+
+    Raises:
+        ConfigurationError: one of them is no logger.
+    """
+    logger_list = as_list(loggers, Logger)
+    for logger in logger_list:
+        if isinstance(logger, type) or not isinstance(logger, Logger):
+            raise ConfigurationError(
+                "this is not a logger",
+                found=repr(logger),
+                fix="assign an object with log_metrics",
+            )
+    return logger_list
 
 
 def missing_attribute(

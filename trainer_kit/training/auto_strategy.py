@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer_kit.core.devices import device_memory
 from trainer_kit.core.display import in_units
-from trainer_kit.core.module import build_once
+from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.protocols import Group
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.session import Session
@@ -25,7 +25,7 @@ _BYTES_PER_VALUE: Final = {"16-true": 2, "bf16-true": 2, "64-true": 8}
 """Of weights in precisions that convert them."""
 
 
-def build_module(trainer: Session, module: Any, stage: str) -> None:
+def build_module(trainer: Session, module: TrainModule, stage: str) -> None:
     """Call ``configure_model``; with ``"auto"``, switch to the sharded strategy if the model does not fit."""
     strategy, precision = trainer.strategy, trainer.precision_plugin
     strategy.configure(precision=precision.name)
@@ -41,7 +41,7 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
         return
     choice.check_precision(precision)
     choice.start()
-    trainer.use_sharded(choice)
+    trainer.use_strategy(choice)
     trainer.metrics.attach(choice, module)
     trainer.say(f'strategy="auto": {reason}')
 
@@ -65,7 +65,7 @@ def choose_by_memory(
     sizes = f"{in_units(needed)} of {contents}, and a rank has {in_units(memory or None)} of memory"
     if alternative is None or not memory or whole_copies_fit(needed, memory):
         return strategy, f"{strategy.name}: whole copies fit, {sizes}"
-    alternative.device = strategy.device
+    alternative.use_device(strategy.device)
     activations = f"{1 - _STATE_SHARE:.0%} of it for activations"
     return (
         alternative,

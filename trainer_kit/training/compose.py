@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
@@ -20,6 +20,7 @@ from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import ActsAtIntervals
 from trainer_kit.core.signatures import takes
 from trainer_kit.core.states import names_validation
+from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.data import (
     MODES,
     Ahead,
@@ -28,6 +29,7 @@ from trainer_kit.data import (
     Feed,
     read_together,
 )
+from trainer_kit.state.collect import State, collect
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
@@ -55,7 +57,11 @@ from trainer_kit.training.compose_evaluation import (
     compose_evaluation,
     find_validation_loaders,
 )
-from trainer_kit.training.loaders import agreed_length, mover, training_feed
+from trainer_kit.training.loaders import (
+    agreed_length,
+    mover,
+    training_feed,
+)
 from trainer_kit.training.repeated_steps import compose_forward_backward
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import Settings
@@ -71,14 +77,18 @@ __all__ = [
 _NO_FLUSH: Final = 2**62
 """``log_every_n_steps=0``, as an interval."""
 
-_Move = Callable[..., Any]
-"""Moves a batch to the device."""
-_Prefetch = Callable[[Iterable[Any]], Iterator[Any]]
-"""Wraps the items of a feed: each batch is moved before its micro-batch begins."""
+# What a module's step takes and returns is the user's.
+_Step: TypeAlias = Callable[..., Any]
+# Moves a batch to the device.
+_Move: TypeAlias = Callable[..., Any]
+# Samples, weight, and the user's batch.
+_Item: TypeAlias = tuple[int, float, Any]
+# Wraps the items of a feed: each batch is moved before its micro-batch begins.
+_Prefetch: TypeAlias = Callable[[Iterable[_Item]], Iterator[_Item]]
 
 
 def prepare_data(
-    trainer: Session, module: TrainModule, datamodule: Any, stage: str
+    trainer: Session, module: TrainModule, datamodule: DataModuleLike, stage: str
 ) -> None:
     """Call ``prepare_data`` on one process per node, then ``setup`` on every rank: datamodule, callbacks, module."""
     owners = [owner for owner in (datamodule, module) if owner is not None]
@@ -98,10 +108,10 @@ def prepare_data(
 
 def compose_fit(
     trainer: Session,
-    module: Any,
-    datamodule: Any,
-    loaders: Any,
-    val_loaders: Any,
+    module: TrainModule,
+    datamodule: DataModuleLike,
+    loaders: Loaders,
+    val_loaders: Loaders | None,
     bus: Bus,
 ) -> Fit:
     """Compose a fit: feed, wrapped module, optimizers, accumulation windows, schedule, validation."""
@@ -135,18 +145,19 @@ def compose_fit(
             trainer, "validate", module, datamodule, validation_loaders, bus
         ),
         publish=trainer.log_metrics,
-        collect=trainer.collect_state,
+        collect=partial(_collect_state, trainer),
         directory=partial(_checkpoint_directory, trainer),
         checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
         about=partial(_run_metadata, trainer),
         announce=partial(_announce_checkpoint, trainer),
         save_logs=trainer.files.deliveries.save,
         say=trainer.say,
-        saver=Saver(trainer.async_save),
+        saver=Saver(trainer.options.async_save),
         id="" if trainer.files.record is None else trainer.files.record.id,
         forward_backward=compose_forward_backward(
             trainer, module, steps.stepper, steps.runner, steps.windows
         ),
+        step=steps.stepper.step,
         frozen=frozenset(
             name for name, trained in configured_flags(module).items() if not trained
         ),
@@ -168,7 +179,7 @@ class _Steps:
 def _compose_steps(
     trainer: Session,
     module: TrainModule,
-    datamodule: Any,
+    datamodule: DataModuleLike,
     bus: Bus,
     feed: Feed,
     length: EpochLength,
@@ -179,7 +190,10 @@ def _compose_steps(
     precision.convert_module(module)
     _wrap_module(trainer, module, manual, feed)
     optimizers = _configure_optimizers(trainer, module)
-    names = None if manual else optimizers.names
+    # Names belong to losses, which manual optimization does not return.
+    names = None
+    if not manual:
+        names = optimizers.names
     step = _bind_step(trainer, module, has_names=names is not None)
     _prepare_optimizers(trainer, module, optimizers)
     automatic = None
@@ -190,7 +204,10 @@ def _compose_steps(
     if strategy.data.size > 1 and (manual or strategy.lockstep):
         # Each micro-batch runs collectives on every rank.
         padding = PaddingBatches(module, strategy, move, names)
-    move_in_step = move if prefetch is None else None
+    # What is prefetched is on the device when its micro-batch begins.
+    move_in_step = None
+    if prefetch is None:
+        move_in_step = move
     runner = _compose_runner(
         trainer, module, bus, automatic, step, move_in_step, padding
     )
@@ -204,7 +221,7 @@ def _compose_steps(
     return _Steps(windows, runner, stepper)
 
 
-def load_training(trainer: Session, loaders: Any) -> tuple[Feed, EpochLength]:
+def load_training(trainer: Session, loaders: Loaders) -> tuple[Feed, EpochLength]:
     """This rank's share of the training loaders, and the length of an epoch, on which the ranks agree."""
     data = trainer.strategy.data
     feed, length = training_feed(
@@ -240,6 +257,22 @@ def _check_monitors(trainer: Session, schedulers: Sequence[LRSchedulerConfig]) -
             )
 
 
+def _collect_state(trainer: Session, weights_only: bool) -> State:
+    """The state of the running fit, or only its weights; every rank must call it."""
+    run, settler = trainer.running.fit, trainer.running.settler
+    assert run is not None
+    assert settler is not None
+    state = collect(
+        run,
+        trainer.callbacks,
+        trainer.datamodule,
+        trainer.data_seed,
+        weights_only,
+        owes_validation=settler.owes_validation,
+    )
+    return trainer.unsaveable.leave_out(state)
+
+
 def _checkpoint_directory(trainer: Session) -> Location:
     """The default directory of checkpoints."""
     return trainer.files.checkpoint_directories(trainer.checkpoint_callbacks)[0]
@@ -271,7 +304,7 @@ def _announce_checkpoint(trainer: Session, path: Location) -> None:
 def _report_length(trainer: Session, feed: Feed, length: EpochLength) -> None:
     """Set the numbers of a training epoch, and print how loaders are read."""
     settings = trainer.settings
-    trainer.set_training_length(feed, length)
+    trainer.training_loaders.measure(feed, length)
     loader = read_together(feed.loader)
     if isinstance(loader, CombinedLoader):
         trainer.say(f"training loaders in {loader.mode}: {MODES[loader.mode]}")
@@ -312,10 +345,12 @@ def _wrap_module(
     )
     if message:
         trainer.say(message)
-    if trainer.compile_regional:  # must precede sharding
-        Compile(options=trainer.compile_options).apply(module)
-    if trainer.recomputes is not False:  # must precede sharding, too
-        _checkpoint_activations(module, trainer.recomputes, strategy)
+    options = trainer.options
+    # Both wrap blocks of the whole module, so they precede sharding.
+    if options.compile_regional:
+        Compile(options=options.compile_options).apply(module)
+    if options.recomputes is not False:
+        _checkpoint_activations(module, options.recomputes, strategy)
     strategy.prepare_module(module, manual, trainer.precision_plugin)
 
 
@@ -360,17 +395,17 @@ def _compose_stepper(
     )
 
 
-def _bind_step(
-    trainer: Session, module: TrainModule, has_names: bool
-) -> Callable[..., Any]:
+def _bind_step(trainer: Session, module: TrainModule, has_names: bool) -> _Step:
     """The module's ``training_step``, compiled if requested, as the strategy calls it."""
     step = module.training_step
     if not takes(step, 2):
         step = _without_index(step)
     compiler = trainer.running.compiler
-    if trainer.compile_options is not None:
-        compiler = partial(torch.compile, **trainer.compile_options)
-        if trainer.compile_regional:  # the blocks are compiled
+    options = trainer.options
+    if options.compile_options is not None:
+        compiler = partial(torch.compile, **options.compile_options)
+        if options.compile_regional:
+            # The blocks are compiled already.
             compiler = None
     if compiler is not None:
         step = compiler(step)
@@ -381,7 +416,7 @@ def _bind_step(
     return trainer.strategy.bind(step, has_names)
 
 
-def _without_index(step: Callable[..., Any]) -> Callable[..., Any]:
+def _without_index(step: _Step) -> _Step:
     return lambda batch, index: step(batch)
 
 
@@ -413,8 +448,8 @@ def _compose_runner(
     module: TrainModule,
     bus: Bus,
     automatic: Stepper | None,
-    step: Callable[..., Any],
-    move: Callable[..., Any] | None,
+    step: _Step,
+    move: _Move | None,
     padding: PaddingBatches | None,
 ) -> WindowRunner:
     """What windows run with.
@@ -431,7 +466,8 @@ def _compose_runner(
     strategy = trainer.strategy
     overrides_backward = is_overridden("backward", module, TrainModule)
     compiles = (
-        trainer.compile_options is not None or trainer.running.compiler is not None
+        trainer.options.compile_options is not None
+        or trainer.running.compiler is not None
     )
     return WindowRunner(
         bus,
@@ -478,7 +514,7 @@ def _compose_windows(
 
 
 def batch_movers(
-    trainer: Session, module: TrainModule, datamodule: Any, feed: Feed
+    trainer: Session, module: TrainModule, datamodule: DataModuleLike, feed: Feed
 ) -> tuple[_Move | None, _Prefetch | None]:
     """The function that moves a batch to the device, and the one that prefetches; each None if it has nothing to do."""
     device = trainer.strategy.device
@@ -491,7 +527,7 @@ def batch_movers(
 
 
 def _prefetching(move: _Move, device: torch.device) -> _Prefetch:
-    def move_item(item: tuple[int, float, Any]) -> tuple[int, float, Any]:
+    def move_item(item: _Item) -> _Item:
         size, weight, batch = item
         return size, weight, None if batch is None else move(batch)
 

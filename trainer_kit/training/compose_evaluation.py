@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from lightning_utilities.core.overrides import is_overridden
 
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.data import Feed
 from trainer_kit.metrics.entry import Reduced
 from trainer_kit.step.bus import Bus
@@ -39,7 +40,9 @@ class EvaluationLoaders:
     expected: Sequence[int | None] = ()
 
 
-def load_evaluation(trainer: Session, stage: str, loaders: Any) -> EvaluationLoaders:
+def load_evaluation(
+    trainer: Session, stage: str, loaders: Loaders
+) -> EvaluationLoaders:
     """Split the loaders of an evaluation over the ranks."""
     trainer.keep_loaders(stage, loaders)
     data = trainer.strategy.data
@@ -55,7 +58,10 @@ def load_evaluation(trainer: Session, stage: str, loaders: Any) -> EvaluationLoa
 
 
 def find_validation_loaders(
-    trainer: Session, module: TrainModule, datamodule: Any, val_loaders: Any
+    trainer: Session,
+    module: TrainModule,
+    datamodule: DataModuleLike,
+    val_loaders: Loaders | None,
 ) -> EvaluationLoaders:
     """The loaders of the validation inside a fit; empty if there are none, or none of them has a batch."""
     if trainer.settings.limits["val"] == 0:
@@ -79,7 +85,7 @@ def compose_evaluation(
     trainer: Session,
     stage: str,
     module: TrainModule,
-    datamodule: Any,
+    datamodule: DataModuleLike,
     loaders: EvaluationLoaders,
     bus: Bus,
 ) -> Evaluation:
@@ -90,8 +96,10 @@ def compose_evaluation(
     move, _ = mover(module, datamodule, strategy, precision, whole_batches)
 
     def publish(reduced: Reduced, batch: int) -> None:
-        if not trainer.sanity_checking:
-            trainer.log_evaluation_batch(reduced.logger, batch)
+        values = reduced.logger
+        if not values or trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        trainer.logged_values.log_evaluation_batch(values, batch, trainer.state_verb)
 
     return Evaluation(
         stage=stage,

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.core.collective_errors import on_rank_zero
-from trainer_kit.state.collect import collect, plain_hparams
+from trainer_kit.state.collect import SavedState, collect, plain_hparams
 from trainer_kit.step.run import Fit
 from trainer_kit.training.session import Session
 
 __all__ = ["check_saveable"]
+
+
+class _HasState(Protocol):
+    """A callback or a datamodule."""
+
+    def state_dict(self) -> SavedState: ...
 
 
 def check_saveable(trainer: Session, run: Fit) -> None:
@@ -25,7 +30,7 @@ def check_saveable(trainer: Session, run: Fit) -> None:
         run, callbacks, datamodule, trainer.data_seed, weights_only=False, hooks=False
     )
 
-    def encode_state(state: Mapping[str, Any]) -> None:
+    def encode_state(state: SavedState) -> None:
         if run.strategy.sharded:
             encode(state, {}, copy=False, sharded=True)
         else:  # rank 0 writes; an engine that gathers its state has it only there
@@ -47,7 +52,7 @@ def check_saveable(trainer: Session, run: Fit) -> None:
         )
 
 
-def _has_state(owner: Any) -> bool:
+def _has_state(owner: _HasState | None) -> bool:
     try:
         return bool(owner is not None and owner.state_dict())
     except Exception:  # the first save raises it again

@@ -6,14 +6,15 @@ If a step raises, a note with the layer and the batch is added to the exception.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import Token
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -36,10 +37,11 @@ from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.state_names import uncompiled
+from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.data import Feed
 from trainer_kit.launch import report_errors
 from trainer_kit.metrics.objects import count_once
-from trainer_kit.state.collect import restore
+from trainer_kit.state.collect import State, restore
 from trainer_kit.state.optimizer_states import reset_flags, watch_groups
 from trainer_kit.state.resume import (
     Search,
@@ -75,16 +77,23 @@ from trainer_kit.training.check_module import (
 from trainer_kit.training.compose import compose_fit, prepare_data
 from trainer_kit.training.compose_evaluation import compose_evaluation, load_evaluation
 from trainer_kit.training.dry_run import check_saveable
-from trainer_kit.training.loaders import NAMES, find_loaders
+from trainer_kit.training.loaders import (
+    NAMES,
+    find_loaders,
+)
 from trainer_kit.training.mistakes import note_mistakes
 from trainer_kit.training.out_of_memory import describe_memory
 from trainer_kit.training.reload import LoaderReload
 from trainer_kit.training.repeated_steps import compose_guard
-from trainer_kit.training.session import Session, TunesFit
+from trainer_kit.training.session import Session
 from trainer_kit.training.settle import Settler
 from trainer_kit.training.torch_switches import set_switches
+from trainer_kit.training.tuning import tune_callbacks
 
-__all__ = ["EntryPoint"]
+__all__ = ["CheckpointPath", "EntryPoint"]
+
+# A path or a URL, "last" or "best"; None: no checkpoint.
+CheckpointPath: TypeAlias = str | os.PathLike[str] | None
 
 
 @final
@@ -102,7 +111,7 @@ class _Start:
     source: Source | None
     weights_only: bool
     message: str
-    state: dict[str, Any]
+    state: State
 
     @property
     def resumes(self) -> bool:
@@ -128,8 +137,8 @@ class EntryPoint:
         trainer: Session,
         stage: str,
         model: Any,
-        loaders: Any,
-        datamodule: Any,
+        loaders: Loaders | None,
+        datamodule: DataModuleLike,
         is_set_up: bool = False,
     ) -> None:
         if isinstance(loaders, DataModule):
@@ -154,9 +163,8 @@ class EntryPoint:
         is_compiled = model is not None and self.module is not model
         trainer.running.compile_with(model.dynamo_ctx if is_compiled else None)
         self.teardown = Teardown()
-        self.reload_loaders: Callable[[], None] | None = (
-            None  # called before each epoch
-        )
+        # Called before each epoch.
+        self.reload_loaders: Callable[[], None] | None = None
         self.bus: Bus
         self._callbacks_before = trainer.callbacks
         self._not_terminable: Callable[[BaseException | None], None]
@@ -173,6 +181,7 @@ class EntryPoint:
         try:
             self._set_up()
         except BaseException:
+            # Python calls no `__exit__` where `__enter__` raises, and a part of the set-up must be undone.
             self.__exit__(*sys.exc_info())
             raise
         return self
@@ -195,19 +204,23 @@ class EntryPoint:
             raise
 
     def _set_up(self) -> None:
-        trainer, module, stage = self.trainer, self.module, self.stage
+        trainer, stage = self.trainer, self.stage
+        module = self.module
         if trainer.environment.launched:
             report_errors(where=lambda: f"step {trainer.progress.step}")
+        # First of all: everything below may ask for the rank, or exchange something.
         trainer.strategy.start()
         self._not_terminable = terminable(trainer.requests)
-        self._restore_switches = set_switches(trainer.switches)
+        self._restore_switches = set_switches(trainer.options.switches)
         # Lightning's helpers read the rank there.
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.running.begin(stage)
         trainer.show_module(module)
         self._outer_module = RUNNING_MODULE.set(module)
+        # Already here, so that `on_exception` is called for what fails below; again when the module adds callbacks.
         self._attach()
-        trainer.metrics.suspend()  # a checkpoint of the last fit has its values, whatever follows
+        # `save_checkpoint` after this entry point still saves the last fit, with its values.
+        trainer.metrics.suspend()
         trainer.metrics.attach(trainer.strategy, module)
         trainer.requests.clear()
         if stage == "fit":
@@ -230,7 +243,8 @@ class EntryPoint:
         if not self.is_set_up:
             prepare_data(trainer, module, self.datamodule, stage)
         build_module(trainer, module, stage)
-        module.trainer = trainer  # again, for submodules that configure_model built
+        # Again, for the submodules that `configure_model` has built.
+        module.trainer = trainer
         count_once(module, trainer.strategy)
 
     def _add_callbacks(self) -> None:
@@ -242,24 +256,21 @@ class EntryPoint:
         trainer = self.trainer
         module_callbacks = as_list(self.module.configure_callbacks(), Callback)
         if module_callbacks:
-            trainer.add_module_callbacks(module_callbacks)
-        elif trainer.has_module_callbacks:  # of an earlier fit
-            trainer.drop_module_callbacks()
+            trainer.callback_list.add_of_module(module_callbacks)
+        elif trainer.callback_list.has_module_callbacks:
+            # They are those of an earlier fit.
+            trainer.callback_list.drop_of_module()
         else:
             return
         self._attach()
 
     def _attach(self) -> None:
         """Build the bus, and register its exception hooks and the teardown calls."""
-        trainer, module, stage, datamodule = (
-            self.trainer,
-            self.module,
-            self.stage,
-            self.datamodule,
-        )
+        trainer, stage = self.trainer, self.stage
+        module, datamodule = self.module, self.datamodule
         self.bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         self.teardown.failed[:] = self.bus.on_exception
-        hooks: list[Callable[[], Any]] = []
+        hooks: list[Callable[[], object]] = []
         if datamodule is not None and is_overridden("teardown", datamodule, DataHooks):
             hooks.append(partial(datamodule.teardown, stage))
         hooks += [
@@ -289,12 +300,14 @@ class EntryPoint:
         trainer.metrics.leave()
         trainer.metrics.hook = ""
         if error is not None:
+            # A loss scaler refuses the first step of the next fit if one was left between unscaling and stepping.
             trainer.precision_plugin.abandon_step()
         if self.stage != "fit":
-            trainer.restore_callbacks(self._callbacks_before)
+            trainer.callback_list.restore(self._callbacks_before)
         self.module.untoggle_optimizer(None)
         for module in self.module.own_modules():
             module.__dict__.pop("log", None)  # see `compose_fit`, under compile
+        # Rank 0 alone asks SLURM: every rank would put the job into the queue once more.
         if not trainer.is_global_zero or trainer.settings.fast:
             return
         if self.stage == "fit" and trainer.checkpoint_callback is not None:
@@ -309,6 +322,7 @@ class EntryPoint:
             feeds += [run.windows.feed, *run.validation.feeds]
         if self.trainer.evaluation is not None:
             feeds += self.trainer.evaluation.feeds
+        # Workers of a loader that is not closed live until the process ends.
         for feed in feeds:
             feed.close()
 
@@ -316,9 +330,10 @@ class EntryPoint:
         if self.stage != "fit":
             return
         self.trainer.strategy.stop()
-        if self.trainer.recomputes is not False:
+        if self.trainer.options.recomputes is not False:
             ActivationCheckpointing().undo(self.module)
         run = self.trainer.run
+        # The fit stays readable after its end, and must not hold batches, process groups and buffers of that time.
         if run is not None:
             run.runner.release()
             if isinstance(run.stepper, Stepper):
@@ -337,14 +352,16 @@ class EntryPoint:
             status = "failed"
         trainer.files.deliveries.close(status, trainer.requests.at_once)
 
-    def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
+    def compose_fit(
+        self, val_loaders: Loaders | None, ckpt_path: CheckpointPath, weights_only: bool
+    ) -> Fit:
         """Compose the fit, restore its checkpoint if any, and call the hooks that precede ``on_train_start``."""
         trainer = self.trainer
         start = self._find_start(ckpt_path, weights_only)
         self._tune(start)
         every = trainer.reload_dataloaders_every_n_epochs
         if every and start.resumes:
-            # Loaders may depend on the epoch.
+            # Loaders may depend on the epoch, which is otherwise restored only once the fit is composed.
             trainer.progress.load_state_dict(start.state["progress"])
         run = self._compose(val_loaders, every)
         settler = Settler(run, compose_guard(trainer, run, self.datamodule))
@@ -372,6 +389,7 @@ class EntryPoint:
                 every=every,
                 resumed=settler.resumed,
             ).begin_epoch
+        # Now, and not hours later at the first save.
         if run.checkpoints:
             check_saveable(trainer, run)
         run.requests.begin_loop(settler.wake)
@@ -391,7 +409,7 @@ class EntryPoint:
         self._check_sanity(run)
         return run
 
-    def _find_start(self, ckpt_path: Any, weights_only: bool) -> _Start:
+    def _find_start(self, ckpt_path: CheckpointPath, weights_only: bool) -> _Start:
         """Take the directories of the run, and read the part of its checkpoint that is needed before composing."""
         trainer, files = self.trainer, self.trainer.files
         world, callbacks = trainer.strategy.world, trainer.checkpoint_callbacks
@@ -428,15 +446,14 @@ class EntryPoint:
         files.continue_seed(state)
         return _Start(source, weights_only, message, state)
 
-    def _compose(self, val_loaders: Any, every: int) -> Fit:
+    def _compose(self, val_loaders: Loaders | None, every: int) -> Fit:
         """Get the loaders and compose the fit; with ``every``, loaders of the last epoch that is a multiple of it."""
         trainer = self.trainer
         epoch = trainer.progress.epoch
-        if (
-            every and epoch
-        ):  # this epoch has the loaders of an earlier one, unless it is a multiple
+        # This epoch has the loaders of an earlier one, unless it is a multiple.
+        if every and epoch:
             trainer.progress.epoch -= epoch % every
-            trainer.forget_loaders()
+            trainer.training_loaders.forget()
         try:
             loaders = trainer.load_train()
             if loaders is None:
@@ -444,7 +461,7 @@ class EntryPoint:
                     "fit needs training data",
                     fix="pass train_dataloaders=, or define train_dataloader()",
                 )
-            if trainer.switches["sync_batchnorm"]:
+            if trainer.options.switches["sync_batchnorm"]:
                 self.module = _sync_batchnorm(self.module, trainer.strategy)
             return compose_fit(
                 trainer, self.module, self.datamodule, loaders, val_loaders, self.bus
@@ -453,38 +470,19 @@ class EntryPoint:
             trainer.progress.epoch = epoch
 
     def _tune(self, start: _Start) -> None:
-        """Let callbacks tune values of module and data, before loaders and optimizers are created from them.
+        saved = None
+        if start.source is not None:
+            saved = start.state
+        tune_callbacks(
+            self.trainer,
+            self.module,
+            self.loaders,
+            self.datamodule,
+            saved=saved,
+            weights_only=start.weights_only,
+        )
 
-        A resumed run restores the values that it found before, and does not search.
-        """
-        trainer = self.trainer
-        tuners = [
-            callback for callback in trainer.callbacks if isinstance(callback, TunesFit)
-        ]
-        if not tuners:
-            return
-        if start.source is not None and start.weights_only:
-            raise ConfigurationError(
-                f"{type(tuners[0]).__name__} would search with weights other than those of the checkpoint",
-                found="load_weights_only=True",
-                fix="load them first: fit(Module.load_from_checkpoint(path), ...)",
-            )
-        if trainer.settings.fast:
-            names = " and ".join(type(callback).__name__ for callback in tuners)
-            trainer.say(f"fast_dev_run: {names} not run")
-            return
-        for callback in tuners:
-            saved: Mapping[str, Any] | None = None
-            if start.source is not None:
-                saved = (start.state.get("callbacks") or {}).get(callback.state_key, {})
-            if saved == {}:
-                trainer.say(
-                    f"{type(callback).__name__} does not search in a resumed run"
-                )
-            callback.tune(trainer, self.module, self.loaders, self.datamodule, saved)
-            trainer.forget_loaders()  # the search may have loaded them with other values
-
-    def _restore(self, run: Fit, state: dict[str, Any], message: str) -> None:
+    def _restore(self, run: Fit, state: State, message: str) -> None:
         """Restore the state, and print ``message`` with its step."""
         trainer, files = self.trainer, self.trainer.files
         restore(
@@ -514,9 +512,8 @@ class EntryPoint:
         if former is None or former.status != "finished":
             return
         if trainer.progress.step >= former.step:
-            run.requests.stop = (
-                former.stopped
-            )  # a granted request holds; limits may have changed
+            # A granted request holds, although limits may have changed.
+            run.requests.restore_stop(former.stopped)
 
     @property
     def settler(self) -> Settler:
@@ -533,6 +530,7 @@ class EntryPoint:
         settler.release_guard()
         if not run.requests.named:
             return
+        # Weights that are not finite are worth nothing, other ranks may be gone, and a second signal does not wait.
         if (
             isinstance(error, NonFiniteError)
             or self.trainer.world_size > 1
@@ -553,7 +551,7 @@ class EntryPoint:
         if self.trainer.running.settler is not None:
             self.trainer.running.settler.settle_end()
 
-    def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
+    def compose_evaluation(self, ckpt_path: CheckpointPath) -> Evaluation:
         """Compose the evaluation, and load the requested weights."""
         trainer, module = self.trainer, self.module
         source = self._find_weights(ckpt_path)
@@ -577,7 +575,7 @@ class EntryPoint:
         trainer.begin_evaluation(evaluation)
         return evaluation
 
-    def _find_weights(self, ckpt_path: Any) -> Source | None:
+    def _find_weights(self, ckpt_path: CheckpointPath) -> Source | None:
         """The checkpoint whose weights an evaluation loads: of a fitted module the best one; None: its own weights."""
         trainer = self.trainer
         callbacks = keep_checkpoints(self._callbacks_before)  # those of the fit
@@ -635,8 +633,9 @@ class EntryPoint:
         if not run.validation.feeds or steps == 0 or trainer.progress.step > 0:
             return
         limit = None if steps < 0 else steps
+        # The check leaves no trace: neither random numbers, nor requests, nor logged values.
         with run.validation.limited_to(limit), run.requests.unchanged():
-            trainer.num_sanity_val_batches = run.validation.counts
+            trainer.count_batches("sanity_val", run.validation.counts)
             with (
                 trainer.running.checking_sanity(),
                 preserved_rng(trainer.strategy.device),
@@ -675,15 +674,18 @@ def _check_callbacks(callbacks: list[KeepsCheckpoints], world: Group) -> None:
         )
 
 
-def _without_error(call: Callable[[], Any]) -> Callable[[BaseException | None], Any]:
+def _without_error(
+    call: Callable[[], object],
+) -> Callable[[BaseException | None], object]:
     return lambda error: call()
 
 
-def _sync_batchnorm(module: nn.Module, strategy: Strategy) -> Any:
+def _sync_batchnorm(module: nn.Module, strategy: Strategy) -> nn.Module:
     if strategy.device.type == "cpu":
         raise ConfigurationError(
             "torch's SyncBatchNorm does not run on the CPU",
             found="sync_batchnorm=True",
             fix="leave it out on the CPU",
         )
-    return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]  # torch's
+    return converted

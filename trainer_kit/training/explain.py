@@ -15,13 +15,17 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import LimitsTime
 from trainer_kit.core.state_names import uncompiled
+from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.data.feed import Feed
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.auto_strategy import choose_by_memory
 from trainer_kit.training.check_module import check_datamodule, check_module
-from trainer_kit.training.loaders import find_loaders, training_feed
+from trainer_kit.training.loaders import (
+    find_loaders,
+    training_feed,
+)
 from trainer_kit.training.mesh_picture import mesh_picture
 from trainer_kit.training.session import Session
 
@@ -84,7 +88,9 @@ def _loop_lines(bus: Bus, descriptions: dict[str, str], validates: bool) -> list
     return lines
 
 
-def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Text:
+def explain(
+    trainer: Session, module: Any, loaders: Loaders | None, datamodule: DataModuleLike
+) -> Text:
     """See `Trainer.explain`."""
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, loaders
@@ -105,7 +111,11 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
 
 
 def _training_lines(
-    trainer: Session, module: TrainModule, loaders: Any, datamodule: Any, size: int
+    trainer: Session,
+    module: TrainModule,
+    loaders: Loaders | None,
+    datamodule: DataModuleLike,
+    size: int,
 ) -> list[str]:
     """The lines on training data; none without a loader."""
     train_loaders = find_loaders("fit", loaders, module, datamodule)
@@ -122,7 +132,9 @@ def _training_lines(
     return _data_lines(trainer, feed, length.expected, size)
 
 
-def draw(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Svg:
+def draw(
+    trainer: Session, module: Any, loaders: Loaders | None, datamodule: DataModuleLike
+) -> Svg:
     """See ``format="svg"`` of `Trainer.explain`."""
     if isinstance(loaders, DataModule):
         datamodule = loaders
@@ -138,7 +150,7 @@ def draw(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Svg:
 
 
 def _strategy_of_fit(
-    trainer: Session, module: TrainModule, datamodule: Any
+    trainer: Session, module: TrainModule, datamodule: DataModuleLike
 ) -> tuple[Strategy, str, int]:
     """The strategy of a fit, the reason where ``"auto"`` chooses another one, and the number of ranks."""
     size = _rank_count(trainer)
@@ -203,7 +215,7 @@ def _loop_of_fit(trainer: Session, module: TrainModule, bus: Bus) -> list[str]:
     return _loop_lines(bus, _step_descriptions(trainer, module), validates)
 
 
-def prepare(trainer: Session, module: TrainModule, datamodule: Any) -> None:
+def prepare(trainer: Session, module: TrainModule, datamodule: DataModuleLike) -> None:
     """Call ``prepare_data`` and ``setup``, as `fit` does before it gets the loaders."""
     check_datamodule(datamodule)
     owners = [owner for owner in (datamodule, module) if owner is not None]
@@ -227,9 +239,9 @@ def _describe_limits(trainer: Session) -> str:
     if settings.max_duration is not None:
         limits.append(str(settings.max_duration))
     for callback in trainer.callbacks:
-        seconds = (
-            callback.time_remaining() if isinstance(callback, LimitsTime) else None
-        )
+        if not isinstance(callback, LimitsTime):
+            continue
+        seconds = callback.time_remaining()
         if seconds is not None:
             limits.append(f"{seconds:g}s")
     if not limits:
@@ -286,9 +298,8 @@ def _cost_lines(
         return cost_lines(costs, optimizers)
     try:
         optimizers = configure_optimizers(module).optimizers
-    except (
-        Exception
-    ) as error:  # it may need a running fit, for example for the number of steps
+    # Of any class: it may need a running fit, for example for the number of steps.
+    except Exception as error:
         problem = str(error).partition("\n")[0]
         note = f"             (configure_optimizers needs a running fit: {type(error).__name__}: {problem})"
         return [*cost_lines(costs, None), note]

@@ -24,8 +24,10 @@ def fit(
         settler: carries out what is due between two steps.
         reload_loaders: called before each epoch; gets the loaders from the user again where they are due.
     """
-    bus, progress, windows = run.bus, run.progress, run.windows
-    stepper, forward_backward = run.stepper, run.forward_backward
+    # Bound once: the loop below looks nothing up that does not change.
+    bus, progress = run.bus, run.progress
+    windows, stepper = run.windows, run.stepper
+    forward_backward, step = run.forward_backward, run.step
     with _repeated_hooks(run, settler.resumed):
         for hook in bus.on_train_start:
             hook()
@@ -48,7 +50,7 @@ def fit(
                     # Of each micro-batch: begin, training_step, backward, end.
                     forward_backward(window)
                     # Gradients are complete: hooks, clip, optimizers.
-                    stepper.step(window)
+                    step(window)
                     progress.step += 1
                     if stepper.due:
                         stepper.advance_due()  # schedulers, which see the new step

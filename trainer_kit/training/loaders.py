@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence, Sized
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
 from lightning_utilities.core.overrides import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
@@ -16,6 +16,7 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
+from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.data import (
     CombinedLoader,
     EpochLength,
@@ -37,11 +38,16 @@ __all__ = [
     "training_feed",
 ]
 
+# Batches are the user's, of any type.
+_Hook: TypeAlias = Callable[..., Any]
+
 NAMES: Final = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 """The names of the loaders and limits of each entry point."""
 
 
-def find_loaders(stage: str, passed: Any, module: Any, datamodule: Any) -> Any:
+def find_loaders(
+    stage: str, passed: Loaders | None, module: object, datamodule: object
+) -> Loaders | None:
     """The loaders passed to the entry point, else the datamodule's, else the module's; None if there are none."""
     if passed is not None:
         return passed
@@ -50,12 +56,13 @@ def find_loaders(stage: str, passed: Any, module: Any, datamodule: Any) -> Any:
         if source is not None and (
             name in vars(source) or is_overridden(name, source, DataHooks)
         ):
-            return getattr(source, name)()
+            loaders: Loaders | None = getattr(source, name)()
+            return loaders
     return None
 
 
 def training_feed(
-    loaders: Any,
+    loaders: Loaders,
     settings: Settings,
     group: Group,
     seed: int,
@@ -95,12 +102,14 @@ def training_feed(
         reproducible=settings.reproducible,
         agree=agree,
     )
-    name = "overfit_batches" if settings.overfit else "limit_train_batches"
+    name = "limit_train_batches"
+    if settings.overfit:
+        name = "overfit_batches"
     return feed, epoch_length(feed.length, feed.exact, settings.train_limit(), name)
 
 
 def evaluation_feeds(
-    loaders: Any, stage: str, settings: Settings, group: Group, seed: int
+    loaders: Loaders, stage: str, settings: Settings, group: Group, seed: int
 ) -> tuple[list[Feed], list[EpochLength]]:
     """This rank's share of every evaluation loader, and how many micro-batches are read from each."""
     name = NAMES[stage]
@@ -152,7 +161,7 @@ def _known_count(batches: float) -> int | None:
     return None if math.isinf(batches) else int(batches)
 
 
-def _list_loaders(loaders: Any) -> list[Any]:
+def _list_loaders(loaders: Loaders) -> list[Loaders]:
     """The loaders of an evaluation, as a list: the contents of a container or a sequential `CombinedLoader`."""
     if is_tree(loaders):
         loaders = CombinedLoader(loaders, "sequential")
@@ -161,7 +170,7 @@ def _list_loaders(loaders: Any) -> list[Any]:
     return [loaders]
 
 
-def _unshuffled(loaders: Any) -> Any:
+def _unshuffled(loaders: Loaders) -> Loaders:
     """The same loader in dataset order: overfitting repeats the same batches."""
     loaders = read_together(loaders)
     if isinstance(loaders, CombinedLoader):
@@ -184,11 +193,11 @@ def _unshuffled(loaders: Any) -> Any:
 
 def mover(
     module: TrainModule,
-    datamodule: Any,
+    datamodule: DataModuleLike,
     strategy: Strategy,
     precision: Precision,
     whole_batches: bool = False,
-) -> tuple[Callable[..., Any] | None, bool]:
+) -> tuple[_Hook | None, bool]:
     """The function that moves a batch to the device, or None if it has nothing to do; and whether it may prefetch.
 
     ``whole_batches``: do not split the batch among ranks that share it.
@@ -201,7 +210,9 @@ def mover(
     device = strategy.device
     moves = device.type != "cpu"
     shard = None if whole_batches else strategy.shard_batch
-    convert = precision.convert_batch if precision.converts_batch else None
+    convert = None
+    if precision.converts_batch:
+        convert = precision.convert_batch
     if not has_hooks and not moves and convert is None and shard is None:
         return None, False
 
@@ -224,9 +235,9 @@ def mover(
     return move, moves and not has_hooks
 
 
-def _overridden_hook(name: str, owners: Sequence[object]) -> Callable[..., Any] | None:
+def _overridden_hook(name: str, owners: Sequence[object]) -> _Hook | None:
     """The hook of the first owner that overrides it, or None."""
     for owner in owners:
         if is_overridden(name, owner, DataHooks):
-            return cast("Callable[..., Any]", getattr(owner, name))
+            return cast("_Hook", getattr(owner, name))
     return None

@@ -241,19 +241,10 @@ class _DataSource(_View):
         return self._trainer.load_train() is not None
 
 
-@final
-class EpochLoop(_View):
-    """The position of a fit in its epoch."""
+class _StepLimits:
+    """The limits in steps, which Lightning shows on two loops."""
 
-    @property
-    def batch_idx(self) -> int:
-        """The index of the running or last batch in its epoch; -1 before the first one."""
-        return BatchProgress(self._trainer).current.ready - 1
-
-    @property
-    def total_batch_idx(self) -> int:
-        """The same, counted over all epochs of the fit."""
-        return BatchProgress(self._trainer).total.ready - 1
+    _trainer: _Looped
 
     @property
     def max_steps(self) -> int:
@@ -268,6 +259,21 @@ class EpochLoop(_View):
     def min_steps(self) -> int:
         """Optimizer steps that must be taken before a stop request is granted."""
         return self._trainer.min_steps
+
+
+@final
+class EpochLoop(_StepLimits, _View):
+    """The position of a fit in its epoch."""
+
+    @property
+    def batch_idx(self) -> int:
+        """The index of the running or last batch in its epoch; -1 before the first one."""
+        return BatchProgress(self._trainer).current.ready - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The same, counted over all epochs of the fit."""
+        return BatchProgress(self._trainer).total.ready - 1
 
     @property
     def batch_progress(self) -> BatchProgress:
@@ -288,7 +294,7 @@ class EpochLoop(_View):
 
 
 @final
-class FitLoop(_View):
+class FitLoop(_StepLimits, _View):
     """The limits of a Trainer, and where its fit is. After a limit is set between fits, the next fit continues.
 
     Example:
@@ -316,20 +322,6 @@ class FitLoop(_View):
     def min_epochs(self) -> int:
         """Epochs that must be completed before a stop request is granted."""
         return self._trainer.min_epochs
-
-    @property
-    def max_steps(self) -> int:
-        """The limit in optimizer steps, set in the same way; -1 for no limit."""
-        return self._trainer.max_steps
-
-    @max_steps.setter
-    def max_steps(self, steps: int) -> None:
-        self._trainer.set_limit("max_steps", steps)
-
-    @property
-    def min_steps(self) -> int:
-        """Optimizer steps that must be taken before a stop request is granted."""
-        return self._trainer.min_steps
 
     @property
     def batch_idx(self) -> int:

@@ -15,8 +15,14 @@ __all__ = ["mesh_picture"]
 
 _MAX_DRAWN: Final = 8
 """Ranks of an axis that are drawn."""
-# In pixels; the last one is the mean width of a letter.
-_CELL_WIDTH, _CELL_HEIGHT, _GAP, _PADDING, _LINE, _LETTER = 104, 46, 6, 12, 18, 6.9
+# In pixels.
+_CELL_WIDTH: Final = 104
+_CELL_HEIGHT: Final = 46
+_GAP: Final = 6
+_PADDING: Final = 12
+_LINE: Final = 18
+# The mean width of a letter: an SVG cannot measure its text.
+_LETTER: Final = 6.9
 _DATA_AXES: Final = ("dp_replicate", "dp_shard", "data", "ranks")
 """The axes along which ranks have different samples."""
 _ROLES: Final = {
@@ -118,7 +124,8 @@ def _draw_axes(axes: _Axes, position: Mapping[str, int], mesh: _Axes) -> _Drawin
     if len(axes) <= 2:
         return _draw_grid(axes, position, mesh)
     (name, size), *inner_axes = axes
-    right, height, elements = 0.0, 0.0, ""
+    right, height = 0.0, 0.0
+    elements = ""
     for index in range(min(size, _MAX_DRAWN)):
         block = _draw_axes(inner_axes, {**position, name: index}, mesh)
         width = block.width + 2 * _PADDING

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import TrainerKitError, add_note, printable
+from trainer_kit.core.module import TrainModule
 
 __all__ = ["note_mistakes"]
 
@@ -55,7 +56,7 @@ _MISTAKES: Final = (
 _MAX_LENGTH: Final = 400  # characters of a description
 
 
-def note_mistakes(error: BaseException, module: Any) -> None:
+def note_mistakes(error: BaseException, module: TrainModule) -> None:
     """Add a note to an exception from a step: the layer that failed and the shapes of the batch.
 
     Both are read from the traceback, so a step that succeeds has no overhead.
@@ -66,9 +67,8 @@ def note_mistakes(error: BaseException, module: Any) -> None:
     """
     if isinstance(error, TrainerKitError) or not isinstance(error, Exception):
         return
-    with suppress(
-        Exception
-    ):  # a batch or a layer that cannot be described must not hide the error
+    # A batch or a layer that cannot be described must not hide the error itself.
+    with suppress(Exception):
         frames = list(_frames(error.__traceback__))
         for index, frame in enumerate(frames):
             if _is_step(frame, module):
@@ -94,7 +94,7 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
         traceback = traceback.tb_next
 
 
-def _is_step(frame: FrameType, module: Any) -> bool:
+def _is_step(frame: FrameType, module: object) -> bool:
     if frame.f_code.co_name not in _STEPS:
         return False
     names = frame.f_code.co_varnames
@@ -119,10 +119,10 @@ def _describe_step(
                 f", module {names[id(layer)]!r}: {type(layer).__name__}({settings})"
             )
             break
-    _, batch, *other_names = (
-        step.f_code.co_varnames
-    )  # self, batch, batch_idx, and local variables
-    if batch not in step.f_locals:  # deleted
+    # self, batch, batch_idx, and local variables; Python keeps the order of the signature.
+    _, batch, *other_names = step.f_code.co_varnames
+    # The step may have deleted its batch.
+    if batch not in step.f_locals:
         return description
     number = ""
     if step.f_code.co_argcount > 2:
@@ -147,7 +147,7 @@ def _describe_shapes(value: object) -> str:
     return type(value).__name__
 
 
-def _explain_second_backward(module: Any) -> str:
+def _explain_second_backward(module: TrainModule) -> str:
     name = type(module).__name__
     cause = f"{name}.training_step calls backward on one loss more than once"
     if module.automatic_optimization:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.core.state_names import uncompiled
 from trainer_kit.core.tensors import move_to_device
+from trainer_kit.state.collect import State
 from trainer_kit.state.runs import count_fit
 from trainer_kit.training.session import Session
 
 __all__ = ["on_processes", "run_on_processes"]
 
+# What a call returns; of forked ranks, rank 0 sends it through a pipe.
+_Result: TypeAlias = Any
+
 _MAX_RESTARTS: Final = "TRAINER_KIT_MAX_RESTARTS"
 
 
-def on_processes(trainer: Session, call: Callable[[int], Any]) -> Any:
+def on_processes(trainer: Session, call: Callable[[int], _Result]) -> _Result:
     """Call ``call(rank)`` on each rank that this process starts, or in this process if it is a rank.
 
     Returns rank 0's result. In the agent this never returns: its ranks run the script and reach the same call.
@@ -35,10 +39,9 @@ def on_processes(trainer: Session, call: Callable[[int], Any]) -> Any:
         )
     from trainer_kit.launch import run_forked
 
-    def on_rank(rank: int) -> Any:
-        trainer.become_rank(
-            Environment.detect(), pick_device(trainer.strategy.device.type, rank)
-        )
+    def on_rank(rank: int) -> _Result:
+        device = pick_device(trainer.strategy.device.type, rank)
+        trainer.become_rank(Environment.detect(), device, trainer.processes)
         return call(rank)
 
     return run_forked(on_rank, trainer.processes)
@@ -50,7 +53,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     After forked processes (in notebooks), copy rank 0's weights, counts, metrics and callback state to this process.
     """
 
-    def on_rank(rank: int) -> dict[str, Any] | None:
+    def on_rank(rank: int) -> State | None:
         result = getattr(trainer, stage)(model, *arguments)
         if rank != 0:
             return None
@@ -60,7 +63,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     state = on_processes(trainer, on_rank)
     if stage == "fit":
         count_fit()
-        trainer.continues = False
+        trainer.end_continuation()
     module = trainer.module if model is None else uncompiled(model)
     module.load_state_dict(state["weights"])
     trainer.running.take_result(state["restored_from"])
@@ -79,7 +82,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     return state["result"]
 
 
-def _collect_result(trainer: Session) -> dict[str, Any]:
+def _collect_result(trainer: Session) -> State:
     """What an entry point has changed, to be sent to the process that started this rank."""
     return {
         "weights": move_to_device(

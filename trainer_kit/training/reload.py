@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
+from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.step.run import Fit
 from trainer_kit.training.compose import batch_movers, load_training, make_schedule
 from trainer_kit.training.compose_evaluation import find_validation_loaders
@@ -33,15 +34,19 @@ class LoaderReload:
         self,
         trainer: Session,
         run: Fit,
-        datamodule: Any,
+        datamodule: DataModuleLike,
         *,
-        val_loaders: Any,
+        val_loaders: Loaders | None,
         passed: bool,
         every: int,
         resumed: bool,
     ) -> None:
-        self._trainer, self._run, self._datamodule = trainer, run, datamodule
-        self._val_loaders, self._passed, self._every = val_loaders, passed, every
+        self._trainer = trainer
+        self._run = run
+        self._datamodule = datamodule
+        self._val_loaders = val_loaders
+        self._passed = passed
+        self._every = every
         progress = run.progress
         self._loaded_at = progress.epoch - progress.epoch % every
         if resumed and progress.epoch == self._loaded_at and not progress.epoch_batch:
@@ -58,27 +63,31 @@ class LoaderReload:
         self._reload_validation()
 
     def _reload_training(self) -> None:
-        trainer, run, windows = self._trainer, self._run, self._run.windows
-        trainer.forget_loaders()
+        trainer, run = self._trainer, self._run
+        windows = run.windows
+        trainer.training_loaders.forget()
         feed, length = load_training(trainer, trainer.load_train())
         if trainer.metrics.feed is not None:
             trainer.metrics.use_sizes_of(feed)
         move, ahead = batch_movers(trainer, run.module, self._datamodule, feed)
         windows.read_from(feed, length.limit, ahead)
-        run.runner.move_batches_with(move if ahead is None else None)
-        trainer.set_training_length(feed, length)
+        # Batches that are moved ahead of their micro-batch are on the device when it begins.
+        if ahead is not None:
+            move = None
+        run.runner.move_batches_with(move)
+        trainer.training_loaders.measure(feed, length)
         schedule = make_schedule(
             trainer.settings,
             length,
             bool(run.validation.feeds),
             trainer.strategy.world.size,
         )
-        run.schedule.length = length
-        run.schedule.validate_every = schedule.validate_every
+        run.schedule.use_length(length, schedule.validate_every)
 
     def _reload_validation(self) -> None:
         """A hook that gives no validation loader, or none with a batch, ends validation until it gives one."""
-        trainer, run, validation = self._trainer, self._run, self._run.validation
+        trainer, run = self._trainer, self._run
+        validation = run.validation
         validated = bool(validation.feeds)
         if not validated and self._val_loaders is not None:
             return  # they had no batch, or validation_step is missing
@@ -98,5 +107,5 @@ class LoaderReload:
         if not (validated and validates):
             # Intervals without a loader are not due when there is one.
             run.schedule.mark_checked(run.progress)
-        run.schedule.validates = validates
-        trainer.num_val_batches = validation.counts
+        run.schedule.set_validates(validates)
+        trainer.count_batches("val", validation.counts)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import LeavesOutSteps, ReplaysSteps, SplitsBatches
-from trainer_kit.state.collect import collect, restore
+from trainer_kit.core.types import DataModuleLike
+from trainer_kit.state.collect import State, collect, restore
 from trainer_kit.state.rewind import Guard
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.optimize import ManualStepper, Stepper
@@ -92,7 +92,9 @@ def _obstacle_to_splitting(
     return None
 
 
-def compose_guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
+def compose_guard(
+    trainer: Session, run: Fit, datamodule: DataModuleLike
+) -> Guard | None:
     """The guard of the callback that leaves out steps that are not finite, or None."""
     leaving_out = next(
         (item for item in trainer.callbacks if isinstance(item, LeavesOutSteps)), None
@@ -112,7 +114,7 @@ def compose_guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
     ]
     policy, steps_back, max_steps, left_out_steps = leaving_out.non_finite
 
-    def collect_state(owes_validation: bool) -> dict[str, Any]:
+    def collect_state(owes_validation: bool) -> State:
         state = collect(
             run,
             callbacks,

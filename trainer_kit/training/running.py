@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
-from trainer_kit.core.states import TrainerStatus
+from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from trainer_kit.core.types import Loaders
 from trainer_kit.state.resume import Source
 from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.run import Fit
@@ -14,7 +15,8 @@ from trainer_kit.training.settle import Settler
 
 __all__ = ["Running", "nothing"]
 
-_Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+_Step: TypeAlias = Callable[..., Any]
+_Compiler: TypeAlias = Callable[[_Step], _Step]
 
 
 def nothing(*arguments: object) -> None:
@@ -45,7 +47,7 @@ class Running:
         self.restored_from: str | None = None
         self.sanity_checking = False
         self.compiler: _Compiler | None = None
-        self.find_train_loaders: Callable[[], Any] = nothing
+        self.find_train_loaders: Callable[[], Loaders | None] = nothing
         self.fit: Fit | None = None
         self.settler: Settler | None = None
         self.evaluation: Evaluation | None = None
@@ -92,7 +94,7 @@ class Running:
         """Compile ``training_step`` in this way."""
         self.compiler = compiler
 
-    def load_train_with(self, find_loaders: Callable[[], Any]) -> None:
+    def load_train_with(self, find_loaders: Callable[[], Loaders | None]) -> None:
         """Get the training loaders of the fit from this function."""
         self.find_train_loaders = find_loaders
 
@@ -108,6 +110,24 @@ class Running:
     def run_evaluation(self, evaluation: Evaluation) -> None:
         """The validation, test or prediction is composed."""
         self.evaluation = evaluation
+
+    def trainer_state(self, evaluating: bool) -> TrainerState:
+        """What the Trainer is doing, as Lightning's record; ``evaluating``: whether an evaluation loop runs."""
+        function = None
+        if self.last_stage:
+            function = TrainerFn(self.last_stage)
+        return TrainerState(self.status, function, self._running_stage(evaluating))
+
+    def _running_stage(self, evaluating: bool) -> RunningStage | None:
+        if not self.stage:
+            return None
+        if self.sanity_checking:
+            return RunningStage.SANITY_CHECKING
+        if self.stage != "fit":
+            return RunningStage(self.stage)
+        if evaluating:
+            return RunningStage.VALIDATING
+        return RunningStage.TRAINING
 
     @contextmanager
     def checking_sanity(self) -> Iterator[None]:

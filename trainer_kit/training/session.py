@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import math
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import as_list, refuse_replaced
-from trainer_kit.core.collective_errors import same_everywhere
-from trainer_kit.core.configuration_sources import Chosen
-from trainer_kit.core.empty_init import EmptyInit
 from trainer_kit.core.environment import Environment, list_devices
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
@@ -33,33 +26,36 @@ from trainer_kit.core.protocols import (
     SetsAccumulation,
     StopsEarly,
 )
-from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
-from trainer_kit.core.tensors import map_leaves, map_tensors
-from trainer_kit.data import EpochLength, Feed
+from trainer_kit.core.states import TrainerState, TrainerStatus
+from trainer_kit.core.types import DataModuleLike, Loaders
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
-from trainer_kit.state.collect import collect, completed_progress
-from trainer_kit.state.optimizer_states import exchange_optimizers
+from trainer_kit.state.collect import completed_progress
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, keep_checkpoints
 from trainer_kit.state.saving import save_to
 from trainer_kit.state.unsaveable import Unsaveable
-from trainer_kit.step.bus import sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation
-from trainer_kit.step.optimize import ManualStepper
-from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, parameters_of
+from trainer_kit.step.optimizers import LRSchedulerConfig
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.run import Fit
-from trainer_kit.strategies.gathering import gather_with_gradients
+from trainer_kit.strategies.gathering import gather_tree
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.blocks import Policy
 from trainer_kit.training.attributes import (
     Argument,
     Elsewhere,
-    OptimizersOfFit,
+    Limit,
+    check_loggers,
     missing_attribute,
 )
-from trainer_kit.training.loaders import NAMES, training_feed
+from trainer_kit.training.build_context import build_context
+from trainer_kit.training.callback_list import CallbackList
+from trainer_kit.training.composition_options import CompositionOptions
+from trainer_kit.training.loaders import (
+    NAMES,
+    training_feed,
+)
+from trainer_kit.training.logged_values import LoggedMetrics, LoggedValues
 from trainer_kit.training.loops import (
     DistributedFlags,
     EvaluationLoop,
@@ -68,35 +64,22 @@ from trainer_kit.training.loops import (
     Position,
     PredictLoop,
 )
+from trainer_kit.training.optimizers_of_fit import (
+    clip_optimizer_gradients,
+    list_manual_optimizers,
+    list_optimizers,
+    manual_stepper,
+    replace_optimizers,
+)
 from trainer_kit.training.running import Running, nothing
 from trainer_kit.training.settings import Settings
 from trainer_kit.training.settle import Settler
+from trainer_kit.training.training_loaders import TrainingLoaders
 
-__all__ = ["Session", "TunesFit"]
+__all__ = ["Session"]
 
-
-def _read_values(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The values as numbers."""
-    return {
-        name: float(value) for name, value in metrics.items()
-    }  # sync point: only for tensors
-
-
-@runtime_checkable
-class TunesFit(Protocol):
-    """A callback that tunes values of the module and the data before a fit is composed."""
-
-    @property
-    def state_key(self) -> str: ...
-    def tune(
-        self,
-        trainer: Session,
-        module: Any,
-        loaders: Any,
-        datamodule: Any,
-        saved: Mapping[str, Any] | None,
-    ) -> None:
-        """Search for values, on every rank; with ``saved``, its state in a checkpoint, restore those values instead."""
+# Records an event in the report of a run: its kind, and a line of text.
+_Note: TypeAlias = Callable[[str, str], object]
 
 
 class Session:
@@ -113,31 +96,18 @@ class Session:
         precision_plugin: sets the dtypes of computations.
         files: the run's directory, loggers and record.
         running: the entry point that runs, or ran last.
-        is_silent: whether `print` and `say` print nothing, as in a trial.
-        continues: whether the next fit continues the counts of the last one.
+        options: how entry points are composed.
         arguments: the Trainer's arguments as plain data, for the run's record.
         origins: the source of each value that a launcher or a file may give.
+        callback_list: the callbacks, and those of the running module.
+        training_loaders: the training loaders of the fit, and the size of its epoch.
+        logged_values: sends logged values to the loggers.
         sharded_alternative: the strategy to use if the model does not fit; None: keep this one.
-        switches: process-wide settings of torch that an entry point sets.
-        compile_options: options of ``torch.compile``; None: nothing is compiled.
-        compile_regional: whether repeated blocks are compiled, not the whole step.
-        recomputes: the blocks with activation checkpointing; True: repeated ones, False: none.
-        async_save: whether checkpoints are written in the background.
         unsaveable: what happens to values that checkpoints cannot hold.
+        continues: whether the next fit continues the counts of the last one.
         note: records an event for the report of the run: ``note(kind, text)``.
     """
 
-    arguments: dict[str, Any]
-    origins: dict[str, Chosen]
-    sharded_alternative: Strategy | None
-    switches: dict[str, Any]
-    compile_options: dict[str, Any] | None
-    compile_regional: bool
-    recomputes: bool | Policy
-    async_save: bool
-    unsaveable: Unsaveable
-    barebones: bool
-    fast_dev_run: bool | int
     former_methods: Mapping[str, str] = {}
     """What to call instead of methods that trainers of other libraries have, by name."""
     adapt_callbacks: Callable[[Iterable[Any]], list[Any]] = list
@@ -147,10 +117,12 @@ class Session:
         self,
         *,
         settings: Settings,
+        options: CompositionOptions,
         environment: Environment,
         strategy: Strategy,
+        sharded_alternative: Strategy | None,
         precision: Precision,
-        loggers: Sequence[Any],
+        loggers: Sequence[Logger],
         root: str,
         seed: int | None,
         start: str | None,
@@ -158,80 +130,50 @@ class Session:
         resume: str | None,
     ) -> None:
         self.settings = settings
+        self.options = options
+        self.arguments = options.arguments
+        self.origins = options.origins
+        self.barebones = options.barebones
+        self.fast_dev_run = options.fast_dev_run
         self.environment = environment
-        self.strategy, self.precision_plugin = strategy, precision
-        self.start, self.processes = start, processes
-        self.is_silent = False
+        self.strategy = strategy
+        self.sharded_alternative = sharded_alternative
+        self.precision_plugin = precision
+        self.start = start
+        self.processes = processes
         self.progress = Progress()
         self.requests = Requests()
         self.metrics = Metrics(self.progress)
         self.running = Running()
+        self.training_loaders = TrainingLoaders()
+        self.callback_list = CallbackList(self.adapt_callbacks)
+        self.unsaveable = Unsaveable(options.drops_unsaveable, self.say)
         self.continues = False
         self.module: Any = None
-        self.datamodule: Any = None
-        self.train_dataloader: Any = None
+        self.datamodule: DataModuleLike = None
         self.val_dataloaders: Any = None
         self.test_dataloaders: Any = None
         self.predict_dataloaders: Any = None
-        self.note: Callable[..., Any] = nothing  # no report
-        self._training_batches: int | float | None = None
+        self.note: _Note = nothing  # no report
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches: list[int | float] = []
         self.num_test_batches: list[int | float] = []
         self.num_predict_batches: list[int | float] = []
-        self.train_batch_samples: int | None = None
-        self.trained_before = 0  # steps of the fit before the running one
+        # Steps of the fit before the running one.
+        self.trained_before = 0
         self.accumulation = 1
         # Whether `configure_optimizers` has read `estimated_stepping_batches`.
         self.steps_were_read = False
-        self._callbacks: list[Callback] = []
-        self._own_callbacks = self._callbacks  # without the module's callbacks
-        # The last one: it asks loggers for their names, and says which of them does not answer.
+        # The last ones: the files ask loggers for their names, and say which of them does not answer.
         self.files = RunFiles(
             loggers=loggers,
             root=root,
             seed=seed,
             resume=resume,
-            records=not settings.fast,
+            records=not settings.fast and not options.is_silent,
             say=self.say,
         )
-
-    def for_trial(
-        self,
-        settings: Settings,
-        *,
-        strategy: Strategy | None = None,
-        precision: Precision | None = None,
-    ) -> Session:
-        """A silent Session for a fit without side effects, with no loggers, files, callbacks or counts.
-
-        It prints nothing: neither messages of this library nor what user code passes to ``trainer.print``.
-
-        Args:
-            settings: its limits and intervals.
-            strategy: by default a copy of this one's, which uses the same processes.
-            precision: by default a copy of this one's.
-        """
-        trial = object.__new__(type(self))
-        # `copy.copy` would call `__getstate__`, which resets the fit.
-        vars(trial).update(vars(self))
-        Session.__init__(
-            trial,
-            settings=settings,
-            environment=self.environment,
-            strategy=copy.copy(self.strategy) if strategy is None else strategy,
-            precision=copy.deepcopy(self.precision_plugin)
-            if precision is None
-            else precision,
-            loggers=[],
-            root=self.files.root,
-            seed=self.files.seed,
-            start=None,
-            processes=self.processes,
-            resume=None,
-        )
-        trial.is_silent = True
-        return trial
+        self.logged_values = LoggedValues(self.progress, self.files)
 
     # -- the entry point -------------------------------------------------------------------------------------------
 
@@ -259,7 +201,7 @@ class Session:
         """Show the module of an entry point to hooks."""
         self.module = module
 
-    def show_datamodule(self, datamodule: Any) -> None:
+    def show_datamodule(self, datamodule: DataModuleLike) -> None:
         """Show the datamodule of an entry point to hooks."""
         self.datamodule = datamodule
 
@@ -267,23 +209,44 @@ class Session:
         """The fit is composed."""
         self.running.run_fit(run, settler)
         self.continues = False
-        self.num_val_batches = run.validation.counts
+        self.count_batches("val", run.validation.counts)
 
     def begin_evaluation(self, evaluation: Evaluation) -> None:
         """The validation, test or prediction is composed."""
         self.running.run_evaluation(evaluation)
-        setattr(self, f"num_{NAMES[evaluation.stage]}_batches", evaluation.counts)
+        self.count_batches(NAMES[evaluation.stage], evaluation.counts)
 
-    def become_rank(self, environment: Environment, device: torch.device) -> None:
-        """Continue in a process that was forked as a rank."""
+    def count_batches(self, name: str, counts: list[int | float]) -> None:
+        """Show the batches of each loader to hooks, as ``num_val_batches`` for example."""
+        setattr(self, f"num_{name}_batches", counts)
+
+    def become_rank(
+        self, environment: Environment, device: torch.device, processes: int
+    ) -> None:
+        """Continue in a process that was forked as one of these ranks of its node."""
         self.start = None
         self.environment = environment
-        self.strategy.device = device
+        self.processes = processes
+        self.strategy.use_device(device)
 
-    def use_sharded(self, strategy: Strategy) -> None:
-        """Use the sharded alternative from here on: a sharded module stays sharded."""
+    def use_strategy(
+        self, strategy: Strategy, sharded_alternative: Strategy | None = None
+    ) -> None:
+        """Use another strategy from here on; without an alternative, a module that it shards stays sharded."""
         self.strategy = strategy
-        self.sharded_alternative = None
+        self.sharded_alternative = sharded_alternative
+
+    def use_settings(self, settings: Settings) -> None:
+        """Use other limits and intervals from the next entry point on."""
+        self.settings = settings
+
+    def report_events(self, note: _Note) -> None:
+        """Record the events of a run with ``note``."""
+        self.note = note
+
+    def end_continuation(self) -> None:
+        """The next fit starts at step 0."""
+        self.continues = False
 
     # -- position: read-only, each from one place ----------------------------------------------------------------
 
@@ -300,9 +263,9 @@ class Session:
     @property
     def global_rank(self) -> int:
         """This process's rank over all nodes."""
-        return (
-            self.strategy.world.rank if self.strategy.started else self.environment.rank
-        )
+        if self.strategy.started:
+            return self.strategy.world.rank
+        return self.environment.rank
 
     @property
     def local_rank(self) -> int:
@@ -317,11 +280,9 @@ class Session:
     @property
     def world_size(self) -> int:
         """Processes over all nodes."""
-        return (
-            self.strategy.world.size
-            if self.strategy.started
-            else self.environment.world_size
-        )
+        if self.strategy.started:
+            return self.strategy.world.size
+        return self.environment.world_size
 
     @property
     def is_global_zero(self) -> bool:
@@ -346,16 +307,7 @@ class Session:
     @property
     def state(self) -> TrainerState:
         """What this Trainer is doing, as Lightning's record."""
-        last_stage = self.running.last_stage
-        function = TrainerFn(last_stage) if last_stage else None
-        return TrainerState(self.running.status, function, self._running_stage())
-
-    def _running_stage(self) -> RunningStage | None:
-        if self.sanity_checking:
-            return RunningStage.SANITY_CHECKING
-        if self.state_verb == "fit":
-            return RunningStage.VALIDATING if self.evaluating else RunningStage.TRAINING
-        return RunningStage(self.state_verb) if self.state_verb else None
+        return self.running.trainer_state(self.evaluating)
 
     @property
     def status(self) -> TrainerStatus:
@@ -405,20 +357,9 @@ class Session:
             name: the limit.
             value: at least -1; -1 and None mean no limit.
         """
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, int) or value < -1
-        ):
-            raise ConfigurationError(
-                f"{name} must be a whole number of at least -1",
-                found=f"fit_loop.{name} = {value!r}",
-                fix="pass -1 for no limit",
-            )
-        number = None if value == -1 else value
-        changes: dict[str, Any] = {name: number}
-        if name == "max_epochs":
-            changes["endless"] = value == -1
-        self.settings = replace(self.settings, **changes)
+        self.settings = self.settings.with_limit(name, value)
         if self.state_verb == "fit" and self.run is not None:
+            number = None if value == -1 else value
             self.run.schedule.set_limit(name, number)
             self.requests.wake()  # it may be reached
         self.continues = not self.state_verb and self.progress.step > 0
@@ -491,25 +432,14 @@ class Session:
         """The limit in steps, or -1."""
         return -1 if self.settings.max_steps is None else self.settings.max_steps
 
-    @property
-    def limit_train_batches(self) -> int | float:
-        """Batches of a training epoch, or a fraction of them."""
-        return self.settings.limits["train"]
-
-    @property
-    def limit_val_batches(self) -> int | float:
-        """Batches of a validation, or a fraction of them."""
-        return self.settings.limits["val"]
-
-    @property
-    def limit_test_batches(self) -> int | float:
-        """Batches of a test, or a fraction of them."""
-        return self.settings.limits["test"]
-
-    @property
-    def limit_predict_batches(self) -> int | float:
-        """Batches of a prediction, or a fraction of them."""
-        return self.settings.limits["predict"]
+    limit_train_batches = Limit()
+    """Batches of a training epoch, or a fraction of them."""
+    limit_val_batches = Limit()
+    """Batches of a validation, or a fraction of them."""
+    limit_test_batches = Limit()
+    """Batches of a test, or a fraction of them."""
+    limit_predict_batches = Limit()
+    """Batches of a prediction, or a fraction of them."""
 
     @property
     def overfit_batches(self) -> int | float:
@@ -601,7 +531,7 @@ class Session:
         if value:
             self.stop("set by user code")
         else:
-            self.requests.stop = None
+            self.requests.drop_stop()
 
     def set_accumulation(
         self, batches: int, measure: Callable[[float, float], None] | None = None
@@ -632,15 +562,23 @@ class Session:
         """
         return None if self.evaluation is None else self.evaluation.indices
 
-    def load_train(self) -> Any:
-        """The training loaders of this fit, or None; the first call gets them from the user."""
-        if self.train_dataloader is None:
-            self.train_dataloader = self.running.find_train_loaders()
-        return self.train_dataloader
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loaders of the running or last fit, once they are loaded."""
+        return self.training_loaders.loaders
 
-    def read_copies(self, copy_loaders: Callable[[Any], Any]) -> None:
-        """Train on copies of the loaders of this fit."""
-        self.train_dataloader = copy_loaders(self.load_train())
+    @train_dataloader.setter
+    def train_dataloader(self, loaders: Loaders) -> None:
+        self.training_loaders.use(loaders)
+
+    def load_train(self) -> Loaders | None:
+        """The training loaders of this fit, or None; the first call gets them from the user."""
+        return self.training_loaders.load(self.running.find_train_loaders)
+
+    @property
+    def train_batch_samples(self) -> int | None:
+        """Samples of the first training batch on this rank; None if that is unknown."""
+        return self.training_loaders.batch_samples
 
     @property
     def num_training_batches(self) -> int | float:
@@ -648,34 +586,22 @@ class Session:
 
         In `setup` and `configure_optimizers` this loads the training loaders, so their data must be ready.
         """
-        if self._training_batches is None:
-            loaders = self.load_train()
-            if loaders is None:
-                return 0
-            _, length = training_feed(
-                loaders,
-                self.settings,
-                self.strategy.data,
-                self.data_seed,
-                self.accumulation,
-            )
-            self._training_batches = (
-                math.inf if length.expected is None else length.expected
-            )
-        return self._training_batches
-
-    @num_training_batches.setter
-    def num_training_batches(self, batches: int | float) -> None:
-        self._training_batches = batches
-
-    def set_training_length(self, feed: Feed, length: EpochLength) -> None:
-        """Set the numbers of a training epoch from its loaders."""
-        self._training_batches = (
-            math.inf if length.expected is None else length.expected
+        batches = self.training_loaders.batches
+        if batches is not None:
+            return batches
+        loaders = self.load_train()
+        if loaders is None:
+            return 0
+        _, length = training_feed(
+            loaders,
+            self.settings,
+            self.strategy.data,
+            self.data_seed,
+            self.accumulation,
         )
-        self.train_batch_samples = feed.samples(0)
+        return self.training_loaders.count(length)
 
-    def keep_loaders(self, stage: str, loaders: Any) -> None:
+    def keep_loaders(self, stage: str, loaders: Loaders) -> None:
         """Show the loaders of an evaluation to callbacks, as ``val_dataloaders`` for example."""
         setattr(self, f"{NAMES[stage]}_dataloaders", loaders)
 
@@ -684,51 +610,26 @@ class Session:
     @property
     def callbacks(self) -> list[Callback]:
         """All callbacks, in the order in which they are called."""
-        return self._callbacks
+        return self.callback_list.active
 
     @callbacks.setter
     def callbacks(self, callbacks: Iterable[Callback] | Callback | None) -> None:
         self.set_callbacks(as_list(callbacks, Callback))
 
-    def set_callbacks(self, callbacks: Sequence[Any]) -> None:
+    def set_callbacks(self, callbacks: Sequence[object]) -> None:
         """Replace the callbacks, and sort them into their order."""
         if self.state_verb:
             raise ConfigurationError(
                 "callbacks cannot change while an entry point runs",
                 found=self.state_verb,
             )
-        adapted = self.adapt_callbacks(callbacks)
-        self._own_callbacks = self._callbacks = sorted_callbacks(adapted)
+        self.callback_list.configure(callbacks)
         self.read_accumulation()
-
-    def add_module_callbacks(self, callbacks: Sequence[Callback]) -> None:
-        """Add callbacks of the running module; each replaces the Trainer's callbacks of its class."""
-        adapted = self.adapt_callbacks(callbacks)
-        classes = {type(callback) for callback in adapted}
-        remaining = [
-            callback
-            for callback in self._own_callbacks
-            if type(callback) not in classes
-        ]
-        self._callbacks = sorted_callbacks([*remaining, *adapted])
-
-    def drop_module_callbacks(self) -> None:
-        """Call the Trainer's own callbacks only."""
-        self._callbacks = self._own_callbacks
-
-    def restore_callbacks(self, callbacks: list[Callback]) -> None:
-        """Call the callbacks that were there before an evaluation."""
-        self._callbacks = callbacks
-
-    @property
-    def has_module_callbacks(self) -> bool:
-        """Whether callbacks of a module are active."""
-        return self._callbacks is not self._own_callbacks
 
     @property
     def checkpoint_callbacks(self) -> list[KeepsCheckpoints]:
         """All callbacks that keep checkpoints."""
-        return keep_checkpoints(self._callbacks)
+        return keep_checkpoints(self.callbacks)
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -738,12 +639,7 @@ class Session:
     @property
     def accumulation_callback(self) -> SetsAccumulation | None:
         """The first callback that decides how many micro-batches a window has, or None."""
-        counting = (
-            callback
-            for callback in self._callbacks
-            if isinstance(callback, SetsAccumulation)
-        )
-        return next(counting, None)
+        return self.callback_list.accumulation
 
     @property
     def early_stopping_callback(self) -> StopsEarly | None:
@@ -753,19 +649,12 @@ class Session:
     @property
     def early_stopping_callbacks(self) -> list[StopsEarly]:
         """All `EarlyStopping` callbacks."""
-        return [
-            callback for callback in self._callbacks if isinstance(callback, StopsEarly)
-        ]
+        return self.callback_list.early_stopping
 
     @property
     def progress_bar_callback(self) -> DrawsProgress | None:
         """The progress bar, or None."""
-        bars = (
-            callback
-            for callback in self._callbacks
-            if isinstance(callback, DrawsProgress)
-        )
-        return next(bars, None)
+        return self.callback_list.progress_bar
 
     @property
     def loggers(self) -> list[Any]:
@@ -783,14 +672,7 @@ class Session:
             raise ConfigurationError(
                 "loggers cannot change while an entry point runs", found=self.state_verb
             )
-        loggers = as_list(loggers, Logger)
-        for logger in loggers:
-            if isinstance(logger, type) or not isinstance(logger, Logger):
-                raise ConfigurationError(
-                    "this is not a logger",
-                    found=repr(logger),
-                    fix="assign an object with log_metrics",
-                )
+        loggers = check_loggers(loggers)
         if self.settings.fast:  # fast_dev_run writes nothing
             loggers = []
         self.files.replace_loggers(loggers)
@@ -807,37 +689,16 @@ class Session:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of the running fit."""
-        return (
-            []
-            if self.run is None
-            else OptimizersOfFit(self.run.stepper.configured.optimizers)
-        )
+        return list_optimizers(self.run)
 
     @optimizers.setter
     def optimizers(self, optimizers: Iterable[Optimizer] | Optimizer) -> None:
-        run, settler = self.running.fit, self.running.settler
-        if run is None or settler is None or self.state_verb != "fit":
-            raise ConfigurationError(
-                "optimizers can be set only while fit runs",
-                found="trainer.optimizers = ...",
-                fix="return them from configure_optimizers, or set them in a hook of fit: `if trainer.training:`",
-            )
-        exchange_optimizers(
-            run,
-            as_list(optimizers, Optimizer),
-            resumed=settler.resumed,
-            has_guard=settler.guard is not None,
-        )
+        replace_optimizers(self.running, as_list(optimizers, Optimizer))
 
     @property
-    def manual_optimizers(self) -> list[Any]:
+    def manual_optimizers(self) -> list[Optimizer]:
         """The optimizers that ``module.optimizers()`` returns."""
-        stepper = None if self.run is None else self.run.stepper
-        return list(
-            stepper.optimizers
-            if isinstance(stepper, ManualStepper)
-            else self.optimizers
-        )
+        return list_manual_optimizers(self.run)
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
@@ -879,46 +740,14 @@ class Session:
         """The values logged with ``prog_bar=True``, as of the last flush; this reads nothing from the device."""
         return dict(self.metrics.progress_bar)
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(self, metrics: LoggedMetrics, step: int | None = None) -> None:
         """Queue values for every logger, on rank 0; this reads tensors, which is a sync point.
 
         A value named ``step`` sets the step of the other values, as in Lightning. Values of the present training step
         get its ``epoch``; those with another step do not, for that step may belong to another epoch.
         """
-        if not metrics or not self.is_global_zero:
-            return
-        values = _read_values(metrics)
-        progress = self.progress
-        if "step" not in values and step in (None, progress.step):
-            values.setdefault("epoch", self._epoch_of_step)
-        logged_step = int(values.pop("step", progress.step if step is None else step))
-        counts = {"samples": progress.samples, "tokens": progress.tokens}
-        counts = {name: count for name, count in counts.items() if count}
-        self._deliver(values, logged_step, counts)
-
-    def log_evaluation_batch(self, metrics: Mapping[str, Any], number: int) -> None:
-        """Queue the values of an evaluation batch; its number is their axis, on which no count of training belongs."""
-        if not metrics or not self.is_global_zero:
-            return
-        values = _read_values(metrics)
-        batch = int(values.pop("step", number))
-        self._deliver(values, batch, {})
-
-    def _deliver(
-        self, values: Mapping[str, float], step: int, counts: Mapping[str, int]
-    ) -> None:
-        self.files.deliveries.log(values, step, counts)
-        if not self.state_verb:  # no entry point ends after this
-            self.files.deliveries.close(None)
-
-    @property
-    def _epoch_of_step(self) -> int:
-        """In a fit, the epoch in which the last step was taken, also after that epoch was counted."""
-        progress = self.progress
-        is_counted = (
-            progress.step > 0 and progress.epoch > 0 and not progress.epoch_batch
-        )
-        return progress.epoch - (self.state_verb == "fit" and is_counted)
+        if metrics and self.is_global_zero:
+            self.logged_values.log(metrics, step, self.state_verb)
 
     def reset(self) -> None:
         """Reset counts, values and requests of an earlier fit."""
@@ -929,11 +758,7 @@ class Session:
             self.progress.load_state_dict(completed_progress(self.run))
         self.metrics.forget(suspended=not self.continues)
         self.requests.clear()
-        self.forget_loaders()
-
-    def forget_loaders(self) -> None:
-        """Discard the training loaders; the next access gets them from the user again."""
-        self.train_dataloader = self._training_batches = None
+        self.training_loaders.forget()
 
     def forget_steps_read(self) -> None:
         """``configure_optimizers`` has not read the number of steps yet."""
@@ -946,26 +771,11 @@ class Session:
             1 if counting is None else counting.get_accumulate_grad_batches(0)
         )
 
-    def collect_state(self, weights_only: bool) -> dict[str, Any]:
-        """The state of the running fit, or only its weights; every rank must call it."""
-        run, settler = self.running.fit, self.running.settler
-        assert run is not None
-        assert settler is not None
-        state = collect(
-            run,
-            self._callbacks,
-            self.datamodule,
-            self.data_seed,
-            weights_only,
-            owes_validation=settler.owes_validation,
-        )
-        return self.unsaveable.leave_out(state)
-
     def save_checkpoint(
         self,
         filepath: str | os.PathLike[str],
         weights_only: bool | None = False,
-        storage_options: Any = None,
+        storage_options: object = None,
     ) -> None:
         """Write a checkpoint directory now; every rank must call it.
 
@@ -979,44 +789,22 @@ class Session:
         """
         method = "Trainer.save_checkpoint"
         refuse_replaced(method, None, (), {"storage_options": storage_options})
-        if self.run is None:
-            raise ConfigurationError(
-                "the Trainer has nothing to save yet",
-                fix="call save_checkpoint during or after fit()",
-            )
         save_to(self.run, absolute(filepath), bool(weights_only))
 
     # -- in a step -----------------------------------------------------------------------------------------------
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward in manual optimization."""
-        stepper = None if self.run is None else self.run.stepper
-        if not isinstance(stepper, ManualStepper):
-            raise ConfigurationError(
-                "manual_backward was called in automatic optimization",
-                fix="set self.automatic_optimization = False in __init__",
-            )
-        stepper.backward(loss, *args, **kwargs)
+        manual_stepper(self.run).backward(loss, *args, **kwargs)
 
     def clip_gradients(
-        self, optimizer: Any, value: float | None, algorithm: str | None
+        self, optimizer: object, value: float | None, algorithm: str | None
     ) -> None:
         """Unscale and clip the gradients of one optimizer; None: use the Trainer's value or algorithm."""
-        default_value, default_algorithm = self.settings.clip or (None, "norm")
-        if value is None:
-            value = default_value
-        if value is None:
-            return
-        optimizer = OptimizerProxy.unwrapped(optimizer)
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError(
-                "clip_gradients takes the optimizer whose gradients it clips",
-                found=f"a {type(optimizer).__name__}",
-                fix="call self.clip_gradients(self.optimizers(), 1.0), or pass one of them",
-            )
-        self.precision_plugin.unscale_gradients(optimizer)
-        parameters = parameters_of(optimizer)
-        self.strategy.clip_gradients(parameters, value, algorithm or default_algorithm)
+        clip, strategy = self.settings.clip, self.strategy
+        clip_optimizer_gradients(
+            optimizer, value, algorithm, clip, strategy, self.precision_plugin
+        )
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Stack every tensor of ``data`` over the data ranks: shape (ranks, *shape); unchanged for one rank.
@@ -1028,19 +816,8 @@ class Session:
         Raises:
             RankError: on every rank, where shapes, dtypes or structure differ.
         """
-        group, device = self.strategy.data, self.strategy.device
-        data = map_leaves(
-            data, lambda value: torch.tensor(value, device=device), (int, float)
-        )
-        same_everywhere(group, "all_gather", data)
-        if group.size == 1:
-            return data
-        gather = (
-            partial(gather_with_gradients, group=group)
-            if sync_grads
-            else group.all_gather
-        )
-        return map_tensors(data, gather)
+        strategy = self.strategy
+        return gather_tree(data, strategy.data, strategy.device, sync_grads)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
@@ -1079,8 +856,9 @@ class Session:
         """The default directory of checkpoints; a URL if the root directory is a URL."""
         return self.files.checkpoint_dir
 
-    @contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+    def init_module(
+        self, empty_init: bool | None = None
+    ) -> AbstractContextManager[None]:
         """A context that builds modules on the device and in the dtype of the run; in host memory if it is sharded.
 
         Args:
@@ -1095,19 +873,11 @@ class Session:
             >>> layer.weight.dtype
             torch.bfloat16
         """
-        strategy = self.strategy
-        device: AbstractContextManager[Any] = (
-            nullcontext() if strategy.sharded else strategy.device
+        return build_context(
+            self.strategy, self.precision_plugin, self.global_rank, empty_init
         )
-        initialization: AbstractContextManager[Any] = nullcontext()
-        if empty_init and not strategy.sharded:
-            initialization = EmptyInit()
-        elif empty_init and strategy.values_on_rank_zero and self.global_rank > 0:
-            device = torch.device("meta")
-        with self.precision_plugin.init_context(), device, initialization:
-            yield
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A copy leaves out what belongs to this process: the objects of a fit, and the report's callback.
         return {
             **vars(self),
@@ -1115,9 +885,9 @@ class Session:
             "note": nothing,
         }
 
-    def print(self, *values: Any, **options: Any) -> None:
+    def print(self, *values: object, **options: Any) -> None:
         """Print on rank 0, without tearing the progress bar."""
-        if self.is_silent or not self.is_global_zero:
+        if self.options.is_silent or not self.is_global_zero:
             return
         bar = self.progress_bar_callback
         if bar is not None and bar.is_drawn:
@@ -1127,7 +897,7 @@ class Session:
 
     def say(self, line: str) -> None:
         """Print a message of this library on rank 0, and add it to the report of the run."""
-        if self.is_silent:
+        if self.options.is_silent:
             return
         self.note("note", line)
         self.print(line)  # looked up at each call: a script may replace `trainer.print`
@@ -1142,24 +912,14 @@ class Session:
                 return object.__getattribute__(self, name)
             raise missing_attribute(self, name, self.former_methods)
 
-    profiler = Elsewhere(
-        "it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code"
-    )
-    scaler = Elsewhere("trainer.precision_plugin.scaler")
-    lr_schedulers = Elsewhere(
-        "trainer.lr_scheduler_configs; config.scheduler is what config['scheduler'] was"
-    )
-    plugins = Elsewhere("trainer.precision_plugin is the precision")
-    enable_validation = Elsewhere("trainer.num_val_batches is empty without validation")
-    add_argparse_args = Elsewhere(
-        "trainer_kit.cli(Module, DataModule) has an option for every argument"
-    )
-    from_argparse_args = Elsewhere(
-        "trainer_kit.cli(Module, DataModule) makes it; or Trainer(max_epochs=args.max_epochs)"
-    )
-    distributed_sampler_kwargs = Elsewhere(
-        "loaders are divided without samplers; trainer.world_size and global_rank say how"
-    )
+    profiler = Elsewhere()
+    scaler = Elsewhere()
+    lr_schedulers = Elsewhere()
+    plugins = Elsewhere()
+    enable_validation = Elsewhere()
+    add_argparse_args = Elsewhere()
+    from_argparse_args = Elsewhere()
+    distributed_sampler_kwargs = Elsewhere()
 
     _accelerator_connector = property(DistributedFlags)
     _logger_connector = property(LoggingSteps)
@@ -1167,6 +927,7 @@ class Session:
     # -- arguments that nothing above has ------------------------------------------------------------------------
 
     activation_checkpointing = Argument()
+    async_save = Argument()
     benchmark = Argument()
     compile = Argument()
     detect_anomaly = Argument()

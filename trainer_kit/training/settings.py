@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -48,6 +48,28 @@ class Settings:
     fast: int
     endless: bool
     reproducible: bool = False
+
+    def with_limit(self, name: str, value: int | None) -> Settings:
+        """A copy with another limit in epochs or steps.
+
+        Args:
+            name: ``max_epochs`` or ``max_steps``.
+            value: at least -1; -1 and None mean no limit.
+
+        Raises:
+            ConfigurationError: the value is no limit.
+        """
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_number and value >= -1):
+            raise ConfigurationError(
+                f"{name} must be a whole number of at least -1",
+                found=f"fit_loop.{name} = {value!r}",
+                fix="pass -1 for no limit",
+            )
+        number = None if value == -1 else value
+        if name == "max_epochs":
+            return replace(self, max_epochs=number, endless=value == -1)
+        return replace(self, max_steps=number)
 
     def train_limit(self) -> int | float:
         """The limit of a training epoch: a number of batches, or a fraction."""
@@ -177,7 +199,11 @@ def make_settings(
 
 
 def check_switches(
-    deterministic: Any, compile: Any, seed: Any, num_nodes: Any, on_unsaveable: Any
+    deterministic: object,
+    compile: object,
+    seed: object,
+    num_nodes: object,
+    on_unsaveable: object,
 ) -> None:
     """Validate the arguments that the loop does not use itself."""
     if on_unsaveable not in ("raise", "drop"):
@@ -204,7 +230,7 @@ def check_switches(
         )
 
 
-def _check_compile(options: Mapping[Any, Any]) -> None:
+def _check_compile(options: Mapping[str, Any]) -> None:
     parameters = [
         name for name in inspect.signature(torch.compile).parameters if name != "model"
     ]
@@ -218,10 +244,10 @@ def _check_compile(options: Mapping[Any, Any]) -> None:
     if not options:
         return
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # importing a backend may warn about unrelated things
+        # Importing a backend may warn about unrelated things.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            # It only builds the wrapper: a wrong backend, mode or option is an error before the first batch.
             torch.compile(lambda: None, **options)
     except Exception as error:  # of many classes, by backend
         raise ConfigurationError(
@@ -284,7 +310,7 @@ def _is_clip_value(value: object) -> bool:
     return isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)
 
 
-def _check_minimum(name: str, value: Any, minimum: int) -> None:
+def _check_minimum(name: str, value: object, minimum: int) -> None:
     if value is None and name not in ("max_steps", "num_nodes"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -309,16 +335,18 @@ def _suggest_number(name: str, value: str) -> str | None:
     return None
 
 
-def _fraction(name: str, value: Any) -> int | float:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0
-    if not (is_count or is_fraction):
-        raise ConfigurationError(
-            f"{name} must be a number of batches or a fraction",
-            found=repr(value),
-            fix="pass an int from 0, or a float from 0.0 to 1.0",
-        )
-    return value  # type: ignore[no-any-return]  # checked above
+def _fraction(name: str, value: object) -> int | float:
+    # True is an int to Python; as a limit it is a mistake.
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    # 1 is one batch, and 1.0 all of them.
+    if isinstance(value, float) and 0.0 <= value <= 1.0:
+        return value
+    raise ConfigurationError(
+        f"{name} must be a number of batches or a fraction",
+        found=repr(value),
+        fix="pass an int from 0, or a float from 0.0 to 1.0",
+    )
 
 
 def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duration:

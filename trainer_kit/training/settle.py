@@ -108,9 +108,8 @@ class Settler:
         self._validated_at = -1
         self._checked_until = 0  # the losses of these steps were looked at
         self._stop_is_deferred = False
-        self._has_trained = (
-            False  # whether a step is known to have had a gradient on any rank
-        )
+        # Whether a step is known to have had a gradient on any rank.
+        self._has_trained = False
 
     # -- what the rest of the fit calls ------------------------------------------------------------------------
 
@@ -181,6 +180,8 @@ class Settler:
         run = self.run
         progress, schedule = run.progress, run.schedule
         self._clock.stop()
+        # Every rank computes this from progress alone, so all of them enter the same exchanges below. What one rank
+        # alone knows (its signal, its request) counts only after an exchange.
         agrees = schedule.agrees(progress)
         exchanges_signals = agrees or progress.step >= self._exchanges_signals_at
         if agrees:
@@ -191,6 +192,7 @@ class Settler:
         is_requested = agrees and run.requests.validation is not None
         if schedule.validation_due(progress) or (is_requested and run.validation.feeds):
             self._validate()
+            # Hooks of the validation may request a stop or a checkpoint of this very step.
             self._exchange_requests()
             agrees = True
         if run.stepper.waiting:
@@ -207,9 +209,8 @@ class Settler:
         # epoch early saves here: leaving reduces and resets the running sums that a resumed run needs.
         if run.requests.checkpoints and (agrees or run.requests.named) and not is_last:
             self.save_requested()
-        self.due = (
-            self._next_due()
-        )  # before the check for signals: the next signal sets it to 0
+        # Before the check for signals below: a signal that arrives in between sets it to 0, which must not be lost.
+        self.due = self._next_due()
         if is_last and not schedule.length.certain:
             # If the epoch goes on, what was put off until its end is settled there.
             self.due = progress.step + 1
@@ -244,6 +245,7 @@ class Settler:
         self.epoch_is_whole = completed
         run.metrics.leave_batch()
         self._clock.stop()
+        # A validation, and the checkpoint that follows it, must not be of weights that a bad loss has spoiled.
         self.check_finite()
         validates = completed and schedule.validates_at_epoch_end(progress)
         if validates and self._validated_at != progress.step:
@@ -257,12 +259,14 @@ class Settler:
                 "nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)"
             )
         self.check_trained(over=False)
+        # Schedulers that monitor a value have it now: the validation and the hooks of the epoch are over.
         run.stepper.advance_waiting()
         if completed:
             run.stepper.end_epoch(progress.epoch + 1)
             progress.epoch += 1
             progress.epoch_batch = 0
         run.metrics.end_epoch(completed)
+        # Only now, when the epoch is counted: a checkpoint that is saved here resumes in the next epoch.
         self._exchange_requests()
         self._validate_on_request()
         self.save_requested()
@@ -278,7 +282,7 @@ class Settler:
         """Print the stop request that ended training; drop a request whose minimum was not reached."""
         run, requests = self.run, self.run.requests
         if not run.schedule.may_stop(run.progress):
-            requests.stop = None  # a limit came first
+            requests.drop_stop()  # a limit came first
         if requests.stop is not None:
             run.say(f"stopped after step {run.progress.step}: {requests.stop}")
 
@@ -298,6 +302,7 @@ class Settler:
     def check_finite(self) -> None:
         """Check the losses since the last check, on all ranks; raise where one is NaN or infinite."""
         run, world = self.run, self.run.strategy.world
+        # Steps up to here are equal on every rank, so that all enter the agreement below or none does.
         step, published = run.progress.step, self._checked_until
         if step == published:
             return
@@ -338,6 +343,7 @@ class Settler:
         if self._has_trained or not optimizers:
             return
         had_gradient, skipped = run.stepper.trained, run.runner.skipped
+        # Of three kinds, because a rank without data may never have taken a step of its own.
         votes: list[float] = [had_gradient is True, had_gradient is not None, skipped]
         rows = run.strategy.world.agree(votes)
         any_gradient, any_step, most_skipped = (
@@ -368,6 +374,7 @@ class Settler:
         """The next step at which `settle_step` has something to do."""
         run = self.run
         step, schedule = run.progress.step, run.schedule
+        # The schedule looks ahead as far as the counts allow; signals need a look about once a second.
         next_look = max(self._exchanges_signals_at, step + 1)
         due = min(schedule.due(run.progress, run.windows.length), next_look)
         if run.requests.stop is not None and step < schedule.min_steps:
@@ -397,19 +404,20 @@ class Settler:
     def _validate(self) -> None:
         """Run validation, without an effect on the training that follows."""
         run = self.run
-        run.requests.validation = None
+        run.requests.drop_validation()
         self._validated_at = run.progress.step
         run.module.on_validation_model_zero_grad()
         try:
+            # Training draws the same numbers with and without a validation, and all ranks validate with one set of
+            # buffers, of which batch norms otherwise have one for each rank.
             with (
                 preserved_rng(run.strategy.device),
                 run.strategy.shared_buffers(run.module),
             ):
                 reduced = evaluate(run.validation, run.progress.epoch)
         except BaseException:
-            self._owes_validation = (
-                True  # a run that resumes from here has no values of it
-            )
+            # A run that resumes from a checkpoint of this step has no values of the validation.
+            self._owes_validation = True
             raise
         self._publish(reduced)
         self._clock.start()  # validation is not training time
@@ -422,7 +430,7 @@ class Settler:
         if run.validation.feeds and self._validated_at != run.progress.step:
             self._validate()
             self._exchange_requests()
-        run.requests.validation = None
+        run.requests.drop_validation()
 
     def _end_epoch_hooks(self, has_run: bool) -> None:
         """Call the hooks of the end of an epoch, and publish its values."""
@@ -432,10 +440,9 @@ class Settler:
         for listeners in (run.bus.on_train_epoch_end, run.bus.on_train_epoch_end_late):
             for hook in listeners:
                 hook()
-            if (
-                listeners or run.strategy.reports.size > 1
-            ):  # listeners may differ between ranks
-                reduced.add(run.metrics.flush_epoch(has_run))  # what the hooks logged
+            # Listeners may differ between ranks, and the flush is an exchange in which all take part.
+            if listeners or run.strategy.reports.size > 1:
+                reduced.add(run.metrics.flush_epoch(has_run))
             self._publish(reduced)
             reduced = Reduced()
 
@@ -452,11 +459,8 @@ class Settler:
 
         In an epoch of unknown length it may follow any step: there they advance at the end, or before the next step.
         """
-        stepper, schedule, progress = (
-            self.run.stepper,
-            self.run.schedule,
-            self.run.progress,
-        )
+        stepper, schedule = self.run.stepper, self.run.schedule
+        progress = self.run.progress
         if not stepper.waiting:
             return
         may_be_last = not schedule.length.certain or schedule.epoch_is_over(progress)
@@ -468,11 +472,13 @@ class Settler:
     def _exchange_requests(self) -> None:
         """Exchange requests and elapsed time, so that every rank has the requests of all and the same time."""
         run = self.run
-        world, requests, runner = run.strategy.world, run.requests, run.runner
+        world, requests = run.strategy.world, run.requests
+        runner = run.runner
         if world.size == 1:
             if run.saver.ended:
                 settle_save(run)
             return
+        # One exchange carries everything that ranks must know of each other, so that a step pays for one at most.
         rows = world.agree(
             [
                 *requests.pending,
@@ -484,22 +490,22 @@ class Settler:
             ]
         )
         columns = [list(column) for column in zip(*rows, strict=True)]
-        stops, validations, signals, saves, skipped, padded, ended, seconds, looks = (
-            columns
-        )
+        stops, validations, signals, saves = columns[:4]
+        skipped, padded, ended, seconds, looks = columns[4:]
         self._exchanges_signals_at = run.progress.step + int(looks[0])
+        # The slowest rank counts, so that a limit in time ends all ranks at this step.
         self._clock.count(max(seconds))
         _check_skipped(skipped, padded)
         # Signals that arrive after this wait for the next agreement.
-        requests.leaving = int(max(signals))
+        requests.leave_on(int(max(signals)))
         if any(stops) or any(validations):
             reasons = world.all_gather_object((requests.stop, requests.validation))
-            requests.stop = next((stop for stop, _ in reasons if stop), None)
-            requests.validation = next(
-                (validation for _, validation in reasons if validation), None
-            )
+            stop = next((reason for reason, _ in reasons if reason), None)
+            validation = next((reason for _, reason in reasons if reason), None)
+            requests.take_of_all_ranks(stop, validation)
         if any(ended):
             settle_save(run)
+        # Every rank takes part in a save, also those that did not request it.
         if any(saves) and not requests.checkpoints:
             requests.checkpoints.append(("requested by another rank", None))
 
@@ -508,12 +514,13 @@ class Settler:
         run = self.run
         votes = [run.requests.signal, self._clock.uncounted, self._steps_until_look()]
         signals, seconds, looks = zip(*run.strategy.world.agree(votes), strict=True)
-        run.requests.leaving = int(max(signals))
+        run.requests.leave_on(int(max(signals)))
         self._clock.count(max(seconds))
         self._exchanges_signals_at = run.progress.step + int(looks[0])
 
     def _steps_until_look(self) -> int:
         """Steps of about a second, at most the interval of agreements; rank 0's number is used."""
+        # Each rank measures its own pace; only a number that all use keeps their exchanges at the same step.
         steps = int(self._pace.steps_per_second(self.run.progress.step))
         return max(1, min(self.run.schedule.agree_every, steps))
 
@@ -546,14 +553,13 @@ class Settler:
         number = requests.signal if alone else requests.leaving
         if not number:
             return
-        requests.signal = number
+        requests.replace_signal(number)
         name = signal.Signals(number).name
         outcome = self._save_on_signal(name) if run.checkpoints else "nothing to save"
-        exit_code = (
-            "KeyboardInterrupt"
-            if number == signal.SIGINT
-            else f"exiting {128 + number}"
-        )
+        # As a shell reports a process that a signal has ended.
+        exit_code = f"exiting {128 + number}"
+        if number == signal.SIGINT:
+            exit_code = "KeyboardInterrupt"
         run.say(f"{name}: {outcome}, {exit_code}")
         raise ended_by(number)
 
@@ -561,6 +567,7 @@ class Settler:
         """Save a checkpoint before the run ends; returns what to print."""
         run = self.run
         began = time.monotonic()
+        # Saved as the last one: the process ends, so nothing may be left to a thread.
         run.requests.ask_checkpoint(signal_name, None)
         is_saved = self.save_requested(last=True)
         seconds = time.monotonic() - began

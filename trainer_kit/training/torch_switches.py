@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -12,7 +11,9 @@ from trainer_kit.core.devices import deterministic_products
 __all__ = ["set_switches"]
 
 
-def set_switches(switches: Mapping[str, Any]) -> Callable[[BaseException | None], None]:
+def set_switches(
+    switches: Mapping[str, bool | str | None],
+) -> Callable[[BaseException | None], None]:
     """Set torch's switches to the Trainer's arguments of their names; returns a function that restores them."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -24,8 +25,9 @@ def set_switches(switches: Mapping[str, Any]) -> Callable[[BaseException | None]
         torch.use_deterministic_algorithms(
             True, warn_only=switches["deterministic"] == "warn"
         )
+    # None leaves the process's own setting.
     if switches["benchmark"] is not None:
-        torch.backends.cudnn.benchmark = switches["benchmark"]
+        torch.backends.cudnn.benchmark = bool(switches["benchmark"])
     if switches["detect_anomaly"]:
         torch.autograd.set_detect_anomaly(True)
 

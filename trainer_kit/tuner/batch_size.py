@@ -108,10 +108,7 @@ class _Attempt:
                 found=f"{self.name}={self.size}, and batches of {feed.per_rank_batch_size}",
                 fix=f"use self.{self.name} in train_dataloader, and leave global_batch_size= out",
             )
-        run.bus.on_train_step_end = (
-            *run.bus.on_train_step_end,
-            lambda: self._check_full_batch(run),
-        )
+        run.bus.add_listener("on_train_step_end", lambda: self._check_full_batch(run))
         self.world = run.strategy.world
         if self.world.size == 1:
             return run
@@ -134,11 +131,10 @@ class _Attempt:
             run.strategy.exchange_gradients()
 
         # An optimizer's first step makes its state, which may not fit either.
-        step = run.stepper.step
-        vars(run.stepper)["step"] = lambda window: self._agree_on_memory(
-            run, partial(step, window)
-        )
-        return replace(run, forward_backward=forward_backward)
+        def step(window: Window) -> None:
+            self._agree_on_memory(run, partial(run.step, window))
+
+        return replace(run, forward_backward=forward_backward, step=step)
 
     def _agree_on_memory(self, run: Fit, compute: Callable[[], None]) -> None:
         """Run a part of a step that has no communication, and agree on whether it fits on every rank."""

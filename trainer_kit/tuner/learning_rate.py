@@ -272,14 +272,8 @@ class RangeTest:
                 else:
                     group["lr"] = rate
 
-        run.bus.on_before_optimizer_step = (
-            *run.bus.on_before_optimizer_step,
-            set_rates,
-        )
-        run.bus.on_train_step_end = (
-            *run.bus.on_train_step_end,
-            lambda: self._read_loss(run),
-        )
+        run.bus.add_listener("on_before_optimizer_step", set_rates)
+        run.bus.add_listener("on_train_step_end", lambda: self._read_loss(run))
         return run
 
     def _read_loss(self, run: Fit) -> None:

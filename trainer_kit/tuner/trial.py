@@ -31,6 +31,7 @@ from trainer_kit.step.run import Fit
 from trainer_kit.training.entry_points import EntryPoint
 from trainer_kit.training.fit import fit
 from trainer_kit.training.session import Session
+from trainer_kit.training.trial_session import trial_session
 
 __all__ = ["check_call", "holders", "release_copies", "run_trial"]
 
@@ -132,12 +133,13 @@ def run_trial(
                 callbacks += as_list(trained_module.configure_callbacks(), Callback)
             # Callbacks of the module take no part either.
             vars(trained_module)["configure_callbacks"] = list
-            trial = trainer.for_trial(settings)
+            trial = trial_session(trainer, settings)
             trial.set_callbacks(_copy_callbacks(callbacks, keeps))
             with EntryPoint(
                 trial, "fit", trained_module, loaders, copy.copy(datamodule), is_set_up
             ) as entry:
-                trial.read_copies(lambda loaders: _copy_loaders(loaders, generators))
+                loaders = _copy_loaders(trial.load_train(), generators)
+                trial.training_loaders.use(loaders)
                 states = generator_states(generators)
                 run = entry.compose_fit(None, None, False)
                 watched_run = watch(run)

@@ -337,16 +337,12 @@ class Recorder(Callback):
         """Set the end of the fit, note how it divides its data, and register the hooks on modules."""
         record = self.record
         assert trainer.run is not None
-        schedule = trainer.run.schedule
-        schedule.max_epochs = None
-        schedule.max_duration = None
-        schedule.max_steps = self.steps
-        schedule.min_epochs = 0
-        schedule.min_steps = 0
+        trainer.run.schedule.limit_to_steps(self.steps)
         record.describe_run(trainer, pl_module)
         if self.shares is not None:
             record.whole = DividedNorms(pl_module, self._rows).whole
-        trainer.run.saver.in_thread = not self.threads
+        if self.threads:
+            trainer.run.saver.write_in_training_thread()
         self._feed = trainer.run.windows.feed
         self._feed.record_indices()
         record.own_batches = makes_batches(self._feed)

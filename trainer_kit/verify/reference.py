@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -684,9 +683,7 @@ def plain_loop(
     """
     window = trainer.accumulation
     feeds, length = feeds_of(trainer, loaders, division)
-    trainer.num_training_batches = (
-        math.inf if length.expected is None else length.expected
-    )
+    trainer.training_loaders.count(length)
     plain = _Plain(
         trainer, module, datamodule, precision, steps, division, watched, traced
     )

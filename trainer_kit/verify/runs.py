@@ -32,10 +32,10 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
 from trainer_kit.precision.precision import Precision
-from trainer_kit.state.runs import RunFiles
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.training.loaders import find_loaders
 from trainer_kit.training.session import Session
+from trainer_kit.training.trial_session import trial_session
 from trainer_kit.verify.loaders import (
     Division,
     divides_itself,
@@ -237,11 +237,10 @@ class Runs:
                 reproducible=reseeds is not None,
                 batch_size=alone,
                 compiled=not (watched or self._eager),
+                precision=precision,
             )
             accumulation = [] if one_batch else runs._accumulation_callbacks()
             trainer.set_callbacks([*accumulation, recorder])
-            if precision is not None:
-                trainer.precision_plugin = deepcopy(precision)
             recorder.take_logs(trainer)
             with self._compiler():
                 trainer.fit(  # type: ignore[attr-defined]  # a trial is of the Trainer's class
@@ -264,8 +263,17 @@ class Runs:
         reproducible: bool,
         batch_size: int | None,
         compiled: bool,
+        precision: Precision | None,
     ) -> Session:
-        """A Trainer of this rank that writes nothing and runs only these steps; ``batch_size``: of a single process."""
+        """A Trainer of this rank that records nothing and runs only these steps.
+
+        Args:
+            validates: after each step.
+            reproducible: whether workers of loaders draw the same numbers in every run.
+            batch_size: of a single process, which trains without the Trainer's strategy; None: train with it.
+            compiled: whether the Trainer's ``torch.compile`` is active.
+            precision: instead of the Trainer's.
+        """
         configured = self.trainer
         settings = replace(
             configured.settings,
@@ -279,25 +287,23 @@ class Runs:
             settings = replace(settings, validate_every=1, validate_epochs=None)
         else:
             settings = replace(settings, limits={**settings.limits, "val": 0})
-        trainer = configured.for_trial(settings)
         environment = Environment.detect()
-        trainer.environment = environment
-        trainer.processes = environment.local_world_size
         device = pick_device(configured.strategy.device.type, environment.local_rank)
-        trainer.strategy.device = device
+        strategy = None
         if batch_size is not None:
-            trainer.strategy = SingleDeviceStrategy(device)
-            trainer.sharded_alternative = None
+            strategy = SingleDeviceStrategy(device)
+        options = configured.options
         if not compiled:
-            trainer.compile_options = None
-        trainer.files = RunFiles(
-            loggers=[],
+            options = replace(options, compile_options=None)
+        trainer = trial_session(
+            configured,
+            settings,
+            strategy=strategy,
+            precision=deepcopy(precision),
+            options=options,
             root=str(self.directory),
-            seed=configured.files.seed,
-            resume=None,
-            records=False,
-            say=lambda line: None,
         )
+        trainer.become_rank(environment, device, environment.local_world_size)
         return trainer
 
     def _compiler(self) -> AbstractContextManager[object]:
@@ -368,7 +374,8 @@ class Runs:
             limit = limit and limit * division.places
         elif size is not None:
             samples = size * division.places * trainer.accumulation
-            trainer.settings = replace(trainer.settings, global_batch_size=samples)
+            settings = replace(trainer.settings, global_batch_size=samples)
+            trainer.use_settings(settings)
         single_feeds, _ = feeds_of(trainer, loaders[:1], replace(division, places=1))
         return _read(single_feeds[0], batches, limit)
 
@@ -395,7 +402,8 @@ class Runs:
         division = replace(division, grouped=self._grouped, joined=self._joined)
 
         def call(runs: Runs, rank: int) -> None:
-            runs.trainer.settings = replace(runs.trainer.settings, reproducible=True)
+            settings = replace(runs.trainer.settings, reproducible=True)
+            runs.trainer.use_settings(settings)
             run(runs, division, directory)
 
         try:
@@ -437,8 +445,8 @@ class Runs:
     def _attach(self, trainer: PlainTrainer) -> None:
         """Let module and data read ``self.trainer``, as in the hooks of a fit."""
         self.module.trainer = trainer
-        self.trainer.module = self.module
-        self.trainer.datamodule = self.datamodule
+        self.trainer.show_module(self.module)
+        self.trainer.show_datamodule(self.datamodule)
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
 
@@ -514,7 +522,7 @@ class Runs:
     def _copy(self) -> Runs:
         """These runs, over copies of everything that a run changes."""
         runs = copy(self)
-        trainer = self.trainer.for_trial(self.trainer.settings)
+        trainer = trial_session(self.trainer, self.trainer.settings)
         runs.trainer = trainer
         memo: dict[int, Any] = {
             id(vars(self.module).get("_trainer")): None,
@@ -542,8 +550,7 @@ class Runs:
         runs.loaders = copies["loaders"]
         runs.val_loaders = copies["val_loaders"]
         runs.datamodule = copies["datamodule"]
-        trainer.strategy = copies["strategy"]
-        trainer.sharded_alternative = copies["alternative"]
+        trainer.use_strategy(copies["strategy"], copies["alternative"])
         trainer.set_callbacks(copies["callbacks"])
         return runs
 

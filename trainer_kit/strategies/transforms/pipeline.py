@@ -410,7 +410,7 @@ class Pipeline:
             for index, batch in enumerate(batches)
         ]
         micro.start_gradients()
-        micro.contributed = True
+        micro.note_contribution()
         outputs: list[Batch] = [None] * micro.count
 
         def finish(index: int) -> Callable[[StepOutput], object]:
