@@ -8,6 +8,8 @@ from typing import Any, Final, NoReturn, Protocol, final, overload
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.protocols import Logger
+from trainer_kit.core.types import LoggerLike
+from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.training.settings import Settings
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "Elsewhere",
     "Limit",
     "check_loggers",
+    "loggers_of_rank",
     "missing_attribute",
 ]
 
@@ -104,6 +107,19 @@ def check_loggers(loggers: Iterable[Logger] | Logger | None) -> list[Logger]:
                 fix="assign an object with log_metrics",
             )
     return logger_list
+
+
+def loggers_of_rank(
+    loggers: list[LoggerLike], is_global_zero: bool
+) -> list[LoggerLike]:
+    """The loggers that modules and callbacks of a rank get."""
+    if is_global_zero:
+        return loggers
+    # What such a logger is asked for has an answer on rank 0 alone.
+    return [
+        DummyLogger(logger) if getattr(logger, "writes_alone", False) else logger
+        for logger in loggers
+    ]
 
 
 def missing_attribute(

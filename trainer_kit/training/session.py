@@ -46,6 +46,7 @@ from trainer_kit.training.attributes import (
     Elsewhere,
     Limit,
     check_loggers,
+    loggers_of_rank,
     missing_attribute,
 )
 from trainer_kit.training.build_context import build_context
@@ -659,12 +660,7 @@ class Session:
     @property
     def loggers(self) -> list[Any]:
         """All loggers; on ranks other than 0, a `DummyLogger` in place of each with ``writes_alone``."""
-        if self.is_global_zero:
-            return self.files.loggers
-        return [
-            DummyLogger(logger) if getattr(logger, "writes_alone", False) else logger
-            for logger in self.files.loggers
-        ]
+        return loggers_of_rank(self.files.loggers, self.is_global_zero)
 
     @loggers.setter
     def loggers(self, loggers: Iterable[Logger] | Logger | None) -> None:
