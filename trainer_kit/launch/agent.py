@@ -1,4 +1,9 @@
-"""The agent: runs this program again on several ranks, supervises them, and exits with their code."""
+"""The agent: runs this program again on several ranks, supervises them, and exits with their code.
+
+torch's elastic agent starts the ranks and waits for them. Beside it, a thread (`_ProcessMonitor`) sees each end at
+once, gives the other ranks a grace period, and kills what does not end in it. Signals arrive in the main thread, which
+is inside torch's agent at that time.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, NoReturn, final
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not export it to type checkers
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import (
@@ -57,7 +62,9 @@ _FORWARD: Final = ("SIGUSR1", "SIGUSR2")
 _REPLY_TIME: Final = 60.0
 """Seconds in which the other machines must report their end after one has failed; their ranks may need half of it."""
 _PERIOD: Final = 0.02
+"""Seconds between two looks of the monitor at the ranks, where the system cannot wake it."""
 _EXIT_TIME: Final = 30.0
+"""Seconds that a rank has to end after it has reported its exception."""
 
 
 @final
@@ -86,16 +93,20 @@ class Output:
         Args:
             reports: a directory that only this attempt uses.
         """
-        tee = self.tee or ("0" if self.log_dir is None else "3")
-        directory = reports if self.log_dir is None else str(self.log_dir)
-        if tee != "0" and self.log_dir is None:
+        tee = self.tee
+        directory = reports
+        if self.log_dir is not None:
+            tee = tee or "3"
+            directory = str(self.log_dir)
+        elif tee and tee != "0":
+            # Not in `reports`, which is deleted at the end of the attempt.
             directory = tempfile.mkdtemp(prefix="trainer_kit-logs-")
             print(
                 f"trainer-kit: the output of the ranks is kept in {directory}",
                 file=sys.stderr,
                 flush=True,
             )
-        return _Files(reports, log_dir=directory, tee=Std.from_str(tee))
+        return _Files(reports, log_dir=directory, tee=Std.from_str(tee or "0"))
 
 
 @final
@@ -111,9 +122,9 @@ class _Files(DefaultLogsSpecs):
         for rank, environ in envs.items():
             path = self._reports / str(rank) / "error.json"
             path.parent.mkdir(exist_ok=True)
-            environ["TORCHELASTIC_ERROR_FILE"] = process_context.error_files[rank] = (
-                str(path)
-            )
+            # The rank writes to the one, torch's agent reads the other.
+            environ["TORCHELASTIC_ERROR_FILE"] = str(path)
+            process_context.error_files[rank] = str(path)
         return process_context
 
 
@@ -153,6 +164,7 @@ def run_agent(
             found=f"rank {environment.rank} of {environment.world_size} ({environment.source})",
         )
     options, command = rerun_command()
+    # The program may have changed its directory, and runs again from its start.
     os.chdir(START_DIRECTORY)
     run_ranks(
         command,
@@ -199,7 +211,9 @@ def run_ranks(
     if nproc < 1:
         raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
     machines = machines or Machines()
+    # Ranks inherit the environment of this process.
     os.environ.update(_environment(nproc, machines, extra_env or {}))
+    # What this process has printed comes before the output of the ranks.
     sys.stdout.flush()
     machines.meet(
         {
@@ -224,6 +238,8 @@ def run_ranks(
         status, message = start.run(output or Output())
         if message:
             print(message, file=sys.stderr, flush=True)
+        # A signal ended the run on purpose, and a machine that is gone cannot take part. All machines know the same
+        # status, so they decide alike.
         if status == 0 or status >= 128 or attempt == max_restarts or machines.gone:
             break
         print(f"restart {attempt + 1} of {max_restarts}", file=sys.stderr, flush=True)
@@ -234,6 +250,7 @@ def run_ranks(
 def _environment(
     nproc: int, machines: Machines, extra: Mapping[str, str]
 ) -> dict[str, str]:
+    # torch starts one thread for each core in every process: several ranks would compete for the cores.
     defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc))}
     # The ranks listen only on the interface of machine 0's address: a single machine is not reachable from outside.
     interface = interface_of(machines.address)
@@ -241,12 +258,15 @@ def _environment(
         defaults["GLOO_SOCKET_IFNAME"] = interface
         if machines.count > 1:
             defaults["NCCL_SOCKET_IFNAME"] = interface
-    return {
-        **{name: value for name, value in defaults.items() if name not in os.environ},
-        **extra,
-        "TRAINER_KIT_AGENT_PID": str(os.getpid()),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # this module handles them
+    # What the user has set counts more than these defaults.
+    environ = {
+        name: value for name, value in defaults.items() if name not in os.environ
     }
+    environ.update(extra)
+    environ["TRAINER_KIT_AGENT_PID"] = str(os.getpid())
+    # torch's agent would replace the handlers of this module, which give ranks a longer grace period.
+    environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+    return environ
 
 
 @final
@@ -265,6 +285,7 @@ class _Attempt:
     def run(self, output: Output) -> tuple[int, str]:
         """Run the attempt; return its exit status and the message for the user."""
         _silence_torch()
+        # A rank that could not be killed may still write there.
         with tempfile.TemporaryDirectory(
             prefix=AGENT_DIRECTORY, ignore_cleanup_errors=True
         ) as name:
@@ -273,6 +294,7 @@ class _Attempt:
             monitor = _ProcessMonitor(
                 agent, self.nproc, reports, self.peer_grace, self.signal_grace
             )
+            # Until torch's agent says otherwise: then `finally` kills what the ranks left running.
             failed = True
             monitor.start()
             try:
@@ -291,8 +313,10 @@ class _Attempt:
             if failed:
                 reported = read_reports(reports)
                 failures = self._collect_failures(result.failures, monitor, reported)
-            status = root_first(failures)[0].exit_status if failures else 0
-            # the ranks ended because of a forwarded signal
+            status = 0
+            if failures:
+                status = root_first(failures)[0].exit_status
+            # The ranks ended because of a forwarded signal, on purpose.
             if status - 128 in monitor.forwarded:
                 return self._describe_stop(monitor, reports, status - 128)
             return self._describe_end(failures, status, "")
@@ -304,14 +328,16 @@ class _Attempt:
             entrypoint=sys.executable,
             args=self.arguments,
             rdzv_handler=_Rendezvous(self.machines, self.number),
-            max_restarts=0,  # `run_ranks` restarts: with a new store, and never after a signal
+            # `run_ranks` restarts: with a new store, and never after a signal.
+            max_restarts=0,
             monitor_interval=self.monitor_interval,
             master_addr=self.machines.address,
             local_addr=self.machines.address,
         )
         agent = LocalElasticAgent(spec, logs_specs=logs)
         if self.machines.count > 1:
-            # torch would wait 300 s for a machine that has failed; `_describe_end` asks how the others ended.
+            # torch would wait 300 s for a machine that has failed; `_describe_end` asks how the others ended. There is
+            # no option for that, so the method of this one agent is replaced.
             agent._exit_barrier = lambda: None  # type: ignore[method-assign]
         return agent
 
@@ -328,6 +354,7 @@ class _Attempt:
         self, local: list[RankFailure], status: int, reason: str
     ) -> tuple[int, str]:
         """Return the same status and headline on every machine; only the failed rank's machine gets the traceback."""
+        # All machines report before any of them decides, so all show the same cause and exit with the same code.
         failures, worst = self.machines.outcome(self.number, local, status, _REPLY_TIME)
         causes = [failure for failure in failures if not failure.stopped]
         if self.machines.gone:
@@ -338,6 +365,7 @@ class _Attempt:
             return worst, reason
         message = describe(failures, self.nproc * self.machines.count)
         root = root_first(causes)[0]
+        # The traceback is printed once, where the rank ran.
         if root not in local:
             message = message.splitlines()[0]
         return root.exit_status, message
@@ -360,6 +388,7 @@ class _Attempt:
         lines.append(
             f"{signal.Signals(number).name}: {plural(self.nproc, 'rank')} ended"
         )
+        # So that the other machines end too; this one was told to end, and does not wait for their reports.
         self.machines.outcome(self.number, [], 128 + number, 0)
         return 128 + number, "\n".join(lines)
 
@@ -369,6 +398,7 @@ class _Attempt:
         monitor: _ProcessMonitor,
         reports: Mapping[int, RankFailure],
     ) -> list[RankFailure]:
+        # If several ended in one look of the monitor, none of them is known to be the first.
         first = min(monitor.deaths.values(), default=0)
         first_is_unique = list(monitor.deaths.values()).count(first) == 1
         host = socket.gethostname()
@@ -417,15 +447,18 @@ def _handle_signals(monitor: _ProcessMonitor) -> Iterator[None]:
     before = {}
     for name, handler in handlers.items():
         number = getattr(signal, name, None)
-        if (
-            number is not None and signal.getsignal(number) is not signal.SIG_IGN
-        ):  # keep signals ignored under nohup
-            before[number] = signal.signal(number, handler)
+        # Not every system has every signal; what nohup ignores stays ignored.
+        if number is None or signal.getsignal(number) is signal.SIG_IGN:
+            continue
+        before[number] = signal.signal(number, handler)
     try:
         yield
     finally:
         for number, earlier in before.items():
-            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+            # None: a handler that C code installed, which Python cannot set again.
+            if earlier is None:
+                earlier = signal.SIG_DFL
+            signal.signal(number, earlier)
 
 
 @final
@@ -459,7 +492,8 @@ class _ProcessMonitor(threading.Thread):
         self.killed: set[int] = set()
         self.stop_signal: int | None = None
         self.forwarded: set[int] = set()
-        self.ends: dict[int, RankFailure] = {}  # of ranks that ended with exit code 0
+        # Of ranks that ended with exit code 0, which may have left the others too early.
+        self.ends: dict[int, RankFailure] = {}
         self._agent = agent
         self._nproc = nproc
         self._reports = reports
@@ -471,6 +505,7 @@ class _ProcessMonitor(threading.Thread):
 
     def pids(self) -> dict[int, int]:
         """Process IDs by rank; empty while the agent is still starting the ranks."""
+        # torch's agent changes this list in the main thread while it starts the ranks.
         workers = self._agent.get_worker_group().workers
         pids = {
             worker.global_rank: worker.id
@@ -502,7 +537,7 @@ class _ProcessMonitor(threading.Thread):
                         self._note_early_end(rank, pid)
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + 1.0
-                    # a rank may hang after it has reported its exception
+                    # A rank may hang after it has reported its exception.
                     if any(self._reports.rglob("error.json")):
                         self._set_deadline(_EXIT_TIME)
                 if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -515,11 +550,13 @@ class _ProcessMonitor(threading.Thread):
         self.ends[rank] = RankFailure(
             rank, 0, self.deaths[rank], host=socket.gethostname(), pid=pid
         )
+        # The last rank that ends leaves no other behind.
         if self._living():
             note_end(self._reports, self.ends[rank])
 
     def _wait(self) -> None:
         """Return when a rank ends, or after one period."""
+        # Linux 5.3 and later wake the thread when a process ends; other systems are asked every period.
         open_process = getattr(os, "pidfd_open", None)
         if open_process is None:
             self._over.wait(_PERIOD)
@@ -538,17 +575,20 @@ class _ProcessMonitor(threading.Thread):
         try:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             result = os.waitid(os.P_PID, pid, options)
-        except ChildProcessError:  # rare: torch's agent was faster; a reported exception still shows the failure
-            return 1 if rank in read_reports(self._reports) else 0
+        except ChildProcessError:
+            # Rare: torch's agent was faster. A reported exception still shows the failure.
+            return int(rank in read_reports(self._reports))
         if result is None:
             return None
-        by_signal = result.si_code != os.CLD_EXITED
-        return -result.si_status if by_signal else result.si_status
+        if result.si_code == os.CLD_EXITED:
+            return result.si_status
+        return -result.si_status
 
     def _set_deadline(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
+        # The signal has set a longer deadline: ranks that end because of it are no failure.
         if self.stop_signal is not None:
-            return  # the signal has set the deadline
+            return
         if self._deadline is None or deadline < self._deadline:
             self._deadline = deadline
 
@@ -567,6 +607,7 @@ class _ProcessMonitor(threading.Thread):
         """Kill every living rank and the processes that it started."""
         for rank, pid in self._living().items():
             self.killed.add(rank)
+            # Its process group: workers of data loaders would keep its pipes and devices open.
             _send(os.killpg, pid, signal.SIGKILL)
 
     def stop(self, sweep: bool) -> None:
@@ -583,6 +624,7 @@ class _ProcessMonitor(threading.Thread):
 
 
 def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:
+    # It has ended in the meantime, for which systems raise different errors.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         send(pid, number)
 
@@ -597,8 +639,12 @@ class _Rendezvous(RendezvousHandler):
     """
 
     def __init__(self, machines: Machines, attempt: int) -> None:
-        self._machines, self._attempt = machines, attempt
-        self._run_id = uuid.uuid4().hex if machines.count == 1 else f"attempt-{attempt}"
+        self._machines = machines
+        self._attempt = attempt
+        # The prefix of all keys: the same on every machine, which is why several cannot draw it.
+        self._run_id = f"attempt-{attempt}"
+        if machines.count == 1:
+            self._run_id = uuid.uuid4().hex
 
     @property
     def use_agent_store(self) -> bool:

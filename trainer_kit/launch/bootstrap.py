@@ -42,11 +42,9 @@ class _Reporter:
     def install(self) -> None:
         # A forked child inherits the hook, but must not report in the name of the rank.
         if self.pid != os.getpid():
-            self.pid, self.next_hook, sys.excepthook = (
-                os.getpid(),
-                sys.excepthook,
-                self.hook,
-            )
+            self.pid = os.getpid()
+            self.next_hook = sys.excepthook
+            sys.excepthook = self.hook
 
     def hook(
         self,
@@ -64,8 +62,10 @@ class _Reporter:
     def write(self, error: BaseException) -> bool:
         """Report ``error`` in the format of torch's elastic agents; return whether the file could be written."""
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        # `main` reports an error first, and then the hook gets the same one.
         if self.reported is error or path is None:
             return path is not None
+        # The user's exception class may raise when its text is asked for, and a rank must still report.
         try:
             text = str(error)
             position = position_of_rank()
@@ -130,6 +130,7 @@ def write_report(
         report = json.dumps(
             {"message": {"message": f"{kind}: {text}", "extraInfo": fields}}
         )
+        # The agent looks for this file while ranks run: it must be whole once it has its name.
         with open(f"{path}.part", "w", encoding="utf-8") as file:
             file.write(report)
         os.replace(f"{path}.part", path)
@@ -141,11 +142,9 @@ def write_report(
 def qualified_name(error: BaseException) -> str:
     """The class of an exception, with its module unless it is a builtin or defined in the script."""
     kind = type(error)
-    return (
-        kind.__qualname__
-        if kind.__module__ in ("builtins", "__main__")
-        else f"{kind.__module__}.{kind.__name__}"
-    )
+    if kind.__module__ in ("builtins", "__main__"):
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__name__}"
 
 
 def _format(error: BaseException) -> list[str]:
@@ -154,6 +153,7 @@ def _format(error: BaseException) -> list[str]:
     An error of this library says in its text what to do: of its traceback only the frames of the user's code stay.
     """
     trace = error.__traceback__
+    # The frames of this file and of runpy come first, and the user has not called them.
     launcher = (
         __file__,
         "<frozen runpy>",
@@ -175,6 +175,7 @@ def _format(error: BaseException) -> list[str]:
         ]
     else:
         lines = traceback.format_exception(type(error), error, trace)
+    # Later versions of Python print the notes themselves.
     if sys.version_info < (3, 11):
         lines += [f"{note}\n" for note in getattr(error, "__notes__", [])]
     return lines
@@ -185,6 +186,7 @@ def _is_users(file: str) -> bool:
     file = os.path.abspath(file)
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     library = os.path.dirname(os.__file__)
+    # Packages may lie inside the directory of the standard library.
     installed = "site-packages" in file or "dist-packages" in file
     if file.startswith(package + os.sep):
         return False
@@ -193,6 +195,7 @@ def _is_users(file: str) -> bool:
 
 def _explains_itself(error: BaseException) -> bool:
     """Whether this is an error of this library without another error as its cause."""
+    # Not imported here: if the program has not imported it, the error is not of this class.
     errors = sys.modules.get("trainer_kit.core.errors")
     if errors is None or not isinstance(error, errors.TrainerKitError):
         return False
@@ -218,13 +221,16 @@ def report_errors(where: Callable[[], str] | None = None) -> None:
     if path is None:
         return
     _REPORTER.install()
+    # Our agent tells the ranks itself when one has ended.
     if "TRAINER_KIT_AGENT_PID" not in os.environ:
         _note_running(path)
 
 
 def position_of_rank() -> str:
     """The position in the run that `report_errors` was given a function for; empty without one."""
-    return _REPORTER.where() if _REPORTER.where is not None else ""
+    if _REPORTER.where is None:
+        return ""
+    return _REPORTER.where()
 
 
 def _note_running(path: str) -> None:
@@ -259,7 +265,8 @@ def die_with_parent() -> None:
     import ctypes
     import signal
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # 1 is PR_SET_PDEATHSIG.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _die_with(agent: int) -> None:
@@ -270,8 +277,9 @@ def _die_with(agent: int) -> None:
         import threading
 
         threading.Thread(target=_watch_parent, args=(agent,), daemon=True).start()
+    # The agent died before the kernel was asked, and no signal will come.
     if os.getppid() != agent:
-        os._exit(1)  # the agent is already dead
+        os._exit(1)
 
 
 def _watch_parent(agent: int) -> None:
@@ -289,6 +297,7 @@ def run_words(words: list[str]) -> None:
 
     if words[0] == "--exec":
         os.execvp(words[1], words[1:])
+    # Under -P or -I Python itself adds no directory to the path.
     own_path = not getattr(sys.flags, "safe_path", sys.flags.isolated)
     if words[0] == "-m":
         sys.argv = words[1:]
@@ -311,7 +320,8 @@ def main() -> None:
     report_errors()
     # C++ code may abort the process, as gloo does when sizes differ between ranks: print the Python stack then.
     faulthandler.enable()
-    os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # it is for the agent only
+    # It is for the agent only: torchrun in the script would handle no signals.
+    os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -322,12 +332,14 @@ def main() -> None:
     except SystemExit as exit_:
         if not exit_.code:
             _leave()
+        # Python calls no exception hook for it.
         _REPORTER.write(exit_)
         raise
     except KeyboardInterrupt:
+        # The agent has got the signal too, and reports it once for all ranks.
         raise
     except BaseException as error:
-        # at once: an exception hook of the script may not call this module's hook
+        # At once: an exception hook of the script may not call this module's hook.
         _REPORTER.write(error)
         raise
     _leave()
@@ -341,7 +353,8 @@ def _leave() -> None:
     import atexit
     import threading
 
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads, as the interpreter does
+    # In the order of the interpreter: it waits for threads that are no daemons, and then calls the exit handlers.
+    threading._shutdown()  # type: ignore[attr-defined]  # a private function of the interpreter
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):

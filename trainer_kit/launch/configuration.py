@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _MOST_BYTES: Final = 64 * 1024
+"""Bytes of a file: one that comes from elsewhere cannot exhaust the memory."""
 _KINDS: Final = ("str", "int", "float", "bool", "null", "seq", "map")
 _TAGS: Final = (None, "!", *(f"tag:yaml.org,2002:{kind}" for kind in _KINDS))
 _WITH_TPUS: Final = (
@@ -84,7 +85,7 @@ class ConfigurationFile:
     values: Mapping[str, Any]
     lines: Mapping[str, int]
 
-    def where(self, name: str) -> str:
+    def position(self, name: str) -> str:
         """``file:line`` of an option."""
         return f"{self.path}:{self.lines[name]}"
 
@@ -124,16 +125,17 @@ def read_configuration(path: Path) -> ConfigurationFile:
                 reading, value, f"{name}: is a mapping of keys to values"
             ):
                 _take(reading, SECTIONS[name], inner, content, f"{name}.")
-        elif (
-            name == _OLD_DYNAMO
-        ):  # written by versions of Accelerate without this section
+        # Written by versions of Accelerate without this section.
+        elif name == _OLD_DYNAMO:
             _take(reading, SECTIONS["dynamo_config"], key, value, "")
         else:
             _take(reading, TOP, key, value, "")
+    # Last: what the file itself says counts more than the file that it names.
     _take_tpu_file(reading)
     fp16 = reading.values.pop("fp16", False)
     line = reading.lines.pop("fp16", 1)
-    if fp16:  # written by versions of Accelerate without mixed_precision
+    # Written by versions of Accelerate without mixed_precision.
+    if fp16:
         reading.add("mixed_precision", "fp16", line)
     return ConfigurationFile(path, reading.values, reading.lines)
 
@@ -149,7 +151,7 @@ def _take_tpu_file(reading: _Reading) -> None:
         if not option.startswith("tpu_") and option not in _WITH_TPUS:
             raise reading.wrong(
                 line,
-                f"tpu_config_file: {other.where(option)}: {option} is not a TPU key",
+                f"tpu_config_file: {other.position(option)}: {option} is not a TPU key",
             )
         reading.add(option, value, line)
     reading.add("tpu", True, line)
@@ -158,6 +160,7 @@ def _take_tpu_file(reading: _Reading) -> None:
 def _text(reading: _Reading) -> str:
     try:
         with reading.path.open("rb") as file:
+            # One more than are allowed, so that a longer file is noticed without reading all of it.
             data = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise ConfigurationError(
@@ -177,7 +180,9 @@ def _text(reading: _Reading) -> str:
             data.count(b"\n", 0, error.start) + 1, "this is not UTF-8"
         ) from None
     # JSON is YAML except for tabs, which its strings cannot contain.
-    return text.replace("\t", " ") if reading.path.suffix == ".json" else text
+    if reading.path.suffix == ".json":
+        return text.replace("\t", " ")
+    return text
 
 
 def _parse(reading: _Reading) -> Any:
@@ -196,7 +201,8 @@ def _content(node: Any) -> Any:
     is_plain = node.id == "scalar" and node.style is None
     if is_plain and node.tag.endswith(":null"):
         return None
-    if is_plain and str(node.value).lower() == "none":  # Accelerate writes none
+    # Accelerate writes this word, which is no null of YAML.
+    if is_plain and str(node.value).lower() == "none":
         return None
     return node.value
 
@@ -213,6 +219,7 @@ def _pairs(reading: _Reading, node: Any, otherwise: str) -> list[tuple[Any, Any]
         first = values.setdefault(key.value, value)
         if first is value:
             continue
+        # Twice the same value contradicts nothing; which of two values counts would depend on the reader.
         if first.id != "scalar" or _content(first) != _content(value):
             raise reading.wrong(
                 _line(key),
@@ -230,7 +237,9 @@ def _take(
         by_name |= dict.fromkeys((option.name, *option.aliases), option)
     name = key.value
     if name not in by_name:
-        names = sorted(by_name) if section else sorted({*by_name, *SECTIONS})
+        names = sorted(by_name)
+        if not section:
+            names = sorted({*by_name, *SECTIONS})
         near = did_you_mean(name[:60], names, "no key of a configuration is like it")
         if name.isupper():
             near = "a variable for the script belongs under environment:"
@@ -260,8 +269,11 @@ def _read_value(option: Option, node: Any) -> Any:
     if option.free:
         return _to_python(node)
     is_gpu_ids = option.name == "gpu_ids"
+    # A file may list the devices, although the flag is a text.
     if option.many or (is_gpu_ids and node.id == "sequence"):
-        items = content if node.id == "sequence" else [node]
+        items = [node]
+        if node.id == "sequence":
+            items = content
         if any(item.id != "scalar" for item in items):
             raise ValueError("is a list of words")
         texts = [text for text in map(_content, items) if text is not None]
@@ -270,7 +282,9 @@ def _read_value(option: Option, node: Any) -> Any:
         return texts or None
     if node.id != "scalar":
         raise ValueError("is one value")
-    return None if content is None else option.value(content)
+    if content is None:
+        return None
+    return option.value(content)
 
 
 def _to_python(node: Any) -> Any:
@@ -283,34 +297,28 @@ def _to_python(node: Any) -> Any:
 
 def our_default() -> Path:
     """The file that ``trainer-kit config`` writes."""
-    return (
-        Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-        / "trainer_kit"
-        / "config.yaml"
-    )
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    return home / "trainer_kit" / "config.yaml"
 
 
 def accelerates_default() -> Path:
     """The file that ``accelerate config`` writes."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = (
-        Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
-        / "accelerate"
-    )
-    old = folder / "default_config.json"
-    return (
-        old
-        if old.is_file() and not (folder / "default_config.yaml").is_file()
-        else folder / "default_config.yaml"
-    )
+    home = Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser()
+    file = home / "accelerate" / "default_config.yaml"
+    # Older versions of Accelerate wrote JSON.
+    old = file.with_suffix(".json")
+    if old.is_file() and not file.is_file():
+        return old
+    return file
 
 
 def default_file() -> Path | None:
     """The file that is read by default: ours, else Accelerate's, else none."""
-    return next(
-        (path for path in (our_default(), accelerates_default()) if path.is_file()),
-        None,
-    )
+    for path in (our_default(), accelerates_default()):
+        if path.is_file():
+            return path
+    return None
 
 
 @final
@@ -329,14 +337,18 @@ class Resolved:
     def __getitem__(self, name: str) -> Any:
         """The value of an option; None without one."""
         setting = self.chosen.get(name)
-        return None if setting is None else setting.value
+        if setting is None:
+            return None
+        return setting.value
 
     def origin(self, name: str) -> str:
         """The origin of an option's value."""
         setting = self.chosen.get(name)
-        return "default" if setting is None else setting.origin
+        if setting is None:
+            return "default"
+        return setting.origin
 
-    def given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether an option's value is not the default."""
         return self.origin(name) != "default"
 
@@ -376,19 +388,25 @@ def resolve(
         ConfigurationError: for a file, a flag or a variable that cannot be read.
     """
     path = config_file or default_file()
-    file = None if path is None else read_configuration(path)
+    file = None
+    if path is not None:
+        file = read_configuration(path)
     on_cpu = any(flags[name].value for name in ("cpu", "use_cpu") if name in flags)
+    # A default file about devices is left alone: its processes were counted in devices.
     if config_file is None and file is not None and on_cpu and not _is_for_cpu(file):
         file = None
     defaults = {name: Chosen(value, "default") for name, value in _DEFAULTS.items()}
     environment: dict[str, Chosen] = {}
     for name, option in all_options().items():
+        # A variable holds one value.
         if option.free or option.many:
             continue
         text = variable(name, environ)
         if text is not None:
             environment[name] = _read(option, text)
-    in_file = {} if file is None else _with_priority(file, environment)
+    in_file: dict[str, Chosen] = {}
+    if file is not None:
+        in_file = _with_priority(file, environment)
     return Resolved(with_kind(defaults, environment, in_file, flags), file)
 
 
@@ -398,6 +416,7 @@ def _with_priority(
     """Return the file values that override the environment; the origin of any other variable names the file's line."""
     settings = {}
     for name, value in file.values.items():
+        # A variable that another launch has set has the origin of its own launch, and the user did not choose it.
         explicit = name in environment and environment[name].origin.startswith(
             "environment "
         )
@@ -405,10 +424,10 @@ def _with_priority(
             explicit_value = environment[name]
             environment[name] = Chosen(
                 explicit_value.value,
-                f"{explicit_value.origin}{_BEFORE}{file.where(name)}",
+                f"{explicit_value.origin}{_BEFORE}{file.position(name)}",
             )
         else:
-            settings[name] = Chosen(value, file.where(name))
+            settings[name] = Chosen(value, file.position(name))
     return settings
 
 

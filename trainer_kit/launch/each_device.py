@@ -37,7 +37,7 @@ def _run(index: int, words: list[str]) -> None:
             fix=f"set num_processes: {xr.world_size()}, or 1 for one process that drives all of them",
         )
     # Code in the script may read the variables that other launchers set.
-    place = {
+    variables = {
         "RANK": xr.global_ordinal(),
         "WORLD_SIZE": xr.world_size(),
         "LOCAL_RANK": xr.local_ordinal(),
@@ -45,7 +45,7 @@ def _run(index: int, words: list[str]) -> None:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 29500,
     }
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()})
     run_words(words)
 
 

@@ -55,6 +55,8 @@ AGENT_DIRECTORY: Final = "trainer_kit-"
 _ENDED: Final = "ended-"
 _RUNNING: Final = "running-"
 """The file that a rank under torchrun leaves beside its reports, for the others of its machine."""
+_SHOWN_RANKS: Final = 8
+"""Ranks that a line of the message names."""
 _CAUSE_TIME: Final = 2.0
 """The most seconds that a rank waits to learn why its connection broke."""
 _GRACEFUL: Final = (signal.SIGTERM, signal.SIGINT)
@@ -111,22 +113,15 @@ class RankFailure:
             return "with exit code 0, while other ranks train"
         if self.vanished:
             return "its process has ended without an exception, while other ranks train"
-        if (
-            self.exit_code is not None and self.exit_code - 128 in _GRACEFUL
-        ):  # after its own teardown
+        # After its own teardown: a rank that a signal kills has a negative exit code.
+        if self.exit_code is not None and self.exit_code - 128 in _GRACEFUL:
             return f"ended by {signal.Signals(self.exit_code - 128).name} (exit code {self.exit_code})"
         if self.exit_code is not None and self.exit_code < 0:
-            try:
-                name = signal.Signals(-self.exit_code).name
-            except ValueError:
-                name = f"signal {-self.exit_code}"
-            hint = (
-                " (the kernel does this when memory runs out)"
-                if name == "SIGKILL"
-                else ""
-            )
-            return f"killed by {name}{hint}"
-        text = f" ({self.message})" if self.type and not self.message.isdigit() else ""
+            return _killed_by(-self.exit_code)
+        text = ""
+        # The message of SystemExit, which is often the code again.
+        if self.type and not self.message.isdigit():
+            text = f" ({self.message})"
         return f"exited with code {self.exit_code}{text}"
 
     @property
@@ -137,15 +132,30 @@ class RankFailure:
     @property
     def exit_status(self) -> int:
         """The exit status in a shell: 128 + n for signal n."""
+        # It has failed, so a launcher must not take the run for a success.
         if self.exit_code is None or self.exit_code == 0:
             return 1
-        return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
+        if self.exit_code < 0:
+            return 128 - self.exit_code
+        return self.exit_code
 
     @property
     def followed(self) -> bool:
         """Whether the rank failed only because another rank is gone: its connections broke."""
+        # Any exception of a user may have such a text; those of torch's collectives have these classes.
         by_torch = self.type == "RuntimeError" or self.type.startswith("torch.")
         return by_torch and _COMMUNICATION.search(self.message) is not None
+
+
+def _killed_by(number: int) -> str:
+    # Most real-time signals have no names.
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    if name == "SIGKILL":
+        return "killed by SIGKILL (the kernel does this when memory runs out)"
+    return f"killed by {name}"
 
 
 def root_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
@@ -156,7 +166,8 @@ def root_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
         >>> [failure.rank for failure in root_first([echo, RankFailure(1, -9, 2.0)])]
         [1, 0]
     """
-    # (stopped, followed): causes first, then lost connections, then ranks that were stopped
+    # Causes first, then lost connections, then ranks that were stopped. Times alone do not tell them apart: a lost
+    # connection may be reported before its cause.
     return sorted(
         failures,
         key=lambda failure: (
@@ -181,13 +192,12 @@ def with_early_ends(
     if not lost:
         return list(failures)
     first = min(lost, key=lambda failure: failure.time_ns)
-    # A process that ended with exit code 0 without a result does not say where it was.
-    located = [
-        replace(failure, where=failure.where or first.where)
-        if failure.exit_code == 0
-        else failure
-        for failure in failures
-    ]
+    located = []
+    for failure in failures:
+        # A process that ended with exit code 0 without a result does not say where it was.
+        if failure.exit_code == 0:
+            failure = replace(failure, where=failure.where or first.where)
+        located.append(failure)
     early = min(ends, key=lambda end: (end.time_ns, end.rank), default=None)
     has_cause = any(not (failure.followed or failure.stopped) for failure in located)
     if early is None or has_cause:
@@ -217,7 +227,8 @@ def _read_ends(directory: Path) -> list[RankFailure]:
                 )
             )
         except (OSError, ValueError, KeyError):
-            continue  # it is being written
+            # It is being written: the caller looks again.
+            continue
     return ends
 
 
@@ -236,14 +247,12 @@ def find_cause(error: BaseException, error_type: str, where: str) -> RankFailure
     attempt = _reports_of_attempt()
     if attempt is None or not lost.followed:
         return None
-    agent = next(
-        (
-            parent
-            for parent in attempt.parents
-            if parent.name.startswith(AGENT_DIRECTORY)
-        ),
-        attempt,
-    )
+    # The agent notes ends with exit code 0 at the top of its own directory, which torch's agent divides by attempts.
+    agent = attempt
+    for parent in attempt.parents:
+        if parent.name.startswith(AGENT_DIRECTORY):
+            agent = parent
+            break
     deadline = time.monotonic() + _CAUSE_TIME
     while time.monotonic() < deadline:
         reports = [
@@ -290,7 +299,10 @@ def _reports_of_attempt() -> Path | None:
     if _PEERS.directory is not None:
         return _PEERS.directory
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return None if report is None else Path(report).parent.parent
+    if report is None:
+        return None
+    # In the directory of the rank, which lies in that of the attempt.
+    return Path(report).parent.parent
 
 
 def _vanished_rank(attempt: Path, lost: RankFailure) -> RankFailure | None:
@@ -301,7 +313,9 @@ def _vanished_rank(attempt: Path, lost: RankFailure) -> RankFailure | None:
             rank = int(path.name.removeprefix(_RUNNING))
             pid, host = int(fields["pid"]), str(fields["host"])
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # it is being written
+            # It is being written.
+            continue
+        # Processes of another host cannot be looked at.
         if host == socket.gethostname() and rank != lost.rank and _has_ended(pid):
             return RankFailure(
                 rank, None, time.time_ns(), host=host, pid=pid, where=lost.where
@@ -317,6 +331,7 @@ def _has_ended(pid: int) -> bool:
         return True
     except OSError:
         return False
+    # Until its parent collects it, a process that has ended keeps its id.
     with suppress(OSError):
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         return stat.rpartition(")")[2].split()[0] in ("Z", "X")
@@ -331,9 +346,16 @@ def describe(failures: Sequence[RankFailure], world_size: int) -> str:
         world_size: number of ranks.
     """
     root, *later = root_first(failures)
-    position = f" at {root.where}" if root.where else ""
-    host = f"{root.host}, " if root.host else ""
-    verb = "ended" if root.exit_code == 0 or root.vanished else "failed"
+    position = ""
+    if root.where:
+        position = f" at {root.where}"
+    host = ""
+    if root.host:
+        host = f"{root.host}, "
+    verb = "failed"
+    # Nothing is known that would be a failure of its own.
+    if root.exit_code == 0 or root.vanished:
+        verb = "ended"
     lines = [
         f"rank {root.rank} of {world_size} {verb}{position} ({host}pid {root.pid}): {root.cause}"
     ]
@@ -354,9 +376,12 @@ def describe(failures: Sequence[RankFailure], world_size: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    names = ", ".join(str(rank) for rank in sorted(ranks)[:8])
-    omitted = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {names}{omitted}"
+    names = ", ".join(str(rank) for rank in sorted(ranks)[:_SHOWN_RANKS])
+    if len(ranks) == 1:
+        return f"rank {names}"
+    if len(ranks) > _SHOWN_RANKS:
+        names += f" and {len(ranks) - _SHOWN_RANKS} more"
+    return f"ranks {names}"
 
 
 def read_reports(directory: Path) -> dict[int, RankFailure]:
@@ -369,6 +394,7 @@ def read_reports(directory: Path) -> dict[int, RankFailure]:
             )
             failure = RankFailure(*(fields[name] for name in _REPORTED))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # from another writer, e.g. a rank under torch's own @record
+            # From another writer, such as a rank under torch's own @record.
+            continue
         reports[failure.rank] = failure
     return reports

@@ -1,4 +1,10 @@
-"""The agents of several machines: they rendezvous at an address of machine 0, and fail, restart and end together."""
+"""The agents of several machines: they rendezvous at an address of machine 0, and fail, restart and end together.
+
+They talk by keys of one control store on machine 0: ``places/R`` (counts the machines that claim rank R), ``here/R``
+(R has come, with its options), ``port/A`` (where the ranks of attempt A meet), ``failed/A`` (a machine has failed),
+``ending/A/R`` (R has seen it and ends its ranks), ``outcome/A/R`` (how A ended on R), ``received/A/R`` (R has read all
+outcomes). Every key of an attempt has its number, so none of an earlier attempt is taken for one of the next.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +35,13 @@ RUN_TOKEN: Final = "TRAINER_KIT_RUN_TOKEN"
 
 _LOOPBACK: Final = "127.0.0.1"
 _PERIOD: Final = 0.05
+"""Seconds between two looks at a key."""
 _REPLY_TIME: Final = 15.0
 """Seconds within which a living machine confirms that it has seen a failure."""
 _STORE_TIME: Final = timedelta(seconds=60)
+"""How long a call of a store waits."""
+_GET_ADDRESS: Final = 0x8915
+"""Linux's SIOCGIFADDR: the IPv4 address of a network interface."""
 
 
 class PeerFailed(Exception):
@@ -79,13 +89,11 @@ class Machines:
                 found=f"machine_rank={rank}, num_machines={count}",
                 fix="count machines from 0",
             )
-        self.count, self.rank, self.address, self.port, self.timeout = (
-            count,
-            rank,
-            address,
-            port,
-            timeout,
-        )
+        self.count = count
+        self.rank = rank
+        self.address = address
+        self.port = port
+        self.timeout = timeout
         self.gone: list[int] = []
         self._control: SignedStore | None = None
         self._served: Any = None
@@ -108,6 +116,7 @@ class Machines:
                 self._can_connect, f"machine 0 at {self.address}:{self.port}"
             )
             control = SignedStore(join_store(self.address, self.port))
+        # Two machines with one rank would both serve its ranks, and the run would hang.
         if not control.first(f"places/{self.rank}"):
             raise LaunchError(
                 "two machines have the same rank",
@@ -115,7 +124,11 @@ class Machines:
             )
         control.set(f"here/{self.rank}", json.dumps(dict(about)))
         self._control = control
-        for other in range(self.count) if self.rank == 0 else (0,):
+        # Machine 0 compares all; each other one compares itself with machine 0, so that both sides name the error.
+        peers: Iterable[int] = (0,)
+        if self.rank == 0:
+            peers = range(self.count)
+        for other in peers:
             key = f"here/{other}"
             self._wait_until(
                 lambda key=key: control.present(key),  # type: ignore[misc]
@@ -139,7 +152,10 @@ class Machines:
         control = self._control
         key = f"port/{attempt}"
         if self.rank == 0 or control is None:
-            port = self.port if control is None else 0
+            port = self.port
+            # The control store listens at that port, and tells the others this one's.
+            if control is not None:
+                port = 0
             self._served = serve_store(self.address, port)
             if control is not None:
                 control.set(key, str(self._served.port))
@@ -161,6 +177,7 @@ class Machines:
         except RuntimeError as error:
             raise PeerFailed("machine 0 is gone") from error
         if failed:
+            # The others then give this machine the time that its ranks need to end.
             self._control.set(f"ending/{attempt}/{self.rank}", "")
             raise PeerFailed
 
@@ -188,6 +205,7 @@ class Machines:
                 "status": status,
                 "failures": [asdict(failure) for failure in collected],
             }
+            # Before `failed`: whoever sees that one finds the report.
             control.set(f"outcome/{attempt}/{self.rank}", json.dumps(report))
             if status:
                 control.set(f"failed/{attempt}", str(self.rank))
@@ -203,18 +221,22 @@ class Machines:
                 ]
             control.set(f"received/{attempt}/{self.rank}", "")
         except RuntimeError:
+            # Machine 0 serves the store: without it, it is gone.
             statuses.append(1)
-            self.gone.append(0)  # machine 0 served the store
+            self.gone.append(0)
         return collected, max(statuses)
 
     def _wait_for_report(
         self, control: SignedStore, attempt: int, other: int, grace: float
     ) -> bool:
+        # Monotonic seconds of the first look that saw a failure. Without one there is no limit: ranks may train on.
         failed: float | None = None
         while not control.holds(f"outcome/{attempt}/{other}"):
             if failed is None and control.holds(f"failed/{attempt}"):
                 failed = time.monotonic()
-            waited = 0.0 if failed is None else time.monotonic() - failed
+            waited = 0.0
+            if failed is not None:
+                waited = time.monotonic() - failed
             # A living machine confirms a failure at once, and then may need all of `grace` to end its ranks.
             alive = waited <= _REPLY_TIME or control.holds(f"ending/{attempt}/{other}")
             if failed is not None and (waited > grace or not alive):
@@ -224,6 +246,7 @@ class Machines:
 
     def leave(self, attempt: int, grace: float = 5.0) -> None:
         """Close the stores; machine 0 first waits until the others have read its report, at most ``grace`` seconds."""
+        # The store ends with this process, and with it what the others have not read yet.
         deadline = time.monotonic() + grace
         if self._control is not None and self.rank == 0:
             keys = [f"received/{attempt}/{other}" for other in range(1, self.count)]
@@ -242,7 +265,8 @@ class Machines:
         return True
 
     def _wait_until(self, condition: Callable[[], bool], awaited: str) -> None:
-        begun, announced = time.monotonic(), False
+        begun = time.monotonic()
+        announced = False
         while not condition():
             waited = time.monotonic() - begun
             if waited > self.timeout:
@@ -287,7 +311,10 @@ class SignedStore:
     """
 
     def __init__(self, store: Any, token: bytes | None = None) -> None:
-        self._store, self._token = store, run_token() if token is None else token
+        self._store = store
+        if token is None:
+            token = run_token()
+        self._token = token
 
     def set(self, key: str, text: str) -> None:
         """Write a value."""
@@ -325,11 +352,13 @@ class SignedStore:
         proof = raw[:64]
         text = raw[64:]
         expected = self._proof(key, text)
+        # In constant time: the time of a comparison must not show how much of a proof is right.
         if not hmac.compare_digest(proof.encode(), expected.encode()):
             return None
         return text
 
     def _proof(self, key: str, text: str) -> str:
+        # Over the key too: a signed value must have no effect under another key.
         return hmac.new(
             self._token, f"{key}\0{text}".encode(), hashlib.sha256
         ).hexdigest()
@@ -341,7 +370,7 @@ def serve_store(address: str, port: int) -> Any:
     Raises:
         LaunchError: the address is unknown, or this machine cannot listen there.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not export it to type checkers
 
     try:
         family, _, _, _, socket_address = socket.getaddrinfo(
@@ -351,19 +380,20 @@ def serve_store(address: str, port: int) -> Any:
         raise LaunchError(
             "the address of machine 0 is unknown", found=f"{address}: {error.strerror}"
         ) from None
+    # torch's store would listen on every interface, so it gets a socket that is bound to one address already.
     with socket.socket(family, socket.SOCK_STREAM) as listener:
+        # A restart must not wait until the system has forgotten the connections of the run before.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(socket_address)
         except OSError as error:
-            in_use = error.errno == errno.EADDRINUSE
+            fix = "pass an address of this machine as --main_process_ip, or the rank of this machine as --machine_rank"
+            if error.errno == errno.EADDRINUSE:
+                fix = "choose another --main_process_port"
             raise LaunchError(
                 f"this machine cannot listen at {address}:{port}",
                 found=error.strerror,
-                fix="choose another --main_process_port"
-                if in_use
-                else "pass an address of this machine as --main_process_ip, or the rank of this machine as"
-                " --machine_rank",
+                fix=fix,
             ) from None
         listener.listen()
         bound = listener.getsockname()[1]
@@ -380,7 +410,7 @@ def serve_store(address: str, port: int) -> Any:
 
 def join_store(address: str, port: int, timeout: timedelta = _STORE_TIME) -> Any:
     """A client of the store that another process serves."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not export it to type checkers
 
     return TCPStore(address, port, None, False, timeout, False)
 
@@ -392,7 +422,8 @@ def local_address_towards(address: str) -> str | None:
             address, 9, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(socket_address)  # sends nothing, but selects the route
+            # Sends nothing, but selects the route.
+            probe.connect(socket_address)
             return str(probe.getsockname()[0])
     except OSError:
         return None
@@ -420,11 +451,13 @@ def interface_of(address: str) -> str | None:
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", os.fsencode(name)[:15])
                 try:
-                    address_bytes = fcntl.ioctl(probe.fileno(), 0x8915, request)[
-                        20:24
-                    ]  # SIOCGIFADDR
+                    reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
                 except OSError:
-                    continue  # has no IPv4 address
+                    # It has no IPv4 address.
+                    continue
+                # Behind the name and the family of the address.
+                address_bytes = reply[20:24]
+                # The loopback interface has all of 127.0.0.0/8, and names one of them.
                 if socket.inet_ntoa(address_bytes) == own_address or (
                     own_address.startswith("127.") and name == "lo"
                 ):

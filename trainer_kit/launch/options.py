@@ -44,6 +44,7 @@ def _make_integer_reader(
     """
 
     def read(text: str) -> int:
+        # Before int(), which takes time quadratic in the digits and also accepts underscores.
         if not re.fullmatch(r"[+-]?\d{1,15}", text):
             raise ValueError(f"is {kind}")
         number = int(text)
@@ -75,7 +76,9 @@ def _automatic(read: Callable[[str], Any]) -> Callable[[str], Any]:
         lower = text.lower()
         if lower == "auto":
             return "auto"
-        return None if lower == "none" else read(text)
+        if lower == "none":
+            return None
+        return read(text)
 
     return convert
 
@@ -151,7 +154,8 @@ class Option:
         if self.section == "fsdp_config" and re.fullmatch("[1-9]", text):
             if int(text) <= len(self.words):
                 choice = self.words[int(text) - 1]
-        if text.lower() == "false":  # in JSON; YAML writes: no
+        # In JSON; YAML writes: no.
+        if text.lower() == "false":
             choice = choices.get("no")
         if choice is None:
             raise ValueError(f"is one of {', '.join(self.words)}")
@@ -188,7 +192,10 @@ def several_on(device: str) -> str:
         ('MULTI_NPU', 'MULTI_GPU')
     """
     kind = f"MULTI_{device.upper()}"
-    return kind if kind in _KINDS else "MULTI_GPU"
+    # CUDA among others: the words are Accelerate's, which calls every other device a GPU.
+    if kind not in _KINDS:
+        return "MULTI_GPU"
+    return kind
 
 
 def _each(
@@ -390,9 +397,11 @@ def with_kind(*levels: Mapping[str, Chosen]) -> dict[str, Chosen]:
         ('FSDP', True)
     """
     settings: dict[str, Chosen] = {}
+    # Level by level: what a level derives is there for the next one, which may change only devices or engine.
     for level in levels:
         settings = {**settings, **level}
         settings.update(_derived(level, settings))
+    # It is another word for `use_cpu`, which has been derived from it.
     settings.pop("cpu", None)
     return settings
 
@@ -408,12 +417,14 @@ def _derived(
     on_cpu = chosen["use_cpu"]
     _only_one(level, devices)
     _only_one(level, engines)
+    # XLA is device and engine at once.
     if "tpu" in devices:
         _only_one(level, [*devices, *engines])
     if devices:
         on_cpu = Chosen(devices[0] == "cpu", level[devices[0]].origin)
     if engines:
         engine = ENGINE_WORDS[engines[0]]
+        # At another level it is replaced; at the same level neither of the two counts more.
         contradicts = earlier_kind.value in _ENGINES and earlier_kind.value != engine
         if contradicts and "distributed_type" in level:
             _only_one(level, ["distributed_type", engines[0]])
@@ -424,7 +435,7 @@ def _derived(
     elif "cpu" in devices and kind.value not in _ENGINES:
         kind = Chosen("MULTI_CPU", level["cpu"].origin)
     elif "multi_gpu" in devices and kind.value not in _ENGINES:
-        # a more exact kind, such as MULTI_NPU, stays
+        # A more exact kind, such as MULTI_NPU, stays.
         if kind.value == "MULTI_CPU" or not _on_several(kind):
             kind = Chosen("MULTI_GPU", level["multi_gpu"].origin)
     return {"distributed_type": kind, "use_cpu": on_cpu}

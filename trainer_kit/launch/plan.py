@@ -93,7 +93,10 @@ def _visible(options: Resolved) -> Iterator[None]:
 def _on_devices(options: Resolved, here: Environment) -> Plan:
     cpu = bool(options["use_cpu"]) or options["distributed_type"] == "MULTI_CPU"
     accelerated = not cpu and _accelerator() is not None
-    several = "multi_gpu" if options["multi_gpu"] else "distributed_type"
+    # The option that an error names.
+    several = "distributed_type"
+    if options["multi_gpu"]:
+        several = "multi_gpu"
     on_devices = bool(options["multi_gpu"]) or (
         options["distributed_type"] or ""
     ).startswith("MULTI_")
@@ -103,14 +106,20 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
             several,
             fix="add --cpu, or choose another configuration",
         )
-    ids = _gpu_ids(options) if accelerated else None
+    ids = None
     devices = 1
-    if ids is not None:
-        devices = len(ids)
-    elif accelerated:
-        devices = available_devices()
+    if accelerated:
+        ids = _gpu_ids(options)
+        # Counted with the variables of the script, so those that hide devices count.
+        if ids is None:
+            devices = available_devices()
+        else:
+            devices = len(ids)
     machines = _machines(options, here)
-    around = here.world_size if here.launched and here.world_size > 1 else None
+    # Processes that SLURM, MPI or torchrun has started; a single task is the place of an agent.
+    around = None
+    if here.launched and here.world_size > 1:
+        around = here.world_size
     total = _total(options, around, devices, machines.count)
     processes = total // machines.count
     if accelerated and processes > devices:
@@ -125,11 +134,13 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
             found=f"{around} ({here.source}), {options.describe('num_processes')}",
             fix="start one task on each machine, or as many as --num_processes",
         )
+    # Then this process is a rank already, and there is no agent to tee its output or to restart it.
     in_place = around == total
     needs_agent = any(options[name] for name in _OF_THE_AGENT)
-    ignored = dict.fromkeys(
-        _OF_THE_AGENT if in_place else (), f"{here.source} has started the processes"
-    )
+    ignored: dict[str, str] = {}
+    if in_place:
+        reason = f"{here.source} has started the processes"
+        ignored = dict.fromkeys(_OF_THE_AGENT, reason)
     if machines.count == 1:
         ignored["rdzv_conf"] = "a single machine has no rendezvous"
     if options["rdzv_backend"] == "c10d":
@@ -161,26 +172,32 @@ def _on_xla(options: Resolved) -> Plan:
     if options["num_machines"] > 1:
         raise _pod(options, "num_machines")
     several = (options["num_processes"] or 1) > 1
-    environ = (
-        {"TRAINER_KIT_NUM_PROCESSES": str(options["num_processes"])} if several else {}
-    )
-    ignored = dict.fromkeys(
-        _OF_THE_AGENT if several else (), "torch_xla starts the processes"
-    )
-    ignored["rdzv_conf"] = "a single machine has no rendezvous"
-    if (
-        options["main_training_function"] != "main"
-    ):  # Accelerate imports the script and calls this function
+    ignored = {"rdzv_conf": "a single machine has no rendezvous"}
+    # Accelerate imports the script and calls this function.
+    if options["main_training_function"] != "main":
         ignored["main_training_function"] = "the script is run, with its main part"
+    if not several:
+        return Plan(
+            processes=1,
+            machines=Machines(),
+            in_place=False,
+            environ=_environ(options, None),
+            max_restarts=options["max_restarts"],
+            supervised=any(options[name] for name in _OF_THE_AGENT),
+            ignored=_ignored(options, ignored),
+        )
+    ignored |= dict.fromkeys(_OF_THE_AGENT, "torch_xla starts the processes")
+    # `each_device` compares it with the number of devices: torch_xla starts no other number of processes.
+    environ = {"TRAINER_KIT_NUM_PROCESSES": str(options["num_processes"])}
     return Plan(
         processes=1,
         machines=Machines(),
-        in_place=several,
+        in_place=True,
         environ={**environ, **_environ(options, None)},
-        max_restarts=0 if several else options["max_restarts"],
-        supervised=not several and any(options[name] for name in _OF_THE_AGENT),
+        max_restarts=0,
+        supervised=False,
         ignored=_ignored(options, ignored),
-        through=("-m", "trainer_kit.launch.each_device") if several else (),
+        through=("-m", "trainer_kit.launch.each_device"),
     )
 
 
@@ -194,6 +211,7 @@ def _pod(options: Resolved, name: str) -> ConfigurationError:
 
 def _machines(options: Resolved, here: Environment) -> Machines:
     patience = _patience(options)
+    # The outer launcher knows the machines, and has given each process its rank.
     if here.launched and here.world_size > 1:
         if here.num_nodes <= 1:
             return Machines()
@@ -217,7 +235,7 @@ def _machines(options: Resolved, here: Environment) -> Machines:
         )
     if count == 1:
         return Machines(port=port or 0)
-    if not options.given("main_process_ip"):
+    if not options.is_set("main_process_ip"):
         raise ConfigurationError(
             "several machines need the address of the first",
             fix="add --main_process_ip, the same on every machine",
@@ -241,7 +259,9 @@ def _patience(options: Resolved) -> float:
                 "rdzv_conf",
                 fix="set timeout=SECONDS, how long a machine waits for the others",
             )
-    return float(list(pairs.values())[-1]) if pairs else Machines.PATIENCE
+    if not pairs:
+        return Machines.PATIENCE
+    return float(list(pairs.values())[-1])
 
 
 def _total(
@@ -257,13 +277,12 @@ def _total(
         )
     single = options["distributed_type"] == "NO"
     if total is None:
-        each = 1 if single else devices
+        total = devices * num_machines
+        if single:
+            total = num_machines
         # If an outer launcher has started several tasks on a machine, they are the processes.
-        total = (
-            each * num_machines
-            if launched is None
-            else max(launched, each * num_machines)
-        )
+        if launched is not None:
+            total = max(launched, total)
     elif (
         single and total > 1 and not options.origin("num_processes").startswith("flag")
     ):
@@ -296,7 +315,9 @@ def _accelerator() -> str | None:
     from trainer_kit.core.devices import present_accelerator
 
     accelerator = present_accelerator()
-    return None if accelerator is None else accelerator.type
+    if accelerator is None:
+        return None
+    return accelerator.type
 
 
 def _gpu_ids(options: Resolved) -> list[str] | None:
@@ -327,10 +348,11 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
             if not option.ignored
         ]
     environ = _variables(options)
+    # Errors in the script name the flag or the line of the file that set a value, not the variable.
     origins: dict[str, str] = {}
     for name in passed:
         value = options[name]
-        if options.given(name) and value is not None and value != "auto":
+        if options.is_set(name) and value is not None and value != "auto":
             environ[f"TRAINER_KIT_{name.upper()}"] = _text(value)
             origins[name] = options.origin(name)
     if options["distributed_type"] == "MULTI_CPU":
@@ -346,7 +368,7 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
                 found=f"{options.describe('gpu_ids')}, {visible}={environ[visible]} ({options.origin('environment')})",
             )
         environ[visible] = visible_ids
-    if options.given("num_cpu_threads_per_process"):
+    if options.is_set("num_cpu_threads_per_process"):
         environ["OMP_NUM_THREADS"] = str(options["num_cpu_threads_per_process"])
     return environ
 
@@ -364,8 +386,11 @@ def _variables(options: Resolved) -> dict[str, str]:
         )
     pairs = [("environment", name, value) for name, value in variables.items()]
     for pair in options["tpu_env"] or ():
-        name, equals, value = pair.partition("=")
-        pairs.append(("tpu_env", name, value if equals else None))
+        name, equals, text = pair.partition("=")
+        value = None
+        if equals:
+            value = text
+        pairs.append(("tpu_env", name, value))
     for option, name, value in pairs:
         found_at = f"{name} ({options.origin(option)})"
         if not isinstance(value, str) or not re.fullmatch(
@@ -389,7 +414,10 @@ def _variables(options: Resolved) -> dict[str, str]:
 def _text(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
-    return str(int(value)) if isinstance(value, bool) else str(value)
+    # The script reads 1 and 0, as for variables that a user sets.
+    if isinstance(value, bool):
+        return str(int(value))
+    return str(value)
 
 
 def _refuse(options: Resolved) -> None:
@@ -406,13 +434,10 @@ def _refuse(options: Resolved) -> None:
         for name in SECTIONS["parallelism_config"]
         if name.endswith("_size") and (options[name] or 1) != 1
     ]
-    wanted = {
-        "distributed_type": ENGINES.get(options["distributed_type"] or ""),
-        _SEQUENCES: "dividing sequences by DeepSpeed"
-        if _SEQUENCES in parallel
-        else None,
-    }
-    for name, feature in wanted.items():
+    unsupported = {"distributed_type": ENGINES.get(options["distributed_type"] or "")}
+    if _SEQUENCES in parallel:
+        unsupported[_SEQUENCES] = "dividing sequences by DeepSpeed"
+    for name, feature in unsupported.items():
         if feature is not None:
             raise options.wrong(
                 f"{feature} is not supported yet",

@@ -59,6 +59,7 @@ _StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
 
 def local_environment(nproc: int) -> dict[str, str]:
     """The variables that ranks of one machine share; their rendezvous is a free port of the loopback interface."""
+    # Another process may take the port before rank 0 listens there: then rank 0 raises.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -116,7 +117,9 @@ def run_forked(
         )
     if nproc < 1:
         raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
-    method = "fork" if start_method == "auto" else start_method
+    method = start_method
+    if start_method == "auto":
+        method = "fork"
     if method not in multiprocessing.get_all_start_methods():
         raise LaunchError(
             f"this system cannot start processes by {method}",
@@ -141,6 +144,7 @@ def run_forked(
         )
     try:
         ranks.wait()
+        # The result went through a pickle.
         return ranks.results()[0]  # type: ignore[no-any-return]
     except BaseException as error:
         if failed is None or not ranks.failures:
@@ -168,7 +172,8 @@ def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
     """
     forks: list[tuple[Any, Connection[Any, Any]]] = []
     has_fork = "fork" in multiprocessing.get_all_start_methods()
-    is_daemon = multiprocessing.current_process().daemon  # it may have no children
+    # multiprocessing does not let a daemon have children.
+    is_daemon = multiprocessing.current_process().daemon
     can_fork = has_fork and not is_daemon
     if can_fork and usable_cores() > 1 and _device_in_use() is None:
         with no_garbage_in_forks(), warnings.catch_warnings():
@@ -180,6 +185,7 @@ def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(target=_send_result, args=(function, writer))
                 process.start()
+                # The pipe must end when the fork ends, not when this process does.
                 writer.close()
                 forks.append((process, reader))
     try:
@@ -187,7 +193,8 @@ def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
         for function, (_, reader) in zip(functions[1:], forks, strict=False):
             try:
                 results.append(pickle.loads(reader.recv_bytes()))
-            except Exception:  # it failed there, or its result cannot be read here
+            except Exception:
+                # It failed there, or its result cannot be read here: the call here has the exception.
                 results.append(function())
         not_forked = functions[1 + len(forks) :]
         return results + [function() for function in not_forked]
@@ -205,7 +212,8 @@ def _send_result(function: Callable[[], Any], writer: Connection[Any, Any]) -> N
     try:
         writer.send_bytes(pickle.dumps(function()))
     except BaseException:
-        os._exit(1)  # the parent calls it again, and has its exception
+        # Without exit handlers, which are the parent's; the parent calls the function again, and has its exception.
+        os._exit(1)
 
 
 @final
@@ -213,19 +221,24 @@ class _Target:
     """Calls ``fn`` in a rank's process."""
 
     def __init__(self, fn: Callable[[int], Any], forked: bool) -> None:
-        self.fn, self.forked = fn, forked
-        self.random_state = random.getstate() if forked else None
+        self.fn = fn
+        self.forked = forked
+        self.random_state = None
+        if forked:
+            self.random_state = random.getstate()
 
     def __call__(self, rank: int) -> Any:
         if self.forked:
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.set_num_threads(1)
-        if (
-            self.random_state is not None
-        ):  # Python seeds its generator again in each fork; torch and NumPy do not
+        # Python seeds its generator again in each fork; torch and NumPy do not.
+        if self.random_state is not None:
             random.setstate(self.random_state)
         result = self.fn(rank)
-        return result if rank == 0 else None
+        # Only the result of rank 0 is returned, so only that one must be picklable.
+        if rank != 0:
+            return None
+        return result
 
 
 def _device_in_use() -> str | None:
@@ -233,8 +246,11 @@ def _device_in_use() -> str | None:
     device = torch.accelerator.current_accelerator()
     if device is None:
         return None
-    initialised = getattr(torch.get_device_module(device), "is_initialized", None)
-    return device.type if initialised is not None and initialised() else None
+    # A device that is present and was not used has no context that a fork could break.
+    is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
+    if is_initialized is None or not is_initialized():
+        return None
+    return device.type
 
 
 def _check_fork() -> None:
@@ -272,6 +288,7 @@ def no_garbage_in_forks() -> Iterator[None]:
     """
     frozen = gc.get_freeze_count()
     gc.collect()
+    # The child never collects what is frozen.
     gc.freeze()
     try:
         yield
@@ -302,12 +319,15 @@ class Ranks:
         peer_grace: float = 3.0,
         directory: Path | None = None,
     ) -> None:
-        self.nproc, self.peer_grace = nproc, peer_grace
+        self.nproc = nproc
+        self.peer_grace = peer_grace
         self._results: dict[int, Any] = {}
-        self._ends: dict[int, RankFailure] = {}  # of ranks that returned
+        # Of ranks that returned, which may have left the others too early.
+        self._ends: dict[int, RankFailure] = {}
         self._errors: dict[int, BaseException | None] = {}
         self._failures: dict[int, RankFailure] = {}
-        self._peer_deadline: float | None = None  # set by the first failure
+        # Monotonic seconds; set by the first failure.
+        self._peer_deadline: float | None = None
         self._readers: list[Connection[Any, Any]] = []
         self._processes: list[Any] = []
         # Ranks read there why their connection broke: their pages and journals name the first failure.
@@ -343,7 +363,8 @@ class Ranks:
         try:
             process.start()
         finally:
-            writer.close()  # the pipe ends when the process ends
+            # The pipe ends when the process ends: this is how its death is noticed.
+            writer.close()
         self._processes.append(process)
 
     @property
@@ -372,7 +393,9 @@ class Ranks:
         Returns:
             False at the timeout.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None
+        if timeout is not None:
+            deadline = time.monotonic() + timeout
         while self.running:
             now = time.monotonic()
             if self._failures and self._peer_deadline is None:
@@ -385,7 +408,10 @@ class Ranks:
             deadlines = [
                 limit for limit in (deadline, self._peer_deadline) if limit is not None
             ]
-            self._collect_messages(min(deadlines) - now if deadlines else None)
+            remaining = None
+            if deadlines:
+                remaining = min(deadlines) - now
+            self._collect_messages(remaining)
         return True
 
     def _collect_messages(self, timeout: float | None) -> None:
@@ -395,6 +421,7 @@ class Ranks:
             try:
                 message = pickle.loads(self._readers[rank].recv_bytes())
             except (EOFError, OSError):
+                # The pipe ended without a message: the process has died, and its exit code says how.
                 process = self._processes[rank]
                 process.join(_EXIT_TIME)
                 failure = RankFailure(
@@ -419,7 +446,9 @@ class Ranks:
                 note_end(self._reports, self._ends[rank])
             else:
                 pickled = message["error"]
-                self._errors[rank] = pickle.loads(pickled) if pickled else None
+                self._errors[rank] = None
+                if pickled:
+                    self._errors[rank] = pickle.loads(pickled)
                 self._failures[rank] = message["failure"]
 
     def _stop_peers(self) -> None:
@@ -448,7 +477,10 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes that still run."""
-        limit = time.monotonic() + (0 if self.running else _EXIT_TIME)
+        limit = time.monotonic()
+        # Ranks that have sent their result are about to end; the others would not end by themselves.
+        if not self.running:
+            limit += _EXIT_TIME
         for process in self._processes:
             process.join(max(0.0, limit - time.monotonic()))
             if process.is_alive():
@@ -481,7 +513,8 @@ def _work(
     try:
         writer.send_bytes(pickle.dumps(message))
     except BrokenPipeError:
-        return  # the parent is gone
+        # The parent is gone, and nothing waits for the result.
+        return
     writer.close()
 
 
@@ -512,6 +545,7 @@ def _packed(error: BaseException) -> bytes | None:
     """Pickle an exception; None if that fails, and for SystemExit, which would end the parent."""
     if isinstance(error, SystemExit):
         return None
+    # Many exceptions can be pickled, but not be read again: their constructor takes other arguments than their text.
     try:
         packed = pickle.dumps(error)
         pickle.loads(packed)
@@ -522,6 +556,7 @@ def _packed(error: BaseException) -> bytes | None:
 
 def _failure(rank: int, error: BaseException) -> RankFailure:
     trace = error.__traceback__
+    # The frames of this file come first, and the user has not called them.
     while (
         trace is not None
         and trace.tb_next is not None

@@ -59,12 +59,14 @@ def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
         argument = remaining.pop(0)
         if argument.startswith("--"):
             options.append(argument)
-            if argument == "--check-hash-based-pycs":  # the one that has a value
+            # The only long option of the interpreter that has a value.
+            if argument == "--check-hash-based-pycs":
                 options.append(remaining.pop(0))
             continue
         letters = ""
         for index, letter in enumerate(argument[1:], start=1):
             value = argument[index + 1 :]
+            # What follows them is the program, and everything after that its arguments.
             if letter in "cm":
                 if letters:
                     options.append(f"-{letters}")
@@ -77,6 +79,7 @@ def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
                     options.append(remaining.pop(0))
                 letters = ""
                 break
+            # A rank that became interactive at its end would never end.
             if letter != "i":
                 letters += letter
         if letters:
@@ -125,6 +128,7 @@ def rerun_command() -> tuple[list[str], list[str]]:
 
 def _find_script(argument: str) -> Path:
     """The script's absolute path, also when the program has changed its directory."""
+    # Python has resolved the argument itself, in the directory of the start.
     running = getattr(sys.modules["__main__"], "__file__", None)
     if running is not None and Path(running).name == Path(argument).name:
         return Path(running).absolute()
@@ -141,7 +145,9 @@ def script() -> str | None:
     ):
         return None
     file = getattr(sys.modules["__main__"], "__file__", None)
-    return None if file is None else str(Path(file).absolute())
+    if file is None:
+        return None
+    return str(Path(file).absolute())
 
 
 def _under_pytest() -> bool:
@@ -155,9 +161,13 @@ def arguments(words: list[str] | None = None) -> list[str]:
         >>> arguments(["--lr", "0.1", "--api-key=abc", "--hf-token", "def", "store=s3://me:pw@host/data"])
         ['--lr', '0.1', '--api-key=***', '--hf-token', '***', 'store=s3://me:***@host/data']
     """
+    command_line = sys.argv[1:]
+    if words is not None:
+        command_line = words
     masked = []
-    name = ""  # of the option whose value is the next argument
-    for argument in sys.argv[1:] if words is None else words:
+    # Of the option whose value is the next argument: it says whether that is a secret.
+    name = ""
+    for argument in command_line:
         option = _OPTION.fullmatch(argument)
         if option is not None:
             flag, value = option.groups()
@@ -165,7 +175,9 @@ def arguments(words: list[str] | None = None) -> list[str]:
             name = ""
         else:
             masked.append(mask_secrets(argument, name))
-            name = argument.lstrip("-") if argument.startswith("-") else ""
+            name = ""
+            if argument.startswith("-"):
+                name = argument.lstrip("-")
     return masked
 
 
@@ -175,7 +187,10 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         run = json.loads(environ.get(HANDED_OVER, "{}"))
     except ValueError:
         return {}
-    return run if isinstance(run, dict) else {}
+    # A variable may have any content.
+    if not isinstance(run, dict):
+        return {}
+    return run
 
 
 def launches(environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
@@ -199,9 +214,12 @@ def launches(environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
         name = handed_over(environ).get("id", f"{agent} on {host}")
         launcher = f"agent {name}"
         restarted[launcher] = _is_positive(environ, "TRAINER_KIT_RESTART_COUNT")
+    # Our agent runs inside torch's, which sets the variables of torchrun too.
     elif run:
         # Without a rendezvous torchrun names every run "none": the launching process identifies the run instead.
-        name = run if run != "none" else f"{os.getppid()} on {host}"
+        name = run
+        if run == "none":
+            name = f"{os.getppid()} on {host}"
         launcher = f"torchrun {name}"
         restarted[launcher] = _is_positive(environ, "TORCHELASTIC_RESTART_COUNT")
     return restarted
@@ -222,7 +240,10 @@ def requeue() -> str:
         return ""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    name = f"{array}_{task}" if array and task else job
+    name = job
+    # Of a job array only this task: the array's own number would requeue all of them.
+    if array and task:
+        name = f"{array}_{task}"
     try:
         subprocess.run(
             ["scontrol", "requeue", name],

@@ -95,8 +95,13 @@ def estimator_arguments(
                 fix=f"set {name}: ... in the file",
             )
     path = Path(script)
-    data_parallel = options["distributed_type"] == "DATA_PARALLEL"
+    distribution = None
+    if options["distributed_type"] == "DATA_PARALLEL":
+        distribution = {"smdistributed": {"dataparallel": {"enabled": True}}}
     metrics = _table(options, "sagemaker_metrics_file")
+    definitions = None
+    if metrics is not None:
+        definitions = [{"Name": name, "Regex": text} for name, text in metrics]
     estimator = {name: options[name] or _DEFAULTS.get(name) for name in _OF_FILE} | {
         "entry_point": path.name,
         "source_dir": str(path.parent),
@@ -104,19 +109,18 @@ def estimator_arguments(
         "instance_count": options["num_machines"],
         "instance_type": options["ec2_instance_type"],
         "debugger_hook_config": False,
-        "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}
-        if data_parallel
-        else None,
+        "distribution": distribution,
         "hyperparameters": _hyperparameters(arguments),
         "environment": _environment(options),
-        "metric_definitions": None
-        if metrics is None
-        else [{"Name": name, "Regex": text} for name, text in metrics],
+        "metric_definitions": definitions,
     }
-    inputs = _table(options, "sagemaker_inputs_file")
-    return _merged(
-        options["additional_args"] or {}, estimator
-    ), None if inputs is None else dict(inputs)
+    # What the user writes for the estimator itself counts more than what is derived.
+    arguments_of_estimator = _merged(options["additional_args"] or {}, estimator)
+    table = _table(options, "sagemaker_inputs_file")
+    inputs = None
+    if table is not None:
+        inputs = dict(table)
+    return arguments_of_estimator, inputs
 
 
 def _environment(options: Resolved) -> dict[str, str]:
@@ -147,17 +151,9 @@ def _hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     remaining_arguments = list(arguments)
     while remaining_arguments:
         name, equals, value = remaining_arguments.pop(0).partition("=")
-        if (
-            not equals
-            and remaining_arguments
-            and (
-                not remaining_arguments[0].startswith("-")
-                or _NUMBER.fullmatch(remaining_arguments[0])
-            )
-        ):
+        # Without "=" the value is empty here, and may be the next argument.
+        if not equals and remaining_arguments and _is_value(remaining_arguments[0]):
             value = remaining_arguments.pop(0)
-        elif not equals:
-            value = ""
         if not name.startswith("--") or not value:
             raise ConfigurationError(
                 "SageMaker passes each argument of a script as --name value",
@@ -168,13 +164,21 @@ def _hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     return hyperparameters
 
 
-def _typed(text: str) -> Any:
+def _is_value(argument: str) -> bool:
+    """Whether an argument is no option; a negative number begins with a dash too."""
+    return not argument.startswith("-") or _NUMBER.fullmatch(argument) is not None
+
+
+def _typed(text: str) -> bool | int | float | str:
+    """A hyperparameter as the value that Accelerate passes for this text."""
     if text in ("True", "False"):
         return text == "True"
     if not _NUMBER.fullmatch(text):
         return text
     number = float(text)
-    return int(number) if number.is_integer() else number
+    if number.is_integer():
+        return int(number)
+    return number
 
 
 def _table(options: Resolved, name: str) -> list[tuple[str, str]] | None:
@@ -205,7 +209,10 @@ def _constructed(value: Any) -> Any:
         parsed = yaml.safe_load(value)
     except yaml.YAMLError:
         return value
-    return parsed if isinstance(parsed, (bool, int, float)) else value
+    # Dates and nulls of YAML stay the texts that they are in the file.
+    if isinstance(parsed, (bool, int, float)):
+        return parsed
+    return value
 
 
 def _merged(more: Any, base: dict[str, Any]) -> dict[str, Any]:
@@ -213,10 +220,10 @@ def _merged(more: Any, base: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, text in more.items():
         value = _constructed(text)
-        inner = merged.get(name)
-        merged[name] = (
-            _merged(value, inner if isinstance(inner, dict) else {})
-            if isinstance(value, dict)
-            else value
-        )
+        if isinstance(value, dict):
+            inner = merged.get(name)
+            if not isinstance(inner, dict):
+                inner = {}
+            value = _merged(value, inner)
+        merged[name] = value
     return merged

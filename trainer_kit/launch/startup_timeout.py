@@ -28,7 +28,14 @@ from trainer_kit.launch.machines import (
 __all__ = ["meet_without_agent", "named_while_connecting", "patience", "wait_for_all"]
 
 _PATIENCE: Final = 30.0
-_COUNT, _ALL, _ALIVE = "trainer_kit/come", "trainer_kit/all", "trainer_kit/alive"
+_COUNT: Final = "trainer_kit/come"
+"""A key of the store: how many ranks have come; with ``/R`` behind it, that rank R has."""
+_ALL: Final = "trainer_kit/all"
+"""A key of the store that the last rank sets."""
+_ALIVE: Final = "trainer_kit/alive"
+"""With ``/R`` behind it a key of the store: rank R still waits for the others."""
+_SHOWN_RANKS: Final = 16
+"""Ranks that a line names."""
 
 
 def patience() -> float:
@@ -72,6 +79,7 @@ def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if here.rank > 0:
         missing = f"rank 0 at {here.master_addr}:{here.master_port}"
+        # One rank of a machine prints: the second one, since the first of machine 0 is the one that is missing.
         one_of_a_machine = here.local_rank == min(1, here.local_world_size - 1)
         join = partial(join_store, here.master_addr, here.master_port)
         store = _await(join, lambda: missing, lambda: one_of_a_machine, timeout)
@@ -80,8 +88,9 @@ def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
     else:
         store = _serve_as_master(here)
         SignedStore(store).set("rank 0", "")
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch does not export it to type checkers
 
+    # Behind a prefix that strangers do not know, they cannot write the keys of this run.
     token = run_token()
     if not token:
         return store
@@ -133,6 +142,7 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
         LaunchError: some ranks have not joined.
     """
     size = here.world_size
+    # Its own key first: once the count is complete, no rank may be named as missing.
     store.set(f"{_COUNT}/{here.rank}", "")
     if store.add(_COUNT, 1) >= size:
         store.set(_ALL, "")
@@ -140,7 +150,8 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
     def wait(remaining: timedelta) -> None:
         deadline = time.monotonic() + remaining.total_seconds()
         pause = 0.001
-        while not store.check([_ALL]):  # its wait() prints a C++ warning at the timeout
+        # Not by the store's wait(), which prints a C++ warning at the timeout.
+        while not store.check([_ALL]):
             if time.monotonic() > deadline:
                 raise TimeoutError
             time.sleep(pause)
@@ -150,6 +161,7 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
         absent = [rank for rank in range(size) if not store.check([f"{_COUNT}/{rank}"])]
         return _named(absent, size)
 
+    # Of the ranks that wait, one prints for all.
     def first() -> bool:
         return not any(store.check([f"{_COUNT}/{rank}"]) for rank in range(here.rank))
 
@@ -183,16 +195,16 @@ def _name_gone(
     while not over.wait(interval):
         try:
             store.set(f"{_ALIVE}/{here.rank}", "")
-            if over.wait(
-                min(1.0, interval)
-            ):  # the other ranks reach this point at the same moment
+            # The other ranks reach this point at about the same moment: give them time to set their keys.
+            if over.wait(min(1.0, interval)):
                 return
             alive = [
                 rank
                 for rank in range(here.world_size)
                 if store.check([f"{_ALIVE}/{rank}"])
             ]
-        except RuntimeError:  # the process that served the store is gone
+        except RuntimeError:
+            # The process that served the store is gone, and the caller's connection breaks too.
             return
         missing_ranks = sorted({*range(here.world_size)} - {*alive})
         if missing_ranks and here.rank == alive[0]:
@@ -206,12 +218,12 @@ def _name_gone(
 
 
 def _named(ranks: list[int], size: int) -> str:
-    listed = ", ".join(map(str, ranks[:16])) + (
-        f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-    )
-    return (
-        f"rank {listed} of {size}" if len(ranks) == 1 else f"ranks {listed} of {size}"
-    )
+    listed = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    if len(ranks) > _SHOWN_RANKS:
+        listed += f" and {len(ranks) - _SHOWN_RANKS} more"
+    if len(ranks) == 1:
+        return f"rank {listed} of {size}"
+    return f"ranks {listed} of {size}"
 
 
 def _await(
@@ -226,15 +238,18 @@ def _await(
     while True:
         now = time.monotonic()
         last = ends - now <= interval
+        seconds = interval
+        if last:
+            # Also at the limit itself one short look is left.
+            seconds = max(0.01, ends - now)
         try:
-            return wait(timedelta(seconds=max(0.01, ends - now) if last else interval))
-        except (
-            TimeoutError,
-            RuntimeError,
-        ) as error:  # torch's DistStoreError and DistNetworkError
+            return wait(timedelta(seconds=seconds))
+        # torch's DistStoreError and DistNetworkError are RuntimeErrors.
+        except (TimeoutError, RuntimeError) as error:
             waited = time.monotonic() - began
+            # It came long before the limit of this wait, so it is no timeout.
             if time.monotonic() - now < 0.5 * min(interval, ends - now):
-                raise  # not a timeout
+                raise
             if last:
                 raise LaunchError(
                     "not every process has connected",
