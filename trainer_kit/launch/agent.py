@@ -388,7 +388,7 @@ class _Attempt:
         lines.append(
             f"{signal.Signals(number).name}: {plural(self.nproc, 'rank')} ended"
         )
-        # So that the other machines end too; this one was told to end, and does not wait for their reports.
+        # So that the other machines end too; this one has to end, and does not wait for their reports.
         self.machines.outcome(self.number, [], 128 + number, 0)
         return 128 + number, "\n".join(lines)
 

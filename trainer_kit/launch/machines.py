@@ -205,7 +205,7 @@ class Machines:
                 "status": status,
                 "failures": [asdict(failure) for failure in collected],
             }
-            # Before `failed`: whoever sees that one finds the report.
+            # Before `failed`: a machine that sees that key finds the report.
             control.set(f"outcome/{attempt}/{self.rank}", json.dumps(report))
             if status:
                 control.set(f"failed/{attempt}", str(self.rank))

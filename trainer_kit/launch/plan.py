@@ -90,22 +90,33 @@ def _visible(options: Resolved) -> Iterator[None]:
         yield
 
 
-def _on_devices(options: Resolved, here: Environment) -> Plan:
-    cpu = bool(options["use_cpu"]) or options["distributed_type"] == "MULTI_CPU"
-    accelerated = not cpu and _accelerator() is not None
-    # The option that an error names.
-    several = "distributed_type"
+def _uses_accelerator(options: Resolved) -> bool:
+    """Whether the processes compute on an accelerator.
+
+    Raises:
+        ConfigurationError: the options ask for one, and this machine has none.
+    """
+    if options["use_cpu"] or options["distributed_type"] == "MULTI_CPU":
+        return False
+    if _accelerator() is not None:
+        return True
+    # The option that asks for it, which the error names.
+    name = None
     if options["multi_gpu"]:
-        several = "multi_gpu"
-    on_devices = bool(options["multi_gpu"]) or (
-        options["distributed_type"] or ""
-    ).startswith("MULTI_")
-    if on_devices and not cpu and not accelerated:
+        name = "multi_gpu"
+    elif str(options["distributed_type"]).startswith("MULTI_"):
+        name = "distributed_type"
+    if name is not None:
         raise options.wrong(
             "this machine has no accelerator",
-            several,
+            name,
             fix="add --cpu, or choose another configuration",
         )
+    return False
+
+
+def _on_devices(options: Resolved, here: Environment) -> Plan:
+    accelerated = _uses_accelerator(options)
     ids = None
     devices = 1
     if accelerated:
