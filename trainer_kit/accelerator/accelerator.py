@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final, TypeVar, final
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.accelerator.accumulation import GradientState
 from trainer_kit.accelerator.batch_size import release_memory
 from trainer_kit.accelerator.checkpoints import Checkpoints
 from trainer_kit.accelerator.composition import (
+    HangTimeout,
+    Options,
     chosen_sizes,
     engine_arguments,
+    find_option,
     named_dynamo,
     named_loaders,
     named_options,
@@ -32,19 +36,24 @@ from trainer_kit.accelerator.composition import (
     started_strategy,
     started_watchdog,
 )
-from trainer_kit.accelerator.loader import PreparedLoader, skip_first_batches
+from trainer_kit.accelerator.loader import (
+    LaterLoader,
+    PreparedLoader,
+    skip_first_batches,
+)
 from trainer_kit.accelerator.model_weights import ModelWeights, write_object
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from trainer_kit.accelerator.prepared import Prepared
+from trainer_kit.accelerator.prepared import Optimizers, Parameters, Prepared
 from trainer_kit.accelerator.processes import (
     AcceleratorProcesses,
     DistributedType,
     ParallelRanks,
 )
-from trainer_kit.accelerator.trackers import Trackers
+from trainer_kit.accelerator.profiling import profiling
+from trainer_kit.accelerator.trackers import LoggedValues, Tracker, Trackers
 from trainer_kit.accelerator.wrapping import (
+    in_precision,
     spans_devices,
-    unwrap,
     with_exchange,
     without_exchange,
 )
@@ -54,8 +63,26 @@ from trainer_kit.core.display import Text, plural
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.types import (
+    Batch,
+    Function,
+    HParams,
+    JsonObject,
+    Keywords,
+    Loaders,
+    LRSchedulerLike,
+    Nested,
+    StateDict,
+    Stateful,
+)
 from trainer_kit.options.accelerate_records import takes_accelerate_records
-from trainer_kit.options.deepspeed import DeepSpeedPlugin, active_plugin, named_plugins
+from trainer_kit.options.deepspeed import (
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    active_plugin,
+    named_plugins,
+)
 from trainer_kit.options.fp8 import AORecipeKwargs, TERecipeKwargs
 from trainer_kit.options.megatron import MegatronLMPlugin
 from trainer_kit.options.parallelism import ParallelismConfig, TorchTensorParallelPlugin
@@ -75,11 +102,13 @@ from trainer_kit.options.records import (
     micro_batches,
 )
 from trainer_kit.options.refusals import refused
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Accelerator", "forget_newest", "newest"]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Function)
+# Weak: an Accelerator ends with the script's last reference to it, and functions without one then find none.
 _NEWEST: list[ReferenceType[Accelerator]] = []
 _ACCELERATE_PRECISIONS = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 
@@ -203,13 +232,13 @@ class Accelerator:
         self,
         device_placement: bool = True,
         split_batches: bool = False,
-        mixed_precision: Any = None,
+        mixed_precision: str | Precision | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         *,
-        rng_types: Any = None,
-        log_with: Any = None,
+        rng_types: Iterable[object] | None = None,
+        log_with: object = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -220,7 +249,7 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | None = None,
         seed: int | None = None,
         debug: bool | None = None,
-        hang_timeout: Any = None,
+        hang_timeout: HangTimeout = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
@@ -228,7 +257,7 @@ class Accelerator:
         strategy: Strategy | None = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
-        **unknown: Any,
+        **unknown: object,
     ) -> None:
         engines = engine_arguments(locals())
         self.torch_tp_plugin = torch_tp_plugin
@@ -277,20 +306,14 @@ class Accelerator:
         self._compose(options, named_trackers(log_with), hang_timeout)
 
     def _compose(
-        self, options: Mapping[type, Any], log_with: list[Any], hang_timeout: Any
+        self, options: Options, log_with: list[str | Tracker], hang_timeout: HangTimeout
     ) -> None:
         """Create the objects that depend on those of the constructor."""
-        self.profile_handler: ProfileKwargs = (
-            options.get(ProfileKwargs) or ProfileKwargs()
-        )
-        self.autocast_handler: AutocastKwargs | None = options.get(AutocastKwargs)
-        self.scaler_handler: GradScalerKwargs | None = options.get(GradScalerKwargs)
-        self.ddp_handler: DistributedDataParallelKwargs | None = options.get(
-            DistributedDataParallelKwargs
-        )
-        self.init_handler: InitProcessGroupKwargs | None = options.get(
-            InitProcessGroupKwargs
-        )
+        self.profile_handler = find_option(options, ProfileKwargs) or ProfileKwargs()
+        self.autocast_handler = find_option(options, AutocastKwargs)
+        self.scaler_handler = find_option(options, GradScalerKwargs)
+        self.ddp_handler = find_option(options, DistributedDataParallelKwargs)
+        self.init_handler = find_option(options, InitProcessGroupKwargs)
         self._engine_options = options
         project = self._project
         self.collectives = self.processes.collectives
@@ -316,7 +339,7 @@ class Accelerator:
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Leave out the watchdog: its thread belongs to this process."""
         return {**self.__dict__, "_watchdog": None}
 
@@ -339,7 +362,9 @@ class Accelerator:
         prepared = self.prepared.prepare(objects, device_placement)
         if self.debug:
             self.processes.print_everywhere(self.explain())
-        return prepared[0] if len(prepared) == 1 else prepared
+        if len(prepared) == 1:
+            return prepared[0]
+        return prepared
 
     def prepare_model(
         self,
@@ -357,16 +382,16 @@ class Accelerator:
         return self.prepared.prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(
-        self, optimizer: Any, device_placement: bool | None = None
+        self, optimizer: Optimizer | DummyOptim, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Wrap an optimizer, so that it steps only when gradients are complete."""
         return self.prepared.prepare_optimizer(optimizer)
 
     def prepare_data_loader(
         self,
-        data_loader: Any,
+        data_loader: Loaders,
         device_placement: bool | None = None,
-        slice_fn_for_dispatch: Any = None,
+        slice_fn_for_dispatch: object = None,
     ) -> PreparedLoader:
         """Shard a loader over the processes; see `PreparedLoader`. Collective call.
 
@@ -379,7 +404,9 @@ class Accelerator:
             raise refused("slice_fn_for_dispatch", "slice_fn_for_dispatch=...")
         return self.prepared.prepare_loader(data_loader, device_placement)
 
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+    def prepare_scheduler(
+        self, scheduler: LRSchedulerLike | DummyScheduler
+    ) -> AcceleratedScheduler:
         """Wrap a scheduler, so that an optimizer step advances it, by default once for each process.
 
         Accelerate does the same, and its scripts multiply the length of schedules by the number of processes. With
@@ -403,7 +430,9 @@ class Accelerator:
         """
         return self.prepared.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_first_batches(
+        self, dataloader: Iterable[Batch], num_batches: int = 0
+    ) -> LaterLoader:
         """Return a loader whose iterations begin with batch ``num_batches``."""
         return skip_first_batches(dataloader, num_batches)
 
@@ -411,12 +440,12 @@ class Accelerator:
         """Whether the layers of a model are on several devices; training of such a model is not supported."""
         return spans_devices(model)
 
-    def free_memory(self, *objects: Any) -> list[None]:
+    def free_memory(self, *objects: object) -> list[None]:
         """Release all prepared objects; assign the result to the names that still refer to them."""
         self.prepared.clear()
         return release_memory(*objects)
 
-    def clear(self, *objects: Any) -> list[None]:
+    def clear(self, *objects: object) -> list[None]:
         """An alias of `free_memory`."""
         return self.free_memory(*objects)
 
@@ -512,12 +541,12 @@ class Accelerator:
         """
         raise refused("lomo_backward")
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(self, optimizer: Optimizers | None = None) -> None:
         """Unscale fp16 gradients, and correct them for their window's weights; by default for all optimizers."""
         self.prepared.unscale_gradients(optimizer)
 
     def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, norm_type: float = 2
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
         """Clip gradients by their total norm over ``parameters``, at the end of a window only.
 
@@ -539,7 +568,7 @@ class Accelerator:
             complete, max_norm, "norm", float(norm_type)
         )
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
         """Clip each element of the gradients, at the end of a window only.
 
         Args:
@@ -550,24 +579,18 @@ class Accelerator:
             complete = self.prepared.complete_gradients(parameters)
             self.strategy.clip_gradients(complete, clip_value, "value")
 
-    @contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> AbstractContextManager[None]:
         """Apply the precision to computations in this context that are outside a prepared model."""
         handler = autocast_handler or self.autocast_handler
-        context: Any = self.precision.forward_context()
-        if handler is not None and isinstance(context, torch.autocast):
-            context = torch.autocast(
-                self.device.type,
-                context.fast_dtype,
-                enabled=handler.enabled,
-                cache_enabled=handler.cache_enabled,
-            )
-        with context or nullcontext():
-            yield
+        return in_precision(self.precision, handler, self.device)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Skip the gradient exchange of ``model`` in this context."""
-        return without_exchange(model) if self.use_distributed else nullcontext()
+        if not self.use_distributed:
+            return nullcontext()
+        return without_exchange(model)
 
     def trigger_sync_in_backward(
         self, model: nn.Module
@@ -576,7 +599,7 @@ class Accelerator:
         return with_exchange(model)
 
     def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None = None
+        self, joinables: Sequence[object], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
         """Let a process that has no batches left take part in the gradient exchanges of the others.
 
@@ -650,13 +673,13 @@ class Accelerator:
 
     # -- collective calls ------------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Nested) -> Nested:
         """Concatenate the nested tensors of all processes along the first dimension; arguments as in `gather`."""
         return self.collectives.gather(tensor)
 
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False
-    ) -> Any:
+        self, input_data: Nested, use_gather_object: bool = False
+    ) -> Nested:
         """Gather the results of the current batch from all processes, without those of repeated samples.
 
         Of processes with the same batches, only one contributes.
@@ -678,7 +701,9 @@ class Accelerator:
             input_data, use_gather_object, self.accumulation.batches
         )
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(
+        self, tensor: Nested, reduction: str = "sum", scale: float = 1.0
+    ) -> Nested:
         """Reduce nested tensors over the processes; the arguments do not change.
 
         Args:
@@ -694,8 +719,12 @@ class Accelerator:
         return self.collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> Any:
+        self,
+        tensor: Nested,
+        dim: int = 0,
+        pad_index: float = 0,
+        pad_first: bool = False,
+    ) -> Nested:
         """Pad nested tensors along ``dim`` to the largest length on any process, so that they can be gathered.
 
         Args:
@@ -761,8 +790,8 @@ class Accelerator:
         return self.processes.on_local_process(function, local_process_index)
 
     def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> AbstractContextManager[Any]:
+        self, inputs: Nested, apply_padding: bool = False
+    ) -> AbstractContextManager[Nested]:
         """Yield this process's part of a list, a tuple, a tensor, or a dict of these; the first processes get one more.
 
         Args:
@@ -774,14 +803,14 @@ class Accelerator:
         """
         return self.processes.split_between_processes(inputs, apply_padding)
 
-    def print(self, *values: Any, **options: Any) -> None:
+    def print(self, *values: object, **options: Any) -> None:
         """Print once on each machine."""
         self.processes.print(*values, **options)
 
     def set_device(self) -> None:
         """Accepted, without effect: the device is chosen when the process starts."""
 
-    def destroy_process_group(self, group: Any = None) -> None:
+    def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
         """Leave a process group; by default the group of all processes."""
         self.processes.destroy_process_group(group)
 
@@ -910,18 +939,14 @@ class Accelerator:
         runs_fsdp = self.distributed_type == DistributedType.FSDP
         if not runs_fsdp and self.strategy.mesh is None:
             return None
-        plugin: FullyShardedDataParallelPlugin | None = self._engine_options.get(
-            FullyShardedDataParallelPlugin
-        )
-        return plugin
+        return find_option(self._engine_options, FullyShardedDataParallelPlugin)
 
     @property
     def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
         """The options of Megatron, from the argument or the launcher, if it runs."""
         if self.distributed_type != DistributedType.MEGATRON_LM:
             return None
-        plugin: MegatronLMPlugin | None = self._engine_options.get(MegatronLMPlugin)
-        return plugin
+        return find_option(self._engine_options, MegatronLMPlugin)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -1011,14 +1036,12 @@ class Accelerator:
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
         """The options of torchao's fp8, as given."""
-        handler: AORecipeKwargs | None = self._engine_options.get(AORecipeKwargs)
-        return handler
+        return find_option(self._engine_options, AORecipeKwargs)
 
     @property
     def te_recipe_handler(self) -> TERecipeKwargs | None:
         """The options of Transformer Engine's fp8, as given."""
-        handler: TERecipeKwargs | None = self._engine_options.get(TERecipeKwargs)
-        return handler
+        return find_option(self._engine_options, TERecipeKwargs)
 
     @property
     def fp8_backend(self) -> str:
@@ -1060,7 +1083,7 @@ class Accelerator:
     def step(self, step: int) -> None:
         self.accumulation.place(step)
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: Stateful) -> None:
         """Include further objects in saved states, through ``state_dict`` and ``load_state_dict``.
 
         Their states may hold plain data, tensors and arrays; saving anything else raises an error with the key.
@@ -1094,7 +1117,7 @@ class Accelerator:
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
-        **save_model_func_kwargs: Any,
+        **save_model_func_kwargs: object,
     ) -> str:
         """Save models, optimizers, schedulers, loaders, generators and registered objects; collective call.
 
@@ -1120,7 +1143,7 @@ class Accelerator:
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: Any = None,
+        load_kwargs: object = None,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Restore a state of `save_state`; collective call. Prepare all objects first, in the same order.
@@ -1141,7 +1164,7 @@ class Accelerator:
             version = self.checkpoints.load_state(input_dir, load_model_func_kwargs)
         self.tracking.continue_run(version)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> StateDict:
         """Return the full weights of a prepared model under the user's names.
 
         For sharded weights (FSDP, DeepSpeed, a mesh) this is a collective call: the main process gets the weights on
@@ -1171,7 +1194,7 @@ class Accelerator:
         )
 
     def save(
-        self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False
+        self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False
     ) -> None:
         """Call ``torch.save`` on the main process; with ``safe_serialization`` write a dict of tensors as safetensors.
 
@@ -1188,8 +1211,8 @@ class Accelerator:
     def init_trackers(
         self,
         project_name: str,
-        config: dict[str, Any] | None = None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        config: HParams | None = None,
+        init_kwargs: Mapping[str, HParams] | None = None,
     ) -> None:
         """Start the trackers of ``log_with``; every process makes this call, and the main process logs.
 
@@ -1202,7 +1225,7 @@ class Accelerator:
         """
         self.tracking.start(project_name, config, init_kwargs, self._report_facts)
 
-    def _report_facts(self) -> dict[str, Any]:
+    def _report_facts(self) -> JsonObject:
         rows = [
             ["Accelerator", name, str(option.value), option.origin]
             for name, option in self.origins.items()
@@ -1210,7 +1233,10 @@ class Accelerator:
         return {"explain": str(self.explain()), "configuration": rows}
 
     def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None
+        self,
+        values: LoggedValues,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Keywords] | None = None,
     ) -> None:
         """Log values with every tracker, on the main process.
 
@@ -1238,30 +1264,12 @@ class Accelerator:
 
     # -- inspection ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+    def profile(
+        self, profile_handler: ProfileKwargs | None = None
+    ) -> AbstractContextManager[Any]:
         """Run a ``torch.profiler.profile``; with ``output_trace_dir`` each process writes its trace there."""
-        from torch import profiler
-
         handler = profile_handler or self.profile_handler
-        with profiler.profile(
-            activities=handler.torch_activities(),
-            schedule=handler.torch_schedule(),
-            on_trace_ready=handler.on_trace_ready,
-            record_shapes=handler.record_shapes,
-            profile_memory=handler.profile_memory,
-            with_stack=handler.with_stack,
-            with_flops=handler.with_flops,
-            with_modules=handler.with_modules,
-        ) as profile:
-            yield profile
-        if handler.output_trace_dir is None:
-            return
-        directory = Path(os.path.expanduser(handler.output_trace_dir))
-        directory.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(
-            str(directory / f"profile_{self.process_index}.json")
-        )
+        return profiling(handler, self.process_index)
 
     def explain(self) -> Text:
         """Describe this process, one line per part: group, device, wrapping, loaders; and the origins of options."""
@@ -1271,24 +1279,15 @@ class Accelerator:
             f"group: {self.backend or 'none'}, device {self.device}",
             f"precision: {self.precision.name}",
             f"accumulation: {plural(self.accumulation.steps, 'micro-batch')} a step",
+            *self.prepared.describe(),
+            *describe_origins(self.origins.items()),
         ]
-        prepared = self.prepared
-        lines += [f"model: {_describe_wrapping(model)}" for model in prepared.models]
-        lines += [f"loader: {loader.describe()}" for loader in prepared.loaders]
-        lines += [f"scheduler: {each.describe()}" for each in prepared.schedulers]
-        lines += describe_origins(self.origins.items())
         return Text("\n".join(lines))
 
     def __repr__(self) -> str:
         """Return the text that Accelerate prints for its state; `explain` shows more."""
         plugin = self.deepspeed_plugin
-        config = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
+        config = ""
+        if plugin is not None:
+            config = f"ds_config: {plugin.deepspeed_config}\n"
         return f"{self.processes!r}\nMixed precision type: {self.mixed_precision}\n{config}"
-
-
-def _describe_wrapping(model: nn.Module) -> str:
-    kind = type(model).__name__
-    user_model = unwrap(model)
-    if user_model is model:
-        return kind
-    return f"{kind} of {type(user_model).__name__}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+from types import TracebackType
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.types import Keywords, SavedState, StateDict
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.strategies.gradients import local_gradients
 
@@ -21,6 +23,8 @@ __all__ = ["Accumulation", "Batches", "GradientState"]
 class Batches(Protocol):
     """The attributes of a prepared loader that accumulation reads."""
 
+    size: int
+    """The number of samples in the current batch on this process."""
     weight: float
     """The weight of the current batch on this process: its samples."""
     total: float | None
@@ -31,7 +35,7 @@ class Batches(Protocol):
     """For each process, the samples of the current batch that are not repeated; None: all of them."""
     end_of_dataloader: bool
     """Whether the current batch is the last one."""
-    asked: bool
+    asked_for_sizes: bool
     """Whether `ask_for_sizes` was called."""
     batches_read: int
     """The number of batches yielded in all epochs."""
@@ -155,10 +159,16 @@ class Accumulation:
         # Without further methods: this runs for every micro-batch, and calls cost more than anything else here.
         models = tuple(map(id, self.models))
         batches = self.batches
-        batch = (batches, 0 if batches is None else batches.batches_read)
+        # Counted over all epochs: two batches with the same index in two epochs are different ones.
+        batch: tuple[Batches | None, int] = (None, 0)
+        if batches is not None:
+            batch = (batches, batches.batches_read)
+        # A nested context belongs to the micro-batch of the outer one, whatever its models.
         if not self._depth:
             self.ahead = True
             entered = self._entered
+            # The next micro-batch begins on another batch, and where the same models enter again. A context without
+            # models cannot show that it continues one, so it always begins the next.
             if (
                 not models
                 or batch != self._batch
@@ -168,6 +178,7 @@ class Accumulation:
             ):
                 self._batch = batch
                 entered.clear()
+                # `sync` is still that of the last micro-batch: true if it ended its window.
                 if self.sync:
                     self._begin()
                     self._count = 0
@@ -180,6 +191,8 @@ class Accumulation:
                 self._count += 1
                 self.turn += 1
                 self._last_backward_before = self._last_backward
+                # The last batch of a loader ends its window however short: the optimizer would otherwise step with
+                # gradients of two epochs.
                 if (
                     batches is not None
                     and self.sync_with_dataloader
@@ -201,7 +214,12 @@ class Accumulation:
             quiet_context.__enter__()
         self._quiet_contexts.append(quiet_context)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         """End the context; the micro-batch may go on with other models."""
         quiet_context = self._quiet_contexts.pop()
         self._depth -= 1
@@ -209,9 +227,11 @@ class Accumulation:
             self.ahead = False
             # Again, because a loop may read its batch inside the context.
             batches = self.batches
-            self._batch = (batches, 0 if batches is None else batches.batches_read)
+            self._batch = (None, 0)
+            if batches is not None:
+                self._batch = (batches, batches.batches_read)
         if quiet_context is not None:
-            quiet_context.__exit__(*error)
+            quiet_context.__exit__(kind, error, traceback)
 
     def set_sync(self, sync: bool) -> None:
         """Set whether this micro-batch ends its window."""
@@ -238,7 +258,8 @@ class Accumulation:
         self._stepped = False
         self._corrects = False
         if self.corrected:
-            # After an abandoned step, its gradients may be cleared.
+            # After an abandoned step its gradients may be cleared: then the next ones need a correction of their own.
+            # Gradients that are still there are corrected already, and must not be multiplied twice.
             self.corrected = set(filter(has_gradients, self.corrected))
 
     def scale(self, loss: Tensor, weight: float | None) -> Tensor:
@@ -255,6 +276,7 @@ class Accumulation:
             ConfigurationError: two losses of one batch have different weights, or only some losses have a weight.
                 With ``fixed_divisor``: a loss has a weight.
         """
+        # For `clears_gradients`: from here on `zero_grad` would delete gradients of this micro-batch.
         inside = self._depth > 0
         self._last_backward = self.turn
         self.ahead = False
@@ -262,7 +284,11 @@ class Accumulation:
             return self._scale_sum(loss, float(weight))
         if self.fixed_divisor:
             self._reference = float(self.steps)
-            return loss if self.steps == 1 else loss / self.steps
+            # No division by one: it would add a node to the graph of every loss.
+            if self.steps == 1:
+                return loss
+            return loss / self.steps
+        # Explicit weights are counted in terms, those of loaders in samples: their sum has no meaning.
         if self._explicit and (inside or not self._stepped):
             raise ConfigurationError(
                 "this loss has no weight, but others of this step have one",
@@ -276,25 +302,36 @@ class Accumulation:
             self._begin()
             if batches is not None and batches.total is None:
                 batches.total = sum(row[0] for row in self.data.agree([batches.weight]))
+        # Outside of a prepared loader all batches count the same.
         local_weight = 1.0
         total = float(size)
         if batches is not None:
             local_weight = batches.weight
+            # Unknown without an exchange: take a full batch, which is the same number on every process, so that the
+            # divisor is too. The exchange at the end of the window corrects the difference.
             if batches.total is None:
                 total = batches.nominal * size
                 self._exchanges_weights = True
             else:
                 total = batches.total
-            if not batches.asked and (size > 1 or self.steps > 1):
+            # In a single process without accumulation every weight cancels out, so a wrong size does no harm.
+            if not batches.asked_for_sizes and (size > 1 or self.steps > 1):
                 batches.ask_for_sizes()
+        # The first loss of a window fixes the divisor of all of them: if the others weigh the same, nothing is left to
+        # correct. A loop that counts micro-batches itself decides alone when a window ends, so it gets no correction.
         if self._reference is None:
             self._expected = self.steps * total
             self._reference = self._expected
             self._corrects = inside
         self._weight_is_total = batches is None or batches.total is not None
-        self._weight = total if self._weight_is_total else local_weight
+        self._weight = local_weight
+        if self._weight_is_total:
+            self._weight = total
+        # Times the number of processes, because wrappers average gradients over them.
         factor = local_weight * size / self._reference
-        return loss if factor == 1.0 else loss * factor
+        if factor == 1.0:
+            return loss
+        return loss * factor
 
     def _scale_sum(self, loss: Tensor, weight: float) -> Tensor:
         if self.fixed_divisor:
@@ -303,6 +340,7 @@ class Accumulation:
                 found="backward(loss, weight=...) and GradientAccumulationPlugin(fixed_divisor=True)",
                 fix="leave one of them out; weight= gives the mean over all tokens, in short windows too",
             )
+        # Outside `accumulate` only a step ends a window: until then sums of several backwards are added up.
         if not self._depth and self._stepped:
             self._begin()
         if self._reference is not None and not self._explicit:
@@ -322,6 +360,8 @@ class Accumulation:
         self._explicit = True
         self._exchanges_weights = True
         self._corrects = True
+        # Sums are not divided before the backward: the correction divides by the weight of the whole window, once.
+        # Wrappers average over the processes, which multiplying by their number (`_expected`) undoes.
         self._reference = 1.0
         self._expected = float(self.losses.size)
         self._weight = weight
@@ -347,9 +387,11 @@ class Accumulation:
         # The last micro-batch of the previous window.
         window_start = self.turn - self._count
         last_backward = self._last_backward_before
+        # The gradients are those of an earlier window, which has ended.
         if 0 < last_backward <= window_start:
             return True
-        # A loop that does not call `zero_grad` before every backward abandons the window by this call.
+        # Loops call `zero_grad` before every backward or once per window; only the second kind means it inside a
+        # window. A loop that does not call it before every backward abandons the window by this call.
         abandons = cleared_at != last_backward or cleared_at <= window_start
         return self.sync and abandons
 
@@ -379,9 +421,11 @@ class Accumulation:
         If each process knows only its own weights, this takes a small exchange on the CPU.
         """
         self._stepped = True
+        # Clipping, unscaling and the step all call this: the first of them corrects.
         if optimizer in self.corrected:
             return
         gradients: list[Tensor] | None = None
+        # Before the correction: what an engine has not exchanged yet would be multiplied on this process only.
         if self._complete is not None:
             gradients = self._complete(optimizer)
             self.corrected.add(optimizer)
@@ -394,10 +438,14 @@ class Accumulation:
         else:
             local += self._weight
         if self._exchanges_weights:
-            # Processes that compute parts of one batch all have its full weight.
-            group = self.losses if self._explicit else self.data
+            # Weights of loaders: processes that compute parts of one batch all have its full weight, so it is summed
+            # over the data shards only. Weights of the user belong to the part whose loss they come with.
+            group = self.data
+            if self._explicit:
+                group = self.losses
             total += sum(row[0] for row in group.agree([local]))
             self.corrected.add(optimizer)
+        # The usual case, at no cost: equal batches give the same floating-point sums on both sides.
         if total == self._expected:
             return
         if not total > 0:
@@ -415,7 +463,9 @@ class Accumulation:
         """Remove a loader whose iteration has ended; of two loaders that are read together either may end first."""
         if batches in self.reading:
             self.reading.remove(batches)
-        self.batches = self.reading[-1] if self.reading else None
+        self.batches = None
+        if self.reading:
+            self.batches = self.reading[-1]
 
     def reset(self) -> None:
         """Abandon the current step."""
@@ -430,11 +480,11 @@ class Accumulation:
         self._entered.clear()
         self.corrected.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the position in the window, without gradients."""
         return {"sync": self.sync, "count": self._count}
 
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+    def load_state_dict(self, state: SavedState, step: int) -> None:
         """Continue at a saved position, after ``step`` micro-batches."""
         self._begin()
         self.corrected.clear()
@@ -442,7 +492,10 @@ class Accumulation:
         self.step = step
         self.sync = bool(state["sync"])
         self._count = int(state["count"])
-        self._position = 0 if self.sync else self._count
+        # A state that was saved inside a window continues in it, without the gradients of its first micro-batches.
+        self._position = 0
+        if not self.sync:
+            self._position = self._count
 
 
 @final
@@ -486,7 +539,9 @@ class GradientState:
     def remainder(self) -> int:
         """The samples of the loader's last batch over all processes; 0 if that batch is full, -1 if unknown."""
         batches = self._accumulation.batches
-        return -1 if batches is None else batches.remainder
+        if batches is None:
+            return -1
+        return batches.remainder
 
     @property
     def sync_with_dataloader(self) -> bool:
@@ -514,14 +569,15 @@ class GradientState:
         return [None, *self._accumulation.reading]
 
     @property
-    def plugin_kwargs(self) -> dict[str, Any]:
+    def plugin_kwargs(self) -> Keywords:
         """The options of `GradientAccumulationPlugin` that differ from its defaults."""
-        options: dict[str, Any] = {"num_steps": self.num_steps}
+        options: Keywords = {"num_steps": self.num_steps}
         if not self.adjust_scheduler:
             options["adjust_scheduler"] = False
         if not self.sync_with_dataloader:
             options["sync_with_dataloader"] = False
-        if self._accumulation.exchanges_each_batch:  # read by Transformers' Trainer
+        # Transformers' Trainer reads this option.
+        if self._accumulation.exchanges_each_batch:
             options["sync_each_batch"] = True
         return options
 

@@ -6,12 +6,13 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import torch
 
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.types import Function
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory"]
 
@@ -21,7 +22,7 @@ class _NoBatchSizeError(ConfigurationError, RuntimeError):
     """No batch size of `find_executable_batch_size` fits; a RuntimeError, which Accelerate scripts catch."""
 
 
-def release_memory(*objects: Any) -> list[None]:
+def release_memory(*objects: object) -> list[None]:
     """Collect garbage and empty the accelerator's cache.
 
     Args:
@@ -53,11 +54,11 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def find_executable_batch_size(
-    function: Callable[..., Any] | None = None,
+    function: Function | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
     keep_global_batch: bool = False,
-) -> Callable[..., Any]:
+) -> Function:
     """Decorator: call ``function(batch_size, ...)`` again with half of it whenever memory runs out.
 
     Args:
@@ -91,7 +92,7 @@ def find_executable_batch_size(
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def search(*arguments: Any, **options: Any) -> Any:
+    def search(*arguments: object, **options: object) -> object:
         if len(names) < len(arguments) + supplied:
             raise ConfigurationError(
                 f"{function.__name__} receives its batch size from this search",

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,6 +35,7 @@ from trainer_kit.core.collective_errors import (
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import load_module_weights, names_in
+from trainer_kit.core.types import Keywords, Stateful
 from trainer_kit.data.sources import has_state
 from trainer_kit.options.records import ProjectConfiguration
 from trainer_kit.options.refusals import refused
@@ -58,12 +59,6 @@ from trainer_kit.step.optimizers import OptimizerProxy
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Checkpoints"]
-
-
-class _HasState(Protocol):
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-    def load_state_dict(self, state_dict: Any) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ class Checkpoints:
         prepared: Prepared,
         project: ProjectConfiguration,
     ) -> None:
-        self.objects: list[_HasState] = []
+        self.objects: list[Stateful] = []
         self._before_save: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._before_load: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._directories = StateDirectories(processes, project)
@@ -121,7 +116,7 @@ class Checkpoints:
 
     # -- the content of a state ------------------------------------------------------------------------------------
 
-    def register(self, objects: Collection[Any]) -> None:
+    def register(self, objects: Collection[Stateful]) -> None:
         """Include further objects in saved states, through ``state_dict`` and ``load_state_dict``.
 
         Raises:
@@ -309,7 +304,7 @@ class Checkpoints:
     # -- load ------------------------------------------------------------------------------------------------------
 
     def load_state(
-        self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]
+        self, input_dir: str | os.PathLike[str] | None, load_options: Keywords
     ) -> str | None:
         """Restore a state of `save_state` or DeepSpeed; the same objects must be prepared in the same order.
 
@@ -404,7 +399,7 @@ class Checkpoints:
         index: int,
         module: nn.Module,
         state: SavedState,
-        load_options: Mapping[str, Any],
+        load_options: Keywords,
     ) -> None:
         key = _model_key(index)
         if key not in state:
@@ -460,7 +455,7 @@ class Checkpoints:
 
     def _load_optimizers(
         self, state: SavedState, owned: Sequence[list[list[nn.Parameter]]]
-    ) -> dict[int, Mapping[str, Any]]:
+    ) -> dict[int, SavedState]:
         """Load optimizers, and return the options of each that keep their newly configured values, by its id."""
         say = self._processes.print
         names = self._parameter_names()
@@ -470,7 +465,7 @@ class Checkpoints:
             saved_weights = state.get(_model_key(index), {})
             for name, value in saved_weights.items():
                 weights[self._unique_name(index, name)] = value
-        reconfigured: dict[int, Mapping[str, Any]] = {}
+        reconfigured: dict[int, SavedState] = {}
         for optimizer, groups, saved in zip(
             self._optimizers, owned, state["optimizers"], strict=True
         ):
@@ -480,7 +475,7 @@ class Checkpoints:
         return reconfigured
 
     def _load_schedulers(
-        self, state: SavedState, reconfigured: Mapping[int, Mapping[str, Any]]
+        self, state: SavedState, reconfigured: Mapping[int, SavedState]
     ) -> None:
         schedulers = [wrapper.scheduler for wrapper in self._prepared.schedulers]
         for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
@@ -553,7 +548,7 @@ class Checkpoints:
             )
 
 
-def _state_dicts(objects: Sequence[_HasState]) -> list[State]:
+def _state_dicts(objects: Sequence[Stateful]) -> list[State]:
     return [dict(obj.state_dict()) for obj in objects]
 
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, TypeAlias, final
+from typing import Final, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from trainer_kit.accelerator.accumulation import Batches
 from trainer_kit.accelerator.joint_calls import JointCalls
 from trainer_kit.accelerator.repeated_samples import NOTHING, drop_repeats, refusal
 from trainer_kit.core.collective_errors import (
@@ -27,15 +28,16 @@ from trainer_kit.core.collective_errors import (
 from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import map_leaves, map_tensors, require_tensor, tensors_of
+from trainer_kit.core.types import Nested
 
 __all__ = ["Collectives"]
 
-_Nested: TypeAlias = Any
-"""Tensors in nested containers, or objects that can be pickled."""
 _Record: TypeAlias = dict[str, str]
 """A call, and the line of the user's code that makes it."""
 
 _REDUCTIONS: Final = ("sum", "mean", "max", "min", "none")
+_T = TypeVar("_T")
+
 _NO_CONTEXT: Final = nullcontext()
 _PACKAGE: Final = str(Path(__file__).resolve().parents[1])
 _DEBUG_TIMEOUT: Final = 60.0
@@ -73,7 +75,7 @@ class Collectives:
         self._is_distributed = world.size > 1 and dist.is_initialized()
         self.triggered = False
 
-    def during(self, call: str, data: _Nested = None) -> AbstractContextManager[None]:
+    def during(self, call: str, data: Nested = None) -> AbstractContextManager[None]:
         """Return the context in which a collective call runs.
 
         Args:
@@ -91,7 +93,7 @@ class Collectives:
         with self.during("wait_for_everyone"):
             self.world.barrier()
 
-    def gather(self, data: _Nested) -> _Nested:
+    def gather(self, data: Nested) -> Nested:
         """Concatenate the tensors of all processes along the first dimension; scalars make a vector.
 
         Args:
@@ -107,8 +109,8 @@ class Collectives:
             return _gather(self.world, data, "gather")
 
     def gather_for_metrics(
-        self, data: _Nested, use_gather_object: bool, batches: Any
-    ) -> _Nested:
+        self, data: Nested, use_gather_object: bool, batches: Batches | None
+    ) -> Nested:
         """Gather the results of a batch without those of repeated samples, once from each data shard.
 
         Args:
@@ -120,37 +122,38 @@ class Collectives:
             ConfigurationError: on every process, if samples are repeated and a value has no entry per sample.
         """
         with self.during("gather_for_metrics"):
-            counts: list[int] | None = None if batches is None else batches.counts
             if use_gather_object or not _only_tensors(data):
-                return self._gather_objects_of_batch(data, batches, counts)
-            if counts is not None:
-                return _gather_rows(self.data, data, batches.size, counts)
+                return self._gather_objects_of_batch(data, batches)
+            if batches is not None and batches.counts is not None:
+                return _gather_rows(self.data, data, batches.size, batches.counts)
             if batches is not None and batches.end_of_dataloader:
                 data = _cut_to_batch(data, batches.size, batches.nominal)
             return _gather(self.data, data, "gather_for_metrics")
 
     def _gather_objects_of_batch(
-        self, data: _Nested, batches: Any, counts: list[int] | None
-    ) -> list[Any]:
+        self, data: Nested, batches: Batches | None
+    ) -> list[object]:
         group = self.data
+        # Pickled values have no shapes to compare, so only the call itself is: one process with tensors and another
+        # one with objects would take part in different exchanges.
         if group.size > 1:
             compare(group, "gather_for_metrics(objects)")
-        if counts is None:
+        if batches is None or batches.counts is None:
             return _gather_object(group, data)
         size = batches.size
-        count = counts[group.rank]
+        count = batches.counts[group.rank]
         results = on_every_rank(group, lambda: drop_repeats(data, size, count))
         # Copies of NOTHING from other processes are other objects of its class.
         return _concatenate(
             [result for result in results if not isinstance(result, type(NOTHING))]
         )
 
-    def gather_object(self, data: _Nested) -> list[Any]:
+    def gather_object(self, data: Nested) -> list[object]:
         """Gather small picklable values: lists are concatenated, other values are collected in a list in rank order."""
         with self.during("gather_object"):
             return _gather_object(self.world, data)
 
-    def reduce(self, data: _Nested, reduction: str, scale: float) -> _Nested:
+    def reduce(self, data: Nested, reduction: str, scale: float) -> Nested:
         """Reduce nested tensors over the processes; the arguments do not change.
 
         Args:
@@ -182,7 +185,7 @@ class Collectives:
         result = self.world.all_reduce(result, reduction)
         return result if scale == 1.0 else result * scale
 
-    def broadcast(self, data: _Nested, source: int) -> _Nested:
+    def broadcast(self, data: Nested, source: int) -> Nested:
         """Send the nested tensors of process ``source`` to every process; shapes and dtypes must be equal everywhere.
 
         Raises:
@@ -195,15 +198,15 @@ class Collectives:
                 lambda tensor: self.world.broadcast(tensor.detach().clone(), source),
             )
 
-    def broadcast_object_list(self, values: list[Any], source: int) -> list[Any]:
+    def broadcast_object_list(self, values: list[_T], source: int) -> list[_T]:
         """Replace ``values`` in place with the small picklable values of process ``source``."""
         with self.during("broadcast_object_list"):
             values[:] = self.world.broadcast(list(values), source)
         return values
 
     def pad_across_processes(
-        self, data: _Nested, dim: int, pad_index: float, pad_first: bool
-    ) -> _Nested:
+        self, data: Nested, dim: int, pad_index: float, pad_first: bool
+    ) -> Nested:
         """Pad nested tensors along ``dim`` to the largest length on any process, so that they can be gathered.
 
         Args:
@@ -243,12 +246,12 @@ class Collectives:
         return any_triggered
 
 
-def _map_strictly(data: _Nested, change: Callable[[Tensor], Tensor]) -> _Nested:
+def _map_strictly(data: Nested, change: Callable[[Tensor], Tensor]) -> Nested:
     """Call ``change`` on every tensor; ConfigurationError for any other leaf."""
     return map_leaves(data, change, Tensor, require_tensor)
 
 
-def _only_tensors(data: _Nested) -> bool:
+def _only_tensors(data: Nested) -> bool:
     try:
         _map_strictly(data, lambda tensor: tensor)
     except ConfigurationError:
@@ -256,7 +259,7 @@ def _only_tensors(data: _Nested) -> bool:
     return True
 
 
-def _gather(group: Group, data: _Nested, call: str) -> _Nested:
+def _gather(group: Group, data: Nested, call: str) -> Nested:
     same_everywhere(group, call, data)
     return _map_strictly(data, lambda tensor: _gather_tensor(group, tensor))
 
@@ -268,21 +271,21 @@ def _gather_tensor(group: Group, tensor: Tensor) -> Tensor:
     return group.all_gather(rows).flatten(0, 1)
 
 
-def _gather_object(group: Group, data: _Nested) -> list[Any]:
+def _gather_object(group: Group, data: Nested) -> list[object]:
     return _concatenate(group.all_gather_object(data))
 
 
-def _concatenate(values: list[Any]) -> list[Any]:
+def _concatenate(values: list[object]) -> list[object]:
     """Join lists and tuples into one list; return other values as they are."""
-    if not all(isinstance(value, (list, tuple)) for value in values):
-        return values
     items: list[object] = []
     for value in values:
+        if not isinstance(value, (list, tuple)):
+            return values
         items.extend(value)
     return items
 
 
-def _cut_to_batch(data: _Nested, size: int, nominal: float) -> _Nested:
+def _cut_to_batch(data: Nested, size: int, nominal: float) -> Nested:
     """Cut tensors with a row for each sample of a full batch to the samples of a short last one.
 
     Transformers' Trainer repeats the mean loss of a batch as often as a full batch has samples.
@@ -297,7 +300,7 @@ def _cut_to_batch(data: _Nested, size: int, nominal: float) -> _Nested:
     return map_tensors(data, cut)
 
 
-def _gather_rows(group: Group, data: _Nested, size: int, counts: list[int]) -> _Nested:
+def _gather_rows(group: Group, data: Nested, size: int, counts: list[int]) -> Nested:
     """Gather the results of a batch, and omit those of repeated samples.
 
     Args:
@@ -342,7 +345,7 @@ def _gather_rows(group: Group, data: _Nested, size: int, counts: list[int]) -> _
 def _exchange_lengths(
     group: Group,
     call: str,
-    data: _Nested,
+    data: Nested,
     dim: int,
     size: int = 0,
     same_shapes: bool = False,
@@ -355,13 +358,13 @@ def _exchange_lengths(
     lengths: list[int] = []
 
     def describe(tensor: Tensor) -> str:
-        shape: list[Any] = list(tensor.shape)
+        shape = list(map(str, tensor.shape))
         if -tensor.ndim <= dim < tensor.ndim:
-            lengths.append(shape[dim])
+            lengths.append(tensor.shape[dim])
             shape[dim] = "*"
         if not same_shapes:
             return f"{tensor.ndim} dimensions"
-        return f"({', '.join(map(str, shape))}) {tensor.dtype}"
+        return f"({', '.join(shape)}) {tensor.dtype}"
 
     text = f"{call}({signature(data, describe)})"
     first_length = lengths[0] if lengths else 0
@@ -389,7 +392,7 @@ def _pad(
     return torch.cat([tensor, padding], dim)
 
 
-def _compare_calls(group: Group, call: str, data: _Nested) -> None:
+def _compare_calls(group: Group, call: str, data: Nested) -> None:
     """Wait until every process is about to make the same call: different calls would hang, or exchange wrong values.
 
     Each process writes its call to the rendezvous store, so the comparison does not affect a process that does

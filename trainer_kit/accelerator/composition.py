@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypeVar
 
 from torch import distributed as dist
 
 from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.joint_calls import ADVICE
 from trainer_kit.accelerator.processes import AcceleratorProcesses
+from trainer_kit.accelerator.trackers import Tracker
 from trainer_kit.accelerator.wrapping import without_exchange
 from trainer_kit.build import choose_precision, choose_strategy
 from trainer_kit.core.arguments import as_list, word_of
@@ -29,6 +30,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.core.wings import has_wing
+from trainer_kit.core.types import Keywords
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import HangWatchdog, stop_at_exit
 from trainer_kit.options.deepspeed import DeepSpeedPlugin
@@ -56,9 +58,12 @@ from trainer_kit.strategies.mesh_layout import resolve_sizes
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
+    "HangTimeout",
+    "Options",
     "chosen_sizes",
     "chosen_strategy",
     "engine_arguments",
+    "find_option",
     "named_dynamo",
     "named_loaders",
     "named_options",
@@ -70,6 +75,13 @@ __all__ = [
     "started_strategy",
     "started_watchdog",
 ]
+
+HangTimeout: TypeAlias = float | str | bool | None
+"""Seconds, a duration such as ``"5min"``, False to report only, or None for the default."""
+Options: TypeAlias = dict[type, Any]
+"""Option records by their class: plugins of engines, and handlers such as `GradScalerKwargs`."""
+
+_T = TypeVar("_T")
 
 _PLUGINS: Final[dict[str, type]] = {
     "fsdp_plugin": FullyShardedDataParallelPlugin,
@@ -100,7 +112,12 @@ _LAUNCHED: Final[dict[str, type]] = {
 }
 
 
-def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def find_option(options: Options, kind: type[_T]) -> _T | None:
+    """Return the record of a class, or None."""
+    return options.get(kind)
+
+
+def engine_arguments(arguments: Mapping[str, Any]) -> Keywords:
     """Check an Accelerator's arguments, and return those for engines, by name.
 
     Args:
@@ -119,8 +136,8 @@ def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plugins(
-    arguments: Mapping[str, Any], deepspeed: Mapping[str, Any]
-) -> dict[type, Any]:
+    arguments: Mapping[str, object], deepspeed: Mapping[str, DeepSpeedPlugin]
+) -> Options:
     """Return the engine plugins by class: from an Accelerator's arguments, else from its launcher.
 
     Args:
@@ -160,7 +177,7 @@ def plugins(
     return by_class
 
 
-def _selected_engine(options: Mapping[type, Any]) -> Any:
+def _selected_engine(options: Options) -> Any:
     """Return the plugin of the engine that the options select, or None."""
     for kind in _PLUGINS.values():
         if kind in options and kind is not ParallelismConfig:
@@ -168,7 +185,7 @@ def _selected_engine(options: Mapping[type, Any]) -> Any:
     return None
 
 
-def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> Any:
+def chosen_strategy(options: Options, environment: Environment) -> Any:
     """Return the strategy that the user's options select; ``"auto"`` without options."""
     strategy = options.get(Strategy)
     if strategy is not None:
@@ -184,7 +201,7 @@ def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> An
         serves_alone = engine is not None and engine.serves_alone
         if not environment.launched and not serves_alone:
             return "auto"
-    arguments: dict[str, Any] = {}
+    arguments: Keywords = {}
     if wrapper is not None and engine is None and mesh is None:
         arguments.update(wrapper.arguments())
     if group is not None:
@@ -198,7 +215,7 @@ def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> An
     return STRATEGIES.get("ddp")(**arguments)
 
 
-def _refuse_plugins(options: Mapping[type, Any]) -> None:
+def _refuse_plugins(options: Options) -> None:
     engines = [kind for kind in _PLUGINS.values() if kind is not Strategy]
     names = [kind.__name__ for kind in engines if kind in options]
     if names:
@@ -208,7 +225,7 @@ def _refuse_plugins(options: Mapping[type, Any]) -> None:
 
 
 def _mesh(
-    config: ParallelismConfig | None, engine: Any, environment: Environment
+    config: ParallelismConfig | None, engine: object, environment: Environment
 ) -> ParallelismConfig | None:
     """Return the configuration of a mesh; None for data parallelism alone."""
     dims = [] if config is None else config.active_mesh_dims
@@ -224,7 +241,7 @@ def _mesh(
     return None if dims == ["dp_replicate"] and engine is None else config
 
 
-def chosen_sizes(options: Mapping[type, Any]) -> dict[str, Chosen]:
+def chosen_sizes(options: Options) -> dict[str, Chosen]:
     """Return the mesh sizes that are not 1, with their origins."""
     config = options.get(ParallelismConfig)
     sizes: dict[str, Chosen] = {}
@@ -245,9 +262,9 @@ def _has_value(option: Chosen | None, value: object) -> bool:
 
 
 def named_options(
-    options: Mapping[type, Any],
+    options: Options,
     cpu: bool,
-    precision: Any,
+    precision: str | Precision | None,
     steps: int | None,
     plugin: GradientAccumulationPlugin | None,
     debug: bool | None,
@@ -263,7 +280,7 @@ def named_options(
         debug: ``debug``.
     """
     engine = _selected_engine(options)
-    configured: Mapping[str, Any] = {}
+    configured: Keywords = {}
     if isinstance(engine, DeepSpeedPlugin):
         configured = engine.accelerator_arguments()
     if precision is None:
@@ -286,7 +303,7 @@ def named_options(
 
 
 def started_strategy(
-    options: Mapping[type, Any], on_cpu: bool, environment: Environment
+    options: Options, on_cpu: bool, environment: Environment
 ) -> Strategy:
     """Start the strategy that the user's options select, and return it."""
     selected = chosen_strategy(options, environment)
@@ -299,7 +316,7 @@ def started_strategy(
 
 
 def resolve_precision(
-    precision: Any, strategy: Strategy, options: Mapping[type, Any]
+    precision: str | Precision | None, strategy: Strategy, options: Options
 ) -> Precision:
     """Return the precision for a name or an object, with the gradient scaler of the user's options."""
     if not isinstance(precision, Precision):
@@ -316,7 +333,7 @@ def resolve_precision(
     return composed
 
 
-def _fp8_recipe(options: Mapping[type, Any]) -> FP8Recipe:
+def _fp8_recipe(options: Options) -> FP8Recipe:
     for kind, option in options.items():
         if issubclass(kind, FP8Recipe):
             recipe: FP8Recipe = option
@@ -409,7 +426,7 @@ def named_loaders(
     return config or DataLoaderConfiguration(split_batches=split_batches)
 
 
-def named_trackers(log_with: Any) -> list[Any]:
+def named_trackers(log_with: object) -> list[str | Tracker]:
     """Return the trackers of ``log_with``, as names and objects; ``"all"`` becomes the names of installed trackers."""
     trackers = []
     for tracker in as_list(log_with):
@@ -444,11 +461,11 @@ def _have_different_tasks() -> bool:
 
 
 def started_watchdog(
-    timeout: Any,
+    timeout: HangTimeout,
     processes: AcceleratorProcesses,
     accumulation: Accumulation,
     project: ProjectConfiguration,
-    note: Callable[[str, str], Any],
+    note: Callable[[str, str], object],
 ) -> HangWatchdog | None:
     """Start the hang watchdog; return None for a single process, without a store, or if processes have other tasks."""
     seconds = chosen_timeout(timeout)
@@ -458,7 +475,7 @@ def started_watchdog(
         return None
     calls = processes.calls
 
-    def progress() -> tuple[int, Any]:
+    def progress() -> tuple[int, tuple[int, int]]:
         return accumulation.optimizer_steps, (accumulation.turn, calls.count)
 
     def directory() -> Path:

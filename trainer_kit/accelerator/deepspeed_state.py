@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.state_names import named_state
+from trainer_kit.core.types import LRSchedulerLike, SavedState
 from trainer_kit.state.optimizer_states import (
     owned_parameters,
     parameter_names,
@@ -56,7 +57,7 @@ class DeepSpeedState:
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        schedulers: Sequence[Any],
+        schedulers: Sequence[LRSchedulerLike],
     ) -> int:
         """Load weights, optimizer moments and the schedule; collective call.
 
@@ -179,7 +180,9 @@ def _weights_to_load(
     return weights
 
 
-def _load_schedule(content: DeepSpeedContent, schedulers: Sequence[Any]) -> str:
+def _load_schedule(
+    content: DeepSpeedContent, schedulers: Sequence[LRSchedulerLike]
+) -> str:
     """Load the schedule, and describe what it does from here on."""
     if not schedulers:
         return "no schedule is saved or prepared: the learning rate is what it was then"
@@ -190,7 +193,7 @@ def _load_schedule(content: DeepSpeedContent, schedulers: Sequence[Any]) -> str:
 
 
 def _check_schedule(
-    path: Path, saved: Mapping[str, Any] | None, schedulers: Sequence[Any]
+    path: Path, saved: SavedState | None, schedulers: Sequence[LRSchedulerLike]
 ) -> None:
     if saved is None or not schedulers:
         return

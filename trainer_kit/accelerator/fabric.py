@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from trainer_kit.accelerator.accelerator import Accelerator
@@ -39,6 +40,14 @@ from trainer_kit.core.errors import (
 from trainer_kit.core.location import locate
 from trainer_kit.core.seed import seed_everything
 from trainer_kit.core.tensors import map_leaves, map_tensors, move_to_device
+from trainer_kit.core.types import (
+    Function,
+    Keywords,
+    Loaders,
+    Nested,
+    SavedState,
+    StateDict,
+)
 from trainer_kit.launch import run_agent, run_forked
 from trainer_kit.options.records import FullyShardedDataParallelPlugin
 from trainer_kit.strategies.gathering import TensorGroup, gather_with_gradients
@@ -48,9 +57,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from trainer_kit.compat.accelerators import LightningAccelerator
+    from trainer_kit.precision.precision import Precision
     from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Fabric"]
+
+_T = TypeVar("_T")
 
 _REDUCTIONS: Final = ("mean", "sum", "max", "min")
 _CHOSEN_BY_PROCESSES: Final = ("auto", "ddp", "ddp_find_unused_parameters_false")
@@ -104,10 +116,10 @@ class Fabric:
         strategy: str | Strategy = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
-        precision: Any = None,
-        plugins: Any = None,
-        callbacks: Any = None,
-        loggers: Any = None,
+        precision: str | Precision | None = None,
+        plugins: object = None,
+        callbacks: object = None,
+        loggers: object = None,
     ) -> None:
         refuse_checkpoint_io(plugins)
         if precision is not None and plugins is not None:
@@ -118,7 +130,7 @@ class Fabric:
         self._forks = strategy in _FORKED
         if precision is None and plugins is None:
             precision = "32-true"
-        self._options: dict[str, Any] = {
+        self._options: Keywords = {
             "cpu": device_type == "cpu",
             "mixed_precision": precision or plugins,
             "gradient_accumulation_steps": 1,
@@ -217,7 +229,7 @@ class Fabric:
         return self.loggers[0]
 
     def launch(
-        self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any
+        self, function: Function | None = None, *args: Any, **kwargs: Any
     ) -> Any:
         """Start the processes, unless a launcher has done so, and call ``function(fabric, ...)`` in each.
 
@@ -245,7 +257,7 @@ class Fabric:
                 fix="fabric.launch(train)",
             )
 
-        def on_rank(rank: int) -> Any:
+        def on_rank(rank: int) -> object:
             self._processes_to_start = 0
             self._build()
             value = function(self, *args, **kwargs)
@@ -257,15 +269,21 @@ class Fabric:
         """Wait for every process."""
         self.accelerator.wait_for_everyone()
 
-    def print(self, *values: Any, **options: Any) -> None:
+    def print(self, *values: object, **options: Any) -> None:
         """Print on the first process of a machine."""
         self.accelerator.print(*values, **options)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
         """Return the object of process ``src`` on every process."""
-        return self.accelerator.strategy.broadcast(obj, src)
+        value: _T = self.accelerator.strategy.broadcast(obj, src)
+        return value
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(
+        self,
+        data: Nested,
+        group: ProcessGroup | None = None,
+        sync_grads: bool = False,
+    ) -> Nested:
         """Stack every tensor over the processes to shape (processes, *shape); a single process returns it unchanged.
 
         Args:
@@ -283,7 +301,12 @@ class Fabric:
             return map_tensors(data, ranks.all_gather)
         return self.accelerator.gather(map_tensors(data, lambda tensor: tensor[None]))
 
-    def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+    def all_reduce(
+        self,
+        data: Nested,
+        group: ProcessGroup | None = None,
+        reduce_op: str = "mean",
+    ) -> Nested:
         """Reduce every tensor over the processes; a single process returns it unchanged.
 
         Args:
@@ -303,7 +326,7 @@ class Fabric:
         )
         return map_tensors(data, partial(TensorGroup(group).all_reduce, op=reduction))
 
-    def _as_tensors(self, data: Any) -> Any:
+    def _as_tensors(self, data: Nested) -> Nested:
         """Return a pytree with a tensor in the place of each number."""
 
         def make_tensor(number: float) -> Tensor:
@@ -336,7 +359,7 @@ class Fabric:
         self,
         module: nn.Module,
         *optimizers: Optimizer,
-        scheduler: Any = None,
+        scheduler: object = None,
         move_to_device: bool = True,
     ) -> Any:
         """Prepare a module and its optimizers; return them in this order, and the scheduler unchanged.
@@ -368,7 +391,9 @@ class Fabric:
         in_precision = partial(under_precision, precision=self.accelerator.precision)
         return FabricModule(user_module, prepared, in_precision)
 
-    def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
+    def setup_module(
+        self, module: nn.Module, move_to_device: bool = True
+    ) -> FabricModule:
         """Prepare a module without its optimizers."""
         prepared = self.accelerator.prepare_model(
             prepared_module(module), device_placement=move_to_device
@@ -384,7 +409,7 @@ class Fabric:
 
     def setup_dataloaders(
         self,
-        *dataloaders: Any,
+        *dataloaders: Loaders,
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
     ) -> Any:
@@ -434,7 +459,7 @@ class Fabric:
         with torch.device(self.device), self.accelerator.precision.init_context():
             yield
 
-    def to_device(self, obj: Any) -> Any:
+    def to_device(self, obj: Nested) -> Nested:
         """Move a module, tensor or batch to the device of this process."""
         if isinstance(obj, nn.Module):
             return obj.to(self.device)
@@ -443,7 +468,11 @@ class Fabric:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def backward(
-        self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any
+        self,
+        tensor: Tensor,
+        *args: object,
+        model: nn.Module | None = None,
+        **kwargs: Any,
     ) -> None:
         """Run the backward pass; use this in place of ``loss.backward()``."""
         _refuse(
@@ -497,18 +526,18 @@ class Fabric:
             return nullcontext()
         return self.accelerator.no_sync(prepared_module(module))
 
-    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+    def call(self, hook_name: str, *args: object, **kwargs: object) -> None:
         """Call the method ``hook_name`` of each callback that has it."""
         for callback in self.callbacks:
             method = getattr(callback, hook_name, None)
             if callable(method):
                 method(*args, **kwargs)
 
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
+    def log(self, name: str, value: object, step: int | None = None) -> None:
         """Log a value with every logger, on rank 0."""
         self.log_dict({name: value}, step)
 
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_dict(self, metrics: Mapping[str, object], step: int | None = None) -> None:
         """Log values with every logger, on rank 0; tensors of one element become numbers, which is a sync point."""
         if not self.is_global_zero:
             return
@@ -521,7 +550,7 @@ class Fabric:
     def save(
         self,
         path: str | os.PathLike[str],
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write modules, optimizers and plain values as a checkpoint directory; collective call.
@@ -541,7 +570,7 @@ class Fabric:
             f"filter= names {unknown}, which state does not have",
             f"its names: {list(state)}",
         )
-        checkpoint: dict[str, Any] = {}
+        checkpoint: StateDict = {}
         for name, value in state.items():
             entry = self._collect_state(value)
             selects = filters.get(name)
@@ -553,7 +582,7 @@ class Fabric:
             lambda: str(write_checkpoint(path, checkpoint, overwrite=True)),
         )
 
-    def _collect_state(self, value: Any) -> Any:
+    def _collect_state(self, value: object) -> Any:
         if isinstance(value, nn.Module):
             return self.accelerator.get_state_dict(prepared_module(value))
         if isinstance(value, Optimizer):
@@ -576,11 +605,11 @@ class Fabric:
     def load(
         self,
         path: str | os.PathLike[str],
-        state: MutableMapping[str, Any] | None = None,
+        state: MutableMapping[str, object] | None = None,
         strict: bool = True,
         *,
         weights_only: bool | None = None,
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """Load a checkpoint of `save`, or a ``torch.save`` file, into the objects of ``state``; return other entries.
 
         ``weights_only`` is accepted for compatibility with Lightning: nothing is ever unpickled.
@@ -591,7 +620,7 @@ class Fabric:
         """
         file = locate(path)
         check_exists(file)
-        checkpoint: dict[str, Any]
+        checkpoint: StateDict
         if file.is_dir():
             checkpoint = dict(read_checkpoint(path))
         else:
@@ -613,7 +642,7 @@ class Fabric:
                 )
         return checkpoint
 
-    def _load_into(self, value: Any, entry: Any, strict: bool) -> bool:
+    def _load_into(self, value: object, entry: Any, strict: bool) -> bool:
         """Load an entry of a checkpoint into an object; return False for a plain value, which has no state."""
         if isinstance(value, nn.Module):
             self._load_module(value, entry, strict)
@@ -628,7 +657,7 @@ class Fabric:
     def load_raw(
         self,
         path: str | os.PathLike[str],
-        obj: Any,
+        obj: nn.Module | Optimizer,
         strict: bool = True,
         *,
         weights_only: bool | None = None,
@@ -641,7 +670,7 @@ class Fabric:
             self._load_optimizer(obj, torch_load(locate(path), "cpu"))  # type: ignore[arg-type]
 
     def _load_module(
-        self, module: nn.Module, weights: Mapping[str, Any], strict: bool
+        self, module: nn.Module, weights: SavedState, strict: bool
     ) -> None:
         _refuse(
             self.accelerator.strategy.owns_step,
@@ -652,7 +681,7 @@ class Fabric:
             self.accelerator.unwrap_model(module), weights, strict
         )
 
-    def _load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+    def _load_optimizer(self, optimizer: Optimizer, state: StateDict) -> None:
         """Load the state of full parameters; where they are sharded, a process loads its shards."""
         from torch.distributed.tensor import DTensor
 
@@ -694,7 +723,7 @@ def _default_count(
     return max(accelerators, 1)
 
 
-def _device_count(devices: Any) -> int | None:
+def _device_count(devices: object) -> int | None:
     """Return the number of devices that an argument asks for; None: as many as the machine has."""
     if devices in ("auto", -1, "-1"):
         return None
@@ -710,7 +739,7 @@ def _device_count(devices: Any) -> int | None:
     )
 
 
-def _engine_arguments(strategy: str | Strategy) -> dict[str, Any]:
+def _engine_arguments(strategy: str | Strategy) -> Keywords:
     """Return the arguments of the Accelerator for a strategy.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.tensors import map_leaves
+from trainer_kit.core.types import Function, Nested
 
 __all__ = [
     "FabricModule",
@@ -21,6 +22,17 @@ __all__ = [
     "serve_module",
     "unwrap_objects",
 ]
+
+
+class _FabricLike(Protocol):
+    """What a `TrainModule` uses of the Fabric that runs it; the class itself is in a module that imports this one."""
+
+    loggers: list[Any]
+
+    @property
+    def backward(self) -> Callable[..., None]: ...
+    def log(self, name: str, value: object) -> None: ...
+
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -43,7 +55,7 @@ class FabricModule(nn.Module):
         self,
         module: nn.Module,
         prepared: nn.Module,
-        in_precision: Callable[[Callable[..., Any]], Callable[..., Any]],
+        in_precision: Callable[[Function], Function],
     ) -> None:
         super().__init__()
         self._modules["module"] = module
@@ -62,7 +74,7 @@ class FabricModule(nn.Module):
         prepared: nn.Module = self._prepared
         return prepared
 
-    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+    def mark_forward_method(self, method: str | Function) -> None:
         """Run a method as the forward is run: through the wrapper, in the precision.
 
         Args:
@@ -105,17 +117,17 @@ class FabricModule(nn.Module):
         else:
             setattr(module, name, value)
 
-    def _through_wrapper(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def _through_wrapper(self, step: Function) -> Function:
         """Call the wrapper with the step in the place of the module's forward."""
 
         @wraps(step)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             attributes = self.module.__dict__
             replaced = {}
             if "forward" in attributes:
                 replaced["forward"] = attributes["forward"]
 
-            def forward(*args: Any, **kwargs: Any) -> Any:
+            def forward(*args: object, **kwargs: object) -> object:
                 # The step may call the module itself.
                 restore()
                 return step(*args, **kwargs)
@@ -132,12 +144,10 @@ class FabricModule(nn.Module):
 
         return call
 
-    def _refuse_gradients_in(
-        self, method: Callable[..., Any], name: str
-    ) -> Callable[..., Any]:
+    def _refuse_gradients_in(self, method: Function, name: str) -> Function:
         """Refuse a method that computes gradients past the wrapper, which would not synchronize them."""
 
-        def refuse(*_: Any) -> None:
+        def refuse(*_: object) -> None:
             if torch.is_grad_enabled():
                 raise ConfigurationError(
                     "this method runs layers without the wrapper that synchronises gradients",
@@ -146,7 +156,7 @@ class FabricModule(nn.Module):
                 )
 
         @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             hooks = [
                 submodule.register_forward_pre_hook(refuse)
                 for submodule in self.module.modules()
@@ -208,12 +218,12 @@ def is_wrapped(obj: object) -> bool:
     return isinstance(obj, FabricModule)
 
 
-def unwrap_objects(collection: Any) -> Any:
+def unwrap_objects(collection: Nested) -> Nested:
     """Replace the modules that `Fabric.setup` returned by the user's own, in any nesting."""
     return map_leaves(collection, lambda module: module.module, FabricModule)
 
 
-def serve_module(module: nn.Module, fabric: Any) -> None:
+def serve_module(module: nn.Module, fabric: _FabricLike) -> None:
     """Let a `TrainModule` log, print and run backward through a Fabric."""
     if isinstance(module, TrainModule):
         served: Any = _FabricAsTrainer(fabric)
@@ -224,18 +234,18 @@ def serve_module(module: nn.Module, fabric: Any) -> None:
 class _FabricAsTrainer:
     """What a `TrainModule` asks its Trainer for, from a Fabric."""
 
-    def __init__(self, fabric: Any) -> None:
+    def __init__(self, fabric: _FabricLike) -> None:
         self.fabric = fabric
         # A module logs through `trainer.metrics`.
         self.metrics = self
         self.manual_backward = fabric.backward
 
     @property
-    def logger(self) -> Any:
+    def logger(self) -> object:
         """The first logger, or None."""
         return self.fabric.loggers[0] if self.fabric.loggers else None
 
-    def log(self, name: str, value: Any, *options: Any) -> None:
+    def log(self, name: str, value: object, *options: object) -> None:
         """Log a value with every logger."""
         self.fabric.log(name, value)
 

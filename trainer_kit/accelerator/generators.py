@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -45,7 +45,7 @@ def set_seed(
         torch.use_deterministic_algorithms(True)
 
 
-def generator_kinds(kinds: Iterable[Any] | None) -> list[str]:
+def generator_kinds(kinds: Iterable[object] | None) -> list[str]:
     """Return ``rng_types`` as a list of names.
 
     Raises:
@@ -61,7 +61,7 @@ def generator_kinds(kinds: Iterable[Any] | None) -> list[str]:
 
 
 def each_epoch(
-    world: Group, kinds: Iterable[Any] | None, device: torch.device
+    world: Group, kinds: Iterable[object] | None, device: torch.device
 ) -> Callable[[], None] | None:
     """Return the function that synchronizes the generators at the start of an epoch; None if there is nothing to do.
 
@@ -75,7 +75,7 @@ def each_epoch(
 
 def synchronize(
     world: Group,
-    kinds: Iterable[Any] | None,
+    kinds: Iterable[object] | None,
     generator: torch.Generator | None,
     device: torch.device,
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import (
     ChildFailedError,
@@ -14,11 +14,13 @@ from torch.distributed.elastic.multiprocessing.errors import (
 
 from trainer_kit.core.environment import available_devices, patch_environment
 from trainer_kit.core.errors import ConfigurationError, LaunchError
+from trainer_kit.core.types import Function
 from trainer_kit.launch import run_forked
 from trainer_kit.launch.failure import RankFailure
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
+_T = TypeVar("_T")
 
 _ELASTIC_OPTIONS: Final = {
     "rdzv_backend",
@@ -31,8 +33,8 @@ _ELASTIC_OPTIONS: Final = {
 
 
 def notebook_launcher(
-    function: Callable[..., Any],
-    args: Sequence[Any] = (),
+    function: Function,
+    args: Sequence[object] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
     use_port: int | str = "29500",
@@ -40,7 +42,7 @@ def notebook_launcher(
     node_rank: int = 0,
     num_nodes: int = 1,
     max_restarts: int = 0,
-    **elastic: Any,
+    **elastic: object,
 ) -> Any:
     """Call ``function(*args)`` on several forked processes of this machine, from a notebook or a REPL.
 
@@ -91,7 +93,7 @@ def notebook_launcher(
     ) -> BaseException:
         return _as_child_failure(error, failures, name)
 
-    def run() -> Any:
+    def run() -> object:
         return run_forked(
             lambda rank: function(*args), processes, failed=as_child_failure
         )
@@ -172,7 +174,7 @@ def _combine_classes(error: Exception) -> Exception:
     return combined
 
 
-def _run_with_restarts(run: Callable[[], Any], restarts: int) -> Any:
+def _run_with_restarts(run: Callable[[], _T], restarts: int) -> _T:
     for restart in range(1, restarts + 1):
         try:
             return run()
@@ -187,7 +189,7 @@ def _run_with_restarts(run: Callable[[], Any], restarts: int) -> Any:
 
 
 def debug_launcher(
-    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+    function: Function, args: Sequence[object] = (), num_processes: int = 2
 ) -> None:
     """Call ``function(*args)`` on several processes of this machine, on the CPU.
 

@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, default_collate
+from torch.utils.data import BatchSampler, default_collate
 
 from trainer_kit.accelerator.accumulation import Accumulation
-from trainer_kit.accelerator.samplers import BatchSamplerShard, SeedableRandomSampler
-from trainer_kit.accelerator.split_batches import split_loader
-from trainer_kit.accelerator.uneven_batches import Turn, evened, filled
+from trainer_kit.accelerator.loader_samplers import LoaderBatches, batches_in_order
+from trainer_kit.accelerator.uneven_batches import SizedBatch, Turn, evened, filled
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.display import plural
-from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
 from trainer_kit.core.tensors import move_to_device
+from trainer_kit.core.types import Batch, Loaders, SavedState, StateDict
 from trainer_kit.data import EMPTY, MISSING, Feed
-from trainer_kit.data.combined import CombinedLoader, read_together
-from trainer_kit.data.division import check_division, divide_by_itself, fingerprint
-from trainer_kit.data.order import BatchTurns, SampleBlocks, derive_seed, drawn
-from trainer_kit.options.records import DataLoaderConfiguration
+from trainer_kit.data.division import divide_by_itself, fingerprint
 from trainer_kit.state.data_changes import describe_changes
 
 __all__ = [
     "LaterLoader",
     "PreparedLoader",
-    "prepare_loader",
     "skip_first_batches",
 ]
 
 
-_END: Any = object()
-_NOT_READ: Any = object()
+_END: Final[Any] = object()
+"""Marks the end of a source; None could be a batch."""
+_NOT_READ: Final[Any] = object()
+"""The next batch while none was read ahead."""
 
 
 @final
@@ -66,7 +63,7 @@ class PreparedLoader:
         weight: the weight of the current batch on this process.
         total: its weight over all processes; None: unknown without an exchange.
         nominal: the weight of a full batch, the same on every process.
-        asked: whether `ask_for_sizes` was called.
+        asked_for_sizes: whether `ask_for_sizes` was called.
         counts: for each process, the samples of the current batch that are not repeated; None: all of them.
         end_of_dataloader: whether the current batch is the last one.
         batches_read: the number of batches yielded in all epochs.
@@ -74,7 +71,7 @@ class PreparedLoader:
 
     def __init__(
         self,
-        loader: Any,
+        loader: Loaders,
         make_feed: Callable[[bool, int], Feed],
         group: Group,
         device: torch.device | None,
@@ -84,7 +81,7 @@ class PreparedLoader:
         even: bool,
         dispatch: Group | None = None,
         non_blocking: bool = False,
-        shard: Callable[[Any], Any] | None = None,
+        shard: Callable[[Batch], Batch] | None = None,
         end: Callable[[], None] | None = None,
         before_epoch: Callable[[], None] | None = None,
     ) -> None:
@@ -107,7 +104,7 @@ class PreparedLoader:
         self.nominal = 1.0
         self.total: float | None = None
         self.counts: list[int] | None = None
-        self.asked = False
+        self.asked_for_sizes = False
         self.end_of_dataloader = False
         # The epoch and the batches yielded of the current iteration.
         self._position: tuple[int, int] | None = None
@@ -122,6 +119,7 @@ class PreparedLoader:
             is_distributed_stream and divide_by_itself(loader) is not None
         )
         # Whether each process knows all batches: the main process reads for all, or each reads the whole stream.
+        # Positions of the reader then count all batches, those of this loader its own.
         self._reads_all = not self._divides_itself and (
             dispatch is not None or is_distributed_stream
         )
@@ -136,8 +134,9 @@ class PreparedLoader:
             raise AttributeError(name)
         return getattr(self.dataloader, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """Leave out the state of the current iteration; a copy continues at the same position."""
+        # The feed holds iterators and worker processes, which cannot be copied.
         return {
             **vars(self),
             "feed": None,
@@ -145,7 +144,7 @@ class PreparedLoader:
             "_resume": self._resume or self._position,
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: SavedState) -> None:
         vars(self).update(state)
         self.feed = self._make_feed(self.even, self.seed)
 
@@ -155,6 +154,7 @@ class PreparedLoader:
             raise TypeError(
                 f"object of type {type(self.dataloader).__name__!r} has no len()"
             )
+        # The length of the feed is that of this process, except where one reader reads for all of them.
         if not self._reads_all:
             return length
         turns, remaining = divmod(length, self.group.size)
@@ -190,10 +190,10 @@ class PreparedLoader:
     @property
     def batch_sampler(self) -> Any:
         """The batches of this process as indices, or the user's batch sampler where processes do not divide it."""
-        batch_sampler = _in_order(self, self.dataloader.batch_sampler)
+        batch_sampler = batches_in_order(self, self.dataloader.batch_sampler)
         divides = self.group.size > 1 and not self._reads_all
         if divides and isinstance(batch_sampler, BatchSampler):
-            return _OwnBatches(self, batch_sampler)
+            return LoaderBatches(self, batch_sampler)
         return batch_sampler
 
     def set_even(self, even: bool) -> None:
@@ -213,54 +213,45 @@ class PreparedLoader:
         if self._resume is not None and self._resume[0] != epoch:
             self._resume = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return self._iterate(None)
 
-    def begin(self, batches: int) -> Iterator[Any]:
+    def begin(self, batches: int) -> Iterator[Batch]:
         """Iterate over the next epoch from batch ``batches`` on; after `load_states` this is the interrupted epoch."""
         return self._iterate(batches)
 
-    def _iterate(self, begin: int | None) -> Iterator[Any]:
+    def _iterate(self, begin: int | None) -> Iterator[Batch]:
         """Iterate over one epoch; leaving the loop early ends the epoch.
 
         A loader whose length is unknown, or only a hint, is read one batch ahead, to detect its last batch.
         """
-        epoch = self.iteration
-        start = 0
-        if self._resume is not None:
-            epoch, start = self._resume
-            self._resume = None
-        if begin is not None:
-            start = begin
-        # A resumed epoch continues with each process's own states.
-        if self._before_epoch is not None and not start:
-            self._before_epoch()
+        epoch, start = self._next_position(begin)
         window = self.window
         if self._position is not None:
             # A feed reads one epoch at a time: make another while one is being read, or was abandoned.
             self.feed = self._make_feed(self.even, self.seed)
         feed = self.feed
         source = self._open(feed, epoch, start)
-        self.iteration = epoch + 1
-        self.end_of_dataloader = False
-        self._position = (epoch, start)
-        window.reading.append(self)
-        window.batches = self
-        length = len(self) if feed.exact and feed.length is not None else None
+        self._enter(epoch, start)
+        length = self._exact_length
         reads_ahead = length is None and not self._agrees_on_batches
         index = start
         next_pair = _NOT_READ
         device = self._target_device()
-        self.nominal = float(self.feed.per_rank_batch_size or 1)
+        batches_per_turn = self._batches_per_turn
         try:
             while True:
-                pair = next(source, _END) if next_pair is _NOT_READ else next_pair
+                pair = next_pair
+                if pair is _NOT_READ:
+                    pair = next(source, _END)
                 if pair is _END:
                     break
                 is_last = index + 1 == length
                 if reads_ahead:
                     next_pair = next(source, _END)
                     is_last = next_pair is _END
+                # This process has no batch in the last turn: it repeats its first one, because an exchange of gradients
+                # needs all processes. None of its samples counts.
                 missing = pair is MISSING and self.even
                 if missing:
                     pair = self._first_pair(epoch)
@@ -268,22 +259,60 @@ class PreparedLoader:
                 # This process has no samples of the last batch.
                 if batch is EMPTY:
                     break
+                # Everything below is true while the loop's body runs, so it is set before the batch is yielded.
                 self._note(feed, index, size, missing, is_last)
                 index += 1
                 self.batches_read += 1
                 self._position = (epoch, index)
+                # The reader records its state at each batch; those before the current one are not needed any more.
                 if feed.stateful:
-                    batches = index * self.group.size if self._reads_all else index
-                    feed.loader_state.forget(batches)
+                    feed.loader_state.forget(index * batches_per_turn)
+                # Again, because another loader may have been read since: an evaluation inside the epoch, for example.
                 window.batches = self
                 if device is not None:
                     batch = move_to_device(batch, device, self.non_blocking)
-                yield batch if self._shard is None else self._shard(batch)
+                # After the move: a part of a sequence is cut on the device, without another copy on the host.
+                if self._shard is not None:
+                    batch = self._shard(batch)
+                yield batch
+                # On XLA this cuts the graph: an evaluation loop would otherwise trace all of its batches into one.
                 if self._end is not None and window.sync:
                     self._end()
         finally:
             self._position = None
             window.end_reading(self)
+
+    @property
+    def _exact_length(self) -> int | None:
+        """The number of batches in an epoch; None if it is unknown."""
+        # The length of a stream, or of a batch sampler of the user, is only a hint: reading ends with the data.
+        if not self.feed.exact or self.feed.length is None:
+            return None
+        return len(self)
+
+    def _enter(self, epoch: int, start: int) -> None:
+        """Record that an epoch is read from a batch on."""
+        # Before the first batch: the epoch counts as begun, also where the loop leaves it early.
+        self.iteration = epoch + 1
+        self.end_of_dataloader = False
+        self.nominal = float(self.feed.per_rank_batch_size or 1)
+        self._position = (epoch, start)
+        self.window.reading.append(self)
+        self.window.batches = self
+
+    def _next_position(self, begin: int | None) -> tuple[int, int]:
+        """Return the epoch of the next iteration and its first batch, and synchronize generators before a new epoch."""
+        epoch = self.iteration
+        start = 0
+        if self._resume is not None:
+            epoch, start = self._resume
+            self._resume = None
+        if begin is not None:
+            start = begin
+        # A resumed epoch continues with each process's own states: copying those of the main process would change it.
+        if self._before_epoch is not None and not start:
+            self._before_epoch()
+        return epoch, start
 
     @property
     def _agrees_on_batches(self) -> bool:
@@ -295,16 +324,19 @@ class PreparedLoader:
         device = self.device
         if device is None or device.type != "cpu":
             return device
-        # On a machine without an accelerator all batches are on the CPU.
-        return device if torch.accelerator.is_available() else None
+        # On a machine without an accelerator all batches are on the CPU: walking them would be for nothing.
+        if not torch.accelerator.is_available():
+            return None
+        return device
 
-    def _first_pair(self, epoch: int) -> Any:
+    def _first_pair(self, epoch: int) -> SizedBatch:
         return next(iter(self.feed.sized_epoch(epoch, 0)), MISSING)
 
     def _note(
         self, feed: Feed, index: int, samples: int, missing: bool, last: bool
     ) -> None:
         """Record a batch's size and weight before it is yielded; ``missing``: this is a padding batch."""
+        # Values of a single process first; what follows corrects them where several processes share a batch.
         size = self.group.size
         self.size = samples
         self.end_of_dataloader = last
@@ -313,9 +345,12 @@ class PreparedLoader:
         self.total = samples
         if size == 1 and not self._reads_all:
             return
+        # The generator that yielded the batch has counted the samples of all processes. (The condition is that of
+        # `_agrees_on_batches`, without a call in every batch.)
         if self._reads_all or (self._divides_itself and self.even):
             self.total, self.counts, self.end_of_dataloader = self._turn
             return
+        # Batches divided by index: their sizes follow from the index, without an exchange.
         total = feed.samples(index)
         rank_size = feed.per_rank_batch_size
         self.total = total
@@ -342,7 +377,7 @@ class PreparedLoader:
 
     def ask_for_sizes(self) -> None:
         """Warn if the sample counts that determine batch weights are uncertain."""
-        self.asked = True
+        self.asked_for_sizes = True
         self.feed.ask_for_sizes(
             "call accelerator.backward(loss, weight=...) with the sum over what weight counts"
         )
@@ -363,9 +398,16 @@ class PreparedLoader:
             return
         if not last:
             return
-        rows = self.group.agree([self.size, 0 if missing else self.size])
+        # One exchange in an epoch, for its last batch: `gather_for_metrics` must know which samples are repeats. The
+        # weights of earlier batches are corrected at the end of their windows.
+        rank_samples = self.size
+        if missing:
+            rank_samples = 0
+        rows = self.group.agree([self.size, rank_samples])
         self.total = sum(row[0] for row in rows)
-        remaining = sum(row[1] for row in rows) if samples is None else samples
+        remaining: float = sum(row[1] for row in rows)
+        if samples is not None:
+            remaining = samples
         self.counts = []
         # The last processes have the repeated batches.
         for row in rows:
@@ -377,20 +419,27 @@ class PreparedLoader:
         """In the next iteration, compare the first batches of the processes: see `Feed`, ``agree``."""
         self._compares = self._reads_all
 
-    def _open(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
-        source: Iterator[Any] = iter(())
+    def _open(self, feed: Feed, epoch: int, start: int) -> Iterator[SizedBatch]:
+        # Where the main process reads for all, the data of the others are never opened, except once for a comparison.
+        source: Iterator[SizedBatch] = iter(())
         if self.dispatch is None or self.dispatch.rank == 0 or self._compares:
-            first_batch = start * self.group.size if self._reads_all else start
-            source = feed.sized_epoch(epoch, first_batch)
+            source = feed.sized_epoch(epoch, start * self._batches_per_turn)
         if self._compares:
             source = self._compare_readers(source)
         if self._reads_all:
             return self._read_in_turns(feed, source)
-        if self._divides_itself and self.even:
+        if self._agrees_on_batches:
             return self._read_in_step(source)
         return source
 
-    def _compare_readers(self, source: Iterator[Any]) -> Iterator[Any]:
+    @property
+    def _batches_per_turn(self) -> int:
+        """The batches that the feed reads for each batch of this process."""
+        if self._reads_all:
+            return self.group.size
+        return 1
+
+    def _compare_readers(self, source: Iterator[SizedBatch]) -> Iterator[SizedBatch]:
         """Find out whether the loader divides the data by itself, and return all of its batches.
 
         The other processes read their first batch with the generators of the first one. An error there says that only
@@ -398,19 +447,23 @@ class PreparedLoader:
         """
         self._compares = False
         world = self.dispatch or self.group
+        # A stream that shuffles draws from the process's generators, which scripts may seed differently: without one
+        # state for all, equal streams would look divided.
         generators = world.broadcast(rng_state())
-        first_batch: list[Any] = []
+        first_batch: list[SizedBatch] = []
         problem: Exception | None = None
         # The data are read by user code, which may raise any exception.
         try:
             if world.rank == 0:
                 first_batch = list(islice(source, 1))
             else:
+                # This process draws what it would have drawn without the comparison.
                 with preserved_rng():
                     restore_rng(generators)
                     first_batch = list(islice(source, 1))
         except Exception as error:
             problem = error
+        # Every process reaches this exchange, also one that failed to read: raising before it would hang the others.
         rows = world.agree([fingerprint(first_batch), problem is None])
         fingerprints = [row[0] for row in rows if row[1]]
         all_can_read = len(fingerprints) == len(rows)
@@ -423,8 +476,10 @@ class PreparedLoader:
                     " DataLoaderConfiguration(dispatch_batches=True) reads it on the main process only",
                     stacklevel=2,
                 )
+        # An error of the reader is raised where the others expect a batch of it (`_read_turn`), and so on all of them.
         if problem is not None and world.rank == 0:
             return _raise_at_next(problem)
+        # The compared batch is the first one of the epoch, so that none is read twice or lost.
         return chain(first_batch, source)
 
     def _set_divides_itself(self) -> None:
@@ -432,7 +487,7 @@ class PreparedLoader:
         self._reads_all = False
         self.dispatch = None
 
-    def _read_in_step(self, source: Iterator[Any]) -> Iterator[Any]:
+    def _read_in_step(self, source: Iterator[SizedBatch]) -> Iterator[SizedBatch]:
         """Yield the batches of data that divide themselves, equally many on every process.
 
         A process that has no more batches repeats its last one, of which no sample counts.
@@ -445,11 +500,14 @@ class PreparedLoader:
         if not any(has_batch):
             return
         if not all(has_batch):
-            # A process without any batch gets another one's.
+            # A process without any batch gets another one's: it needs one to take part in the exchange of gradients.
             reader = has_batch.index(True)
-            lent = group.broadcast(next_pair if group.rank == reader else None, reader)
+            sent = None
+            if group.rank == reader:
+                sent = next_pair
+            sent = group.broadcast(sent, reader)
             if next_pair is _END:
-                pair = lent
+                pair = sent
         continues = True
         while continues:
             count = 0
@@ -461,15 +519,16 @@ class PreparedLoader:
             counts = [int(row[0]) for row in rows]
             longest = int(max(row[2] for row in rows))
             continues = any(row[1] for row in rows)
-            is_full = min(counts) == longest
-            self._turn = (
-                longest * group.size,
-                None if is_full else counts,
-                not continues,
-            )
+            total = longest * group.size
+            if min(counts) == longest:
+                self._turn = (total, None, not continues)
+            else:
+                self._turn = (total, counts, not continues)
             yield filled(pair, longest)
 
-    def _read_in_turns(self, feed: Feed, source: Iterator[Any]) -> Iterator[Any]:
+    def _read_in_turns(
+        self, feed: Feed, source: Iterator[SizedBatch]
+    ) -> Iterator[SizedBatch]:
         """Yield this process's batches of a stream, which is read in turns of one batch per process.
 
         If the main process reads for all, an error of its reader is raised on every process.
@@ -479,37 +538,56 @@ class PreparedLoader:
 
         def read() -> Turn:
             turn = list(islice(source, processes))
-            return [] if self._drop_last and len(turn) < processes else turn
+            if self._drop_last and len(turn) < processes:
+                return []
+            return turn
 
+        # One turn ahead, because the length of a stream is unknown: only so the last turn is known to be the last.
         next_turn = self._read_turn(read)
         while next_turn:
             turn = next_turn
             next_turn = self._read_turn(read)
             sizes = [size for _, size in turn]
             counts: list[int] | None = sizes + [0] * (processes - len(turn))
-            if len(set(counts or ())) == 1:
+            is_full = len(turn) == processes and len(set(sizes)) == 1
+            # Batches of unknown size may differ all the time, and are only filled up at the end. Batches of a known
+            # size are short at the end of each worker's share, so a short turn is not always the last.
+            fills = not next_turn or feed.per_rank_batch_size is not None
+            if is_full:
                 counts = None
-            elif self.even and (not next_turn or feed.per_rank_batch_size is not None):
-                # Each worker has a last batch, so a short turn is not always the last.
+            elif self.even and fills:
                 collate = getattr(self.dataloader, "collate_fn", None)
                 turn, counts = evened(turn, processes, collate is default_collate)
             self._turn = (sum(size for _, size in turn), counts, not next_turn)
-            yield turn[rank] if rank < len(turn) else MISSING
+            pair = MISSING
+            if rank < len(turn):
+                pair = turn[rank]
+            yield pair
 
     def _read_turn(self, read: Callable[[], Turn]) -> Turn:
-        return read() if self.dispatch is None else on_rank_zero(self.dispatch, read)
+        """Read a turn, or get it from the main process."""
+        if self.dispatch is None:
+            return read()
+        return on_rank_zero(self.dispatch, read)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the position: epoch, batches yielded, the seed, and the state of the user's loader."""
         epoch, batch = self._resume or self._position or (self.iteration, 0)
         inside = self._position is not None or self._resume is not None
-        batches_per_turn = self.group.size if self._reads_all else 1
         feed = self.feed
+        # Between epochs a reader has no position, except one whose data can be read once only: it goes on.
+        reader_epoch = None
+        if inside or feed.once:
+            reader_epoch = epoch
         loader_state = feed.loader_state.state_dict(
-            epoch if inside or feed.once else None,
-            batch * batches_per_turn,
-            self.batches_read * batches_per_turn,
+            reader_epoch,
+            batch * self._batches_per_turn,
+            self.batches_read * self._batches_per_turn,
         )
+        # None: not compared yet, so that a resumed run compares in its first epoch.
+        divides_itself: bool | None = self._divides_itself
+        if self._compares:
+            divides_itself = None
         return {
             "epoch": epoch,
             "batch": batch,
@@ -517,11 +595,11 @@ class PreparedLoader:
             "read": self.batches_read,
             "seed": self.seed,
             "track": loader_state,
-            "alone": None if self._compares else self._divides_itself,
+            "alone": divides_itself,
             "data": feed.facts,
         }
 
-    def describe_changes(self, state: Mapping[str, Any]) -> list[str]:
+    def describe_changes(self, state: SavedState) -> list[str]:
         """Return a line for each change of the data since a state, if that lies inside an epoch."""
         epoch, batch = self._resume or (int(state["epoch"]), 0)
         if not batch:
@@ -533,7 +611,7 @@ class PreparedLoader:
             ]
         return describe_changes(state.get("data"), self.feed.facts, epoch)
 
-    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_states(self, states: Sequence[SavedState]) -> None:
         """Continue the next iteration at the position of the states, in the same order.
 
         Args:
@@ -549,6 +627,7 @@ class PreparedLoader:
             self._compares = False
             if divided_itself:
                 self._set_divides_itself()
+        # Samples, not batches, are the position: the number of processes and the batch size may be others now.
         epoch = int(state["epoch"])
         batch = int(state["batch"])
         samples = int(state["samples"])
@@ -563,13 +642,16 @@ class PreparedLoader:
             batch = self._count_batches(samples)
         self.iteration = epoch
         self._position = None
-        self._resume = (epoch, batch) if batch else None
+        self._resume = None
+        if batch:
+            self._resume = (epoch, batch)
+        # The order follows from the seed of the saved run, also where this run has another one.
         self.seed = int(state["seed"])
         self.batches_read = int(state["read"])
         self.feed = self._make_feed(self.even, self.seed)
         self._load_tracks([each["track"] for each in states])
 
-    def _load_tracks(self, tracks: Sequence[Any]) -> None:
+    def _load_tracks(self, tracks: Sequence[SavedState]) -> None:
         """Restore the readers; the main process has read the whole stream, with and without dispatch."""
         rank = self.group.rank
         loader_state = self.feed.loader_state
@@ -579,7 +661,9 @@ class PreparedLoader:
         track = None
         if self.dispatch is None and len(tracks) == self.group.size:
             track = tracks[rank]
-        loader_state.load_state_dict([tracks[0] if track is None else track], 0)
+        if track is None:
+            track = tracks[0]
+        loader_state.load_state_dict([track], 0)
 
     def describe(self) -> str:
         """Describe the data, their order and their sharding in one line."""
@@ -590,7 +674,7 @@ class PreparedLoader:
             return text
         return f"{text}; every process reads all of it and keeps each {self.group.size}th batch"
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Continue the next iteration at a saved position; each process passes its own state.
 
         Raises:
@@ -617,8 +701,11 @@ class PreparedLoader:
         size = self.total_batch_size
         feed = self.feed
         if feed.exact and feed.length is not None:
+            # The end of an epoch is a position too, although its last batch may be short.
             last_index = len(self) - 1
-            last_size = None if self._reads_all else feed.samples(last_index)
+            last_size = None
+            if not self._reads_all:
+                last_size = feed.samples(last_index)
             if samples >= last_index * size + (last_size or size):
                 return len(self)
         batches, remaining = divmod(samples, size)
@@ -632,13 +719,15 @@ class PreparedLoader:
         return batches
 
 
-def _raise_at_next(error: Exception) -> Iterator[Any]:
+def _raise_at_next(error: Exception) -> Iterator[SizedBatch]:
     """Return an iterator that raises an error, where the processes expect one of the reader."""
     raise error
     yield
 
 
-def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(
+    dataloader: Iterable[Batch], num_batches: int = 0
+) -> LaterLoader:
     """Return a loader whose iterations begin with batch ``num_batches``; a prepared loader reads no earlier data.
 
     Args:
@@ -653,104 +742,14 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 @final
-class _OwnOrder(SeedableRandomSampler):
-    """The order of a prepared loader with ``shuffle=True``; its seed and its epoch are the loader's."""
-
-    def __init__(self, loader: PreparedLoader, sampler: RandomSampler) -> None:
-        vars(self).update(vars(sampler))
-        self._loader = loader
-        self._sampler = sampler
-        self.initial_seed = loader.seed
-
-    @property
-    def epoch(self) -> int:  # type: ignore[override]
-        """The epoch of the next iteration of the loader."""
-        return self._loader.iteration
-
-    def set_epoch(self, epoch: int) -> None:
-        self._loader.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return drawn(self._sampler, derive_seed(self._loader.seed, self.epoch, 0))
-
-
-def _in_order(loader: PreparedLoader, batches: Any) -> Any:
-    """Return torch's batch sampler with the order that the loader draws from seed and epoch; others unchanged."""
-    sampler = getattr(batches, "sampler", None)
-    if type(batches) is not BatchSampler or type(sampler) is not RandomSampler:
-        return batches
-    # A generator of the user's decides the order.
-    if sampler.generator is not None:
-        return batches
-    order = _OwnOrder(loader, sampler)
-    return BatchSampler(order, batches.batch_size, batches.drop_last)
-
-
-@final
-class _OwnBatches(BatchSamplerShard):
-    """The batch sampler of a prepared loader; `even_batches` is the loader's."""
-
-    def __init__(self, loader: PreparedLoader, batch_sampler: BatchSampler) -> None:
-        self._loader = loader
-        size = getattr(batch_sampler, "batch_size", None)
-        # None: batches are not divided.
-        rank_size = loader.feed.per_rank_batch_size
-        split = size is not None and rank_size is not None and size != rank_size
-        super().__init__(
-            batch_sampler, loader.group.size, loader.group.rank, split, loader.even
-        )
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        feed = self._loader.feed
-        rank = self.process_index
-        size = self.num_processes
-        pads = self.even_batches
-        if feed.per_rank_batch_size is None:
-            if not feed.interleave:
-                return super().__iter__()
-            turns = BatchTurns(
-                self.batch_sampler, rank=rank, size=size, sized=True, pad=pads
-            )
-            turns.begin(seed=0, start=0)
-            return iter(turns)
-        order: Any = list(chain.from_iterable(self.batch_sampler))
-        if feed.interleave and type(self.batch_sampler) is BatchSampler:
-            # Its last batch may be dropped on all processes, and complete on each with a repeated sample.
-            order = self.batch_sampler.sampler
-        blocks = SampleBlocks(
-            order,
-            feed.per_rank_batch_size,
-            drop_last=self.drop_last,
-            rank=rank,
-            size=size,
-            pad=pads,
-            interleave=feed.interleave,
-        )
-        blocks.begin(seed=0, start=0)
-        return iter(blocks)
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether the next epochs fill up the last batch."""
-        return self._loader.even
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self._loader.set_even(even)
-
-
-@final
 class LaterLoader:
     """A view of a loader that begins at a later batch."""
 
-    def __init__(self, loader: Any, batches: int) -> None:
+    def __init__(self, loader: Loaders, batches: int) -> None:
         self.loader = loader
         self.batches = batches
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         if isinstance(self.loader, PreparedLoader):
             return self.loader.begin(self.batches)
         return islice(iter(self.loader), self.batches, None)
@@ -762,119 +761,3 @@ class LaterLoader:
         if name in ("loader", "batches"):
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-def prepare_loader(
-    loader: Any,
-    group: Group,
-    world: Group,
-    device: torch.device | None,
-    window: Accumulation,
-    config: DataLoaderConfiguration,
-    seed: int,
-    shard: Callable[[Any], Any] | None = None,
-    end: Callable[[], None] | None = None,
-    before_epoch: Callable[[], None] | None = None,
-    interleave: bool = False,
-) -> PreparedLoader:
-    """Shard a loader over processes.
-
-    Args:
-        loader: a DataLoader or any iterable of batches.
-        group: the processes over which data are sharded.
-        world: all processes: those with the same batches get them from one reader.
-        device: the device of batches; None: batches are not moved.
-        window: records which loader is read.
-        config: how the loader is sharded.
-        seed: of the data order, the same on every process.
-        shard: selects the part of a batch that a process computes; None: all of it.
-        end: called when the loop has finished a batch outside a window.
-        before_epoch: called before the first batch of an epoch.
-        interleave: divide samples as torch's ``DistributedSampler``, with as few repeated samples.
-
-    Raises:
-        ConfigurationError: ``split_batches`` with a batch size that is not divisible by the number of processes.
-    """
-    batch_size = None
-    source = loader
-    if config.split_batches:
-        batch_size, source = split_loader(loader, group.size)
-    is_stream = not Feed(source, seed=seed).indexed
-    dispatches = config.dispatch_batches
-    division = divide_by_itself(loader) if is_stream and group.size > 1 else None
-    if division is not None:
-        check_division(division, group.rank, group.size)
-        if dispatches:
-            raise ConfigurationError(
-                "dispatch_batches=True reads on the main process only, and this loader gives it only its own part",
-                found=f"a {type(division.part).__name__} that divides the data for {plural(division.ranks, 'process')}",
-                fix="leave dispatch_batches out, or do not let the loader divide the data",
-            )
-    # A stream shuffled during reading has a different order on each process, unless one process reads for all.
-    has_several_loaders = False
-    if is_stream and not dispatches:
-        has_several_loaders = isinstance(read_together(source), CombinedLoader)
-    divides_itself = has_several_loaders or division is not None
-    if dispatches is None:
-        dispatches = is_stream
-    dispatch = dispatches and world.size > 1 and not divides_itself
-    rank = group.rank
-    size = group.size
-    turn = 1
-    if dispatch or (is_stream and not has_several_loaders):
-        # One reader reads the batches of all processes, in turns.
-        rank = 0
-        size = 1
-        turn = group.size
-    agree = group.agree if has_several_loaders and group.size > 1 else None
-    prepared = PreparedLoader(
-        loader,
-        # It can be pickled, unlike a closure.
-        partial(
-            _make_feed,
-            source,
-            rank,
-            size,
-            batch_size,
-            turn,
-            agree=agree,
-            interleave=interleave,
-        ),
-        group,
-        device,
-        window,
-        seed=seed,
-        even=config.even_batches,
-        dispatch=world if dispatch else None,
-        non_blocking=config.non_blocking,
-        shard=shard,
-        end=end,
-        before_epoch=before_epoch,
-    )
-    if is_stream and not config.dispatch_batches:
-        prepared.compare_first()
-    return prepared
-
-
-def _make_feed(
-    loader: Any,
-    rank: int,
-    size: int,
-    batch_size: int | None,
-    turn: int,
-    even: bool,
-    seed: int,
-    agree: Callable[[list[float]], list[list[float]]] | None = None,
-    interleave: bool = False,
-) -> Feed:
-    return Feed(
-        loader,
-        rank=rank,
-        size=size,
-        seed=seed,
-        batch_size=batch_size,
-        pad=even and size > 1,
-        interleave=interleave,
-        agree=agree,
-        turn=turn,
-    )

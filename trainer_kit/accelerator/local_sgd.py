@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, final
+from typing import final
 
 from torch import nn
 
@@ -53,7 +54,7 @@ class LocalSGD:
                 fix="train data parallel (DDP), or leave LocalSGD out",
             )
         self.num_steps = 0
-        self._no_sync: Any = None
+        self._no_sync: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, final
+from typing import Final, final
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -17,6 +17,7 @@ from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.tensors import tensors_of
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.strategies.strategy import Strategy
 
@@ -68,7 +69,7 @@ class LoopChecks:
         self._call_hook: weakref.finalize[..., LoopChecks] | None = None
         self._calls_left = _MAX_CALLS
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # The hooks belong to this process.
         return {
             **vars(self),
@@ -78,7 +79,7 @@ class LoopChecks:
             "active": False,
         }
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: SavedState) -> None:
         vars(self).update(state)
         self._uncalled = weakref.WeakSet()
 
@@ -95,7 +96,7 @@ class LoopChecks:
         # A strong reference in a global hook would keep this object and all models alive.
         reference = weakref.ref(self)
 
-        def check_call(called: nn.Module, arguments: Any) -> None:
+        def check_call(called: nn.Module, arguments: tuple[object, ...]) -> None:
             checks = reference()
             if checks is not None and checks._uncalled:
                 checks.check_call(called, arguments)
@@ -103,7 +104,7 @@ class LoopChecks:
         handle = register_module_forward_pre_hook(check_call)
         self._call_hook = weakref.finalize(self, _remove, handle)
 
-    def check_call(self, called: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def check_call(self, called: nn.Module, arguments: tuple[object, ...]) -> None:
         """Check the first call of a prepared model; stop if all of them were called, or one is not for long."""
         self._calls_left -= 1
         if called in self._uncalled:
@@ -162,7 +163,9 @@ class LoopChecks:
         """
         reference = weakref.ref(self)
 
-        def check_step(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        def check_step(
+            optimizer: Optimizer, arguments: object, options: object
+        ) -> None:
             checks = reference()
             if checks is not None:
                 checks._refuse_unprepared(optimizer, harm)
@@ -254,7 +257,7 @@ def parameter_ids(optimizer: Optimizer) -> set[int]:
     return ids
 
 
-def _compare_devices(model: nn.Module, arguments: Any) -> None:
+def _compare_devices(model: nn.Module, arguments: tuple[object, ...]) -> None:
     # FSDP moves offloaded shards to the computing device, so their current device does not count.
     model_devices = {
         parameter.device

@@ -19,6 +19,7 @@ from trainer_kit.checkpoint.weights import export
 from trainer_kit.core.collective_errors import fail_together, on_rank_zero
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.state_names import plain_state
+from trainer_kit.core.types import SavedState, StateDict
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ModelWeights", "write_object"]
@@ -40,7 +41,7 @@ class ModelWeights:
         self._strategy = strategy
         self._world = processes.world
 
-    def collect(self, model: nn.Module, unwrapped: bool = True) -> dict[str, Any]:
+    def collect(self, model: nn.Module, unwrapped: bool = True) -> StateDict:
         """Return the full weights of a prepared model under the user's names.
 
         For sharded weights (FSDP, DeepSpeed, a mesh) this is a collective call: the main process gets the weights on
@@ -72,7 +73,7 @@ class ModelWeights:
             max_shard_size: the largest file size, in bytes or as ``"5GB"``.
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
-        weights: dict[str, Any] = {}
+        weights: StateDict = {}
         is_collective = self._strategy.sharded or self._strategy.owns_step
         if is_collective or self._processes.is_main_process:
             weights = self.collect(model)
@@ -94,7 +95,7 @@ class ModelWeights:
 
         on_rank_zero(self._world, write)
 
-    def _gather(self, owner: nn.Module) -> dict[str, Any]:
+    def _gather(self, owner: nn.Module) -> StateDict:
         """Gather sharded weights on the main process, one at a time; collective call."""
         is_main_process = self._processes.is_main_process
         weights = fail_together(self._world, lambda: self._strategy.module_state(owner))
@@ -123,7 +124,7 @@ class ModelWeights:
                 weights[name] = _to_cpu(value)
         return weights
 
-    def _send_to_main(self, value: Any, source: int) -> Any:
+    def _send_to_main(self, value: Any, source: int) -> object:
         """Send the value of process ``source`` to the main process; collective call."""
         if source == 0:
             return value
@@ -185,7 +186,7 @@ def _replace_model_files(work: Path, target: Path) -> None:
 
 
 def _checked_tensors(obj: object) -> Mapping[str, Tensor]:
-    entries: Mapping[str, Any] = {"the object": obj}
+    entries: SavedState = {"the object": obj}
     if isinstance(obj, Mapping):
         entries = obj
     for name, value in entries.items():
@@ -198,14 +199,15 @@ def _checked_tensors(obj: object) -> Mapping[str, Tensor]:
     return entries
 
 
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    copies: dict[int, Any] = {}  # by id: a tied weight stays one tensor
+def _on_cpu(state: SavedState) -> StateDict:
+    # By id: a tied weight stays one tensor.
+    copies: dict[int, object] = {}
     for value in state.values():
         if id(value) not in copies:
             copies[id(value)] = _to_cpu(value)
     return {name: copies[id(value)] for name, value in state.items()}
 
 
-def _to_cpu(value: Any) -> Any:
+def _to_cpu(value: object) -> object:
     # Sync point: a checkpoint.
     return value.cpu() if isinstance(value, Tensor) else value

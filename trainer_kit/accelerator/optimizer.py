@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch.optim import Optimizer
 
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.core.types import Function, LRSchedulerLike, SavedState, StateDict
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.closures import calls_once, refusal_of_scaling
 from trainer_kit.step.optimizers import OptimizerProxy
@@ -36,7 +37,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         window: Accumulation,
         precision: Precision,
         before_first_step: Callable[[Optimizer], None] | None = None,
-        step: Callable[..., Any] | None = None,
+        step: Function | None = None,
         after_step: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(optimizer)
@@ -49,12 +50,12 @@ class AcceleratedOptimizer(OptimizerProxy):
         # The micro-batch of the last `zero_grad` before a backward.
         self._cleared_at = 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         # The strategy's step is bound to this optimizer: a copy steps its own.
         state = super().__getstate__()
         return {**state, "_strategy_step": None, "_before_first_step": None}
 
-    def rebind(self, step: Callable[..., Any] | None) -> None:
+    def rebind(self, step: Function | None) -> None:
         """Replace the strategy's step."""
         self._strategy_step = step
 
@@ -99,7 +100,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         window = self._window
         optimizer = self.optimizer
         strategy_step = self._strategy_step or optimizer.step
-        losses: list[Any] = []
+        losses: list[object] = []
 
         def correcting_closure() -> Any:
             loss = closure()
@@ -148,7 +149,7 @@ class AcceleratedScheduler:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: LRSchedulerLike,
         optimizers: Sequence[AcceleratedOptimizer],
         window: Accumulation,
         *,
@@ -157,7 +158,8 @@ class AcceleratedScheduler:
         adjust: bool = False,
         before_first_step: Callable[[], None] | None = None,
     ) -> None:
-        self.scheduler = scheduler
+        # Any, because attributes beyond the protocol are those of torch's schedulers, where there are any.
+        self.scheduler: Any = scheduler
         self.optimizers = list(optimizers)
         self.times = times
         self._window = window
@@ -179,7 +181,7 @@ class AcceleratedScheduler:
             pace = f"{self.times} times an optimizer step, once for each process"
         return f"{type(self.scheduler).__name__} advances {pace}"
 
-    def step(self, *arguments: Any, **options: Any) -> None:
+    def step(self, *arguments: object, **options: object) -> None:
         """Advance if the optimizers have just stepped."""
         if not self._with_optimizer:
             self.scheduler.step(*arguments, **options)
@@ -204,11 +206,10 @@ class AcceleratedScheduler:
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the state of the user's scheduler."""
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
+        return dict(self.scheduler.state_dict())
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: SavedState) -> None:
         """Load a state into the user's scheduler."""
         self.scheduler.load_state_dict(dict(state_dict))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.generators import each_epoch, generator_kinds
-from trainer_kit.accelerator.loader import PreparedLoader, prepare_loader
+from trainer_kit.accelerator.loader import PreparedLoader
+from trainer_kit.accelerator.loader_division import prepare_loader
 from trainer_kit.accelerator.loop_checks import LoopChecks, parameter_ids
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainer_kit.accelerator.processes import Processes
@@ -30,6 +31,7 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
+from trainer_kit.core.types import Function, Loaders, LRSchedulerLike
 from trainer_kit.data.combined import CombinedLoader
 from trainer_kit.options.deepspeed import (
     DeepSpeedPlugin,
@@ -48,7 +50,13 @@ from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Compile
 
-__all__ = ["Prepared"]
+__all__ = ["Optimizers", "Parameters", "Prepared"]
+
+Optimizers: TypeAlias = Optimizer | list[Optimizer] | tuple[Optimizer, ...]
+"""A prepared optimizer, or several."""
+
+Parameters: TypeAlias = Tensor | Iterable[Tensor]
+"""A parameter, or an iterable of them, as ``model.parameters()``."""
 
 _SCHEDULERS: Final = (
     LRScheduler,
@@ -95,7 +103,7 @@ class Prepared:
         step_scheduler_with_optimizer: bool,
         scheduler_steps_per_process: bool,
         data_seed: int | None,
-        rng_types: Sequence[Any] | None,
+        rng_types: Iterable[object] | None,
     ) -> None:
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -117,8 +125,10 @@ class Prepared:
         self._deepspeed_plugins = deepspeed_plugins
 
     def prepare(
-        self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None
-    ) -> tuple[Any, ...]:
+        self,
+        objects: Sequence[object],
+        device_placement: Sequence[bool | None] | None,
+    ) -> tuple[object, ...]:
         """Prepare models, optimizers, loaders and schedulers, in any mix and order.
 
         Args:
@@ -137,6 +147,7 @@ class Prepared:
         results = list(objects)
         unprepared = set(range(len(objects)))
         # Models first: preparing one may replace its parameters, which optimizers hold. Schedulers need optimizers.
+        # Loaders come with the models, because DeepSpeed is configured with their batch size when the optimizer is.
         for prepare in (
             self._prepare_model_or_loader,
             self._prepare_if_optimizer,
@@ -202,17 +213,19 @@ class Prepared:
                 return prepared
         plugin = self._dynamo
         compiles = plugin.backend.lower() != "no"
-        # A hook would break the compiled graph.
+        # torch.compile would trace the check of the first call, and break the graph there.
         if self.checks.active and not evaluation_mode and not compiles:
             self.checks.expect_call(model)
+        # Conversion before wrapping: wrappers take parameters and their dtypes as they are, and FSDP shards them.
         self._precision.convert_module(model)
         apply_precision(model, self._precision)
-        # Blocks are compiled before the model is sharded.
+        # Blocks are compiled before the model is sharded, so that FSDP's hooks stay outside of the graphs.
         if compiles and plugin.use_regional_compilation:
             Compile(options=compile_options(plugin)).apply(model)
         wrapped = self._wrap(model, device_placement, evaluation_mode)
         if compiles and not plugin.use_regional_compilation:
             wrapped = compiled(wrapped, plugin)
+        # A model for evaluation only (a teacher, a reward model) is not part of saved states.
         if not evaluation_mode:
             self.models.append(wrapped)
         return wrapped
@@ -222,9 +235,10 @@ class Prepared:
     ) -> nn.Module:
         """Move a model, and wrap it for training."""
         moves = self._moves(device_placement)
-        if evaluation_mode:
-            return model.to(self._strategy.device) if moves else model
-        if not moves and not self._processes.use_distributed:
+        if evaluation_mode and moves:
+            return model.to(self._strategy.device)
+        # Alone, wrapping would only move the model.
+        if evaluation_mode or (not moves and not self._processes.use_distributed):
             return model
         wrapped = self._strategy.wrap_module(model, self._precision)
         self.backward = self._strategy.bind_backward(None)
@@ -238,21 +252,25 @@ class Prepared:
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         optimizer = resolve_optimizer(self._strategy, optimizer)
-        owns_step = self._strategy.owns_step
-        if owns_step:
+        before_first_step: Callable[[Optimizer], None] | None = self._before_first_step
+        if self._strategy.owns_step:
             # Before the engine replaces the parameters with its own.
             self.checks.add_optimizer(optimizer)
             self._configure_engine()
+            before_first_step = None
         self._strategy.prepare_optimizer(optimizer)
         # A loaded state is compared with these options.
         note_configured(optimizer, again=False)
+        after_step = None
+        if self._precision.scales:
+            after_step = self._adapt_scale
         wrapper = AcceleratedOptimizer(
             optimizer,
             self._accumulation,
             self._precision,
-            before_first_step=None if owns_step else self._before_first_step,
+            before_first_step=before_first_step,
             step=self._bound_step(optimizer),
-            after_step=self._adapt_scale if self._precision.scales else None,
+            after_step=after_step,
         )
         self.optimizers.append(wrapper)
         # A scheduler may be prepared before its optimizer.
@@ -262,6 +280,8 @@ class Prepared:
         return wrapper
 
     def _before_first_step(self, optimizer: Optimizer) -> None:
+        # `accelerator.backward` scales: an optimizer with gradients, in a window that has not begun, proves that it was
+        # not called. Such gradients would be divided by the scale in the step.
         scales = self._precision.scales
         if scales and not self._accumulation.began and has_gradients(optimizer):
             raise ConfigurationError(
@@ -274,10 +294,12 @@ class Prepared:
     def _adapt_scale(self) -> None:
         self._precision.adapt_scale([wrapper.optimizer for wrapper in self.optimizers])
 
-    def _bound_step(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+    def _bound_step(self, optimizer: Optimizer) -> Function | None:
         bound = self._strategy.bind_step(optimizer)
-        # None for the optimizer's own step: other code may wrap that one later.
-        return None if bound == optimizer.step else bound
+        # None for the optimizer's own step: other code may wrap that one later (a scheduler does).
+        if bound == optimizer.step:
+            return None
+        return bound
 
     def _rebind_optimizers(self) -> None:
         """Update optimizers that were prepared before their model to its new parameters."""
@@ -288,6 +310,7 @@ class Prepared:
             wrapper.rebind(self._bound_step(wrapper.optimizer))
 
     def _configure_engine(self) -> None:
+        # DeepSpeed's JSON may leave the micro-batch size to the loaders ("auto"), but its engine needs a number.
         sizes = {loader.feed.per_rank_batch_size for loader in self.loaders}
         known_sizes = sorted(size for size in sizes if size is not None)
         batch_size = None
@@ -300,7 +323,7 @@ class Prepared:
 
     def prepare_loader(
         self,
-        loader: Any,
+        loader: Loaders,
         device_placement: bool | None,
         shard: bool = True,
         interleave: bool = False,
@@ -330,11 +353,14 @@ class Prepared:
             # The loader is sharded already, so this process reads it as if it were alone.
             data = Alone()
             world = Alone()
+        device = None
+        if self._moves(device_placement):
+            device = strategy.device
         prepared = prepare_loader(
             loader,
             data,
             world,
-            strategy.device if self._moves(device_placement) else None,
+            device,
             self._accumulation,
             self._loader_options,
             # One seed per loader: two loaders over one data set need different orders.
@@ -347,7 +373,9 @@ class Prepared:
         self.loaders.append(prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+    def prepare_scheduler(
+        self, scheduler: LRSchedulerLike | DummyScheduler
+    ) -> AcceleratedScheduler:
         """Wrap a scheduler, so that an optimizer step advances it, by default once for each process."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
@@ -355,29 +383,37 @@ class Prepared:
         if self.optimizers:
             latest = self.optimizers[-1].optimizer
         times = self._scheduler_steps
+        resolved: LRSchedulerLike = resolve_scheduler(
+            self._strategy, scheduler, latest, times
+        )
         is_dummy = isinstance(scheduler, DummyScheduler)
-        scheduler = resolve_scheduler(self._strategy, scheduler, latest, times)
-        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-        is_deepspeed = type(scheduler).__module__.startswith("deepspeed.")
+        is_plateau = isinstance(resolved, ReduceLROnPlateau)
+        is_deepspeed = type(resolved).__module__.startswith("deepspeed.")
+        # The patience of ReduceLROnPlateau counts values, and a step has one. Schedules of DeepSpeed advance once in
+        # its engine too; the length of a dummy was divided by the factor when it was resolved.
         if is_plateau or is_dummy or is_deepspeed:
             times = 1
-        optimizer = getattr(scheduler, "optimizer", None)
+        # A scheduler skips the steps that its optimizer skips. Chained schedulers do not say which one they belong to:
+        # they follow all of them.
+        optimizer = getattr(resolved, "optimizer", None)
         followed = [
             wrapper
             for wrapper in self.optimizers
             if optimizer in (wrapper, wrapper.optimizer)
         ]
         # One line for all schedulers.
-        prints = times > 1 and not self._repeated_schedulers
+        before_first_step = None
+        if times > 1 and not self._repeated_schedulers:
+            before_first_step = self._print_scheduler_steps
         wrapper = AcceleratedScheduler(
-            scheduler,
+            resolved,
             followed or self.optimizers,
             self._accumulation,
             with_optimizer=self.step_scheduler_with_optimizer,
             times=times,
             # ReduceLROnPlateau does not count its calls.
             adjust=self._accumulation.adjust_scheduler and not is_plateau,
-            before_first_step=self._print_scheduler_steps if prints else None,
+            before_first_step=before_first_step,
         )
         self.schedulers.append(wrapper)
         return wrapper
@@ -404,7 +440,9 @@ class Prepared:
 
     def _moves(self, device_placement: bool | None) -> bool:
         """Whether an object is moved to the device; None: as for the Accelerator."""
-        return self.device_placement if device_placement is None else device_placement
+        if device_placement is None:
+            return self.device_placement
+        return device_placement
 
     def unwrap_model(
         self,
@@ -424,7 +462,10 @@ class Prepared:
         is_compiled = inner is not model
         if not keep_torch_compile or not is_compiled:
             return user_model
-        return model if inner is user_model else compiled(user_model, self._dynamo)
+        # Without a wrapper between them the compiled model is returned itself: another one would compile again.
+        if inner is user_model:
+            return model
+        return compiled(user_model, self._dynamo)
 
     def check_backward(self, loss: Tensor) -> None:
         """Check the first backwards for common mistakes."""
@@ -434,6 +475,8 @@ class Prepared:
                 found=f"a {type(loss).__name__}",
                 fix="accelerator.backward(output.loss) for the output of a model of Transformers",
             )
+        # An unprepared optimizer does harm only where its steps must wait for a window, or its gradients are scaled;
+        # otherwise it trains correctly, and nothing is reported.
         steps = self._accumulation.steps
         harm = None
         if steps > 1:
@@ -442,7 +485,7 @@ class Prepared:
             harm = "gradients are scaled for float16"
         self.checks.backward(loss, harm, bool(self.loaders), steps)
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
+    def unscale_gradients(self, optimizer: Optimizers | None = None) -> None:
         """Unscale complete gradients, and correct them for the weights of their accumulation window.
 
         Args:
@@ -450,16 +493,19 @@ class Prepared:
         """
         if not self._accumulation.sync:
             return
-        optimizers = self.optimizers if optimizer is None else optimizer
-        if not isinstance(optimizers, (list, tuple)):
-            optimizers = [optimizers]
+        optimizers: Sequence[Optimizer] = self.optimizers
+        if isinstance(optimizer, (list, tuple)):
+            optimizers = optimizer
+        elif optimizer is not None:
+            optimizers = [optimizer]
         for wrapper in optimizers:
             user_optimizer = OptimizerProxy.unwrapped(wrapper)
             self._accumulation.correct(user_optimizer)
             self._precision.unscale_gradients(user_optimizer)
 
-    def complete_gradients(self, parameters: Any) -> list[Any]:
+    def complete_gradients(self, parameters: Parameters) -> list[nn.Parameter]:
         """Unscale and correct the gradients of the optimizers that hold ``parameters``; return these as a list."""
+        # A list, because an iterator such as model.parameters() is read twice: here and when the norm is computed.
         clipped = _as_list(parameters)
         if clipped and not isinstance(clipped[0], Tensor):
             raise _no_parameters(parameters)
@@ -475,7 +521,7 @@ class Prepared:
 
     @contextmanager
     def join_uneven_inputs(
-        self, joinables: Sequence[Any], even_batches: bool | None
+        self, joinables: Sequence[object], even_batches: bool | None
     ) -> Iterator[None]:
         """Let a process that has no batches left take part in the gradient exchanges of the others.
 
@@ -494,6 +540,7 @@ class Prepared:
                 found=f"join_uneven_inputs under {strategy.name!r}",
                 fix="leave it out and prepare() the loader: every process gets the same number of batches; or use DDP",
             )
+        # What the context changes, to be restored after it, also after an error.
         evenness = [(loader, loader.even) for loader in self.loaders]
         streams = [
             loader
@@ -514,6 +561,7 @@ class Prepared:
             for loader in self.loaders:
                 loader.set_even(even_batches)
         with ExitStack() as stack:
+            # A single process has no wrapper, and thus nothing to join; frozen models stay unwrapped too.
             models = [model for model in joinables if isinstance(model, Joinable)]
             if models and self._processes.use_distributed:
                 stack.enter_context(Join(models))
@@ -524,6 +572,13 @@ class Prepared:
                 for loader, even in evenness:
                     loader.set_even(even)
 
+    def describe(self) -> list[str]:
+        """Return one line for each model, loader and scheduler."""
+        lines = [f"model: {_describe_wrapping(model)}" for model in self.models]
+        lines += [f"loader: {loader.describe()}" for loader in self.loaders]
+        lines += [f"scheduler: {each.describe()}" for each in self.schedulers]
+        return lines
+
     def clear(self) -> None:
         """Release all prepared objects; the users' models have their own forward again."""
         for model in self.models:
@@ -533,13 +588,22 @@ class Prepared:
         self.schedulers.clear()
         self.loaders.clear()
         self._strategy.stop()
-        # The gradient scaler keeps state per optimizer.
+        # The gradient scaler keeps state per optimizer, and with it the optimizers.
         self._precision.abandon_step()
+        # The hook is global: left registered, it would check the models of the next `prepare` twice.
         self.checks.end_calls()
         self.checks = LoopChecks(
             self._strategy, self._processes.print, self.models, self._accumulation
         )
         self._accumulation.reset()
+
+
+def _describe_wrapping(model: nn.Module) -> str:
+    kind = type(model).__name__
+    user_model = unwrap(model)
+    if user_model is model:
+        return kind
+    return f"{kind} of {type(user_model).__name__}"
 
 
 def _is_prepared(combined: CombinedLoader) -> bool:
@@ -554,7 +618,7 @@ def _is_prepared(combined: CombinedLoader) -> bool:
     return any(prepared)
 
 
-def _as_list(parameters: Any) -> list[Any]:
+def _as_list(parameters: Parameters) -> list[Any]:
     if isinstance(parameters, Tensor):
         return [parameters]
     try:

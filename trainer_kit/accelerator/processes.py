@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import ProcessGroup
 
 from trainer_kit.accelerator.collectives import Collectives
 from trainer_kit.accelerator.generators import synchronize
@@ -24,6 +25,7 @@ from trainer_kit.core.configuration_sources import choose, is_true
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.types import Function, Nested
 from trainer_kit.launch.options import several_on
 from trainer_kit.options.parallelism import ParallelismConfig
 from trainer_kit.strategies.strategy import Strategy
@@ -44,7 +46,8 @@ __all__ = [
     "synchronize_rng_states",
 ]
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Function)
+_T = TypeVar("_T")
 
 
 class DistributedType(str, Enum):
@@ -160,7 +163,7 @@ class Processes(ABC):
     def set_device(self) -> None:
         """Accepted, without effect: the device is chosen when the process starts."""
 
-    def destroy_process_group(self, group: Any = None) -> None:
+    def destroy_process_group(self, group: ProcessGroup | None = None) -> None:
         """Leave a process group; by default the group of all processes."""
         if dist.is_initialized():
             dist.destroy_process_group(group)
@@ -169,7 +172,7 @@ class Processes(ABC):
         """Wait until every process makes this call."""
         self.collectives.barrier()
 
-    def print(self, *values: Any, **options: Any) -> None:
+    def print(self, *values: object, **options: Any) -> None:
         """Print once on each machine."""
         if self.is_local_main_process:
             print(*values, **options)
@@ -231,8 +234,8 @@ class Processes(ABC):
 
     @contextmanager
     def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> Iterator[Any]:
+        self, inputs: Nested, apply_padding: bool = False
+    ) -> Iterator[Nested]:
         """Yield this process's part of a list, a tuple, a tensor, or a dict of these; the first processes get one more.
 
         Args:
@@ -260,7 +263,7 @@ class Processes(ABC):
         if not apply_padding or not length:
             padding = 0
 
-        def share_of(values: Any) -> Any:
+        def share_of(values: Nested) -> Nested:
             share = values[start:stop]
             if not padding:
                 return share
@@ -276,7 +279,7 @@ class Processes(ABC):
 
 def _call_if(condition: bool, function: _F) -> _F:
     @functools.wraps(function)
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: object, **options: object) -> object:
         return function(*arguments, **options) if condition else None
 
     # `wraps` keeps the signature, which the type of the closure does not show.
@@ -347,14 +350,14 @@ class PartialState(Processes):
 
     initialized = True
     deepspeed_plugin = None
-    deepspeed_plugins: Mapping[str, Any] = MappingProxyType({})
+    deepspeed_plugins: Mapping[str, object] = MappingProxyType({})
     _debug: ClassVar[bool | None] = None
 
     @staticmethod
     def _reset_state() -> None:
         """Accepted, without effect: a `PartialState` shares no state with later ones."""
 
-    def __init__(self, cpu: bool = False, **options: Any) -> None:
+    def __init__(self, cpu: bool = False, **options: object) -> None:
         environment = Environment.detect()
         size = environment.world_size
         local_rank = environment.local_rank if size > 1 else 0
@@ -401,7 +404,7 @@ class PartialState(Processes):
         return self._strategy
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: Nested) -> Nested:
     """Concatenate the nested tensors of all processes along the first dimension, in rank order; collective call.
 
     Args:
@@ -422,7 +425,7 @@ def gather(tensor: Any) -> Any:
     return PartialState().collectives.gather(tensor)
 
 
-def gather_object(object: Any) -> list[Any]:
+def gather_object(object: Nested) -> list[Any]:
     """Gather small values from all processes, in rank order; collective call.
 
     Args:
@@ -438,7 +441,7 @@ def gather_object(object: Any) -> list[Any]:
     return PartialState().collectives.gather_object(object)
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Nested:
     """Reduce nested tensors over the processes; the arguments do not change; collective call.
 
     Args:
@@ -462,7 +465,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     return PartialState().collectives.reduce(tensor, reduction, scale)
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: Nested, from_process: int = 0) -> Nested:
     """Send the nested tensors of one process to every process; collective call.
 
     Args:
@@ -484,7 +487,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return PartialState().collectives.broadcast(tensor, from_process)
 
 
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+def broadcast_object_list(object_list: list[_T], from_process: int = 0) -> list[_T]:
     """Replace a list in place with the values of one process; collective call.
 
     Args:
@@ -503,8 +506,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def pad_across_processes(
-    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-) -> Any:
+    tensor: Nested, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Nested:
     """Pad nested tensors along ``dim`` to the largest length on any process, so that `gather` takes them.
 
     Every process must make this call.
@@ -533,7 +536,7 @@ def pad_across_processes(
 
 
 def synchronize_rng_states(
-    rng_types: Sequence[Any] | None, generator: torch.Generator | None = None
+    rng_types: Sequence[object] | None, generator: torch.Generator | None = None
 ) -> None:
     """Copy the states of the main process's random generators to every process; collective call.
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.tensors import children, map_leaves, sequence_like
+from trainer_kit.core.types import Nested
 
 __all__ = ["NOTHING", "drop_repeats", "refusal"]
 
-_Results: TypeAlias = Any
+_Results: TypeAlias = Nested
 """Values of one batch, in nested containers."""
 
 _ARRAYS: Final = (Tensor, np.ndarray)

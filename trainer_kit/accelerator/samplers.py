@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
@@ -13,6 +13,8 @@ from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
 
 __all__ = ["BatchSamplerShard", "IterableDatasetShard", "SeedableRandomSampler"]
+
+_Row = TypeVar("_Row")
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -123,7 +125,7 @@ class BatchSamplerShard(BatchSampler):
         return self._select_shares(rows, self.batch_size)
 
     def _select_shares(
-        self, turns: Iterator[list[Any]], share_size: int
+        self, turns: Iterator[list[_Row]], share_size: int
     ) -> Iterator[Any]:
         return _shares(
             turns,
@@ -207,7 +209,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from share
 
 
-def _chunks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+def _chunks(items: Iterator[_Row], size: int) -> Iterator[list[_Row]]:
     """Yield lists of ``size`` items; the last one may be shorter."""
     chunk = list(islice(items, size))
     while chunk:
@@ -215,24 +217,24 @@ def _chunks(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
         chunk = list(islice(items, size))
 
 
-def _concatenate(batches: Iterable[Iterable[Any]]) -> list[Any]:
-    rows: list[Any] = []
+def _concatenate(batches: Iterable[Iterable[_Row]]) -> list[_Row]:
+    rows: list[_Row] = []
     for batch in batches:
         rows.extend(batch)
     return rows
 
 
 def _shares(
-    turns: Iterator[list[Any]],
+    turns: Iterator[list[_Row]],
     share_size: int,
     processes: int,
     rank: int,
     drop_last: bool,
     even: bool,
-) -> Iterator[list[Any]]:
+) -> Iterator[list[_Row]]:
     """Yield a process's share of each turn; a short turn is filled up from the start of the data."""
     total = share_size * processes
-    first_turn: list[Any] = []
+    first_turn: list[_Row] = []
     for turn in turns:
         first_turn = first_turn or turn
         missing = total - len(turn)

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from trainer_kit.accelerator.accelerator import Accelerator, forget_newest, newest
 from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.accumulation import GradientState as GradientView
 from trainer_kit.accelerator.generators import each_epoch
-from trainer_kit.accelerator.loader import LaterLoader, PreparedLoader, prepare_loader
+from trainer_kit.accelerator.loader import LaterLoader, PreparedLoader
+from trainer_kit.accelerator.loader_division import prepare_loader
 from trainer_kit.accelerator.model_weights import write_object
+from trainer_kit.accelerator.prepared import Parameters
 from trainer_kit.accelerator.processes import PartialState, synchronize_rng_states
-from trainer_kit.accelerator.trackers import LoggerTracker, Trackers
+from trainer_kit.accelerator.trackers import GeneralTracker, LoggerTracker, Trackers
 from trainer_kit.accelerator.wrapping import compiled, uncompiled, unwrap
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.display import bar_class
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.seed import order_seed
+from trainer_kit.core.types import Function, Loaders
 from trainer_kit.options.deepspeed import DeepSpeedPlugin
 from trainer_kit.options.records import (
     AutocastKwargs,
@@ -78,7 +80,7 @@ __all__ = [
 class _Recognised(type):
     """A metaclass for classes without instances: ``isinstance`` calls ``recognises``; a call forwards or raises."""
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return bool(cls.recognises(instance))  # type: ignore[attr-defined]
 
 
@@ -101,7 +103,7 @@ class AcceleratorState(metaclass=_Recognised):
     """
 
     @staticmethod
-    def recognises(instance: Any) -> bool:
+    def recognises(instance: object) -> bool:
         """Whether an object is an Accelerator."""
         return isinstance(instance, Accelerator)
 
@@ -128,11 +130,11 @@ class GradientState(metaclass=_Recognised):
     """A call returns the `Accelerator.gradient_state` of the newest Accelerator."""
 
     @staticmethod
-    def recognises(instance: Any) -> bool:
+    def recognises(instance: object) -> bool:
         """Whether an object is the state of an accumulation."""
         return isinstance(instance, GradientView)
 
-    def __new__(cls, gradient_accumulation_plugin: Any = None) -> Any:
+    def __new__(cls, gradient_accumulation_plugin: object = None) -> Any:
         accelerator = newest()
         if accelerator is None:
             return GradientView(_window())
@@ -157,7 +159,9 @@ def is_initialized() -> bool:
     return newest() is not None
 
 
-def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
+def get_active_deepspeed_plugin(
+    state: Accelerator | PartialState,
+) -> DeepSpeedPlugin | None:
     """Return the active DeepSpeed plugin of an Accelerator or its state."""
     plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
     return plugin
@@ -165,7 +169,7 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
 
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[object]:
     """Return the autocast context of the newest Accelerator; without ``native_amp`` one that does nothing."""
     accelerator = newest() if native_amp else None
     if accelerator is None:
@@ -174,11 +178,11 @@ def get_mixed_precision_context_manager(
 
 
 def GatheredParameters(
-    params: Any,
+    params: Parameters,
     modifier_rank: int | None = None,
-    fwd_module: Any = None,
+    fwd_module: nn.Module | None = None,
     enabled: bool = True,
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[object]:
     """Gather parameters that DeepSpeed shards in this context; without its stage 3 this does nothing.
 
     Args:
@@ -193,7 +197,7 @@ def GatheredParameters(
         return nullcontext()
     import deepspeed
 
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+    context: AbstractContextManager[object] = deepspeed.zero.GatheredParameters(
         params, modifier_rank, fwd_module, enabled
     )
     return context
@@ -234,7 +238,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 def synchronize_rng_state(
-    rng_type: Any = None, generator: torch.Generator | None = None
+    rng_type: object = None, generator: torch.Generator | None = None
 ) -> None:
     """Copy one random state of the main process to every process; see `synchronize_rng_states`."""
     synchronize_rng_states([rng_type], generator)
@@ -251,9 +255,10 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     """
     state = PartialState()
     owners = state.collectives.gather_object([tensor is not None])
-    if sum(owners) != 1:
+    count = owners.count(True)
+    if count != 1:
         raise ConfigurationError(
-            "exactly one process must pass the tensor", found=f"{sum(owners)} have one"
+            "exactly one process must pass the tensor", found=f"{count} have one"
         )
     source = owners.index(True)
     header = None if tensor is None else (tensor.shape, tensor.dtype)
@@ -267,7 +272,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 
 def save(
-    obj: Any,
+    obj: object,
     f: str | os.PathLike[str],
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
@@ -336,7 +341,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def save_fsdp_model(
-    fsdp_plugin: Any,
+    fsdp_plugin: object,
     accelerator: Accelerator,
     model: nn.Module,
     output_dir: str | os.PathLike[str],
@@ -361,7 +366,7 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: Any,
+    fsdp_plugin: object,
     accelerator: Accelerator,
     model: nn.Module,
     input_dir: str | os.PathLike[str],
@@ -421,7 +426,7 @@ def _refuse_adapters(adapter_only: bool) -> None:
 
 
 class _LoaderType(_Recognised):
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise ConfigurationError(
             f"a {cls.__name__} is created by prepare", fix="accelerator.prepare(loader)"
         )
@@ -431,7 +436,7 @@ class PreparedLoaderType(metaclass=_LoaderType):
     """Every loader that `prepare` returns."""
 
     @staticmethod
-    def recognises(instance: Any) -> bool:
+    def recognises(instance: object) -> bool:
         """Whether an object is such a loader."""
         return isinstance(instance, PreparedLoader)
 
@@ -440,7 +445,7 @@ class DataLoaderShard(metaclass=_LoaderType):
     """A loader from `prepare`; each process reads its own shard."""
 
     @staticmethod
-    def recognises(instance: Any) -> bool:
+    def recognises(instance: object) -> bool:
         """Whether an object is such a loader."""
         return isinstance(instance, PreparedLoader) and instance.dispatch is None
 
@@ -449,7 +454,7 @@ class DataLoaderDispatcher(metaclass=_LoaderType):
     """A loader from `prepare` that the main process reads for all processes."""
 
     @staticmethod
-    def recognises(instance: Any) -> bool:
+    def recognises(instance: object) -> bool:
         """Whether an object is such a loader."""
         return isinstance(instance, PreparedLoader) and instance.dispatch is not None
 
@@ -458,27 +463,27 @@ class SkipDataLoader(metaclass=_LoaderType):
     """A loader that `skip_first_batches` returns."""
 
     @staticmethod
-    def recognises(instance: Any) -> bool:
+    def recognises(instance: object) -> bool:
         """Whether an object is such a loader."""
         return isinstance(instance, LaterLoader)
 
 
 def prepare_data_loader(
-    dataloader: DataLoader[Any],
+    dataloader: Loaders,
     device: torch.device | str | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
     split_batches: bool = False,
     put_on_device: bool = False,
-    rng_types: Any = None,
+    rng_types: Iterable[object] | None = None,
     dispatch_batches: bool | None = None,
     even_batches: bool = True,
-    slice_fn_for_dispatch: Any = None,
+    slice_fn_for_dispatch: object = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
-    torch_device_mesh: Any = None,
+    torch_device_mesh: object = None,
 ) -> PreparedLoader:
     """Shard a loader over the processes, like `Accelerator.prepare_data_loader`.
 
@@ -547,7 +552,7 @@ def prepare_data_loader(
     )
 
 
-def get_sampler(dataloader: Any) -> Any:
+def get_sampler(dataloader: Loaders) -> Any:
     """Return the sampler that yields a loader's indices."""
     batches = getattr(dataloader, "batch_sampler", None)
     return getattr(batches, "sampler", None) or getattr(dataloader, "sampler", None)
@@ -564,17 +569,17 @@ class _TrackerType(_Recognised):
         run_name: str,
         logging_dir: str | os.PathLike[str] | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> GeneralTracker:
         project = ProjectConfiguration(logging_dir=logging_dir)
         return Trackers([cls.name], PartialState(), project).make_tracker(
             cls.name, run_name, options
         )
 
-    def recognises(cls, instance: Any) -> bool:
+    def recognises(cls, instance: object) -> bool:
         return isinstance(instance, LoggerTracker) and instance.name == cls.name
 
 
-def _tracker(kind: str, name: str) -> Callable[..., Any]:
+def _tracker(kind: str, name: str) -> Function:
     text = f"The tracker {name!r}: a call makes one for a run, and ``isinstance`` finds those of an Accelerator."
     return _TrackerType(
         kind, (), {"name": name, "__doc__": text, "__module__": __name__}

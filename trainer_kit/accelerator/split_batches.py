@@ -10,11 +10,12 @@ from torch.utils.data import BatchSampler
 
 from trainer_kit.core.display import plural
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.types import Loaders
 
 __all__ = ["split_loader"]
 
 
-def split_loader(loader: Any, processes: int) -> tuple[int | None, Any]:
+def split_loader(loader: Loaders, processes: int) -> tuple[int | None, Loaders]:
     """Return the batch size of a process under ``split_batches``, and the loader to read.
 
     A batch sampler has its own batch size: the loader gets another one, which yields the parts of each batch.
@@ -78,7 +79,7 @@ class _BatchParts(BatchSampler):
         sampler = self.batches.sampler
         return len(sampler) if isinstance(sampler, Sized) else None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[list[int]]:
         was_short = False
         for batch in self.batches:
             if was_short or len(batch) > self._total_batch_size:

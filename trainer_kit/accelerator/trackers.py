@@ -29,6 +29,14 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import LOGGERS
+from trainer_kit.core.types import (
+    Function,
+    HParams,
+    JsonObject,
+    Keywords,
+    Nested,
+    StateDict,
+)
 from trainer_kit.loggers.bounded import BoundedCalls
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
@@ -40,8 +48,10 @@ from trainer_kit.report.running import RunReport
 
 __all__ = [
     "GeneralTracker",
+    "LoggedValues",
     "LoggerTracker",
     "LoggerType",
+    "Tracker",
     "Trackers",
     "on_main_process",
     "register_tracker_class",
@@ -63,12 +73,14 @@ _PROJECT: Final = {
 }
 """The argument of a tracker's logger that takes the name of the project."""
 
-_Options: TypeAlias = dict[str, Any]
-_Values: TypeAlias = Mapping[str, Any]
-_Facts: TypeAlias = Callable[[], dict[str, Any]]
+Tracker: TypeAlias = "GeneralTracker | Logger"
+"""A tracker of the user, or a logger of a Trainer."""
+LoggedValues: TypeAlias = Mapping[str, Any]
+"""Logged values by name: numbers, tensors of one element, texts, pictures and nested dicts of these."""
+_Facts: TypeAlias = Callable[[], JsonObject]
 """Returns what the report says about the process."""
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Function)
 _C = TypeVar("_C", bound=type)
 
 
@@ -112,7 +124,7 @@ def on_main_process(function: _F) -> _F:
     """
 
     @functools.wraps(function)
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+    def call(self: object, *arguments: object, **options: object) -> object:
         if getattr(self, "main_process_only", True) and Environment.detect().rank:
             return None
         return function(self, *arguments, **options)
@@ -139,7 +151,7 @@ class GeneralTracker:
     def start(self) -> None:
         """Start the tracker; called once, before all other methods."""
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: StateDict) -> None:
         """Store the hyperparameters of the run."""
 
     def log(self, values: dict[str, Any], step: int | None, **options: Any) -> None:
@@ -188,13 +200,13 @@ class LoggerTracker(GeneralTracker):
 
     writer = run = tracker
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def store_init_configuration(self, values: StateDict) -> None:
         """Store the hyperparameters of the run."""
         if hasattr(self.logger, "log_hyperparams"):
             self.logger.log_hyperparams(values)
 
     def log(
-        self, values: Mapping[str, Any], step: int | None = None, **options: Any
+        self, values: LoggedValues, step: int | None = None, **options: Any
     ) -> None:
         """Log the values of a step. Numbers in nested dicts get the name ``outer/inner``.
 
@@ -206,9 +218,7 @@ class LoggerTracker(GeneralTracker):
         """
         self.log_at(values, step, None)
 
-    def log_at(
-        self, values: Mapping[str, Any], step: int | None, at: float | None
-    ) -> None:
+    def log_at(self, values: LoggedValues, step: int | None, at: float | None) -> None:
         """Log the values of a step as `log` does; a journal records ``at``, the time of the step, instead of now."""
         self._step = self._step + 1 if step is None else step
         numbers, other_values = _split_numbers(values)
@@ -221,7 +231,7 @@ class LoggerTracker(GeneralTracker):
             self.logger.log_metrics(numbers, self._step)
         self._log_texts(other_values)
 
-    def _log_texts(self, values: Mapping[str, Any]) -> None:
+    def _log_texts(self, values: LoggedValues) -> None:
         if isinstance(self.logger, RunLogger):
             for name, value in values.items():
                 self.logger.log_text(name, str(value), self._step)
@@ -233,7 +243,7 @@ class LoggerTracker(GeneralTracker):
                 self.tracker.add_text(name, mask_secrets(value, name), self._step)
 
     def log_images(
-        self, values: Mapping[str, Any], step: int | None = None, **options: Any
+        self, values: LoggedValues, step: int | None = None, **options: Any
     ) -> None:
         """Log images.
 
@@ -283,16 +293,16 @@ class _Queued:
     def __init__(self, tracker: GeneralTracker) -> None:
         self.tracker = tracker
 
-    def start(self, config: _Options | None) -> None:
+    def start(self, config: HParams | None) -> None:
         self.tracker.start()
         if config is not None:
             self.tracker.store_init_configuration(dict(config))
 
     def log_metrics(
         self,
-        values: _Options,
+        values: dict[str, Any],
         step: int | None,
-        options: _Values,
+        options: Keywords,
         at: float,
     ) -> None:
         if isinstance(self.tracker, LoggerTracker):
@@ -310,7 +320,7 @@ class _Queued:
         self.tracker.finish()
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Nested) -> Nested:
     """Copy a value: the caller may change tensors, arrays and containers before a tracker reads them."""
     if isinstance(value, Tensor):
         return value.detach().clone()
@@ -325,11 +335,11 @@ def _copy(value: Any) -> Any:
 
 
 def _split_numbers(
-    values: _Values, prefix: str = ""
-) -> tuple[dict[str, float], _Options]:
+    values: LoggedValues, prefix: str = ""
+) -> tuple[dict[str, float], dict[str, object]]:
     """Return the numbers among nested values, and all other values, by full name."""
     numbers: dict[str, float] = {}
-    other_values: _Options = {}
+    other_values: dict[str, object] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, (int, float)):
@@ -366,7 +376,10 @@ class Trackers:
     """
 
     def __init__(
-        self, log_with: list[Any], processes: Processes, project: ProjectConfiguration
+        self,
+        log_with: list[str | Tracker],
+        processes: Processes,
+        project: ProjectConfiguration,
     ) -> None:
         for tracker in log_with:
             if not isinstance(tracker, (str, GeneralTracker, Logger)):
@@ -376,7 +389,7 @@ class Trackers:
                     fix='pass log_with="tensorboard", or an object with log_metrics(metrics, step)',
                 )
         self.log_with = log_with
-        self.started: list[Any] = []
+        self.started: list[GeneralTracker] = []
         self.continues = False
         self.version = ""
         # The directory of the run whose state was loaded.
@@ -396,15 +409,15 @@ class Trackers:
         self._deliveries = Deliveries(self._processes.print, _label)
         self._calls = BoundedCalls(self._processes.print)
 
-    def __getstate__(self) -> _Options:
+    def __getstate__(self) -> StateDict:
         """Leave out the report: a copy in another process must not write it."""
         return {**self.__dict__, "_report": None, "_facts": None}
 
     def start(
         self,
         project_name: str,
-        config: _Options | None,
-        init_kwargs: Mapping[str, _Values] | None,
+        config: HParams | None,
+        init_kwargs: Mapping[str, LoggedValues] | None,
         facts: _Facts,
     ) -> None:
         """Start the trackers of ``log_with``; every process makes this call, and the main process logs.
@@ -484,7 +497,7 @@ class Trackers:
     def _open_report(
         self,
         project: str,
-        config: _Options | None,
+        config: HParams | None,
         facts: _Facts,
     ) -> list[GeneralTracker]:
         """Create the report if there are trackers and a directory; return the tracker that writes its journal."""
@@ -507,7 +520,7 @@ class Trackers:
             self._versioned.append(self._journal)
             trackers.append(LoggerTracker("journal", self._journal))
 
-        def describe_run() -> _Options:
+        def describe_run() -> JsonObject:
             process_facts = facts()
             hyperparameters = flatten(plain(params_dict(config or {})))
             rows = [
@@ -529,7 +542,7 @@ class Trackers:
         """Let a logger write into the directory of this run, unless the caller chose a version."""
         logger.load_state_dict({"name": logger.name, "version": self.version})
 
-    def _is_versioned(self, logger: Any) -> bool:
+    def _is_versioned(self, logger: object) -> bool:
         """Whether a logger writes into the directory of this run."""
         if self._runs is None or not isinstance(logger, DirectoryLogger):
             return False
@@ -555,7 +568,7 @@ class Trackers:
             for event in read_events(self._report.directory)
             if event["event"] == "start"
         ]
-        run_id: Any = secrets.token_hex(8)
+        run_id: object = secrets.token_hex(8)
         completed_steps = 0
         if self.continues and earlier_runs:
             run_id = earlier_runs[-1]
@@ -607,7 +620,7 @@ class Trackers:
         return self._processes.is_main_process or not tracker.main_process_only
 
     def make_tracker(
-        self, tracker: Any, project: str, options: _Options
+        self, tracker: str | Tracker, project: str, options: Keywords
     ) -> GeneralTracker:
         """Return the tracker for an entry of ``log_with``; one that does nothing if this process does not log.
 
@@ -633,7 +646,7 @@ class Trackers:
         assert isinstance(custom, GeneralTracker)
         return custom
 
-    def _tracker_of_object(self, obj: Any) -> GeneralTracker:
+    def _tracker_of_object(self, obj: Tracker) -> GeneralTracker:
         name = getattr(obj, "name", None)
         if not isinstance(obj, GeneralTracker):
             wrapper = LoggerTracker(str(name or type(obj).__name__), obj)
@@ -652,9 +665,9 @@ class Trackers:
     def _make_logger(
         self,
         name: str,
-        kind: Callable[..., Any],
+        kind: Function,
         project: str,
-        options: _Options,
+        options: Keywords,
     ) -> Any:
         if name in _PROJECT:
             save_dir = self._project.logging_path or "."
@@ -679,9 +692,9 @@ class Trackers:
 
     def log(
         self,
-        values: _Values,
+        values: LoggedValues,
         step: int | None,
-        log_kwargs: _Values | None,
+        log_kwargs: LoggedValues | None,
     ) -> None:
         """Log values with every tracker, on the main process.
 
@@ -704,7 +717,7 @@ class Trackers:
             options = (log_kwargs or {}).get(delivery.logger.tracker.name, {})
             delivery.put("log_metrics", values, step, options, logged_at, number=0)
 
-    def get(self, name: Any, unwrap: bool) -> Any:
+    def get(self, name: str | LoggerType, unwrap: bool) -> Any:
         """Return a tracker by name, after it has received all logged values; ``unwrap``: the object that it wraps.
 
         Raises:
@@ -714,9 +727,11 @@ class Trackers:
         for tracker in self.started:
             if tracker.name != word_of(name):
                 continue
-            if unwrap and not isinstance(tracker, _NoTracker):
-                return tracker.tracker
-            return tracker
+            if not unwrap or isinstance(tracker, _NoTracker):
+                return tracker
+            # Not an attribute of the base class: a user's class may define it as a property.
+            unwrapped: Any = tracker
+            return unwrapped.tracker
         names = ", ".join(tracker.name for tracker in self.started)
         raise ConfigurationError(
             f"unknown tracker {name!r}",

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from trainer_kit.core.tensors import sequence_like
+from trainer_kit.core.types import Batch
 
-__all__ = ["Turn", "evened", "filled"]
+__all__ = ["SizedBatch", "Turn", "evened", "filled"]
 
 _PLAIN: Final = (str, bytes, int, float, type(None))
 _NESTED: Final = (Tensor, Mapping, list, tuple)
 _CANNOT_CUT: Final = (TypeError, ValueError, KeyError, IndexError, RuntimeError)
 """Raised for batches that cannot be cut."""
 
-_Batch: TypeAlias = Any
-Turn = list[tuple[_Batch, int]]
-"""One batch per process, each with its number of samples."""
+SizedBatch: TypeAlias = tuple[Batch, int]
+"""A batch and its number of samples."""
+Turn: TypeAlias = list[SizedBatch]
+"""One batch per process."""
 
 
-def filled(pair: tuple[_Batch, int], size: int) -> tuple[_Batch, int]:
+def filled(pair: SizedBatch, size: int) -> SizedBatch:
     """Fill a batch up to ``size`` samples with its own; one that cannot be cut stays unchanged."""
     batch, samples = pair
     if samples in (0, size):
@@ -99,14 +101,14 @@ def _fill_separately(turn: Turn, columns: bool) -> Turn:
     return batches
 
 
-def _repeat_rows(batch: _Batch, size: int, length: int, columns: bool) -> _Batch:
+def _repeat_rows(batch: Batch, size: int, length: int, columns: bool) -> Batch:
     rows = [row % size for row in range(length)]
     return _select_rows([batch], [size], rows, columns)
 
 
 def _select_rows(
-    batches: Sequence[_Batch], sizes: Sequence[int], rows: Sequence[int], columns: bool
-) -> _Batch:
+    batches: Sequence[Batch], sizes: Sequence[int], rows: Sequence[int], columns: bool
+) -> Batch:
     """Return the samples ``rows`` of concatenated batches; raise an error for a value without one entry per sample."""
     first = batches[0]
     if isinstance(first, Tensor) and _have_rows(batches, sizes):
@@ -139,8 +141,8 @@ def _have_rows(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
 
 
 def _select_of_lists(
-    lists: Sequence[_Batch], sizes: Sequence[int], rows: Sequence[int], columns: bool
-) -> _Batch:
+    lists: Sequence[Batch], sizes: Sequence[int], rows: Sequence[int], columns: bool
+) -> Batch:
     """Like `_select_rows` for lists, of samples or of the fields of samples."""
     first = lists[0]
     lengths = [len(values) for values in lists]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import CodeType
 from typing import Any, Final, final
 
 import torch
@@ -14,7 +15,8 @@ from trainer_kit.accelerator.fabric_module import FabricModule
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.state_names import uncompiled
 from trainer_kit.core.tensors import map_tensors, to_float32
-from trainer_kit.options.records import TorchDynamoPlugin
+from trainer_kit.core.types import Function, Keywords
+from trainer_kit.options.records import AutocastKwargs, TorchDynamoPlugin
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.adaptive_ddp import AdaptiveDDP
 from trainer_kit.strategies.strategy import EngineModule
@@ -23,6 +25,7 @@ __all__ = [
     "apply_precision",
     "compile_options",
     "compiled",
+    "in_precision",
     "remove_precision",
     "spans_devices",
     "uncompiled",
@@ -45,19 +48,19 @@ _WRAPPERS: Final = (
 class _Forward:
     """A model's forward under autocast; its outputs are converted to float32, which losses need."""
 
-    def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
+    def __init__(self, forward: Function, precision: Precision) -> None:
         self.forward = forward
         self.precision = precision
 
     @property
-    def __code__(self) -> Any:
+    def __code__(self) -> CodeType:
         """Read by torch.export."""
         return self.forward.__code__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+    def __deepcopy__(self, memo: dict[int, object]) -> _Forward:
         return _Forward(copy.deepcopy(self.forward, memo), self.precision)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> object:
         context = self.precision.forward_context()
         assert context is not None
         if self.precision.converts_batch:
@@ -80,13 +83,28 @@ def _has_precision(model: nn.Module) -> bool:
     return isinstance(model.__dict__.get("forward"), _Forward)
 
 
-def under_precision(
-    method: Callable[..., Any], precision: Precision
-) -> Callable[..., Any]:
+def under_precision(method: Function, precision: Precision) -> Function:
     """Return a method of a model that computes in the precision."""
     if precision.forward_context() is None:
         return method
     return _Forward(method, precision)
+
+
+@contextmanager
+def in_precision(
+    precision: Precision, options: AutocastKwargs | None, device: torch.device
+) -> Iterator[None]:
+    """Apply a precision to the computations of a block; ``options`` change its autocast, if it has one."""
+    context = precision.forward_context()
+    if options is not None and isinstance(context, torch.autocast):
+        context = torch.autocast(
+            device.type,
+            context.fast_dtype,
+            enabled=options.enabled,
+            cache_enabled=options.cache_enabled,
+        )
+    with context or nullcontext():
+        yield
 
 
 def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
@@ -178,7 +196,7 @@ def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     return compiled_model  # type: ignore[no-any-return]
 
 
-def compile_options(plugin: TorchDynamoPlugin) -> dict[str, Any]:
+def compile_options(plugin: TorchDynamoPlugin) -> Keywords:
     """Return the plugin's options as arguments of ``torch.compile``."""
     return {
         "backend": plugin.backend.lower(),

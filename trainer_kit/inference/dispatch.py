@@ -263,7 +263,7 @@ def _find_resident_slots(
 
 def _belongs_on_disk(tied: Tied, places: Places) -> bool:
     """Whether the map has all slots on disk, so that no module has the same weights in memory."""
-    return all(places.of(slot.name) == "disk" for slot in tied.slots)
+    return all(places.device_of(slot.name) == "disk" for slot in tied.slots)
 
 
 def _check_content(moves: list[_Move]) -> None:
@@ -578,7 +578,7 @@ class Places:
         """Whether the map has a device for a module or tensor."""
         return any(key in self._map for key in _above(name))
 
-    def of(self, name: str) -> int | str:
+    def device_of(self, name: str) -> int | str:
         """Return the device of a module or tensor: that of the innermost module in the map that contains it."""
         return next(
             (self._map[key] for key in _above(name) if key in self._map), self.main
@@ -586,14 +586,14 @@ class Places:
 
     def is_away(self, name: str) -> bool:
         """Whether a module or tensor is offloaded: on disk, or in host memory while an accelerator computes."""
-        device = self.of(name)
+        device = self.device_of(name)
         return device == "disk" or (device == "cpu" and self.main != "cpu")
 
     def runs_on(self, name: str) -> torch.device:
         """Return the device that computes with a module or tensor."""
         if self.is_away(name):
             return resolve_device(self.main)
-        return resolve_device(self.of(name))
+        return resolve_device(self.device_of(name))
 
 
 def _above(name: str) -> Iterator[str]:
