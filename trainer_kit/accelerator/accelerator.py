@@ -66,7 +66,7 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.types import (
     Batch,
     Function,
-    HParams,
+    HyperParameters,
     JsonObject,
     Keywords,
     Loaders,
@@ -1211,8 +1211,8 @@ class Accelerator:
     def init_trackers(
         self,
         project_name: str,
-        config: HParams | None = None,
-        init_kwargs: Mapping[str, HParams] | None = None,
+        config: HyperParameters | None = None,
+        init_kwargs: Mapping[str, HyperParameters] | None = None,
     ) -> None:
         """Start the trackers of ``log_with``; every process makes this call, and the main process logs.
 

@@ -31,7 +31,7 @@ from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.core.types import (
     Function,
-    HParams,
+    HyperParameters,
     JsonObject,
     Keywords,
     Nested,
@@ -293,7 +293,7 @@ class _Queued:
     def __init__(self, tracker: GeneralTracker) -> None:
         self.tracker = tracker
 
-    def start(self, config: HParams | None) -> None:
+    def start(self, config: HyperParameters | None) -> None:
         self.tracker.start()
         if config is not None:
             self.tracker.store_init_configuration(dict(config))
@@ -416,7 +416,7 @@ class Trackers:
     def start(
         self,
         project_name: str,
-        config: HParams | None,
+        config: HyperParameters | None,
         init_kwargs: Mapping[str, LoggedValues] | None,
         facts: _Facts,
     ) -> None:
@@ -497,7 +497,7 @@ class Trackers:
     def _open_report(
         self,
         project: str,
-        config: HParams | None,
+        config: HyperParameters | None,
         facts: _Facts,
     ) -> list[GeneralTracker]:
         """Create the report if there are trackers and a directory; return the tracker that writes its journal."""

@@ -458,7 +458,7 @@ def _refuse_different_copies(
 def _stays_on_disk(tied: Tied, places: Places, offload_buffers: bool) -> bool:
     # The same conditions as in `dispatch_model`: what it keeps on a device must be loaded here.
     stays = tied.is_buffer and not (offload_buffers and tied.persistent)
-    return not stays and all(places.of(slot.name) == "disk" for slot in tied.slots)
+    return not stays and all(places.device_of(slot.name) == "disk" for slot in tied.slots)
 
 
 def _load(
@@ -474,7 +474,7 @@ def _load(
         device = torch.device("cpu")
     if places is not None:
         # Load to the first device that is not the disk; a later dispatch copies the tensor to the other devices.
-        devices = [places.of(slot.name) for slot in tied.slots]
+        devices = [places.device_of(slot.name) for slot in tied.slots]
         in_memory = [device for device in devices if device != "disk"]
         device = resolve_device([*in_memory, "cpu"][0])
     # A tensor of a mapped file must not outlive the file: always copy it.
