@@ -29,8 +29,8 @@ from trainer_kit.core.configuration_sources import (
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
-from trainer_kit.core.wings import has_wing
 from trainer_kit.core.types import Keywords
+from trainer_kit.core.wings import has_wing
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import HangWatchdog, stop_at_exit
 from trainer_kit.options.deepspeed import DeepSpeedPlugin
