@@ -458,7 +458,9 @@ def _refuse_different_copies(
 def _stays_on_disk(tied: Tied, places: Places, offload_buffers: bool) -> bool:
     # The same conditions as in `dispatch_model`: what it keeps on a device must be loaded here.
     stays = tied.is_buffer and not (offload_buffers and tied.persistent)
-    return not stays and all(places.device_of(slot.name) == "disk" for slot in tied.slots)
+    return not stays and all(
+        places.device_of(slot.name) == "disk" for slot in tied.slots
+    )
 
 
 def _load(
