@@ -448,6 +448,7 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
             "it exists already",
             fix="pass overwrite=True, or use another name",
         )
+    # Also with overwrite=True: a wrong path must not cost the user another directory.
     if exists and not has_library_manifest(target):
         raise CheckpointError(
             target, None, "not a checkpoint of this library, so it is not overwritten"

@@ -83,6 +83,7 @@ def diff(
         model: w: values differ by up to 1 (float32 [2])
         progress: step: value 3 != 4
     """
+    # Read with their checksums verified, so that a difference is never one of a damaged file.
     state_a, state_b = read_checkpoint(a), read_checkpoint(b)
     parts_a = {"info": read_info(a), **state_a}
     parts_b = {"info": read_info(b), **state_b}

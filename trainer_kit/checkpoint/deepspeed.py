@@ -263,6 +263,7 @@ def _assemble_frozen(
     device: torch.device | str,
 ) -> dict[str, Tensor]:
     """Assemble frozen parameters of stage 3 from the files of all ranks; each file holds a part."""
+    # Each file is loaded once: it holds fragments of all parameters, beside the state of a whole rank.
     fragments_by_file = []
     for file in files.states:
         fragments = _engine_state(file, device).get("frozen_param_fragments") or {}
@@ -359,6 +360,7 @@ def _moments_by_position(
     """Return moments and learning rates without ZeRO, from torch's ``state_dict``; in half precision with masters."""
     if not isinstance(state, dict):
         return [], []
+    # In half precision DeepSpeed's optimizer wraps the state_dict of torch's.
     inner = state.get("optimizer_state_dict", state)
     if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
         return [], []

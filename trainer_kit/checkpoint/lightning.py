@@ -103,6 +103,7 @@ def import_lightning(
         "epoch": epoch,
         "global_step": step,
     }
+    # Before the parts for resuming, which an entry of a hook must not replace.
     state |= {
         name: value for name, value in content.items() if name not in _LIGHTNING_ENTRIES
     }
@@ -195,6 +196,7 @@ def _progress(loop: Mapping[str, Any]) -> dict[str, int]:
     batch is processed is finished, also where Lightning's ``epoch`` still names it (in ``on_validation_end``). A
     step of manual optimization is a batch here.
     """
+    # A file of Lightning 1 has other keys: the caller turns the KeyError into advice.
     batches = loop["epoch_loop.batch_progress"]
     epochs = loop["epoch_progress"]["current"]
     is_running = epochs["processed"] < epochs["started"]

@@ -257,7 +257,9 @@ def check_files(path: Location, manifest: Manifest) -> None:
         CheckpointError: naming the missing, foreign or resized file.
     """
     files = manifest["files"]
+    # One listing for all: at a URL each look at a file would cost a request.
     statuses = _statuses(path)
+    # In both directions: a file that is not listed may be of another checkpoint that was copied over this one.
     for name, status in sorted(statuses.items()):
         is_listed = name == MANIFEST or name in files
         if "extra" in manifest and not is_listed:
@@ -388,6 +390,7 @@ def check_content(
     Raises:
         CheckpointError: naming the damaged file.
     """
+    # Before any content is read, which takes long for a large file.
     check_sizes(path, manifest, names)
     for name in names:
         with named_failure(path / name, "the file cannot be read", _FIX):
@@ -518,6 +521,8 @@ def digest(content: object) -> str:
 
 
 def _check_shape(file: Location, manifest: Manifest) -> None:
+    """Raise where a manifest has another shape than `new_manifest` makes, on which all other functions rely."""
+    # The checksum shows that the bytes are those that were written, and not by whom: names may be an attacker's.
     within = manifest.get("within")
     if within is not None and not (
         isinstance(within, str) and REPLACEMENT.fullmatch(within)
@@ -538,6 +543,7 @@ def _check_shape(file: Location, manifest: Manifest) -> None:
             file, "files", "the manifest lists no files or no parts", fix=_FIX
         )
     for name, entry in files.items():
+        # The manifest cannot list itself: its checksum would be of its own bytes.
         if not FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise CheckpointError(
                 file,
@@ -597,6 +603,7 @@ def _check_extra_names(file: Location, manifest: Manifest) -> None:
     extra = manifest.get("extra", {})
     if not isinstance(extra, dict):
         raise CheckpointError(file, "extra", "not a list of files", fix=_FIX)
+    # A file of a hook must not take the place of one of the checkpoint's own.
     reserved = (MANIFEST, *manifest["files"])
     for name, entry in extra.items():
         segments = name.split("/")

@@ -358,6 +358,7 @@ def _decode(
     state = {}
     if is_sharded(manifest):
         layout = read_layout(root, manifest)
+        # Each tensor is assembled when decoding comes to it, so that chunks and tensors are not in memory twice.
         with ShardFiles(root) as files:
             for part_name in parts:
                 assembled = Assembled(files, layout[part_name], device)
@@ -464,6 +465,7 @@ def step_of(info: Mapping[str, object]) -> int | None:
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether ``path`` is a checkpoint with every file in its full size; checksums are not compared."""
+    # Sizes show a torn copy or a full disk; reading every byte would make each listing as slow as a load.
     try:
         resolve_checkpoint(path)
     except CheckpointError:

@@ -289,6 +289,7 @@ def _agreed_tensors(
     descriptions: list[_Entries],
 ) -> dict[_TensorName, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor; raises if they differ between ranks."""
+    # Shapes are of whole tensors, so all ranks that have a tensor must agree on it.
     tensors: dict[_TensorName, tuple[list[int], str]] = {}
     for rank_tensors in descriptions:
         for part_name, name, shape, dtype in rank_tensors:

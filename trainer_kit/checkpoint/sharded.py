@@ -462,6 +462,7 @@ class _Source:
         record = tensor_record(tree)
         if record is None:
             return None
+        # A damaged record may hold any value, also one that is not hashable.
         layout = self.layout[part_name].get(str(record.get("v")))
         if layout is None or "dtype" not in record:
             return layout
@@ -577,12 +578,14 @@ class _Target:
         key = ".".join((part_name, *path))
         document = self._source.document
         if value is _ELSEWHERE:
+            # The engine needs shape and dtype of what other ranks hold, and not the content.
             layout = self._source.stored_layout(tree, part_name, key)
             if layout is None:
                 return None
             return torch.empty(layout.shape, dtype=layout.dtype, device="meta")
         if isinstance(value, Tensor):
             return self._register(value, tree, part_name, key)
+        # Containers are entered only as far as they hold something to fill; the rest is decoded in one piece.
         items = children(tree, at=key, file=document)
         if isinstance(value, MutableMapping) and isinstance(items, Mapping):
             self._fill_dict(value, items, part_name, path)

@@ -281,6 +281,7 @@ def weight_layout(
         return file, _merge_files(_find_weight_files(file, index), tensors_in)
     if not file.is_dir():
         return file.parent, tensors_in(file)
+    # Of a checkpoint of ours only the part with the weights is looked at.
     manifest = read_manifest(file)
     if "model" not in manifest["parts"]:
         raise CheckpointError(file, "model", "this checkpoint holds no weights")
@@ -423,6 +424,7 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
         raise CheckpointError(directory, None, f"several indices: {names}")
     if not indices:
         files = sorted(directory.glob("*.safetensors"))
+        # The pattern matches hidden files too, such as one that is being written.
         visible = [file for file in files if not file.name.startswith(".")]
         if not visible:
             raise CheckpointError(
@@ -436,6 +438,7 @@ def _indexed_files(directory: Path, index: Path) -> list[Path]:
     """The files that an index names; CheckpointError if one does not hold a weight that is listed for it."""
     listed = read_index(index)
     files = [directory / name for name in sorted(set(listed.values()))]
+    # An index may be older than the files beside it: each weight must be in the file that is listed for it.
     stored = {}
     for file in files:
         stored.update(dict.fromkeys(read_header(file), file.name))

@@ -240,6 +240,7 @@ def _take(
         names = sorted(by_name)
         if not section:
             names = sorted({*by_name, *SECTIONS})
+        # Shortened: a key may be as long as the file.
         near = did_you_mean(name[:60], names, "no key of a configuration is like it")
         if name.isupper():
             near = "a variable for the script belongs under environment:"

@@ -261,6 +261,7 @@ def _patience(options: Resolved) -> float:
         for pair in str(options["rdzv_conf"] or "").split(",")
         if pair.strip()
     )
+    # The two names that torch's rendezvous has for this limit; the last one counts.
     for name, seconds in pairs.items():
         if name.strip() not in ("timeout", "join_timeout") or not re.fullmatch(
             r"\d{1,9}(\.\d+)?", seconds.strip()
@@ -347,6 +348,7 @@ _XLA: Final = ("TPU", "XLA")
 
 def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
     passed = [*_PASSED, *SECTIONS["dynamo_config"], *SECTIONS["parallelism_config"]]
+    # The section of the chosen engine alone: other sections of the file are of engines that this run does not use.
     engine = SECTIONS.get(f"{options['distributed_type']}_config".lower())
     if engine is not None:
         passed += ["distributed_type", *engine]
@@ -395,6 +397,7 @@ def _variables(options: Resolved) -> dict[str, str]:
         raise options.wrong(
             "environment: is a mapping of variables to texts", "environment"
         )
+    # `tpu_env` and the flag come second, so they win over `environment`.
     pairs = [("environment", name, value) for name, value in variables.items()]
     for pair in options["tpu_env"] or ():
         name, equals, text = pair.partition("=")
@@ -440,6 +443,7 @@ def _refuse(options: Resolved) -> None:
         )
     if is_sagemaker(options):
         raise refusal(options)
+    # Wizards write every size as 1; only another number asks for an axis.
     parallel = [
         name
         for name in SECTIONS["parallelism_config"]
@@ -462,11 +466,13 @@ def _refuse(options: Resolved) -> None:
             parallel[0],
             fix="leave parallelism_config out, or set FSDP, MULTI_GPU or MULTI_CPU",
         )
+    # Without TPUs the key of a file has no effect; a flag asks for a pod now.
     on_tpu = options["distributed_type"] in _XLA or options.origin(
         "tpu_use_cluster"
     ).startswith("flag")
     if options["tpu_use_cluster"] and on_tpu:
         raise _pod(options, "tpu_use_cluster")
+    # Replication is what DDP does, so that axis contradicts nothing.
     divided = [
         name for name in parallel if name != "parallelism_config_dp_replicate_size"
     ]

@@ -398,6 +398,7 @@ class Ranks:
             deadline = time.monotonic() + timeout
         while self.running:
             now = time.monotonic()
+            # The first failure that is seen may be only a lost connection: its cause arrives in the grace period.
             if self._failures and self._peer_deadline is None:
                 self._peer_deadline = now + self.peer_grace
             if self._peer_deadline is not None and now >= self._peer_deadline:

@@ -99,6 +99,7 @@ def rerun_command() -> tuple[list[str], list[str]]:
     if program and not program[0].startswith("-"):
         script = _find_script(program[0])
     reason = None
+    # The first reason that applies is named: a child of a notebook, for example, is a child.
     if multiprocessing.parent_process() is not None:
         reason = "a child process of multiprocessing"
     elif "_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:

@@ -186,6 +186,7 @@ def _table(options: Resolved, name: str) -> list[tuple[str, str]] | None:
     if not options[name]:
         return None
     try:
+        # The first line has the names of the columns.
         lines = Path(options[name]).expanduser().read_text("utf-8").splitlines()[1:]
         return [
             (cells[0], cells[1].strip())

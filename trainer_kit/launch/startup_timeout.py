@@ -102,6 +102,7 @@ def _serve_as_master(here: Environment) -> Any:
         return serve_store(here.master_addr, here.master_port)
     except LaunchError as error:
         listen_address = None
+        # At an address of this machine the port is taken, and the other ranks connect to no other one.
         if not _is_local(here.master_addr):
             listen_address = local_address_towards(here.master_addr)
         if listen_address is None:

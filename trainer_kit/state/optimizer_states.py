@@ -503,6 +503,7 @@ def watch_groups(run: Fit) -> Callable[[object], None]:
     def unwrap(_: object = None) -> None:
         for optimizer in optimizers:
             _unwrap_add_group(optimizer)
+        # By these the next fit recognizes what the user has changed in between, see `configured_flags`.
         after_fit = {
             name: parameter.requires_grad
             for name, parameter in run.module.named_parameters()

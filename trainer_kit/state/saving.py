@@ -479,6 +479,7 @@ def _report_failure(
     path: Location,
     failure: CheckpointError,
 ) -> None:
+    # Only rank 0 prints, and listing a directory may be slow where the storage has a problem.
     if run.strategy.world.rank != 0:
         return
     steps = []
