@@ -101,6 +101,7 @@ def find_executable_batch_size(
             )
         size = starting_batch_size
         while size > 0:
+            # The last attempt's tensors: its exception, which refers to them, is no longer referenced here.
             release_memory()
             sizes = [size]
             if keep_global_batch:
@@ -111,6 +112,7 @@ def find_executable_batch_size(
                 if not ran_out_of_memory(error):
                     raise
             size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
+            # Down to a divisor, so that batch size and accumulation steps have exactly the product that was asked for.
             while keep_global_batch and size > 0 and starting_batch_size % size:
                 size -= 1
         raise _NoBatchSizeError(

@@ -104,6 +104,7 @@ class Checkpoints:
         project: ProjectConfiguration,
     ) -> None:
         self.objects: list[Stateful] = []
+        # An OrderedDict: torch's handle refers to it weakly, which a plain dict does not allow.
         self._before_save: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._before_load: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._directories = StateDirectories(processes, project)
@@ -122,6 +123,7 @@ class Checkpoints:
         Raises:
             ConfigurationError: an object lacks these methods.
         """
+        # Before any object is added: a refused call registers none of its objects.
         stateless = [type(obj).__name__ for obj in objects if not has_state(obj)]
         if stateless:
             raise ConfigurationError(
@@ -167,6 +169,7 @@ class Checkpoints:
         for index, model_weights in weights.items():
             state[_model_key(index)] = dict(model_weights)
         names = self._parameter_names()
+        # Outside of `collect_of_rank`: this is a collective call, which a process that fails there would not make.
         state["optimizers"] = [
             optimizer_state(self._strategy, optimizer, names)
             for optimizer in self._optimizers
@@ -175,12 +178,15 @@ class Checkpoints:
         state["window"] = self._accumulation.state_dict()
         buffers: list[dict[str, Tensor]] = []
 
+        # All calls of the user's `state_dict` methods in one function: an error on one process is raised on all, which
+        # would otherwise wait for it in the next exchange.
         def collect_of_rank() -> _RankState:
             state["schedulers"] = _state_dicts(self._prepared.schedulers)
             state["objects"] = _state_dicts(self.objects)
             loaders = _state_dicts(self._prepared.loaders)
             for module in self._modules:
                 buffers.append(rank_buffers(self._strategy, module))
+            # After the objects, whose `state_dict` may draw random numbers.
             rng = rng_state(self._strategy.device)
             return _RankState(rng, loaders, self._strategy.data.rank, version)
 
@@ -188,6 +194,7 @@ class Checkpoints:
         state["rng"] = [rank.rng for rank in ranks]
         state["data_ranks"] = [rank.data_rank for rank in ranks]
         state["loaders"] = _states_by_loader(ranks)
+        # Buffers may be large, so they are not part of the record that every process receives.
         # None on all but the writing process.
         buffers_by_rank = self._world.gather_object(buffers)
         if buffers_by_rank is not None and any(map(any, buffers_by_rank)):
@@ -196,6 +203,7 @@ class Checkpoints:
             "step": self._accumulation.step,
             "iteration": self._directories.iteration,
             "scheduler_steps": self._scheduler_times,
+            # Not the number of weights in the state: a hook may take weights out.
             "models": len(self._prepared.models),
             # The main process has the loggers.
             "version": ranks[0].version,
@@ -244,11 +252,14 @@ class Checkpoints:
                 "save where accelerator.sync_gradients is true"
             )
         target = self._directories.target(output_dir)
+        # Before a directory is made, so that a failure here leaves nothing on disk.
         weights = self._collect_weights()
         work = Path(on_rank_zero(self._world, lambda: str(stage_state(target))))
+        # A copy: hooks remove entries, and only the full list says which models the others belong to.
         weights_after_hooks = list(weights)
 
         def call_hooks() -> None:
+            # Copies: a hook may remove itself, and its changes to the list of models do not reach the prepared ones.
             for hook in list(self._before_save.values()):
                 hook(list(self._prepared.models), weights_after_hooks, str(work))
 
@@ -256,10 +267,12 @@ class Checkpoints:
             on_every_rank(self._world, call_hooks)
             weights_by_model = _weights_by_model(weights, weights_after_hooks)
             self._write(target, self._collect(weights_by_model, version), work)
+        # Also for KeyboardInterrupt: otherwise the incomplete directory stays until the next save.
         except BaseException:
             if self._processes.is_main_process:
                 shutil.rmtree(work, ignore_errors=True)
             raise
+        # Not before: after a save that failed, the next one gets its number.
         self._directories.count_save()
         return str(target)
 
@@ -281,6 +294,8 @@ class Checkpoints:
             "world_size": self._processes.num_processes,
             "iteration": self._directories.iteration,
         }
+        # Every process writes its shards, so this is a collective call; whole tensors are written by the main process
+        # alone.
         if self._strategy.sharded:
             # Here, because importing torch's planner takes half a second.
             from trainer_kit.checkpoint.sharded import write_sharded
@@ -335,6 +350,7 @@ class Checkpoints:
                     self._load_model(path, index, module, state, load_options)
 
         fail_together(self._world, load_models)
+        # Not in `_load_other_objects`: collective calls may not run in a function that can fail on one process alone.
         owned = [
             owned_parameters(self._strategy, optimizer)
             for optimizer in self._optimizers
@@ -343,6 +359,7 @@ class Checkpoints:
         progress = state["progress"]
         self._compare_schedulers(progress.get("scheduler_steps"))
         self._directories.continue_after(path, progress["iteration"])
+        # Last, because the user's objects may draw random numbers while they load.
         self._restore_rank_state(state, modules_to_load)
         version: str | None = progress.get("version")
         return version
@@ -351,6 +368,7 @@ class Checkpoints:
         say = self._processes.print
         schedulers = [wrapper.scheduler for wrapper in self._prepared.schedulers]
         saved = DeepSpeedState(path, files, self._strategy, say)
+        # DeepSpeed counts optimizer steps, the window counts micro-batches.
         steps = saved.load(self._modules, self._optimizers, schedulers)
         self._accumulation.place(steps * self._accumulation.steps)
 
@@ -371,6 +389,7 @@ class Checkpoints:
             # A strategy under which other processes hold whole tensors has one model.
             elsewhere = {"model": absent, "optimizers": absent}
             for name, tensor in tensors.items():
+                # Moments have the names of `_unique_name`, which are prefixed if there are several models.
                 like[name] = tensor
                 like[f"{index}.{name}"] = tensor
         return read_divided(
@@ -381,6 +400,7 @@ class Checkpoints:
         self, path: Path, models: list[nn.Module], state: SavedState
     ) -> None:
         directory = path
+        # Only for hooks, because it reads every byte of the files that hooks wrote.
         if self._before_load:
             directory = Path(
                 on_rank_zero(self._world, lambda: str(verified_hook_directory(path)))
@@ -421,6 +441,7 @@ class Checkpoints:
             state: the state.
             modules_to_load: the ids of the modules that hooks have not loaded.
         """
+        # Every process makes this call before any of them returns: it compares their data ranks.
         rank_change = describe_rank_change(self._strategy, state)
         if rank_change is not None:
             self._processes.print(
@@ -431,6 +452,7 @@ class Checkpoints:
         restore_rng(state["rng"][rank], self._strategy.device)
         if "buffers" not in state:
             return
+        # The weights in the state have the running statistics of the main process only.
         for module, buffers in zip(self._modules, state["buffers"][rank], strict=False):
             if id(module) in modules_to_load:
                 module.load_state_dict(names_in(module, buffers), strict=False)
@@ -444,6 +466,7 @@ class Checkpoints:
             state: the state.
             owned: the parameters of each optimizer's groups.
         """
+        # Optimizers first: they report which learning rates were configured anew, and schedulers keep those.
         reconfigured = self._load_optimizers(state, owned)
         self._load_schedulers(state, reconfigured)
         self._precision.load_state_dict(state["precision"])
@@ -477,16 +500,20 @@ class Checkpoints:
     def _load_schedulers(
         self, state: SavedState, reconfigured: Mapping[int, SavedState]
     ) -> None:
-        schedulers = [wrapper.scheduler for wrapper in self._prepared.schedulers]
-        for scheduler, saved in zip(schedulers, state["schedulers"], strict=True):
+        wrappers = self._prepared.schedulers
+        for wrapper, saved in zip(wrappers, state["schedulers"], strict=True):
+            scheduler = wrapper.scheduler
             optimizer = getattr(scheduler, "optimizer", None)
-            optimizer = OptimizerProxy.unwrapped(optimizer)
-            options = reconfigured.get(id(optimizer), {})
-            restore_scheduler(scheduler, saved, keeps_rates="lr" in options)
+            # A scheduler may have been created from the prepared optimizer, and options are listed for the user's.
+            user_optimizer = OptimizerProxy.unwrapped(optimizer)
+            options = reconfigured.get(id(user_optimizer), {})
+            keeps_rates = "lr" in options
+            restore_scheduler(scheduler, saved, keeps_rates)
 
     def _load_loaders(self, state: SavedState) -> None:
         say = self._processes.print
         loaders = self._prepared.loaders
+        # Before loading, which replaces them by the seeds of the state.
         seeds = [loader.seed for loader in loaders]
         for loader, saved in zip(loaders, state["loaders"], strict=True):
             loader.load_states(saved)
@@ -524,7 +551,10 @@ class Checkpoints:
         if "models" in state["progress"]:
             # A hook may have taken out weights.
             saved_models = state["progress"]["models"]
-        prepared_models = len(self._prepared.models) if saved_models else 0
+        prepared_models = 0
+        # A state without any weights: hooks have written all of them.
+        if saved_models:
+            prepared_models = len(self._prepared.models)
         rows = [("models", saved_models, prepared_models)]
         prepared: dict[str, Sequence[object]] = {
             "optimizers": self._prepared.optimizers,
@@ -573,8 +603,10 @@ def _weights_by_model(
         weights: those of each model.
         weights_after_hooks: the list from which hooks have taken some, or in which they have replaced some.
     """
+    # With no entry removed, a replaced one is still at the index of its model.
     if len(weights_after_hooks) == len(weights):
         return dict(enumerate(weights_after_hooks))
+    # By id, because dicts of tensors cannot be compared for equality.
     indices = {id(entry): index for index, entry in enumerate(weights)}
     replaced = [entry for entry in weights_after_hooks if id(entry) not in indices]
     if replaced:

@@ -38,6 +38,7 @@ _Record: TypeAlias = dict[str, str]
 _REDUCTIONS: Final = ("sum", "mean", "max", "min", "none")
 _T = TypeVar("_T")
 
+# Shared, because it has no state: a single process creates no object in a call.
 _NO_CONTEXT: Final = nullcontext()
 _PACKAGE: Final = str(Path(__file__).resolve().parents[1])
 _DEBUG_TIMEOUT: Final = 60.0
@@ -121,7 +122,9 @@ class Collectives:
         Raises:
             ConfigurationError: on every process, if samples are repeated and a value has no entry per sample.
         """
+        # Without the data: objects have no shapes, and the numbers of samples may differ.
         with self.during("gather_for_metrics"):
+            # Below, over `data` and not `world`: processes that compute parts of one batch have the same results.
             if use_gather_object or not _only_tensors(data):
                 return self._gather_objects_of_batch(data, batches)
             if batches is not None and batches.counts is not None:
@@ -172,12 +175,14 @@ class Collectives:
                 raise ConfigurationError(f"unknown reduction {reduction!r}", fix=fix)
             if reduction == "none":
                 return data
+            # Before the exchange: with tensors of different shapes it would hang, or mix their elements.
             same_everywhere(self.world, f"reduce by {reduction}", data)
             return map_tensors(
                 data, lambda tensor: self._reduce_tensor(tensor, reduction, scale)
             )
 
     def _reduce_tensor(self, tensor: Tensor, reduction: str, scale: float) -> Tensor:
+        # A copy, because the backend reduces in place.
         result = tensor.detach().clone()
         is_integer = not result.is_floating_point() and not result.is_complex()
         if reduction == "mean" and is_integer:
@@ -195,6 +200,7 @@ class Collectives:
             same_everywhere(self.world, f"broadcast from process {source}", data)
             return _map_strictly(
                 data,
+                # A copy, because the backend receives in place.
                 lambda tensor: self.world.broadcast(tensor.detach().clone(), source),
             )
 
@@ -227,6 +233,8 @@ class Collectives:
             def pad(tensor: Tensor) -> Tensor:
                 if not -tensor.ndim <= dim < tensor.ndim:
                     return tensor
+                # Tensors without this dimension were also left out of the exchange, so lengths and tensors stay
+                # aligned.
                 longest = max(next(lengths))
                 return _pad(tensor, longest, dim, pad_index, pad_first)
 
@@ -266,6 +274,7 @@ def _gather(group: Group, data: Nested, call: str) -> Nested:
 
 def _gather_tensor(group: Group, tensor: Tensor) -> Tensor:
     rows = tensor if tensor.ndim else tensor.unsqueeze(0)
+    # A copy here too: on any number of processes the result does not share memory with the argument.
     if group.size == 1:
         return rows.clone()
     return group.all_gather(rows).flatten(0, 1)
@@ -321,17 +330,22 @@ def _gather_rows(group: Group, data: Nested, size: int, counts: list[int]) -> Ne
     has_one_sample = max(sizes) == 1
 
     def gather_rows(tensor: Tensor) -> Tensor:
+        # A scalar has no dimension 0, so the exchange has no lengths of it.
         rows = tensor
         lengths = [1] * group.size
         if tensor.ndim:
             lengths = next(lengths_by_tensor)
         else:
             rows = tensor.unsqueeze(0)
+        # By default all rows are kept: a value of the process, such as a mean loss, repeats no sample.
         counts_to_keep = lengths
+        # One row per sample. In a batch of one sample a scalar counts as its row.
         if lengths == sizes and (tensor.ndim or has_one_sample):
             counts_to_keep = counts
+        # Other lengths are gathered in full batches only: nothing says which of their rows are repeats.
         elif counts != sizes and max(lengths) > 1:
             raise refusal(f"tensors of {lengths} rows on the processes", size)
+        # Processes may have batches of different sizes, and backends gather equal lengths only.
         gathered = _gather_tensor(group, _pad(rows, max(lengths)))
         shares = gathered.tensor_split(group.size)
         kept_rows = [
@@ -361,11 +375,13 @@ def _exchange_lengths(
         shape = list(map(str, tensor.shape))
         if -tensor.ndim <= dim < tensor.ndim:
             lengths.append(tensor.shape[dim])
+            # Not compared, because this length may differ.
             shape[dim] = "*"
         if not same_shapes:
             return f"{tensor.ndim} dimensions"
         return f"({', '.join(shape)}) {tensor.dtype}"
 
+    # The usual case in one exchange: on each process all tensors have the length of its batch.
     text = f"{call}({signature(data, describe)})"
     first_length = lengths[0] if lengths else 0
     one_length = len(set(lengths)) < 2
@@ -406,8 +422,10 @@ def _compare_calls(group: Group, call: str, data: Nested) -> None:
     record = {"call": f"{call}({', '.join(shapes)})", "at": _line_of_user()}
     # torch has no public name for the store of the default group.
     store = dist.distributed_c10d._get_default_store()
+    # Each process counts its calls: the n-th one here is compared with the n-th one of every other process.
     number = store.add(f"trainer_kit/calls/{group.rank}", 1)
     store.set(f"trainer_kit/call/{number}/{group.rank}", json.dumps(record))
+    # For the error of others, if this process does not make their next call.
     store.set(f"trainer_kit/last/{group.rank}", json.dumps(record))
     records = _read_calls(store, number, group.size)
     if all(other and other["call"] == record["call"] for other in records):
@@ -440,6 +458,7 @@ def _read_calls(
         key = f"trainer_kit/call/{number}/{rank}"
         try:
             store.wait([key], timedelta(seconds=seconds))
+        # torch reports the end of the wait by a `DistStoreError`, which is a RuntimeError.
         except RuntimeError:
             records.append(None)
             # The others have had the time of the first.
@@ -469,4 +488,5 @@ def _line_of_user() -> str:
 
 
 def _is_internal(filename: str) -> bool:
+    # The frames of context managers are between the call and the user's line.
     return filename.startswith(_PACKAGE) or "contextlib" in filename

@@ -83,6 +83,7 @@ Options: TypeAlias = dict[type, Any]
 
 _T = TypeVar("_T")
 
+# `_selected_engine` returns the first of these that is given.
 _PLUGINS: Final[dict[str, type]] = {
     "fsdp_plugin": FullyShardedDataParallelPlugin,
     "megatron_lm_plugin": MegatronLMPlugin,
@@ -163,8 +164,10 @@ def plugins(
                 "tensor parallelism is given twice",
                 found="torch_tp_plugin, parallelism_config",
             )
+        # From here on only the configuration is read: this plugin is one axis of it.
         tensor_parallel = by_class.pop(TorchTensorParallelPlugin)
         by_class[ParallelismConfig] = tensor_parallel.as_config()
+    # The launcher's engine is used only if the script names none.
     launched = variable("distributed_type")
     kind = None if launched is None else _LAUNCHED.get(str(launched.value))
     if kind is not None and _selected_engine(by_class) is None:
@@ -196,12 +199,15 @@ def chosen_strategy(options: Options, environment: Environment) -> Any:
     wrapper = options.get(DistributedDataParallelKwargs)
     group = options.get(InitProcessGroupKwargs)
     if mesh is None:
+        # Options of wrappers and groups have no effect in a single process. DeepSpeed and Megatron (`serves_alone`)
+        # change how a single process trains, too.
         if wrapper is None and group is None and engine is None:
             return "auto"
         serves_alone = engine is not None and engine.serves_alone
         if not environment.launched and not serves_alone:
             return "auto"
     arguments: Keywords = {}
+    # Engines and meshes do not wrap models in DDP.
     if wrapper is not None and engine is None and mesh is None:
         arguments.update(wrapper.arguments())
     if group is not None:
@@ -237,8 +243,12 @@ def _mesh(
             found=f"parallelism_config={config.sizes} and {type(engine).__name__}",
             fix="leave one out; FSDP (dp_shard_size=) divides what the other axes leave",
         )
+    # Only for its errors: sizes that do not fit the number of processes are refused before the strategy is made.
     resolve_sizes(config.sizes, environment.world_size)
-    return None if dims == ["dp_replicate"] and engine is None else config
+    # A mesh of replicas alone is DDP.
+    if dims == ["dp_replicate"] and engine is None:
+        return None
+    return config
 
 
 def chosen_sizes(options: Options) -> dict[str, Chosen]:
@@ -249,6 +259,7 @@ def chosen_sizes(options: Options) -> dict[str, Chosen]:
         launched = variable(key)
         size = getattr(config, key.removeprefix("parallelism_config_"), None)
         option = launched
+        # A configuration without arguments has read the launcher's sizes, so an equal size came from the launcher.
         if size is not None and not _has_value(launched, size):
             option = Chosen(size, "argument")
         if option is not None and not _has_value(option, 1):
@@ -289,6 +300,7 @@ def named_options(
         steps = plugin.num_steps
     elif steps is None:
         steps = configured.get("gradient_accumulation_steps")
+    # False is the default of the argument, so it does not override the environment.
     on_cpu = choose("use_cpu", cpu or None, False)
     debugging = choose("debug", debug, False)
     accumulation = choose("gradient_accumulation_steps", steps, 1)
@@ -327,6 +339,7 @@ def resolve_precision(
     scaler_options = options.get(GradScalerKwargs)
     if scaler_options is not None and composed.scales:
         native: Any = composed
+        # A converted precision (fp8) computes in another one, which scales the loss.
         if isinstance(composed, ConvertedPrecision):
             native = composed.base
         native.scaler = make_scaler(strategy.device.type, **scaler_options.to_kwargs())
@@ -372,9 +385,11 @@ def resolve_accumulation(
     # A contradiction with the engine's own configuration is an error here.
     strategy.configure(precision=precision, accumulation=plugin.num_steps)
     complete = None
+    # None where the backward itself exchanges gradients: steps then make no call for it.
     if strategy.completes_gradients:
         complete = strategy.complete_gradients
     quiet = None
+    # Without it every micro-batch exchanges gradients, as `sync_each_batch` asks for; a single process exchanges none.
     if strategy.world.size > 1 and not plugin.sync_each_batch:
         quiet = without_exchange
     return Accumulation(
@@ -437,7 +452,9 @@ def named_trackers(log_with: object) -> list[str | Tracker]:
     objects = [tracker for tracker in trackers if not isinstance(tracker, str)]
     names = [name for name in trackers if isinstance(name, str) and name != "all"]
     names += _ALWAYS_INSTALLED
+    # Found without being imported, which takes seconds for some trackers.
     names += [name for name in _IF_INSTALLED if importlib.util.find_spec(name)]
+    # A tracker that is named next to "all" is started once.
     return [*objects, *dict.fromkeys(names)]
 
 
@@ -471,6 +488,7 @@ def started_watchdog(
     seconds = chosen_timeout(timeout)
     if not processes.use_distributed or not dist.is_initialized():
         return None
+    # A process with another task does not run this loop, so its missing progress is no hang.
     if _have_different_tasks() or not processes.spans_world:
         return None
     calls = processes.calls
@@ -478,6 +496,7 @@ def started_watchdog(
     def progress() -> tuple[int, tuple[int, int]]:
         return accumulation.optimizer_steps, (accumulation.turn, calls.count)
 
+    # A function, because scripts may set the project's directory later.
     def directory() -> Path:
         return Path(project.project_dir or ".")
 

@@ -82,8 +82,10 @@ class DeepSpeedState:
                 "DeepSpeed saves one model and one optimizer, not "
                 f"{len(models)} models and {plural(len(optimizers), 'optimizer')}",
             )
+        # Before anything is loaded, so that a refused checkpoint leaves the objects unchanged.
         _check_schedule(self._path, content.schedule, schedulers)
         model = models[0]
+        # Collective calls, so not in `restore_optimizers`, which may fail on one process alone.
         groups = [owned_parameters(strategy, optimizer) for optimizer in optimizers]
         _, absent = fail_together(world, lambda: local_tensors(strategy, model))
 
@@ -122,6 +124,7 @@ class DeepSpeedState:
             options = dict(group)
             del options["params"]
             option_groups.append(options)
+        # Only the learning rates of DeepSpeed's groups are read; other options are those of the prepared optimizer.
         for options, rate in zip(option_groups, content.rates, strict=False):
             options["lr"] = rate
         saved = {"state": content.moments, "param_groups": option_groups}

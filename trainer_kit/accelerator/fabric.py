@@ -128,6 +128,7 @@ class Fabric:
             )
         device_type = accelerator_word(accelerator)
         self._forks = strategy in _FORKED
+        # Lightning's default. None would take the launcher's precision, as an Accelerator does.
         if precision is None and plugins is None:
             precision = "32-true"
         self._options: Keywords = {
@@ -145,8 +146,11 @@ class Fabric:
         count = _device_count(devices)
         if count is None:
             count = _default_count(device_type, strategy, count_accelerators())
+        # A script starts processes on its own machine only, so for several nodes a launcher must have started them.
         is_launched = environment.launched or num_nodes > 1
         self._processes_to_start = 0 if is_launched or count == 1 else count
+        # Otherwise `launch` builds in the processes that it starts: a process that has used its device cannot be
+        # forked.
         if not self._processes_to_start:
             self._build()
 
@@ -175,6 +179,7 @@ class Fabric:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            # Only until `_build` has set it, after `launch`.
             if name == "accelerator" and self.__dict__.get("_processes_to_start"):
                 raise ConfigurationError(
                     "the processes of this Fabric are not started yet",
@@ -247,6 +252,7 @@ class Fabric:
         """
         count = self._processes_to_start
         if count and not self._forks:
+            # This call runs the script again in each process, and does not return.
             run_agent(count)
         if not count:
             return None if function is None else function(self, *args, **kwargs)
@@ -258,9 +264,12 @@ class Fabric:
             )
 
         def on_rank(rank: int) -> object:
+            # First: until then `world_size` is the number of processes to start, which `_build` would compare with
+            # itself.
             self._processes_to_start = 0
             self._build()
             value = function(self, *args, **kwargs)
+            # Only the result of rank 0 is returned to the caller, so only it has to be picklable.
             return value if rank == 0 else None
 
         return run_forked(on_rank, count)
@@ -299,6 +308,7 @@ class Fabric:
             return map_tensors(data, partial(gather_with_gradients, group=ranks))
         if group is not None:
             return map_tensors(data, ranks.all_gather)
+        # `gather` concatenates along the first dimension: a new one in front of it makes this a stack.
         return self.accelerator.gather(map_tensors(data, lambda tensor: tensor[None]))
 
     def all_reduce(
@@ -373,6 +383,7 @@ class Fabric:
             "setup takes a module and its optimizers",
             "fabric.setup(module, optimizer)",
         )
+        # A module that was set up before is not wrapped a second time.
         objects = [prepared_module(module), *optimizers]
         prepared = self.accelerator.prepare(
             *objects, device_placement=[move_to_device] * len(objects)
@@ -541,6 +552,7 @@ class Fabric:
         """Log values with every logger, on rank 0; tensors of one element become numbers, which is a sync point."""
         if not self.is_global_zero:
             return
+        # Once for all loggers, because each conversion waits for the device.
         numbers = map_tensors(metrics, _as_number)
         for logger in self.loggers:
             logger.log_metrics(metrics=numbers, step=step)
@@ -572,6 +584,7 @@ class Fabric:
         )
         checkpoint: StateDict = {}
         for name, value in state.items():
+            # On every process: the states of sharded modules and optimizers are gathered.
             entry = self._collect_state(value)
             selects = filters.get(name)
             if selects is not None:
@@ -707,6 +720,7 @@ class Fabric:
             group_options = dict(group)
             del group_options["params"]
             options.append(group_options)
+        # torch numbers the parameters of a saved state over all groups, in the order of the groups.
         states = {
             parameters[index]: parameter_state
             for index, parameter_state in state["state"].items()

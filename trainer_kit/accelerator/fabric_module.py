@@ -59,6 +59,8 @@ class FabricModule(nn.Module):
     ) -> None:
         super().__init__()
         self._modules["module"] = module
+        # In `__dict__` from here on, because `__setattr__` now sets attributes of the user's module.
+        # ``nn.Module.__call__`` finds this entry before the method of the class.
         self.__dict__["forward"] = prepared
         # Not a submodule: every parameter would have two names.
         self.__dict__["_prepared"] = prepared
@@ -90,16 +92,19 @@ class FabricModule(nn.Module):
                 found=f"{name!r} of {type(self.module).__name__}",
             )
         module: Any = self.module
+        # FSDP2 gathers parameters in hooks of the forward only. Not twice: torch would wrap the method again.
         if isinstance(module, FSDPModule) and name not in self._forward_methods:
             # torch mixes FSDPModule into the class, which its annotation does not show.
             register_fsdp_forward_method(module, name)  # type: ignore[arg-type]
         self._forward_methods.add(name)
 
     def __getattr__(self, name: str) -> Any:
+        # Not `self.module`, which would call this method again.
         module = self.__dict__["_modules"]["module"]
         if name == "module":
             return module
         attribute = getattr(module, name)
+        # Without a wrapper no gradients are synchronized, so every method may run layers.
         is_wrapped_module = self.__dict__["_prepared"] is not module
         if name in self.__dict__["_forward_methods"]:
             step = self.__dict__["_in_precision"](attribute)
@@ -122,6 +127,7 @@ class FabricModule(nn.Module):
 
         @wraps(step)
         def call(*args: object, **kwargs: object) -> object:
+            # A forward of the instance, such as one under a precision, comes back after the step.
             attributes = self.module.__dict__
             replaced = {}
             if "forward" in attributes:
@@ -136,10 +142,13 @@ class FabricModule(nn.Module):
                 attributes.pop("forward", None)
                 attributes.update(replaced)
 
+            # The wrapper calls the module's forward: in this way it calls the step, and prepares the gradient exchange
+            # for it.
             attributes["forward"] = forward
             try:
                 return self._prepared(*args, **kwargs)
             finally:
+                # Also if the wrapper fails before it calls the forward.
                 restore()
 
         return call
@@ -148,6 +157,7 @@ class FabricModule(nn.Module):
         """Refuse a method that computes gradients past the wrapper, which would not synchronize them."""
 
         def refuse(*_: object) -> None:
+            # Here, in a layer: a method that runs no layer, or runs it under ``torch.no_grad()``, is allowed.
             if torch.is_grad_enabled():
                 raise ConfigurationError(
                     "this method runs layers without the wrapper that synchronises gradients",
@@ -172,9 +182,12 @@ class FabricModule(nn.Module):
     def train(self, mode: bool = True) -> FabricModule:
         """Set the mode of the module and of its wrapper."""
         self._prepared.train(mode)
+        # `__setattr__` would set the flag of the user's module only.
         self.__dict__["training"] = mode
         return self
 
+    # Methods of ``nn.Module`` do not reach `__getattr__`; in this object they would find no parameters under the user's
+    # names.
     def register_buffer(self, *args: Any, **kwargs: Any) -> None:
         """Register a buffer in the user's module."""
         self.module.register_buffer(*args, **kwargs)
@@ -226,6 +239,7 @@ def unwrap_objects(collection: Nested) -> Nested:
 def serve_module(module: nn.Module, fabric: _FabricLike) -> None:
     """Let a `TrainModule` log, print and run backward through a Fabric."""
     if isinstance(module, TrainModule):
+        # Not a Trainer, but it answers what a module asks its Trainer for.
         served: Any = _FabricAsTrainer(fabric)
         module.trainer = served
 

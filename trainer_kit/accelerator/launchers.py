@@ -137,6 +137,7 @@ def _as_child_failure(
     Returns:
         The exception; ``error`` itself where Python cannot combine the classes.
     """
+    # KeyboardInterrupt and SystemExit keep their class: code that catches Exception must not catch them.
     if not isinstance(error, Exception) or isinstance(error, ChildFailedError):
         return error
     process_failures = {each.rank: _process_failure(each) for each in failures}
@@ -166,8 +167,8 @@ def _combine_classes(error: Exception) -> Exception:
         # Its args have no file name.
         arguments = error.__reduce__()[1]
     namespace = {"__module__": kind.__module__}
-    both: Any = type(kind.__name__, (kind, ChildFailedError), namespace)
-    combined: Exception = both.__new__(both, *arguments)
+    combined_class: Any = type(kind.__name__, (kind, ChildFailedError), namespace)
+    combined: Exception = combined_class.__new__(combined_class, *arguments)
     if kind.__module__ == "builtins":
         # SyntaxError and others keep what they show outside of their attributes.
         kind.__init__(combined, *arguments)

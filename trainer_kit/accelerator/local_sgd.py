@@ -69,12 +69,15 @@ class LocalSGD:
         traceback: TracebackType | None,
     ) -> None:
         if self.enabled:
+            # Steps since the last average would leave each process with other weights. After an error the other
+            # processes may not come to the average.
             if error is None and self.num_steps % self.local_sgd_steps:
                 self._average()
             self._no_sync.__exit__(kind, error, traceback)
 
     def step(self) -> None:
         """Count a step, and average weights when due; call this after each ``optimizer.step()``."""
+        # Inside an accumulation window the optimizer has not stepped.
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -34,6 +34,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         """
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
+        # Records name the line of the caller, and not this file.
         kwargs.setdefault("stacklevel", 2)
         if not self.isEnabledFor(level):
             return
@@ -46,6 +47,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         for rank in range(environment.world_size):
             if rank == environment.rank:
                 self.logger.log(level, message, *args, **options)
+            # On all processes, also those that have written: each turn ends for all at once.
             if dist.is_initialized():
                 dist.barrier()
 

@@ -74,6 +74,7 @@ class ModelWeights:
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
         weights: StateDict = {}
+        # Sharded weights need every process; whole ones are read where they are written.
         is_collective = self._strategy.sharded or self._strategy.owns_step
         if is_collective or self._processes.is_main_process:
             weights = self.collect(model)
@@ -84,6 +85,8 @@ class ModelWeights:
                 raise ConfigurationError(
                     "save_model needs a directory", found=str(target)
                 )
+            # In the target: moves then stay in one file system. A save that was killed leaves it, and the next one
+            # deletes it.
             work = target / ".model.tmp"
             shutil.rmtree(work, ignore_errors=True)
             detached = {name: value.detach() for name, value in weights.items()}
@@ -109,6 +112,7 @@ class ModelWeights:
             tied.update(self._strategy.shared_names(owner))
             rows = self._world.all_gather_object((list(weights), tied))
             holders, tied = _merge_stages(rows)
+        # Every process has the same names in the same order, because `full_tensor` and the broadcasts are collective.
         for name in names:
             value = weights.pop(name, None)
             if name in tied:
@@ -128,6 +132,7 @@ class ModelWeights:
         """Send the value of process ``source`` to the main process; collective call."""
         if source == 0:
             return value
+        # First the shape: the other processes allocate memory for it.
         header = value
         if isinstance(value, Tensor):
             header = (tuple(value.shape), value.dtype)
@@ -144,6 +149,7 @@ class ModelWeights:
 def write_object(obj: object, f: _Path, safe_serialization: bool) -> None:
     """Write an object on this process, like ``Accelerator.save``."""
     target = local_directory(f)
+    # With the process id, because processes of several machines may write to one shared file system.
     incomplete = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         if safe_serialization:
@@ -174,14 +180,18 @@ def _merge_stages(
 
 def _replace_model_files(work: Path, target: Path) -> None:
     """Move the files of ``work`` into the directory ``target``, and delete those of an earlier save."""
+    files = list(work.iterdir())
     # The index comes last: it must not name shards that are not there yet.
-    files = sorted(work.iterdir(), key=lambda file: file.suffix == ".json")
+    files.sort(key=lambda file: file.suffix == ".json")
+    current = set()
     for file in files:
-        os.replace(file, target / file.name)
+        destination = target / file.name
+        os.replace(file, destination)
+        current.add(destination)
     work.rmdir()
     # Earlier files go last: until here one of the two saves is complete.
-    current = {target / file.name for file in files}
-    for file in set(target.glob("model*.safetensors*")) - current:
+    earlier_files = set(target.glob("model*.safetensors*")) - current
+    for file in earlier_files:
         file.unlink()
 
 

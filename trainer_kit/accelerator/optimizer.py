@@ -80,16 +80,19 @@ class AcceleratedOptimizer(OptimizerProxy):
         window.optimizer_steps += 1
         loss = None
         if closure is not None:
+            # Without a loss scale the optimizer may call the closure itself, any number of times.
             if not self._precision.scales:
                 return self._step_with(closure)
             if not calls_once(optimizer):
                 raise refusal_of_scaling(optimizer)
             # Gradients are unscaled and checked before the step.
             loss = closure()
+            # The closure's backward has computed new gradients.
             window.corrected.discard(optimizer)
         window.correct(optimizer)
         step = self._strategy_step or optimizer.step
         self._skipped = not self._precision.optimizer_step(optimizer, step)
+        # The gradients of the next window need a correction of their own.
         window.corrected.discard(optimizer)
         if self._after_step is not None:
             self._after_step()
@@ -100,6 +103,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         window = self._window
         optimizer = self.optimizer
         strategy_step = self._strategy_step or optimizer.step
+        # `Precision.optimizer_step` returns whether it has stepped, so the result of the step is stored here.
         losses: list[object] = []
 
         def correcting_closure() -> Any:
@@ -119,6 +123,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         """Clear the gradients, except inside a window."""
         window = self._window
         clears = window.sync
+        # Before the backward, `sync` is that of the new micro-batch, whose window may be unfinished.
         if window.ahead:
             clears = window.clears_gradients(self._cleared_at)
             self._cleared_at = window.turn
@@ -187,6 +192,7 @@ class AcceleratedScheduler:
             self.scheduler.step(*arguments, **options)
             return
         if not self._window.sync:
+            # torch's schedulers compare their count with that of the optimizer's calls, and warn.
             if self._adjust:
                 self.scheduler._step_count += 1
             return
@@ -195,6 +201,7 @@ class AcceleratedScheduler:
         if self._before_first_step is not None:
             self._before_first_step()
             self._before_first_step = None
+        # Scripts for Accelerate multiply the length of their schedules by the number of processes.
         for _ in range(self.times):
             total_steps = getattr(self.scheduler, "total_steps", None)
             # OneCycleLR raises an error after its last step.
@@ -202,6 +209,7 @@ class AcceleratedScheduler:
                 self.scheduler.step(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
+        # While an object is copied or unpickled, it has no attributes yet.
         if name == "scheduler":
             raise AttributeError(name)
         return getattr(self.scheduler, name)

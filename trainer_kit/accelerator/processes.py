@@ -131,6 +131,7 @@ class Processes(ABC):
     @property
     def distributed_type(self) -> DistributedType:
         """The engine, if Accelerate has a name for it; else the kind of distributed run."""
+        # The engine first, as in Accelerate: scripts ask whether it is FSDP or DEEPSPEED before they gather weights.
         if self._engine in _BY_ENGINE:
             return _BY_ENGINE[self._engine]
         if not self.use_distributed:
@@ -153,6 +154,7 @@ class Processes(ABC):
         """The backend of the process group: "gloo", "nccl", …; None for a single process."""
         if not self.use_distributed:
             return None
+        # Processes of torch_xla have no process group.
         return str(dist.get_backend()) if dist.is_initialized() else self.device.type
 
     @property
@@ -195,6 +197,7 @@ class Processes(ABC):
 
     @contextmanager
     def _in_turns(self, goes_first: bool) -> Iterator[None]:
+        # One barrier for each process: the others wait here until the first ones have left their block.
         if not goes_first:
             self.world.barrier()
         try:
@@ -269,6 +272,7 @@ class Processes(ABC):
                 return share
             if isinstance(values, Tensor):
                 return torch.cat([share, values[-1:]])
+            # A list or a tuple, as the script passed it.
             return type(share)([*share, values[-1]])
 
         if isinstance(inputs, dict):
@@ -309,6 +313,8 @@ class AcceleratorProcesses(Processes):
         rank = strategy.world.rank
         size = strategy.world.size
         launched = environment.launched and size > 1
+        # A launched process whose strategy is for one process is alone in its world, and so the first one of its
+        # machine.
         local_rank = rank
         if launched:
             local_rank = environment.local_rank
@@ -368,6 +374,7 @@ class PartialState(Processes):
     @property
     def debug(self) -> bool:
         """Whether processes compare collectives before the exchange; the setter applies to every `PartialState`."""
+        # What the script has set counts most, then the Accelerators, then the environment.
         if PartialState._debug is not None:
             return PartialState._debug
         if any(collectives.debug for collectives in _ACCELERATOR_COLLECTIVES):
@@ -387,10 +394,12 @@ class PartialState(Processes):
         # Only the strategy knows XLA's device; torch does not.
         if self._accelerator == "auto" and launched_on_xla():
             return self._join().device
+        # Without `_join`: it starts a process group, and would wait for all processes.
         return pick_device(self._accelerator, self.environment.local_rank)
 
     @property
     def collectives(self) -> Collectives:
+        # Created at each access, because `debug` may have changed since the last one.
         return Collectives(self.world, debug=self.debug)
 
     def _join(self) -> Strategy:
@@ -599,6 +608,7 @@ class ParallelRanks:
     def _divides_more_than_data(self) -> bool:
         """Whether the mesh has the axes of a `ParallelismConfig`."""
         mesh = self._strategy.mesh
+        # The mesh of a `ParallelismConfig` has all axes, also those of size 1; that of FSDP alone has data axes only.
         return mesh is not None and "tp" in (mesh.mesh_dim_names or ())
 
     @contextmanager

@@ -43,6 +43,7 @@ class SeedableRandomSampler(RandomSampler):
             self.generator = torch.Generator()
         self.generator.manual_seed(self.initial_seed + self.epoch)
         yield from super().__iter__()
+        # After a complete iteration only: an iteration that was left early has the same order when it begins again.
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
@@ -191,6 +192,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __len__(self) -> int:
         total = self._total_batch_size
         turns, remaining = divmod(len(self.dataset), total)
+        # A short last turn is filled up from the start of the data.
         if remaining and not self.drop_last:
             turns += 1
         return turns * total // self.num_processes

@@ -261,6 +261,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
             "exactly one process must pass the tensor", found=f"{count} have one"
         )
     source = owners.index(True)
+    # The other processes know neither shape nor dtype.
     header = None if tensor is None else (tensor.shape, tensor.dtype)
     shape, dtype = state.world.broadcast(header, source)
     if tensor is None:
@@ -536,6 +537,7 @@ def prepare_data_loader(
         use_stateful_dataloader,
     )
     seed = order_seed() if data_seed is None else data_seed
+    # All processes need one order, and each may have another seed.
     seed = state.world.broadcast(seed)
     batch_device = None
     if put_on_device:

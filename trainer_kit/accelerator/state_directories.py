@@ -141,6 +141,7 @@ class StateDirectories:
             free_numbers = [int(match[1]) + 1 for match in matches if match is not None]
             return max([self._project.iteration, *free_numbers])
 
+        # Of the main process: others may see an older listing of a shared file system.
         self._project.iteration = on_rank_zero(self._world, next_number)
         return root / f"checkpoint_{self._project.iteration}"
 

@@ -125,6 +125,7 @@ def on_main_process(function: _F) -> _F:
 
     @functools.wraps(function)
     def call(self: object, *arguments: object, **options: object) -> object:
+        # At each call: when the class is created, processes may not be forked yet.
         if getattr(self, "main_process_only", True) and Environment.detect().rank:
             return None
         return function(self, *arguments, **options)
@@ -175,6 +176,7 @@ def register_tracker_class(tracker: _C) -> _C:
         >>> LOGGERS.get("doctest_tracker").__name__
         'Mine'
     """
+    # Any class may be registered, and the type of a class has no `name`.
     LOGGERS.register(str(tracker.name), tracker, overwrite=True)  # type: ignore[attr-defined]
     return tracker
 
@@ -225,6 +227,7 @@ class LoggerTracker(GeneralTracker):
         if self.name == "wandb":
             self.logger.log_metrics({**numbers, **other_values}, self._step)
             return
+        # The report computes speeds from the times in the journal; a thread that writes later would make peaks of them.
         if numbers and isinstance(self.logger, JSONLLogger):
             self.logger.log_metrics(numbers, self._step, at=at)
         elif numbers:
@@ -277,6 +280,7 @@ class _NoTracker(GeneralTracker):
         self.name = name
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling look for methods with such names, and must not find them.
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *arguments, **options: None
@@ -327,6 +331,7 @@ def _copy(value: Nested) -> Nested:
     if isinstance(value, Mapping):
         return {name: _copy(item) for name, item in value.items()}
     kind = type(value)
+    # Exactly these classes: others, such as named tuples, are not made from an iterable.
     if kind is list or kind is tuple:
         return kind(map(_copy, value))
     if kind.__module__ == "numpy":
@@ -431,10 +436,14 @@ class Trackers:
             init_kwargs: constructor arguments by tracker name.
             facts: returns the report's facts about the process; called at the first log.
         """
+        # A second call in one script begins another run.
         self._end_report("finished")
         options = {}
         for name, arguments in (init_kwargs or {}).items():
+            # Keys may be members of `LoggerType`.
             options[word_of(name)] = dict(arguments)
+        # Loggers of other libraries have methods under this decorator, which raises an error until it knows the rank.
+        # The rank is an attribute of a function, which its type does not have.
         rank_zero_only.rank = self._processes.process_index  # type: ignore[attr-defined]
         self.started.clear()
         self._deliveries.open([], None)
@@ -462,6 +471,7 @@ class Trackers:
         elif self._processes.is_main_process and self.log_with:
             self.version = claim_version(self._runs)
         else:
+            # Other processes do not claim a directory: each would make one.
             self.version = free_version(self._runs)
 
     def continue_run(self, version: object) -> None:
@@ -479,9 +489,11 @@ class Trackers:
         continued = self._runs / self._continued
         if self._continued == self.version or not continued.is_dir():
             return
+        # Threads of loggers may still write into the unused directory.
         self._deliveries.wait()
         self.version = self._continued
         for logger in self._versioned:
+            # With a time limit: a logger that blocks must not keep the run from resuming.
             continues = functools.partial(self._write_into_run_directory, logger)
             self._calls.call(logger, "load_state_dict", continues, None)
         remove_unused(unused, continued)
@@ -512,6 +524,7 @@ class Trackers:
         if not self.started or (not user_journals and path is None):
             return []
         trackers: list[GeneralTracker] = []
+        # One journal is enough: the report reads the user's.
         if user_journals:
             self._journal = user_journals[0]
         else:
@@ -571,6 +584,7 @@ class Trackers:
         run_id: object = secrets.token_hex(8)
         completed_steps = 0
         if self.continues and earlier_runs:
+            # The report lists runs by id: a run that continues an earlier one has its id.
             run_id = earlier_runs[-1]
             completed_steps = step - 1
         # Describing the user's objects may fail, which does not end the run.
@@ -709,9 +723,12 @@ class Trackers:
                 "log() before init_trackers(): no tracker writes these values"
             )
         self._step = self._step + 1 if step is None else step
+        # `_begin_report` makes the same check; this one saves a call in every log but the first.
         if self._facts is not None:
             self._begin_report(self._step)
+        # Once for all trackers, before this call returns: their threads read the values later.
         values = _copy(values)
+        # The time of the call, not that at which a thread delivers the values.
         logged_at = time.time()
         for delivery in self._deliveries.each():
             options = (log_kwargs or {}).get(delivery.logger.tracker.name, {})
@@ -723,6 +740,7 @@ class Trackers:
         Raises:
             ConfigurationError: no tracker has this name.
         """
+        # The caller writes without the queue, so logged values come first.
         self._deliveries.wait()
         for tracker in self.started:
             if tracker.name != word_of(name):

@@ -57,11 +57,14 @@ def evened(turn: Turn, processes: int, columns: bool) -> tuple[Turn, list[int]]:
     shares = _share_rows(turn, processes, columns)
     if shares is not None:
         return shares
-    sizes = [size for _, size in turn]
+    batches = list(_fill_separately(turn, columns))
+    counts = [size for _, size in turn]
     missing = processes - len(turn)
-    batches = _fill_separately(turn, columns)
-    copies = [batches[index % len(batches)] for index in range(processes)]
-    return copies, sizes + [0] * missing
+    for index in range(missing):
+        # A copy of another process's batch, so all of its samples are repeats.
+        batches.append(batches[index])
+        counts.append(0)
+    return batches, counts
 
 
 def _share_rows(
