@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import trainer_kit as tk
 from trainer_kit import Accelerator
+from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
 
 
 def told(accelerator: Accelerator) -> list[bool]:
@@ -38,13 +40,6 @@ def test_plugins_are_those_of_the_engine_that_runs() -> None:
         parallelism_config=tk.ParallelismConfig(dp_shard_size=2),
     )
     assert told(on_mesh) == [True, True, False, False, False]
-    assert told(Accelerator(cpu=True, strategy=tk.strategies.FSDPStrategy())) == [
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
     tensor = tk.TorchTensorParallelPlugin(tp_size=2)
     assert told(Accelerator(cpu=True, torch_tp_plugin=tensor)) == [
         False,
@@ -63,6 +58,62 @@ def test_plugins_are_those_of_the_engine_that_runs() -> None:
             False,
             False,
         ]
+
+
+@pytest.mark.world_size(2)
+def test_plugins_describe_an_engine_that_was_given_as_an_object() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sharded = Accelerator(
+        cpu=True,
+        strategy=FSDPStrategy(
+            sharding_strategy="SHARD_GRAD_OP",
+            auto_wrap_policy=[nn.Linear],
+            activation_checkpointing_policy=True,
+            mixed_precision=policy,
+        ),
+    )
+    assert told(sharded) == [True, True, False, False, False]
+    fsdp = sharded.state.fsdp_plugin
+    assert (fsdp.sharding_strategy, fsdp.fsdp_version) == ("SHARD_GRAD_OP", 2)
+    assert fsdp.transformer_cls_names_to_wrap == ["Linear"]
+    assert fsdp.mixed_precision_policy is policy
+    assert (fsdp.activation_checkpointing, fsdp.cpu_offload) == (True, False)
+    # The plugin makes the same strategy again.
+    remade = fsdp.make_strategy()
+    assert remade.options["auto_wrap_policy"] == ["Linear"]
+    assert remade.options["sharding_strategy"] == "SHARD_GRAD_OP"
+
+    tensor = Accelerator(cpu=True, strategy=MeshStrategy(tp=2))
+    assert told(tensor) == [False, False, False, True, False]
+    assert tensor.state.torch_tp_plugin.tp_size == 2
+
+    mesh = MeshStrategy(dp_shard=2, fsdp={"auto_wrap_policy": 1000})
+    on_mesh = Accelerator(cpu=True, strategy=mesh)
+    assert told(on_mesh) == [True, True, False, False, False]
+    fsdp = on_mesh.state.fsdp_plugin
+    assert (fsdp.auto_wrap_policy, fsdp.min_num_params) == ("size_based_wrap", 1000)
+    assert told(Accelerator(cpu=True, strategy=DDPStrategy())) == [False] * 5
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_the_plugin_of_a_deepspeed_object_is_the_running_configuration() -> None:
+    pytest.importorskip("deepspeed")
+    clipping = {"gradient_clipping": 0.5}
+    strategy = tk.strategies.DeepSpeedStrategy(stage=1, config=clipping)
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    assert told(accelerator) == [False, False, False, False, True]
+    plugin = accelerator.state.deepspeed_plugin
+    assert (plugin.zero_stage, plugin.offload_optimizer_device) == (1, "none")
+    assert (plugin.gradient_clipping, plugin.selected) == (0.5, True)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1)
+    )
+    accelerator.backward(model(torch.ones(4, 2)).mean())
+    optimizer.step()
+    assert plugin.deepspeed_config is strategy.config
+    assert plugin.get_value("zero_optimization.stage") == 1
 
 
 @pytest.mark.world_size(2)

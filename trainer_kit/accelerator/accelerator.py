@@ -36,6 +36,7 @@ from trainer_kit.accelerator.composition import (
     started_strategy,
     started_watchdog,
 )
+from trainer_kit.accelerator.engine_plugins import describe_engine
 from trainer_kit.accelerator.loader import (
     LaterLoader,
     PreparedLoader,
@@ -260,7 +261,6 @@ class Accelerator:
         **unknown: object,
     ) -> None:
         engines = engine_arguments(locals())
-        self.torch_tp_plugin = torch_tp_plugin
         self.environment = Environment.detect()
         self.deepspeed_plugins = named_plugins(engines)
         options = {
@@ -278,6 +278,10 @@ class Accelerator:
         debugging = self.origins["debug"].value
         self.origins |= chosen_sizes(options)
         self.strategy = started_strategy(options, on_cpu, self.environment)
+        self._engine_options = {**options, **describe_engine(strategy, self.strategy)}
+        self.torch_tp_plugin = torch_tp_plugin or find_option(
+            self._engine_options, TorchTensorParallelPlugin
+        )
         self.precision = resolve_precision(precision_name, self.strategy, options)
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
@@ -314,7 +318,6 @@ class Accelerator:
         self.scaler_handler = find_option(options, GradScalerKwargs)
         self.ddp_handler = find_option(options, DistributedDataParallelKwargs)
         self.init_handler = find_option(options, InitProcessGroupKwargs)
-        self._engine_options = options
         project = self._project
         self.collectives = self.processes.collectives
         self.parallel_ranks = ParallelRanks(self.strategy)
@@ -928,14 +931,12 @@ class Accelerator:
     @property
     def is_fsdp2(self) -> bool:
         """Whether FSDP shards the parameters, alone or on a mesh: always as FSDP2, also for ``fsdp_version=1``."""
-        return (
-            self.distributed_type == DistributedType.FSDP
-            or self.fsdp_plugin is not None
-        )
+        runs_fsdp = self.distributed_type == DistributedType.FSDP
+        return runs_fsdp or self.fsdp_plugin is not None
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
-        """The options of FSDP, from the argument or the launcher, if it runs; None for ``strategy=`` objects too."""
+        """The options of FSDP, from the argument or the launcher, if it runs; those of a ``strategy=`` object too."""
         runs_fsdp = self.distributed_type == DistributedType.FSDP
         if not runs_fsdp and self.strategy.mesh is None:
             return None
@@ -975,8 +976,10 @@ class Accelerator:
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The active DeepSpeed plugin, or None."""
-        return active_plugin(self.deepspeed_plugins)
+        """The active DeepSpeed plugin, or that of a ``strategy=`` object; None under other engines."""
+        return active_plugin(self.deepspeed_plugins) or find_option(
+            self._engine_options, DeepSpeedPlugin
+        )
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
         """Return a plugin of ``Accelerator(deepspeed_plugins={name: plugin})``."""

@@ -294,6 +294,11 @@ class DeepSpeedPlugin:
         explicit.setdefault("train_micro_batch_size_per_gpu", 1)
         self._transformers_config = integrations.HfDeepSpeedConfig(explicit)
 
+    def show_running(self, config: dict[str, object]) -> None:
+        """Describe an engine that runs already: ``config`` is its own configuration, which `prepare` completes."""
+        self.deepspeed_config = config
+        self.selected = True
+
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are sharded while they are created."""
         return bool(self.zero3_init_flag) and self.zero_stage == 3

@@ -143,6 +143,17 @@ class FSDPStrategy(Strategy):
                 fix="activation_checkpointing_policy=True, or the modules",
             )
         check_timeout(timeout, "FSDPStrategy")
+        self.options: dict[str, Any] = {
+            "sharding_strategy": kind,
+            "reshard_after_forward": reshard_after_forward,
+            "auto_wrap_policy": auto_wrap_policy,
+            "activation_checkpointing_policy": activation_checkpointing_policy,
+            "offload_activations": offload_activations,
+            "cpu_offload": cpu_offload,
+            "mixed_precision": mixed_precision,
+            "ignored_modules": ignored_modules,
+        }
+        """The arguments that this strategy was made with."""
         self.device = torch.device(device)
         self.hybrid = kind.startswith("HYBRID")
         self._mesh_shape = device_mesh

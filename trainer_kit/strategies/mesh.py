@@ -149,6 +149,11 @@ class MeshStrategy(Strategy):
         self.plan = plan
         self._checkpointing_policy = activation_checkpointing_policy
         self._fsdp = dict(fsdp or {})
+        self.fsdp_options: dict[str, Any] = {
+            **self._fsdp,
+            "activation_checkpointing_policy": activation_checkpointing_policy,
+        }
+        """The arguments of FSDP, for the axes that it shards over."""
         self._offloads_activations = bool(self._fsdp.pop("offload_activations", False))
         if self._offloads_activations and activation_checkpointing_policy is False:
             raise StrategyError(
